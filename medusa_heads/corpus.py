@@ -1,0 +1,162 @@
+"""The embedded corpus: the sources of the running interpreter's own standard library.
+
+Every machine that can run this package has it, so training and measuring need no download. The
+packages in `HELD_OUT` are kept for evaluation: nothing here trains on them.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+HELD_OUT = ("asyncio", "email", "json", "http", "unittest", "logging")
+"""Top-level packages of the standard library that are kept for evaluation, by name."""
+
+# Installed packages are not the standard library; the other two hold sources in odd encodings and
+# broken on purpose, as data for the interpreter's own tests.
+_SKIPPED = ("site-packages", "dist-packages", "lib2to3/tests/data", "test/encoded_modules")
+# Shorter files are empty package markers, longer ones generated tables.
+_MIN_CHARACTERS, _MAX_CHARACTERS = 200, 400_000
+# First guess of how much text a window needs; doubled until the window is full.
+_CHARACTERS_PER_TOKEN = 8
+# Tokens after the window that must be known too, so that the cut never changes a token inside it.
+_LOOKAHEAD_TOKENS = 8
+_LINE_START = re.compile(r"^(?=.*\S)", re.MULTILINE)
+_WORD_START = re.compile(r"(?<=\s)(?=\S)")
+
+
+def standard_library(split: Literal["train", "held_out"]) -> Dataset:
+    """The standard library's sources, one row a file, in the order of their paths.
+
+    Args:
+        split: `"held_out"` for the packages of `HELD_OUT`, `"train"` for all others.
+
+    Returns:
+        A dataset with the columns `path` (relative, with forward slashes) and `text`.
+
+    Raises:
+        ValueError: an unknown split, or an interpreter that ships without its sources.
+    """
+    if split not in ("train", "held_out"):
+        raise ValueError(f"Unknown split {split!r}: expected 'train' or 'held_out'.")
+    root = Path(sysconfig.get_path("stdlib"))
+    rows = [
+        row for row in _read_sources(root) if _is_held_out(row["path"]) == (split == "held_out")
+    ]
+    if not rows:
+        raise ValueError(
+            f"This Python has no standard library sources in {root}: "
+            "use another interpreter, or give a corpus of your own."
+        )
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
+def _read_sources(root: Path) -> Iterator[dict[str, str]]:
+    for file in sorted(root.rglob("*.py")):
+        path = file.relative_to(root).as_posix()
+        if path.startswith(_SKIPPED):
+            continue
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if _MIN_CHARACTERS < len(text) < _MAX_CHARACTERS:
+            yield {"path": path, "text": text}
+
+
+def _is_held_out(path: str) -> bool:
+    return PurePosixPath(path).parts[0] in HELD_OUT
+
+
+def prompt_windows(
+    corpus: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_prompts: int,
+    prompt_length: int,
+    seed: int,
+) -> Dataset:
+    """Draw prompts of equal length from a corpus: different places, none across two documents.
+
+    A window starts at the start of a line; only where a corpus has too few lines does it start at a
+    word. Long documents give more windows than short ones. The same arguments give the same rows.
+
+    Args:
+        corpus: a dataset with a column `text`, and `path` if the rows should say where they are from.
+        tokenizer: its special tokens at the start (such as BOS) count towards the length.
+        num_prompts: how many windows.
+        prompt_length: tokens in each.
+        seed: of the draw.
+
+    Returns:
+        A dataset with the columns `input_ids` (`prompt_length` token ids) and `path`.
+
+    Raises:
+        ValueError: the corpus is empty, or does not hold that many windows of that length.
+    """
+    if num_prompts < 1 or prompt_length < 1:
+        raise ValueError(
+            f"Expected at least 1 prompt of at least 1 token, got {num_prompts} of {prompt_length}."
+        )
+    if "text" not in corpus.column_names:
+        raise ValueError(f"Expected a corpus with a column 'text', got {corpus.column_names}.")
+    texts: list[str] = list(corpus["text"])
+    if not any(text.strip() for text in texts):
+        raise ValueError("The corpus is empty: give one with text in it.")
+    paths = list(corpus["path"]) if "path" in corpus.column_names else [""] * len(texts)
+
+    rows: list[dict[str, object]] = []
+    for document, start in _shuffled_starts(texts, random.Random(seed)):
+        input_ids = _window(texts[document], start, tokenizer, prompt_length)
+        if input_ids is not None:
+            rows.append({"input_ids": input_ids, "path": paths[document]})
+        if len(rows) == num_prompts:
+            break
+    if not rows:
+        raise ValueError(
+            f"No document of the corpus is {prompt_length} tokens long: "
+            "ask for shorter prompts or give longer documents."
+        )
+    if len(rows) < num_prompts:
+        raise ValueError(
+            f"The corpus holds only {len(rows)} windows of {prompt_length} tokens, "
+            f"{num_prompts} were asked for: ask for fewer or shorter prompts, or give more text."
+        )
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
+def _shuffled_starts(texts: Sequence[str], rng: random.Random) -> Iterator[tuple[int, int]]:
+    """Every place where a window may start, as (document, character): lines first, then words."""
+    lines = [(i, m.start()) for i, text in enumerate(texts) for m in _LINE_START.finditer(text)]
+    rng.shuffle(lines)
+    yield from lines
+    taken = set(lines)
+    words = [(i, m.start()) for i, text in enumerate(texts) for m in _WORD_START.finditer(text)]
+    rng.shuffle(words)
+    yield from (start for start in words if start not in taken)
+
+
+def _window(
+    text: str, start: int, tokenizer: PreTrainedTokenizerBase, length: int
+) -> list[int] | None:
+    """The first `length` token ids of the text from `start`, None where the document ends sooner."""
+    characters = (length + _LOOKAHEAD_TOKENS) * _CHARACTERS_PER_TOKEN
+    while True:
+        piece = text[start : start + characters]
+        # The cut is ours, so a tokenizer's warning about its model's maximum would mislead.
+        input_ids: list[int] = tokenizer(piece, verbose=False)["input_ids"]
+        if len(input_ids) >= length + _LOOKAHEAD_TOKENS or start + characters >= len(text):
+            return input_ids[:length] if len(input_ids) >= length else None
+        characters *= 2
