@@ -1,0 +1,47 @@
+# Everything runs in .venv, made here on first use and brought up to date when pyproject.toml or
+# constraints.txt changes. PYTHON=python3.12 picks another interpreter for it.
+#
+# Linux and no GPU: PyPI's torch brings several GB of CUDA libraries. PyTorch's CPU wheel index via
+# PIP_EXTRA_INDEX_URL avoids them: pip then prefers the build "2.13.0+cpu", which the constraint
+# torch==2.13.0 admits.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Waiting worker threads sleep instead of spinning: on few cores spinning slows small models.
+export OMP_WAIT_POLICY := PASSIVE
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## train heads for the embedded model and measure them (about 6 minutes on 2 cores)
+	$(BIN)/python scripts/demo.py
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## check style, types and the layering of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove build products and caches (keeps .venv and runs)
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=python3.x." if sys.version_info < (3, 10) else 0)'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "Making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing dependencies into $(VENV) (several minutes the first time)"
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,50 @@
+"""Train extra decoding heads for a causal language model and generate faster with them.
+
+The names below load on first use (PEP 562): `import medusa_heads` itself imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from medusa_heads.config import HeadsConfig
+    from medusa_heads.heads import MedusaHeads
+    from medusa_heads.inference.model import MedusaModel
+    from medusa_heads.target import TargetModel
+    from medusa_heads.training.train import train_heads
+
+    __version__: str
+
+__all__ = [
+    "HeadsConfig",
+    "MedusaHeads",
+    "MedusaModel",
+    "TargetModel",
+    "__version__",
+    "train_heads",
+]
+
+_HOMES = {
+    "HeadsConfig": "medusa_heads.config",
+    "MedusaHeads": "medusa_heads.heads",
+    "MedusaModel": "medusa_heads.inference.model",
+    "TargetModel": "medusa_heads.target",
+    "train_heads": "medusa_heads.training.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("medusa-heads")
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # found once, then an ordinary attribute
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

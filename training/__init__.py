@@ -1,0 +1,1 @@
+"""How heads are learned: the target's own text in, a checkpoint folder out."""
