@@ -1,0 +1,153 @@
+"""What was measured of a set of heads: at which rank each head held the true token.
+
+Shapes: S supervised positions, K heads. Rank 0 is a head's top-1 token.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+Path = tuple[int, ...]
+
+MAX_RANK = 16  # deeper ranks are too rare to enter any tree that pays
+MAX_NODES = 256  # the largest tree a checkpoint's statistics describe
+
+
+class HeadStatistics:
+    """Joint counts of the heads' ranks along real text, and the trees they imply.
+
+    A path (r_0, .., r_d) names a tree node: rank r_i among head i's candidates, for i = 0 .. d. Its
+    count says at how many positions the heads' ranks began with exactly that path, so
+    `count / positions` is the chance that the node is accepted. A node's count is never above its
+    parent's: the n most counted paths form a tree, the one with the largest expected number of
+    accepted tokens among all trees of n nodes.
+
+    Args:
+        num_heads: K.
+        positions: S, the positions measured.
+        top_k_hits: for each head, how often the true token was among its top 1, 2, .. MAX_RANK.
+        paths: the most counted paths with their counts, best first.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        positions: int,
+        top_k_hits: Sequence[Sequence[int]],
+        paths: Sequence[tuple[Path, int]],
+    ) -> None:
+        self.num_heads = num_heads
+        self.positions = positions
+        self.top_k_hits = [list(hits) for hits in top_k_hits]
+        self.paths = list(paths)
+
+    @classmethod
+    def from_ranks(cls, ranks_SK: Tensor) -> HeadStatistics:
+        """Count ranks; a negative rank marks a position or head without a true token.
+
+        Raises:
+            ValueError: no position has all K true tokens.
+        """
+        complete_SK = ranks_SK[(ranks_SK >= 0).all(dim=1)]
+        if not len(complete_SK):
+            raise ValueError(
+                "head statistics need at least one position with a true token for every head, got "
+                "none: use longer held-out text"
+            )
+        top_k_hits = [
+            [int((complete_SK[:, i] < k).sum()) for k in range(1, MAX_RANK + 1)]
+            for i in range(complete_SK.shape[1])
+        ]
+        counts: Counter[Path] = Counter()
+        for ranks in complete_SK.tolist():
+            path: Path = ()
+            for rank in ranks:
+                if rank >= MAX_RANK:
+                    break
+                path = (*path, rank)
+                counts[path] += 1
+        # Among equal counts the shallower and more probable path first: parents before children.
+        best = heapq.nsmallest(
+            MAX_NODES, counts.items(), key=lambda item: (-item[1], len(item[0]), item[0])
+        )
+        return cls(complete_SK.shape[1], len(complete_SK), top_k_hits, best)
+
+    def top_k_accuracy(self, k: int) -> list[float]:
+        """For each head, the share of positions whose true token was among its top k."""
+        return [hits[k - 1] / self.positions for hits in self.top_k_hits]
+
+    def choices(self, num_nodes: int) -> list[Path]:
+        """Paths of the best static tree of `num_nodes` nodes (the root not counted), best first.
+
+        Fewer are returned where the measured text never went further.
+
+        Raises:
+            ValueError: `num_nodes` below one or above MAX_NODES.
+        """
+        if not 1 <= num_nodes <= MAX_NODES:
+            raise ValueError(f"a tree has 1 to {MAX_NODES} nodes, got {num_nodes}")
+        return [path for path, _ in self.paths[:num_nodes]]
+
+    def expected_tokens_per_step(self, num_nodes: int) -> float:
+        """1 + expected accepted nodes at a random position, for the best tree of that size."""
+        return 1 + sum(count for _, count in self.paths[:num_nodes]) / self.positions
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a checkpoint's sidecar."""
+        return {
+            "num_heads": self.num_heads,
+            "positions": self.positions,
+            "top_k_hits": self.top_k_hits,
+            "paths": [[list(path), count] for path, count in self.paths],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> HeadStatistics:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ValueError: a part is missing, or the paths are not a tree.
+        """
+        try:
+            paths = [(tuple(map(int, path)), int(count)) for path, count in values["paths"]]
+            read = cls(
+                int(values["num_heads"]), int(values["positions"]), values["top_k_hits"], paths
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"unreadable head statistics ({error!r})") from error
+        known: set[Path] = {()}
+        for path, _ in read.paths:
+            if path[:-1] not in known or len(path) > read.num_heads or min(path) < 0:
+                raise ValueError(f"head statistics hold the path {list(path)} without its parent")
+            known.add(path)
+        return read
+
+
+def simulate_tokens_per_step(ranks: Iterable[Tensor], choices: Sequence[Path]) -> float:
+    """Tokens per step that a static tree would have reached on measured sequences.
+
+    Each sequence's ranks [T, K] are walked as decoding would walk them: at a position, descend while
+    the path of ranks is in the tree, commit that many tokens plus the target's own, move on. Counts
+    are summed over all sequences before the ratio is taken. A position without all true tokens ends
+    its sequence.
+    """
+    tree = {tuple(choice) for choice in choices}
+    steps = tokens = 0
+    for ranks_TK in ranks:
+        rows = ranks_TK.tolist()
+        t = 0
+        while t < len(rows) and min(rows[t]) >= 0:
+            path: Path = ()
+            for rank in rows[t]:
+                if (*path, rank) not in tree:
+                    break
+                path = (*path, rank)
+            steps += 1
+            tokens += len(path) + 1
+            t += len(path) + 1
+    return tokens / steps if steps else 0.0

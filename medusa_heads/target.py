@@ -1,0 +1,204 @@
+"""The target: a thin view over an UNMODIFIED transformers causal LM.
+
+Shapes: B batch, T tokens, N tree nodes, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+
+class TargetModel:
+    """The frozen causal LM whose output must not change.
+
+    Hidden states are read where the lm_head reads them (a forward pre-hook on the output
+    embeddings), after the final norm; logits come from the model's own forward, because some
+    architectures scale or cap them behind the lm_head (Gemma 2, Cohere, Granite).
+
+    Raises:
+        ValueError: the model has no lm_head, or its peft adapter adds prompt tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        model = _without_adapter_wrapper(model)
+        if model.get_output_embeddings() is None:
+            raise ValueError(
+                f"{type(model).__name__} has no lm_head: a causal language model is needed"
+            )
+        self.model = model
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        trust_remote_code: bool = False,
+        **kwargs: Any,
+    ) -> TargetModel:
+        """Load a causal LM by hub id or local path; further arguments go to transformers.
+
+        Raises:
+            ValueError: nothing loadable stands at `name_or_path`.
+        """
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(name_or_path), dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
+            )
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"expected a causal language model (a hub id or a local folder) at "
+                f"{str(name_or_path)!r}: {reason}"
+            ) from error
+        if device is not None:
+            model.to(device)
+        target = cls(model)
+        target.freeze()
+        return target
+
+    def freeze(self) -> None:
+        """Evaluation mode, no gradients: the target is never trained by heads."""
+        self.model.eval()
+        self.model.requires_grad_(False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The model's lm_head."""
+        lm_head = self.model.get_output_embeddings()
+        assert lm_head is not None
+        return lm_head
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the text decoder (of a multimodal model, its text part)."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def hidden_size(self) -> int:
+        """D: the width of what the lm_head reads."""
+        return int(self.get_output_embeddings().weight.shape[1])  # type: ignore[union-attr, index]
+
+    @property
+    def vocab_size(self) -> int:
+        """V: the rows of the lm_head, which may be padded beyond the tokenizer's size."""
+        return int(self.get_output_embeddings().weight.shape[0])  # type: ignore[union-attr, index]
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest context the target was made for, where its configuration says so."""
+        value = getattr(self.config, "max_position_embeddings", None)
+        return value if isinstance(value, int) and value > 0 else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the input goes."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the target computes in."""
+        return self.model.dtype
+
+    @property
+    def name_or_path(self) -> str:
+        """The hub id or path the target was loaded from; empty for a model made in memory."""
+        return str(self.model.config._name_or_path or "")
+
+    @contextmanager
+    def capture_hidden(self) -> Iterator[Callable[[], Tensor]]:
+        """Within the block, the returned function gives what the lm_head last read [B, T, D]."""
+        last: list[Tensor] = []
+
+        def remember(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            last[:] = [args[0]]
+
+        hook = self.get_output_embeddings().register_forward_pre_hook(remember)
+        try:
+            yield lambda: last[0]
+        finally:
+            hook.remove()
+
+    @torch.no_grad()
+    def hidden(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor | None = None,
+        position_ids_BT: Tensor | None = None,
+    ) -> Tensor:
+        """What the lm_head would read at every position, [B, T, D], without running it.
+
+        The hook hands the lm_head zero positions, so no [B, T, V] logits are ever made.
+        """
+        seen: list[Tensor] = []
+
+        def take(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            seen.append(args[0])
+            return (args[0][:, :0], *args[1:])
+
+        hook = self.get_output_embeddings().register_forward_pre_hook(take)
+        inputs: dict[str, Any] = {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT}
+        if position_ids_BT is not None:
+            inputs["position_ids"] = position_ids_BT
+        try:
+            self.model(**inputs, use_cache=False)
+        finally:
+            hook.remove()
+        return seen[0]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Which target heads belong to: sizes and a hash of the lm_head.
+
+        The hash is taken of the bf16-rounded matrix, so that it does not depend on the dtype the
+        target happens to be loaded in.
+        """
+        lm_head = self.get_output_embeddings()
+        digest = hashlib.sha256()
+        _hash_tensor(digest, lm_head.weight.detach().to(torch.bfloat16))  # type: ignore[union-attr, operator]
+        return {
+            "model_type": self.config.model_type,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "lm_head_sha256": digest.hexdigest(),
+        }
+
+    def weights_digest(self) -> str:
+        """sha256 over every weight and buffer, bit for bit: equal before and after training."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            if isinstance(tensor, Tensor):
+                _hash_tensor(digest, tensor.detach())
+        return digest.hexdigest()
+
+
+def _without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:
+    """The transformers model inside a peft wrapper; its adapter layers stay active within it."""
+    if not hasattr(model, "peft_config"):
+        return model
+    active = getattr(model, "active_peft_config", None)
+    if getattr(active, "is_prompt_learning", False):
+        raise ValueError(
+            f"the target's adapter ({type(active).__name__}) adds prompt tokens, which heads cannot "
+            "follow: merge it or use a LoRA-style adapter"
+        )
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _hash_tensor(digest: hashlib._Hash, tensor: Tensor) -> None:
+    # In slices, so that a large matrix on a GPU is never copied whole.
+    for part in tensor.contiguous().view(-1).view(torch.uint8).split(1 << 26):
+        digest.update(part.cpu().numpy().tobytes())
