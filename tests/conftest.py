@@ -1,0 +1,51 @@
+"""Shared by all tests: no network, one thread, and a tiny random Llama."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before it
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+
+TinyLlama = Callable[..., LlamaForCausalLM]
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> TinyLlama:
+    """Make a tiny Llama: `tiny_llama(num_layers=2, seed=0, **config overrides)`.
+
+    fp32, vocabulary 199, hidden 64, no end token. Matrices are drawn with a standard deviation of
+    0.15, wide enough for peaked and varied predictions; equal arguments give equal weights.
+    """
+
+    def make(num_layers: int = 2, seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
+        settings: dict[str, Any] = {
+            "vocab_size": 199,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+            "tie_word_embeddings": False,
+        }
+        config = LlamaConfig(**(settings | overrides))
+        model = LlamaForCausalLM(config).float().eval()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim >= 2:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+        return model
+
+    return make

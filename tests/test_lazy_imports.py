@@ -1,0 +1,54 @@
+"""`import medusa_heads` and `--help` stay cheap: neither loads torch."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+import medusa_heads
+
+HEAVY = ("torch", "datasets", "matplotlib")  # `transformers` alone loads its parser in a moment
+
+
+def fresh(program: str) -> str:
+    """Stdout of a program in an interpreter of its own."""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_loads_nothing_heavy() -> None:
+    program = f"import sys, medusa_heads; print([m for m in {HEAVY} if m in sys.modules])"
+    assert fresh(program).strip() == "[]"
+
+
+@pytest.mark.parametrize("module", ["main", "train_heads"])
+def test_help_loads_nothing_heavy(module: str) -> None:
+    program = f"""
+import sys
+from medusa_heads.cli.{module} import main
+sys.argv = ["command", "--help"]
+try:
+    main()
+except SystemExit as stop:
+    assert stop.code in (0, None), stop.code
+print([m for m in {HEAVY} if m in sys.modules])
+"""
+    start = time.perf_counter()
+    out = fresh(program)
+    seconds = time.perf_counter() - start
+    assert "usage" in out.lower()
+    assert out.splitlines()[-1] == "[]"
+    assert seconds < 5, f"--help took {seconds:.1f} s"  # under 1 s when the machine is idle
+
+
+def test_every_public_name_resolves() -> None:
+    assert set(medusa_heads.__all__) <= set(dir(medusa_heads))
+    for name in medusa_heads.__all__:
+        assert getattr(medusa_heads, name) is not None
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'MedusaModle'"):
+        _ = medusa_heads.MedusaModle

@@ -1,0 +1,112 @@
+"""What a user installs: one import name, every file once, nothing large, the sdist complete."""
+
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("medusa_heads", "training", "inference")  # the folders that hold installed modules
+MAX_FILE_BYTES = 200_000
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, so that building leaves nothing behind in the repository."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, folder / name)
+    for room in ROOMS:
+        shutil.copytree(
+            ROOT / room,
+            folder / room,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    """The wheel that `python -m build` makes from the sdist it made before."""
+    run(sys.executable, "-m", "build", "--no-isolation", source)
+    (path,) = (source / "dist").glob("*.whl")
+    return path
+
+
+def names(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return sorted(archive.namelist())
+
+
+def expected_modules() -> list[str]:
+    """Wheel paths of all modules in the repository, each from the one folder it lives in."""
+    modules = []
+    for room in ROOMS:
+        prefix = "" if room == "medusa_heads" else "medusa_heads/"
+        for path in (ROOT / room).rglob("*.py"):
+            relative = path.relative_to(ROOT)
+            if relative.parts[:2] not in (
+                ("medusa_heads", "training"),
+                ("medusa_heads", "inference"),
+            ):
+                modules.append(prefix + relative.as_posix())
+    return sorted(modules)
+
+
+def test_wheel_holds_every_module_once(wheel: Path) -> None:
+    modules = [name for name in names(wheel) if name.endswith(".py")]
+    assert modules == expected_modules()
+    assert "medusa_heads/training/__init__.py" in modules
+    assert "medusa_heads/inference/drafters/__init__.py" in modules
+
+
+def test_wheel_is_typed_licensed_and_small(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = {info.filename: info.file_size for info in archive.infolist()}
+    assert "medusa_heads/py.typed" in sizes
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in sizes)
+    assert {name: size for name, size in sizes.items() if size > MAX_FILE_BYTES} == {}
+
+
+def test_wheel_from_the_tree_equals_wheel_from_the_sdist(source: Path, wheel: Path) -> None:
+    folder = source / "direct"
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, source)
+    (direct,) = folder.glob("*.whl")
+    assert names(direct) == names(wheel)
+
+
+def test_installed_wheel_adds_one_import_name(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    (site_packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    before = {path.name for path in site_packages.iterdir()}
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    added = {path.name for path in site_packages.iterdir()} - before
+    (metadata,) = (name for name in added if name.endswith(".dist-info"))
+    assert added == {"medusa_heads", metadata}
+    assert (site_packages / metadata / "top_level.txt").read_text().split() == ["medusa_heads"]
+
+    record = (site_packages / metadata / "RECORD").read_text().splitlines()
+    files = [line.split(",")[0] for line in record]
+    assert len(files) == len(set(files))
+    assert {name.split("/")[0] for name in files} == {"..", "medusa_heads", metadata}
+    scripts = {name for name in files if name.startswith("..")}
+    assert scripts == {"../../../bin/medusa-heads", "../../../bin/train-heads"}
+
+    statement = (
+        "import medusa_heads.training, medusa_heads.inference.drafters as d; print(d.__file__)"
+    )
+    where = run(python, "-I", "-c", statement, cwd=tmp_path).strip()
+    assert Path(where).is_relative_to(site_packages)
