@@ -1,0 +1,195 @@
+"""Command lines made of dataclasses, a YAML file underneath, and errors in one sentence.
+
+Every command builds on these two functions:
+
+    parse_arguments((TargetArguments, DataArguments), argv, prog="train-heads", description=...)
+    run_command(lambda: work(arguments))
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
+
+
+def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> int:
+    """Run a command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C.
+
+    A ValueError or OSError becomes one sentence on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is
+    raised as it is. Anything else is a fault of the program and keeps its traceback.
+    """
+    try:
+        main()
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        if os.environ.get(TRACEBACK_VARIABLE) == "1":
+            raise
+        # Messages of the libraries underneath may run over several lines.
+        sentence = " ".join(str(error).split()) or type(error).__name__
+        print(f"{prog}: error: {sentence}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse_arguments(
+    types: Sequence[type],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    description: str,
+) -> tuple[Any, ...]:
+    """Read one instance of each dataclass from flags and, underneath them, `--config FILE.yaml`.
+
+    Flags are transformers' (`--num_heads` or `--num-heads`); a flag beats the file, the file beats
+    the default.
+
+    Raises:
+        ValueError: an unknown flag or key (the nearest known one is named), or a value that does
+            not fit its type.
+        OSError: the file cannot be read.
+    """
+    for kind in types:
+        assert is_dataclass(kind)
+    parser = _make_parser(types, prog, description)
+    given = list(sys.argv[1:] if argv is None else argv)
+    before = ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--config", nargs="?")
+    path = before.parse_known_args(given)[0].config
+    if path is not None and not {"-h", "--help"} & set(given):
+        values = read_config(path, types)
+        parser.set_defaults(**values)
+    # argparse would ask for a required flag even where the file has it, and before it names a
+    # misspelt one.
+    required = [action.dest for action in parser._actions if action.required]
+    for action in parser._actions:
+        action.required = False
+    namespace, surplus = parser.parse_known_args(given)
+    if surplus:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        raise ValueError(f"unknown argument {surplus[0]!r}{_nearest(surplus[0], flags)}")
+    for name in required:
+        if getattr(namespace, name) is None:
+            raise ValueError(f"--{name} is missing: give it as a flag or in the --config file")
+    *parsed, _ = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
+    return tuple(parsed)
+
+
+def read_config(path: str | os.PathLike[str], types: Sequence[type]) -> dict[str, Any]:
+    """The values of a YAML file, each checked against the dataclass field of its name.
+
+    Raises:
+        ValueError: not a YAML mapping, an unknown key, or a value of another type.
+        OSError: the file cannot be read.
+    """
+    import yaml
+
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"expected a YAML file at {str(path)!r}, found none")
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML ({error})") from error
+    if content is None:
+        content = {}
+    if not isinstance(content, Mapping):
+        raise ValueError(
+            f"{path} must hold 'key: value' lines, got a YAML {type(content).__name__}"
+        )
+    known = {name: hint for kind in types for name, hint in _field_types(kind).items()}
+    values = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ValueError(f"{path}: unknown key {str(key)!r}{_nearest(name, list(known))}")
+        values[name] = coerce(value, known[name], f"{path}: {key}")
+    return values
+
+
+def coerce(value: Any, hint: Any, label: str) -> Any:
+    """`value` as the type `hint`: YAML reads `1e-4` as a string and `5` as an integer.
+
+    Raises:
+        ValueError: it does not fit; the message begins with `label`.
+    """
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        if value in options:
+            return value
+        raise ValueError(f"{label} must be one of {list(options)}, got {value!r}")
+    if type(None) in options:
+        if value is None:
+            return None
+        if dict in options and isinstance(value, Mapping):
+            return json.dumps(value)
+        plain = [option for option in options if option is not type(None) and option is not dict]
+        return coerce(value, plain[0], label)
+    if get_origin(hint) is list:
+        if not isinstance(value, list):
+            raise ValueError(f"{label} must be a list, got {value!r}")
+        return [coerce(item, options[0], label) for item in value]
+    if hint is float and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass
+    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise ValueError(f"{label} must be of type {hint.__name__}, got {value!r}")
+
+
+def _make_parser(types: Sequence[type], prog: str, description: str) -> Any:
+    class Parser(_hf_argument_parser()):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            # argparse would print the usage, a screen long, before the one line that matters.
+            raise ValueError(f"{message} (see {self.prog} --help)")
+
+    parser = Parser(types, prog=prog, description=description, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE.yaml", help="values for any of these flags")
+    return parser
+
+
+def _hf_argument_parser() -> type[ArgumentParser]:
+    """transformers' HfArgumentParser, without the seconds that `import transformers` can take.
+
+    The module that defines it needs only the standard library and PyYAML; should that change, the
+    ordinary import serves.
+    """
+    package = importlib.util.find_spec("transformers")
+    if package is not None and package.origin is not None:
+        file = Path(package.origin).with_name("hf_argparser.py")
+        spec = importlib.util.spec_from_file_location("_transformers_hf_argparser", file)
+        if spec is not None and spec.loader is not None:
+            module: ModuleType = importlib.util.module_from_spec(spec)
+            try:
+                spec.loader.exec_module(module)
+                found: type[ArgumentParser] = module.HfArgumentParser
+                return found
+            except (ImportError, OSError, AttributeError):
+                pass
+    from transformers.hf_argparser import HfArgumentParser
+
+    return HfArgumentParser
+
+
+def _field_types(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind) if field.init}
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"

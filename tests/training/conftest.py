@@ -1,0 +1,56 @@
+"""Tiny targets and texts for the training tests."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa_heads.target import TargetModel
+
+VOCAB = 61
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only slow models this small, and one thread sums in one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def target() -> TargetModel:
+    """A random Llama: 2 layers, 16 wide, 61 tokens, 64 positions."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    made = TargetModel(LlamaForCausalLM(config))
+    made.freeze()
+    return made
+
+
+@pytest.fixture
+def make_rows() -> Callable[..., Dataset]:
+    """Rows that can be learnt: each token is the one before plus a step of the row's own."""
+
+    def make(count: int, length: int = 24, prompt: int = 4, seed: int = 0) -> Dataset:
+        generator = torch.Generator().manual_seed(seed)
+        rows = []
+        for _ in range(count):
+            first, step = torch.randint(1, VOCAB, (2,), generator=generator).tolist()
+            input_ids = [(first + step * t) % VOCAB for t in range(length)]
+            rows.append({"input_ids": input_ids, "labels": [-100] * prompt + input_ids[prompt:]})
+        return Dataset.from_list(rows)
+
+    return make

@@ -1,0 +1,278 @@
+"""The flags and YAML keys of training. Light: nothing here imports torch or transformers.
+
+Field names follow transformers where it has the same thing.
+"""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from medusa_heads.config import HeadsConfig
+
+SHARED_LEARNING_RATE = 5e-3
+OWN_LEARNING_RATE = 1e-3
+
+
+@dataclass
+class TargetArguments:
+    """Which model the heads are for."""
+
+    model_name_or_path: str = field(
+        metadata={"help": "The target: a hub id or a local folder. It stays frozen."}
+    )
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "Weights' dtype of the target: auto, bfloat16, float16 or float32."},
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run modelling code that comes with the target."}
+    )
+
+    def __post_init__(self) -> None:
+        known = ("auto", "bfloat16", "float16", "float32")
+        if self.dtype not in known:
+            raise ValueError(f"dtype must be one of {list(known)}, got {self.dtype!r}")
+
+
+@dataclass
+class DataArguments:
+    """Text to learn from."""
+
+    dataset: str = field(
+        default="stdlib",
+        metadata={
+            "help": "'stdlib' (the sources of Python's own standard library), a folder written by "
+            "datasets' save_to_disk, or a .jsonl or .txt file."
+        },
+    )
+    eval_dataset: str | None = field(
+        default=None,
+        metadata={
+            "help": "Held-out text, given like --dataset. Default: the held-out packages of "
+            "stdlib, or a share of the documents."
+        },
+    )
+    max_length: int = field(
+        default=512, metadata={"help": "Longest row in tokens; longer documents are cut."}
+    )
+    eval_share: float = field(
+        default=0.05,
+        metadata={"help": "Share of the documents held out where no eval_dataset is given."},
+    )
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_length")
+        if not 0 < self.eval_share < 1:
+            raise ValueError(f"eval_share must lie between 0 and 1, got {self.eval_share}")
+
+
+@dataclass
+class HeadsArguments:
+    """What the heads look like."""
+
+    num_heads: int = field(
+        default=4, metadata={"help": "Heads; each looks one token further ahead."}
+    )
+    num_layers: int = field(default=1, metadata={"help": "Residual blocks in each head."})
+    vocab_matrix: Literal["shared", "own"] = field(
+        default="shared",
+        metadata={"help": "Project with the target's lm_head, or with a trained copy a head."},
+    )
+    head_loss_decay: float = field(
+        default=0.8, metadata={"help": "Head i counts decay**i in the loss."}
+    )
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_heads", "num_layers")
+        if not 0 < self.head_loss_decay <= 1:
+            raise ValueError(f"head_loss_decay must lie in (0, 1], got {self.head_loss_decay}")
+
+    def config(self) -> "HeadsConfig":
+        """The same as a HeadsConfig."""
+        from medusa_heads.config import HeadsConfig
+
+        return HeadsConfig(self.num_heads, self.num_layers, self.vocab_matrix)
+
+
+@dataclass
+class DistillArguments:
+    """Training on the target's own continuations of the corpus instead of on the corpus."""
+
+    self_distill: bool = field(
+        default=False,
+        metadata={"help": "Let the target continue prompts from the corpus and learn from that."},
+    )
+    num_prompts: int = field(default=2048, metadata={"help": "Prompts drawn from the corpus."})
+    num_eval_prompts: int = field(
+        default=128, metadata={"help": "Prompts drawn from the held-out text."}
+    )
+    prompt_length: int = field(default=64, metadata={"help": "Tokens of a prompt."})
+    continuation_length: int = field(
+        default=128, metadata={"help": "Tokens the target writes after each prompt."}
+    )
+    greedy_share: float = field(
+        default=0.5,
+        metadata={"help": "Share of prompts continued greedily; the others are sampled."},
+    )
+    temperature: float = field(default=0.7, metadata={"help": "Temperature of the sampled share."})
+    generation_batch_size: int = field(
+        default=128, metadata={"help": "Prompts continued at the same time."}
+    )
+    distill_cache: str | None = field(
+        default=None,
+        metadata={"help": "Folder that keeps the continuations. Default: OUTPUT_DIR/distilled."},
+    )
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_prompts", "num_eval_prompts", "prompt_length")
+        _at_least(self, 1, "continuation_length", "generation_batch_size")
+        if not 0 <= self.greedy_share <= 1:
+            raise ValueError(f"greedy_share must lie in [0, 1], got {self.greedy_share}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+
+
+@dataclass
+class OptimisationArguments:
+    """The training run. Names and meanings are those of transformers.TrainingArguments."""
+
+    output_dir: str = field(
+        default="runs/heads",
+        metadata={"help": "Folder for the heads and all that belongs to them."},
+    )
+    learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": f"Peak rate. Default: {SHARED_LEARNING_RATE} with a shared vocabulary matrix, "
+            f"{OWN_LEARNING_RATE} with own ones."
+        },
+    )
+    num_train_epochs: float = field(default=2.0, metadata={"help": "Passes over the text."})
+    max_steps: int = field(default=-1, metadata={"help": "Optimiser steps; beats the epochs."})
+    per_device_train_batch_size: int = field(default=16, metadata={"help": "Rows a step."})
+    per_device_eval_batch_size: int = field(default=16, metadata={"help": "Rows an eval step."})
+    gradient_accumulation_steps: int = field(
+        default=1, metadata={"help": "Batches gathered before each optimiser step."}
+    )
+    warmup_share: float = field(
+        default=0.05, metadata={"help": "Share of the steps in which the rate rises."}
+    )
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Course of the rate."})
+    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's weight decay."})
+    bf16: bool = field(default=False, metadata={"help": "Compute the heads in bf16 autocast."})
+    seed: int = field(default=0, metadata={"help": "Seed of data order and sampling."})
+    logging_steps: float = field(default=10, metadata={"help": "Steps between two loss lines."})
+    eval_steps: float | None = field(
+        default=None,
+        metadata={
+            "help": "Steps between two evaluations (below 1: a share of the run). "
+            "Default: once an epoch."
+        },
+    )
+    save_steps: float | None = field(
+        default=None,
+        metadata={
+            "help": "Steps between two resumable checkpoints (below 1: a share of the run). "
+            "Default: once an epoch."
+        },
+    )
+    save_total_limit: int | None = field(
+        default=1, metadata={"help": "Resumable checkpoints kept."}
+    )
+    report_to: str = field(
+        default="none", metadata={"help": "Trackers: none, wandb, tensorboard, ..."}
+    )
+    run_name: str | None = field(default=None, metadata={"help": "The run's name at a tracker."})
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={"help": "A checkpoint folder, or 'last' for the newest in output_dir."},
+    )
+    training_args: dict | str | None = field(  # type: ignore[type-arg]
+        default=None,
+        metadata={
+            "help": "Any further fields of transformers.TrainingArguments, as a YAML mapping (on "
+            "the command line: as JSON)."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "per_device_train_batch_size", "per_device_eval_batch_size")
+        _at_least(self, 1, "gradient_accumulation_steps")
+        if not 0 <= self.warmup_share < 1:
+            raise ValueError(f"warmup_share must lie in [0, 1), got {self.warmup_share}")
+        if self.learning_rate is not None and self.learning_rate <= 0:
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
+
+
+def default_learning_rate(vocab_matrix: str) -> float:
+    """A shared matrix leaves few parameters to learn with and wants the higher rate (measured)."""
+    return SHARED_LEARNING_RATE if vocab_matrix == "shared" else OWN_LEARNING_RATE
+
+
+def to_training_arguments(
+    arguments: OptimisationArguments, vocab_matrix: str
+) -> "TrainingArguments":
+    """The same run as transformers.TrainingArguments, which is imported only here.
+
+    Raises:
+        ValueError: `training_args` names a field that transformers does not know, or one that has a
+            flag of its own; or transformers refuses a value.
+    """
+    import torch
+    from transformers import TrainingArguments
+
+    values = asdict(arguments)
+    extra = _extra_fields(values.pop("training_args"), {f.name for f in fields(TrainingArguments)})
+    values.pop("resume_from_checkpoint")
+    values["warmup_steps"] = values.pop("warmup_share")
+    if values["learning_rate"] is None:
+        values["learning_rate"] = default_learning_rate(vocab_matrix)
+    for kind in ("eval", "save"):
+        every = values.pop(f"{kind}_steps")
+        values[f"{kind}_strategy"] = "epoch" if every is None else "steps"
+        if every is not None:
+            values[f"{kind}_steps"] = every
+    fused = torch.cuda.is_available() or not torch.backends.mps.is_available()
+    defaults = {
+        "optim": "adamw_torch_fused" if fused else "adamw_torch",
+        "disable_tqdm": False,
+        # The heads' inputs are made from these columns, not by the heads' own forward.
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+    }
+    return TrainingArguments(**{**defaults, **values, **extra})
+
+
+def _extra_fields(given: dict[str, Any] | str | None, known: set[str]) -> dict[str, Any]:
+    import difflib
+    import json
+
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"training_args must be a JSON object, got {given!r}") from error
+    if not given:
+        return {}
+    if not isinstance(given, dict):
+        raise ValueError(f"training_args must map names to values, got {given!r}")
+    flags = {f.name for f in fields(OptimisationArguments)}
+    for name in given:
+        if name in flags:
+            raise ValueError(f"training_args: {name!r} has a key of its own, set it there")
+        if name not in known:
+            close = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"training_args: transformers.TrainingArguments has no field {name!r}{hint}"
+            )
+    return given
+
+
+def _at_least(arguments: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(arguments, name)
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
