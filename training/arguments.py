@@ -189,7 +189,7 @@ class OptimisationArguments:
         default=None,
         metadata={"help": "A checkpoint folder, or 'last' for the newest in output_dir."},
     )
-    training_args: dict | str | None = field(  # type: ignore[type-arg]
+    training_args: dict | str | None = field(
         default=None,
         metadata={
             "help": "Any further fields of transformers.TrainingArguments, as a YAML mapping (on "
@@ -241,6 +241,8 @@ def to_training_arguments(
         # The heads' inputs are made from these columns, not by the heads' own forward.
         "remove_unused_columns": False,
         "label_names": ["labels"],
+        # Else the order of the rows would hang on whatever touched torch's generator before.
+        "data_seed": arguments.seed,
     }
     return TrainingArguments(**{**defaults, **values, **extra})
 

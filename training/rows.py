@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, K heads, R rows (supervised positions), D hidden.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from medusa_heads.config import head_offset
@@ -28,7 +29,7 @@ def head_labels(labels_BT: Tensor, num_heads: int) -> Tensor:
     for i in range(num_heads):
         reach = max(tokens - head_offset(i), 0)
         labels_BTK[:, :reach, i] = labels_BT[:, head_offset(i) :]
-    next_is_generated_BT = labels_BT.new_zeros((batch, tokens), dtype=bool)
+    next_is_generated_BT = labels_BT.new_zeros((batch, tokens), dtype=torch.bool)
     next_is_generated_BT[:, :-1] = labels_BT[:, 1:] != IGNORED
     return labels_BTK.masked_fill(~next_is_generated_BT[..., None], IGNORED)
 

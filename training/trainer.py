@@ -1,0 +1,160 @@
+"""transformers' Trainer for heads: the target runs frozen beside the model that is trained.
+
+Shapes: B batch, T tokens, R supervised rows, K heads, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import EvalPrediction, ProgressCallback, Trainer, TrainingArguments
+
+from medusa_heads.heads import MedusaHeads
+from medusa_heads.statistics import MAX_RANK
+from medusa_heads.target import TargetModel
+from medusa_heads.training.data import collate
+from medusa_heads.training.loss import head_ranks, heads_loss
+from medusa_heads.training.metrics import describe, rank_metrics
+from medusa_heads.training.rows import IGNORED, gather_hidden, supervised_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import TrainerControl, TrainerState
+
+
+class HeadsObjective(nn.Module):
+    """The heads together with their loss: what the Trainer wraps, so that the hooks of DDP or FSDP
+    see the forward that gradients come from. Its state dict is the heads' alone.
+    """
+
+    accepts_loss_kwargs = True  # the divisor is given: the Trainer must not average once more
+
+    def __init__(self, heads: MedusaHeads, decay: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.decay = decay
+
+    def forward(self, hidden_RD: Tensor, labels_RK: Tensor, num_items: Tensor | int) -> Tensor:
+        return heads_loss(self.heads, hidden_RD, labels_RK, decay=self.decay, num_items=num_items)
+
+
+class HeadsTrainer(Trainer):
+    """Trains heads on what a frozen target sees.
+
+    The target is no part of the model: no checkpoint holds any of it, no optimiser knows it. During
+    evaluation the heads' ranks become `eval_head0_top1`, .., `eval_tokens_per_step_16`, ...
+
+    Args:
+        heads: trained in place.
+        target: on the same device.
+        args: of the run.
+        train_dataset: columns `input_ids` and `labels`.
+        eval_dataset: likewise, held out.
+        head_loss_decay: head i counts decay**i in the loss.
+        kwargs: further arguments of transformers.Trainer.
+    """
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        target: TargetModel,
+        args: TrainingArguments,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | None = None,
+        *,
+        head_loss_decay: float = 0.8,
+        **kwargs: Any,
+    ) -> None:
+        if args.n_gpu > 1:
+            # DataParallel would copy the heads to every GPU, but not the target.
+            args._n_gpu = 1
+        target.freeze()
+        self.target = target
+        super().__init__(
+            model=HeadsObjective(heads, head_loss_decay),
+            args=args,
+            data_collator=collate,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            compute_metrics=_compute_metrics,
+            **kwargs,
+        )
+        if not args.disable_tqdm:
+            self.remove_callback(ProgressCallback)
+            self.add_callback(ReadableProgress)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The heads' loss over `num_items_in_batch` generated tokens, those of the whole step."""
+        hidden_RD, labels_RK, _ = self._supervised(inputs)
+        counted = num_items_in_batch is not None
+        items = num_items_in_batch if counted else (inputs["labels"] != IGNORED).sum()
+        loss = model(hidden_RD, labels_RK, items)
+        if counted and self.args.average_tokens_across_devices:
+            # The count is over all processes, and DDP averages gradients: undo the average.
+            loss = loss * self.accelerator.num_processes
+        return (loss, {}) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Loss, ranks_BTK of the true tokens (-100 where there is none) and labels_BT."""
+        inputs = self._prepare_inputs(inputs)
+        labels_BT = inputs["labels"]
+        with torch.no_grad(), self.compute_loss_context_manager():
+            hidden_RD, labels_RK, rows_R = self._supervised(inputs)
+            loss = model(hidden_RD, labels_RK, (labels_BT != IGNORED).sum())
+            if prediction_loss_only:
+                return loss, None, None
+            heads = self.accelerator.unwrap_model(model).heads
+            ranks_RK = head_ranks(heads, hidden_RD, labels_RK, MAX_RANK)
+        ranks_BTK = labels_BT.new_full((*labels_BT.shape, labels_RK.shape[1]), IGNORED)
+        ranks_BTK.view(-1, labels_RK.shape[1])[rows_R] = ranks_RK
+        return loss, ranks_BTK, labels_BT
+
+    def _supervised(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_RD, labels_RK and rows_R of a batch: the target runs, then rows are gathered."""
+        num_heads = self.accelerator.unwrap_model(self.model).heads.config.num_heads
+        rows_R, labels_RK = supervised_rows(inputs["labels"], num_heads)
+        hidden_BTD = self.target.hidden(inputs["input_ids"], inputs["attention_mask"])
+        return gather_hidden(hidden_BTD, rows_R), labels_RK, rows_R
+
+
+class ReadableProgress(ProgressCallback):
+    """The Trainer's progress bars, with lines of a few figures in place of whole dictionaries."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not state.is_world_process_zero or logs is None:
+            return
+        place = f"step {state.global_step}/{state.max_steps}"
+        if "eval_head0_top1" in logs:
+            tqdm.write(f"{place}  {describe(logs)}")
+        elif "loss" in logs:
+            tqdm.write(
+                f"{place}  loss {float(logs['loss']):.3f}  "
+                f"learning rate {float(logs['learning_rate']):.2e}"
+            )
+
+
+def _compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    return rank_metrics(torch.as_tensor(prediction.predictions))
