@@ -1,8 +1,8 @@
 """A heads checkpoint: a folder that names its target, and holds no weight of it.
 
-    medusa_lm_head.safetensors   the heads, FasterDecoding's key names
-    config.json                  what FasterDecoding-style loaders read
-    medusa_heads.json            configuration, target fingerprint, statistics, provenance
+medusa_lm_head.safetensors   the heads, FasterDecoding's key names
+config.json                  what FasterDecoding-style loaders read
+medusa_heads.json            configuration, target fingerprint, statistics, provenance
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def save_heads(
         "statistics": statistics.to_dict() if statistics else None,
         "provenance": dict(provenance or {}),
     }
-    # Everything is staged in one hidden folder: an error or a full disk leaves nothing half-written.
+    # All is staged in one hidden folder: an error or a full disk leaves nothing half-written.
     staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
         save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -118,8 +118,8 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / SIDECAR_FILE
     if not path.is_file():
         raise ValueError(
-            f"expected a heads checkpoint folder with {SIDECAR_FILE} at {str(folder)!r}, found none: "
-            "train one with train-heads"
+            f"expected a heads checkpoint (a folder with {SIDECAR_FILE}) at {str(folder)!r}, "
+            "found none: train one with train-heads"
         )
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
 """What a set of heads is, in numbers. The one place that fixes the offset convention.
 
-Offset convention: at position t the target's last hidden state h_t yields, through the target's own
-lm_head, the token at t + 1. Head i (i = 0 .. num_heads - 1) predicts the token at t + 2 + i from the
-same h_t.
+Offset convention: at position t the target's last hidden state h_t yields, through the target's
+own lm_head, the token at t + 1. Head i (i = 0 .. num_heads - 1) predicts the token at t + 2 + i
+from the same h_t.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VocabMatrix = Literal["shared", "own"]
 
 
 def head_offset(head: int) -> int:
-    """How far ahead of the hidden state's own position head `head` looks: h_t -> token t + offset."""
+    """How far ahead head `head` looks: from h_t it predicts the token at t + offset."""
     return head + 2
 
 

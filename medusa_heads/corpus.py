@@ -46,15 +46,15 @@ def standard_library(split: Literal["train", "held_out"]) -> Dataset:
         ValueError: an unknown split, or an interpreter that ships without its sources.
     """
     if split not in ("train", "held_out"):
-        raise ValueError(f"Unknown split {split!r}: expected 'train' or 'held_out'.")
+        raise ValueError(f"unknown split {split!r}: expected 'train' or 'held_out'")
     root = Path(sysconfig.get_path("stdlib"))
     rows = [
         row for row in _read_sources(root) if _is_held_out(row["path"]) == (split == "held_out")
     ]
     if not rows:
         raise ValueError(
-            f"This Python has no standard library sources in {root}: "
-            "use another interpreter, or give a corpus of your own."
+            f"this Python has no standard library sources in {root}: "
+            "use another interpreter, or give a corpus of your own"
         )
     from datasets import Dataset
 
@@ -106,13 +106,13 @@ def prompt_windows(
     """
     if num_prompts < 1 or prompt_length < 1:
         raise ValueError(
-            f"Expected at least 1 prompt of at least 1 token, got {num_prompts} of {prompt_length}."
+            f"expected at least 1 prompt of at least 1 token, got {num_prompts} of {prompt_length}"
         )
     if "text" not in corpus.column_names:
-        raise ValueError(f"Expected a corpus with a column 'text', got {corpus.column_names}.")
+        raise ValueError(f"expected a corpus with a column 'text', got {corpus.column_names}")
     texts: list[str] = list(corpus["text"])
     if not any(text.strip() for text in texts):
-        raise ValueError("The corpus is empty: give one with text in it.")
+        raise ValueError("the corpus is empty: give one with text in it")
     paths = list(corpus["path"]) if "path" in corpus.column_names else [""] * len(texts)
 
     rows: list[dict[str, object]] = []
@@ -124,13 +124,13 @@ def prompt_windows(
             break
     if not rows:
         raise ValueError(
-            f"No document of the corpus is {prompt_length} tokens long: "
-            "ask for shorter prompts or give longer documents."
+            f"no document of the corpus is {prompt_length} tokens long: "
+            "ask for shorter prompts or give longer documents"
         )
     if len(rows) < num_prompts:
         raise ValueError(
-            f"The corpus holds only {len(rows)} windows of {prompt_length} tokens, "
-            f"{num_prompts} were asked for: ask for fewer or shorter prompts, or give more text."
+            f"the corpus holds only {len(rows)} windows of {prompt_length} tokens, "
+            f"{num_prompts} were asked for: ask for fewer or shorter prompts, or give more text"
         )
     from datasets import Dataset
 

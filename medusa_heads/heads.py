@@ -97,7 +97,7 @@ class MedusaHeads(nn.Module):
 
     def features(self, hidden_RD: Tensor) -> Tensor:
         """Outputs of the residual blocks, before the vocabulary: (..., D) -> (..., K, D)."""
-        hidden_RD = hidden_RD.to(self._blocks(0)[0].linear.weight.dtype)
+        hidden_RD = hidden_RD.to(next(self.parameters()).dtype)
         return torch.stack(
             [self._blocks(i)(hidden_RD) for i in range(self.config.num_heads)], dim=-2
         )
@@ -123,7 +123,7 @@ class MedusaHeads(nn.Module):
             [self._own(i)(features_RKD[..., i, :]) for i in range(self.config.num_heads)], dim=-2
         )
 
-    def _blocks(self, head: int) -> nn.Sequential:
+    def _blocks(self, head: int) -> nn.Module:
         sequence = self.get_submodule(str(head))
         assert isinstance(sequence, nn.Sequential)
         return sequence[: self.config.num_layers]
@@ -137,7 +137,11 @@ class MedusaHeads(nn.Module):
 def _vocabulary(target: HasVocabulary) -> tuple[Tensor, Tensor | None]:
     lm_head = target.get_output_embeddings()
     weight_VD = getattr(lm_head, "weight", None)
-    if weight_VD is None or weight_VD.ndim != 2 or not weight_VD.is_floating_point():
+    if (
+        not isinstance(weight_VD, Tensor)
+        or weight_VD.ndim != 2
+        or not weight_VD.is_floating_point()
+    ):
         raise ValueError(
             "the target must have an unquantised lm_head of shape [vocab_size, hidden_size], got "
             f"{type(lm_head).__name__}: load the target with its lm_head left out of quantisation"

@@ -131,10 +131,10 @@ class HeadStatistics:
 def simulate_tokens_per_step(ranks: Iterable[Tensor], choices: Sequence[Path]) -> float:
     """Tokens per step that a static tree would have reached on measured sequences.
 
-    Each sequence's ranks [T, K] are walked as decoding would walk them: at a position, descend while
-    the path of ranks is in the tree, commit that many tokens plus the target's own, move on. Counts
-    are summed over all sequences before the ratio is taken. A position without all true tokens ends
-    its sequence.
+    Each sequence's ranks [T, K] are walked as decoding would walk them: at a position, descend
+    while the path of ranks is in the tree, commit that many tokens plus the target's own, move on.
+    Counts are summed over all sequences before the ratio is taken. A position without all true
+    tokens ends its sequence.
     """
     tree = {tuple(choice) for choice in choices}
     steps = tokens = 0

@@ -1,6 +1,6 @@
 """The target: a thin view over an UNMODIFIED transformers causal LM.
 
-Shapes: B batch, T tokens, N tree nodes, D hidden, V vocabulary.
+Shapes: B batch, T tokens, N tree nodes, S cache slots, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from medusa_heads.attention import SUPPORTED_ATTENTION, TreeMask, tree_attention
+from medusa_heads.cache import RowCache
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.tree import TokenTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +60,7 @@ class TargetModel:
         """
         from transformers import AutoModelForCausalLM
 
+        model: Any
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 str(name_or_path), dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
@@ -76,11 +82,9 @@ class TargetModel:
         self.model.eval()
         self.model.requires_grad_(False)
 
-    def get_output_embeddings(self) -> nn.Module:
-        """The model's lm_head."""
-        lm_head = self.model.get_output_embeddings()
-        assert lm_head is not None
-        return lm_head
+    def get_output_embeddings(self) -> Any:
+        """The model's lm_head, a linear module."""
+        return self.model.get_output_embeddings()
 
     @property
     def config(self) -> Any:
@@ -90,12 +94,12 @@ class TargetModel:
     @property
     def hidden_size(self) -> int:
         """D: the width of what the lm_head reads."""
-        return int(self.get_output_embeddings().weight.shape[1])  # type: ignore[union-attr, index]
+        return int(self.get_output_embeddings().weight.shape[1])
 
     @property
     def vocab_size(self) -> int:
         """V: the rows of the lm_head, which may be padded beyond the tokenizer's size."""
-        return int(self.get_output_embeddings().weight.shape[0])  # type: ignore[union-attr, index]
+        return int(self.get_output_embeddings().weight.shape[0])
 
     @property
     def max_positions(self) -> int | None:
@@ -132,6 +136,33 @@ class TargetModel:
         finally:
             hook.remove()
 
+    def new_cache(self) -> RowCache:
+        """An empty cache for this target.
+
+        Raises:
+            UnsupportedArchitecture: the target cannot be decoded with a tree, and why.
+        """
+        attention = self.config._attn_implementation
+        if attention not in SUPPORTED_ATTENTION:
+            raise UnsupportedArchitecture(
+                f"attention implementation {attention!r} takes no tree mask",
+                "load the target with attn_implementation='sdpa'",
+            )
+        if self.model.config.is_encoder_decoder:
+            raise UnsupportedArchitecture(f"{self.config.model_type} is an encoder-decoder")
+        return RowCache(self.config)
+
+    def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
+        """Logits [B, N, V] of every node, in ONE forward. The nodes' rows are appended to the cache
+        in node order; the caller keeps the accepted ones."""
+        with tree_attention(mask):
+            return self.model(
+                input_ids=tree.tokens_BN,
+                position_ids=mask.query_positions_BN,
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
+
     @torch.no_grad()
     def hidden(
         self,
@@ -167,7 +198,7 @@ class TargetModel:
         """
         lm_head = self.get_output_embeddings()
         digest = hashlib.sha256()
-        _hash_tensor(digest, lm_head.weight.detach().to(torch.bfloat16))  # type: ignore[union-attr, operator]
+        _hash_tensor(digest, lm_head.weight.detach().to(torch.bfloat16))
         return {
             "model_type": self.config.model_type,
             "hidden_size": self.hidden_size,
@@ -192,10 +223,11 @@ def _without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:
     active = getattr(model, "active_peft_config", None)
     if getattr(active, "is_prompt_learning", False):
         raise ValueError(
-            f"the target's adapter ({type(active).__name__}) adds prompt tokens, which heads cannot "
-            "follow: merge it or use a LoRA-style adapter"
+            f"the target's adapter ({type(active).__name__}) adds prompt tokens, which heads "
+            "cannot follow: merge it or use a LoRA-style adapter"
         )
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
 
 
 def _hash_tensor(digest: hashlib._Hash, tensor: Tensor) -> None:

@@ -85,7 +85,7 @@ def test_a_corpus_of_one_line_gives_windows_at_words(
     [
         ([], 1, 4, "corpus is empty"),
         ([" \n", ""], 1, 4, "corpus is empty"),
-        (["short", "texts"], 1, 6, "No document of the corpus is 6 tokens long"),
+        (["short", "texts"], 1, 6, "no document of the corpus is 6 tokens long"),
         (["short", "longer"], 2, 6, "holds only 1 windows of 6 tokens, 2 were asked for"),
         (["text"], 0, 4, "at least 1 prompt"),
     ],

@@ -1,0 +1,16 @@
+"""The interface of everything that drafts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.tree import TokenTree
+
+
+class Drafter(Protocol):
+    """Proposes a token tree from the decoding state, and never touches the target's cache."""
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        """A tree for every active row; node 0 holds `state.roots_B`."""

@@ -1,0 +1,180 @@
+"""The decoding loop: draft a tree, verify it in one forward, keep the accepted path.
+
+Shapes: B active rows, T tokens, N tree nodes, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from medusa_heads.cache import RowCache
+from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.state import DecodingState, Row, StopCheck
+from medusa_heads.inference.stats import GenerationStats
+from medusa_heads.target import TargetModel
+from medusa_heads.tree import TokenTree
+
+
+@torch.no_grad()
+def decode(
+    target: TargetModel,
+    drafter: Drafter,
+    input_ids_BT: Tensor,
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: Any = None,
+    stats: GenerationStats | None = None,
+    **model_kwargs: Any,
+) -> GenerateDecoderOnlyOutput | Tensor:
+    """Decode the way transformers' own `_sample` does, several tokens a forward.
+
+    Takes what `generate()` prepares for a decoding method, and returns what it would.
+
+    Raises:
+        ValueError: an option that tree decoding cannot honour, by name.
+    """
+    stats = GenerationStats() if stats is None else stats
+    started = time.perf_counter()
+    refuse_unsupported(generation_config, model_kwargs)
+    padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
+    stop = StopCheck(stopping_criteria)
+    batch = input_ids_BT.shape[0]
+    rows = [Row(i, batch, prompt_T, stop, streamer) for i, prompt_T in enumerate(input_ids_BT)]
+    rule: AcceptanceRule = SampleThenMatch(logits_processor, bool(generation_config.do_sample))
+    stats.lossless = rule.lossless
+    if streamer is not None:
+        if len(rows) > 1:
+            raise ValueError("a streamer takes one sequence: pass a batch of 1, or no streamer")
+        streamer.put(input_ids_BT.cpu())
+
+    with target.capture_hidden() as last_hidden:
+        with stats.phase("prefill"):
+            cache = _own_cache(target, model_kwargs)
+            state = DecodingState(rows, cache, padding)
+            logits_BV = _prefill(target, input_ids_BT, generation_config, model_kwargs)
+        with stats.phase("walk"):
+            # The prompt's last token is a tree of one node, verified by the prefill.
+            prompt = TokenTree.root_only(input_ids_BT[:, -1])
+            _finish_step(
+                state, rule(prompt, logits_BV[:, None], rows), last_hidden()[:, -1:], stats
+            )
+        while state.rows:
+            _step(target, drafter, rule, state, last_hidden, stats)
+
+    if streamer is not None:
+        streamer.end()
+    stats.tokens = sum(len(row.tokens) for row in rows)
+    stats.total_seconds = time.perf_counter() - started
+    sequences_BT = _sequences(input_ids_BT, rows, generation_config)
+    if not generation_config.return_dict_in_generate:
+        return sequences_BT
+    cache.set_length(state.lengths[0])
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences_BT,  # type: ignore[arg-type]
+        # Rows of a batch end at different lengths and leave the cache as they end.
+        past_key_values=cache if len(rows) == 1 else None,
+    )
+
+
+def _step(
+    target: TargetModel,
+    drafter: Drafter,
+    rule: AcceptanceRule,
+    state: DecodingState,
+    last_hidden: Any,
+    stats: GenerationStats,
+) -> None:
+    with stats.phase("draft"):
+        tree = drafter.propose(state)
+    with stats.phase("target"):
+        logits_BNV = target.verify(tree, state.cache, state.tree_mask(tree))
+    with stats.phase("walk"):
+        paths = rule(tree, logits_BNV, state.rows)
+    with stats.phase("cache"):
+        state.keep(paths)
+        _finish_step(state, paths, last_hidden(), stats)
+
+
+def _finish_step(
+    state: DecodingState, paths: list[list[int]], hidden_BND: Tensor, stats: GenerationStats
+) -> None:
+    stats.steps += len(paths)
+    stats.accepted.update(len(path) - 1 for path in paths)
+    state.advance(hidden_BND, paths)
+
+
+def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse by name what would otherwise be ignored in silence.
+
+    Raises:
+        ValueError: the option, and what to do.
+    """
+    refusals = {
+        "num_beams > 1": (config.num_beams or 1) > 1,
+        "use_cache=False": config.use_cache is False,
+        "output_attentions=True": bool(config.output_attentions),
+        "output_hidden_states=True": bool(config.output_hidden_states),
+        "output_scores=True": bool(config.output_scores),
+        "output_logits=True": bool(config.output_logits),
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        f"cache_implementation={config.cache_implementation!r}": config.cache_implementation
+        not in (None, "dynamic", "dynamic_full"),
+        "inputs_embeds": model_kwargs.get("inputs_embeds") is not None,
+    }
+    if refused := [name for name, asked in refusals.items() if asked]:
+        raise ValueError(
+            f"tree decoding does not support {', '.join(refused)}: leave it out, or call the "
+            "target's own generate()"
+        )
+
+
+def _own_cache(target: TargetModel, model_kwargs: dict[str, Any]) -> RowCache:
+    given = model_kwargs.get("past_key_values")
+    cache = target.new_cache()
+    if given is not None:
+        cache = RowCache.from_cache(target.config, given)
+    model_kwargs["past_key_values"] = cache
+    return cache
+
+
+def _prefill(
+    target: TargetModel,
+    input_ids_BT: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> Tensor:
+    """Logits [B, V] after the prompt, by transformers' own prefill (chunked, or from a cache)."""
+    model: Any = target.model
+    outputs = model._prefill(input_ids_BT, generation_config, model_kwargs)
+    return outputs.logits[:, -1]
+
+
+def _left_padding(input_ids_BT: Tensor, attention_mask_BT: Tensor | None) -> list[int]:
+    """Padded slots at the left of each row."""
+    if attention_mask_BT is None:
+        return [0] * input_ids_BT.shape[0]
+    mask_BT = attention_mask_BT.bool()
+    padding_B = (~mask_BT).sum(dim=1)
+    if (mask_BT[:, 1:] < mask_BT[:, :-1]).any() or (padding_B == mask_BT.shape[1]).any():
+        raise ValueError(
+            "attention_mask must be 0 only on the left of a row: pad with padding_side='left'"
+        )
+    return padding_B.tolist()
+
+
+def _sequences(prompt_BT: Tensor, rows: list[Row], config: GenerationConfig) -> Tensor:
+    """All rows, right-padded to the longest, as generate() returns them."""
+    longest = max(len(row.tokens) for row in rows)
+    pad = config._pad_token_tensor
+    fill = int(pad) if pad is not None else 0
+    new = [row.tokens + [fill] * (longest - len(row.tokens)) for row in rows]
+    return torch.cat([prompt_BT, torch.tensor(new, device=prompt_BT.device)], dim=1)

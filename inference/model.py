@@ -1,0 +1,179 @@
+"""A target with its heads attached: transformers' `generate()`, several tokens a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from medusa_heads.checkpoint import load_heads, read_sidecar
+from medusa_heads.heads import MedusaHeads
+from medusa_heads.inference.drafters.medusa import MedusaDrafter
+from medusa_heads.inference.engine import decode
+from medusa_heads.inference.stats import GenerationStats
+from medusa_heads.statistics import HeadStatistics
+from medusa_heads.target import TargetModel
+from medusa_heads.tree import TreeShape, cartesian_choices
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+DEFAULT_NODES = 16
+Choices = Sequence[Sequence[int]]
+
+
+class MedusaModel:
+    """A target that drafts for itself.
+
+    Args:
+        target: the causal LM; it is not modified.
+        heads: heads that fit it.
+        statistics: measured ranks of the heads, from which the best tree of a size is built.
+        tree: number of drafted nodes, or the tree itself as a list of rank paths
+            (FasterDecoding's medusa_choices).
+
+    Raises:
+        ValueError: heads or tree do not fit the target.
+        UnsupportedArchitecture: the target cannot be decoded exactly with a tree.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel | PreTrainedModel,
+        heads: MedusaHeads,
+        *,
+        statistics: HeadStatistics | None = None,
+        tree: int | Choices = DEFAULT_NODES,
+    ) -> None:
+        self.target = target if isinstance(target, TargetModel) else TargetModel(target)
+        self.target.new_cache()  # refuses, at once, an architecture without rows to keep
+        heads.share(self.target)
+        self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
+        self.statistics = statistics
+        self.drafter = MedusaDrafter(self.heads, _tree_shape(tree, statistics, heads))
+        self.last_stats = GenerationStats()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        checkpoint: str | os.PathLike[str],
+        *,
+        target: str | TargetModel | PreTrainedModel | None = None,
+        tree: int | Choices = DEFAULT_NODES,
+        **target_kwargs: Any,
+    ) -> MedusaModel:
+        """Load a heads checkpoint and its target.
+
+        Args:
+            checkpoint: folder written by train-heads.
+            target: a model in memory, or a hub id or path; by default the one the heads name.
+            tree: see the class.
+            target_kwargs: passed on when the target is loaded, such as `dtype` or `device_map`.
+
+        Raises:
+            ValueError: checkpoint or target missing, damaged, or not belonging together.
+        """
+        if target is None:
+            target = _named_target(checkpoint)
+        if isinstance(target, str | os.PathLike):
+            target = TargetModel.from_pretrained(str(target), **target_kwargs)
+        elif target_kwargs:
+            raise ValueError(
+                f"{sorted(target_kwargs)} apply to a target that is loaded here, but one in memory "
+                "was given: leave them out"
+            )
+        view = target if isinstance(target, TargetModel) else TargetModel(target)
+        loaded = load_heads(checkpoint, view)
+        return cls(view, loaded.heads, statistics=loaded.statistics, tree=tree)
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        *,
+        assistant_model: Any = None,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        """transformers' `generate()`: its arguments, its return types, the same tokens.
+
+        Raises:
+            ValueError: an option that tree decoding cannot honour, by name.
+        """
+        if assistant_model is not None:
+            raise ValueError("the heads are the drafter here: leave assistant_model out")
+        model: Any = self.target.model
+        return model.generate(
+            inputs,
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            # generate() hands no streamer to a custom decoding method: it is bound here.
+            custom_generate=partial(self.decode, streamer=streamer),
+            **kwargs,
+        )
+
+    def decode(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        """The decoding method for transformers' own door:
+        `target.generate(**inputs, custom_generate=model.decode)`.
+
+        Raises:
+            ValueError: called through another model than this one's target.
+        """
+        if model is not self.target.model:
+            raise ValueError(
+                "these heads are attached to another model: call generate() on their own target"
+            )
+        self.last_stats = GenerationStats()
+        return decode(
+            self.target,
+            self.drafter,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            stats=self.last_stats,
+            **model_kwargs,
+        )
+
+
+def _tree_shape(
+    tree: int | Choices, statistics: HeadStatistics | None, heads: MedusaHeads
+) -> TreeShape:
+    if not isinstance(tree, int):
+        return TreeShape.from_choices(tree)
+    if statistics is not None:
+        return TreeShape.from_choices(statistics.choices(tree))
+    # Unmeasured heads: their best guesses in a row, then the first head's next best ones.
+    chain = cartesian_choices([1] * heads.config.num_heads)[:tree]
+    return TreeShape.from_choices(chain + [(r,) for r in range(1, tree - len(chain) + 1)])
+
+
+def _named_target(checkpoint: str | os.PathLike[str]) -> str:
+    name = read_sidecar(checkpoint).get("target", {}).get("name_or_path")
+    if not name:
+        raise ValueError(
+            f"the checkpoint {str(checkpoint)!r} does not name its target: pass target="
+        )
+    # A relative path was relative to where training ran; try it beside the checkpoint as well.
+    beside = Path(checkpoint) / name
+    return str(beside) if not Path(name).exists() and beside.exists() else name

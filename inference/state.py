@@ -1,0 +1,188 @@
+"""Where decoding stands: the text of every row, and what the target holds of it.
+
+Shapes: B active rows, T tokens, N tree nodes, S cache slots, A accepted nodes, D hidden.
+
+Cache layout: row b's tokens lie in slots [padding_b, length_b), one slot a token, so that a slot's
+position in its text is slot - padding_b. All rows write a tree at one common slot, the longest
+row's length; accepted rows then move down to their own row's end. Rows so never grow holes,
+however unequal their luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+from medusa_heads.attention import TreeMask
+from medusa_heads.cache import RowCache
+from medusa_heads.tree import TokenTree
+
+
+class StopCheck:
+    """transformers' stopping criteria for one row, asked after every token.
+
+    Length and end-of-sequence, which nearly every call has, are answered on the host; whatever else
+    the user passed is called as generate() calls it, with this row alone.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
+        self._max_length: int | None = None
+        self._eos: set[int] = set()
+        self._others = StoppingCriteriaList()
+        for criterion in criteria:
+            if type(criterion) is MaxLengthCriteria:
+                limit = int(criterion.max_length)
+                self._max_length = min(limit, self._max_length or limit)
+            elif type(criterion) is EosTokenCriteria:
+                self._eos.update(criterion.eos_token_id.flatten().tolist())
+            else:
+                self._others.append(criterion)
+
+    def __call__(self, row: Row) -> bool:
+        """Whether the row ends with its newest token."""
+        if row.tokens[-1] in self._eos:
+            return True
+        if self._max_length is not None and row.length >= self._max_length:
+            return True
+        return bool(self._others) and bool(self._others(row.ids_1T(), None).all())
+
+
+class Row:
+    """One sequence of the batch.
+
+    Args:
+        index: its place in the batch that the user gave.
+        batch_size: how many rows that batch has.
+        prompt_T: its prompt, left padding included, as generate() would see it.
+        stop: when it ends.
+        streamer: receives every token as it is committed.
+    """
+
+    def __init__(
+        self, index: int, batch_size: int, prompt_T: Tensor, stop: StopCheck, streamer: Any = None
+    ) -> None:
+        self.index = index
+        self.batch_size = batch_size
+        self.tokens: list[int] = []
+        self.done = False
+        self._stop = stop
+        self._streamer = streamer
+        self._prompt_length = prompt_T.shape[0]
+        self._ids_1C = prompt_T[None].clone()
+        self._written = self._prompt_length
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row so far, padding included."""
+        return self._prompt_length + len(self.tokens)
+
+    def ids_1T(self) -> Tensor:
+        """The row's token ids so far, as logits processors and stopping criteria read them."""
+        if self.length > self._ids_1C.shape[1]:
+            room = self._ids_1C.new_zeros(1, self.length + 256)
+            room[:, : self._written] = self._ids_1C[:, : self._written]
+            self._ids_1C = room
+        if self._written < self.length:
+            fresh = self.tokens[self._written - self._prompt_length :]
+            self._ids_1C[0, self._written : self.length] = torch.tensor(
+                fresh, device=self._ids_1C.device
+            )
+            self._written = self.length
+        return self._ids_1C[:, : self.length]
+
+    def commit(self, token: int) -> bool:
+        """Append a token of the target; whether the row ends with it."""
+        assert not self.done
+        self.tokens.append(token)
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([token]))
+        self.done = self._stop(self)
+        return self.done
+
+
+class DecodingState:
+    """The active rows, and what the target holds of them.
+
+    Attributes:
+        rows: the rows still being decoded.
+        cache: the target's cache; holds every committed token but the last.
+        lengths: slots in use, by row.
+        roots_B: the last committed token, the next tree's node 0.
+        hidden_BD: the target's hidden state that yielded it.
+    """
+
+    def __init__(self, rows: list[Row], cache: RowCache, padding: Sequence[int]) -> None:
+        self.rows = rows
+        self.cache = cache
+        self.lengths = [row.length for row in rows]
+        self.roots_B: Tensor
+        self.hidden_BD: Tensor
+        self._padding = list(padding)
+        self._mask_buffer: Tensor | None = None
+
+    def tree_mask(self, tree: TokenTree) -> TreeMask:
+        """What the tree's nodes see, once they are appended at the common slot."""
+        past, device = max(self.lengths), tree.tokens_BN.device
+        self.cache.set_length(past)
+        if len(self.rows) == 1 and not self._padding[0]:
+            return TreeMask(self._one_row_mask(tree, past), tree.depth_BN + past)
+        lengths_B = torch.tensor(self.lengths, device=device)
+        padding_B = torch.tensor(self._padding, device=device)
+        slots_S = torch.arange(past, device=device)
+        valid_BS = (slots_S >= padding_B[:, None]) & (slots_S < lengths_B[:, None])
+        past_BNS = valid_BS[:, None].expand(-1, tree.num_nodes, -1)
+        return TreeMask(
+            torch.cat([past_BNS, tree.ancestors_BNN], dim=2),
+            (lengths_B - padding_B)[:, None] + tree.depth_BN,
+            padding_B,
+        )
+
+    def _one_row_mask(self, tree: TokenTree, past: int) -> Tensor:
+        # One buffer for all steps, the tree's own block at its right edge: a longer text is a wider
+        # slice, and nothing of the past is ever written again.
+        nodes = tree.num_nodes
+        buffer = self._mask_buffer
+        if buffer is None or buffer.shape[1] != nodes or buffer.shape[2] < past + nodes:
+            buffer = torch.ones(
+                1, nodes, 2 * (past + nodes), dtype=torch.bool, device=tree.tokens_BN.device
+            )
+            self._mask_buffer = buffer
+        buffer[:, :, -nodes:] = tree.ancestors_BNN
+        return buffer[:, :, buffer.shape[2] - past - nodes :]
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Of the tree just verified, keep each row's accepted path (node 0 first)."""
+        written_at = max(self.lengths)
+        longest = max(len(path) for path in paths)
+        source, destination = [], []
+        for path, length in zip(paths, self.lengths, strict=True):
+            # Shorter paths repeat their last move, which changes nothing.
+            padded = [*path, *[path[-1]] * (longest - len(path))]
+            source.append([written_at + node for node in padded])
+            destination.append([length + min(i, len(path) - 1) for i in range(longest)])
+        if source != destination:
+            device = self.roots_B.device
+            self.cache.move_rows(
+                torch.tensor(source, device=device), torch.tensor(destination, device=device)
+            )
+        self.lengths = [n + len(path) for n, path in zip(self.lengths, paths, strict=True)]
+
+    def advance(self, hidden_BND: Tensor, paths: Sequence[Sequence[int]]) -> None:
+        """Take each path's last node as the new state, and let finished rows go."""
+        device = hidden_BND.device
+        last_B = torch.tensor([path[-1] for path in paths], device=device)
+        batch_B = torch.arange(len(paths), device=device)
+        self.hidden_BD = hidden_BND[batch_B, last_B]
+        self.roots_B = torch.tensor([row.tokens[-1] for row in self.rows], device=device)
+        active = [i for i, row in enumerate(self.rows) if not row.done]
+        if active and len(active) < len(self.rows):
+            self.cache.select_batch(active)
+            self.hidden_BD = self.hidden_BD[active]
+            self.roots_B = self.roots_B[active]
+            self.lengths = [self.lengths[i] for i in active]
+            self._padding = [self._padding[i] for i in active]
+        self.rows = [self.rows[i] for i in active]

@@ -1,0 +1,99 @@
+"""The tree attention mask, handed to unmodified transformers models.
+
+Models build their masks by calling `ALL_MASK_ATTENTION_FUNCTIONS[implementation]` with the rule of
+each layer (causal, sliding window, chunked). The two entries that can take a tree are wrapped.
+While no tree is being verified the wrapper hands the call on untouched; while one is, it evaluates
+the model's own rule on LOGICAL positions (where a token stands in its text, not in the cache) and
+lets a node see, of the new rows, only its own path. Windows and chunks so come out right with no
+knowledge of any architecture.
+
+Shapes: B batch, N tree nodes, S cache slots (the tree's own N at the end included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+SUPPORTED_ATTENTION = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """What each tree node may attend to.
+
+    Attributes:
+        visible_BNS: cached rows of its own text, and its own path in the tree.
+        query_positions_BN: where each node stands in its text.
+        padding_B: slots of left padding in each row, None where no row has any.
+    """
+
+    visible_BNS: Tensor
+    query_positions_BN: Tensor
+    padding_B: Tensor | None = None
+
+    @cached_property
+    def key_positions_BS(self) -> Tensor:
+        """Where each slot's token stands in its text; only windows and chunks ask for it."""
+        batch, nodes, slots = self.visible_BNS.shape
+        past_BS = torch.arange(slots - nodes, device=self.visible_BNS.device).expand(batch, -1)
+        if self.padding_B is not None:
+            past_BS = past_BS - self.padding_B[:, None]
+        return torch.cat([past_BS, self.query_positions_BN], dim=1)
+
+
+@contextmanager
+def tree_attention(mask: TreeMask) -> Iterator[None]:
+    """Within the block, forwards of N tokens are verifications of this tree."""
+    token = _ACTIVE.set(mask)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+_ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
+
+
+def _with_tree(build_mask: Callable[..., Any], additive: bool) -> Callable[..., Any]:
+    def build(*args: Any, **kwargs: Any) -> Any:
+        tree = _ACTIVE.get()
+        if tree is None:
+            return build_mask(*args, **kwargs)
+        allowed_B1NS = _apply_rule(kwargs.get("mask_function", causal_mask_function), tree)
+        if not additive:
+            return allowed_B1NS
+        # Eager attention adds its mask: a bool or int one would be silently wrong.
+        dtype = kwargs.get("dtype") or torch.float32
+        zero_B1NS = torch.zeros(allowed_B1NS.shape, dtype=dtype, device=allowed_B1NS.device)
+        return zero_B1NS.masked_fill(~allowed_B1NS, torch.finfo(dtype).min)
+
+    return build
+
+
+def _apply_rule(rule: Any, tree: TreeMask) -> Tensor:
+    visible_B1NS = tree.visible_BNS[:, None]
+    if rule is causal_mask_function:
+        return visible_B1NS  # a path and the text before it are causal already
+    device, batch = visible_B1NS.device, visible_B1NS.shape[0]
+    return visible_B1NS & rule(
+        torch.arange(batch, device=device)[:, None, None, None],
+        torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device),
+        tree.query_positions_BN[:, None, :, None],
+        tree.key_positions_BS[:, None, None, :],
+    )
+
+
+# Assigning to the instance leaves transformers' global table alone; models look up this instance.
+for _name in SUPPORTED_ATTENTION:
+    ALL_MASK_ATTENTION_FUNCTIONS[_name] = _with_tree(
+        ALL_MASK_ATTENTION_FUNCTIONS[_name], additive=_name == "eager"
+    )

@@ -1,0 +1,19 @@
+"""Errors with names of their own. All are ValueErrors: something the user can change."""
+
+from __future__ import annotations
+
+
+class UnsupportedArchitecture(ValueError):
+    """The target cannot be decoded exactly with a token tree.
+
+    Args:
+        reason: what in the architecture prevents it, by name.
+        suggestion: what to do instead.
+    """
+
+    def __init__(
+        self, reason: str, suggestion: str = "decode with transformers' own generate()"
+    ) -> None:
+        super().__init__(f"{reason}: {suggestion}")
+        self.reason = reason
+        self.suggestion = suggestion

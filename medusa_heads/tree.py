@@ -1,0 +1,160 @@
+"""Token trees: what a drafter proposes and one forward of the target verifies.
+
+Shapes: B batch, N tree nodes, K heads.
+
+Node 0 is the last committed token; every other node's parent has a smaller index. Here is a tree of
+seven nodes, drawn with the token of each node, and its ancestor mask (a row sees its own path):
+
+    0:the --- 1:cat --- 3:sat --- 6:on          0 1 2 3 4 5 6
+          |         `-- 4:ran                 0 x
+          `-- 2:dog --- 5:sat                 1 x x
+                                              2 x . x
+                                              3 x x . x
+                                              4 x x . . x
+                                              5 x . x . . x
+                                              6 x x . x . . x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """N draft nodes for every row of a batch.
+
+    Attributes:
+        tokens_BN: token id of each node; node 0 is the last committed token.
+        parents_BN: index of each node's parent; -1 for node 0.
+        depth_BN: distance from node 0.
+        ancestors_BNN: True where the column is the row's node itself or one of its ancestors.
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    depth_BN: Tensor
+    ancestors_BNN: Tensor
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root included."""
+        return self.tokens_BN.shape[1]
+
+    @classmethod
+    def root_only(cls, tokens_B: Tensor) -> TokenTree:
+        """A tree without drafts: verifying it is one step of plain decoding."""
+        return TreeShape.from_choices([]).tree(tokens_B[:, None])
+
+
+class TreeShape:
+    """The topology of a static tree, named by paths of ranks as FasterDecoding's medusa_choices:
+    (0,) is the first head's best token, (0, 2) that followed by the second head's third best.
+
+    Attributes:
+        choices: the path of each node but the root, in node order.
+        parents: index of each node's parent; -1 for node 0.
+        depth: length of each node's path.
+    """
+
+    def __init__(self, choices: Sequence[Path]) -> None:
+        self.choices = list(choices)
+        index = {(): 0} | {path: i for i, path in enumerate(self.choices, start=1)}
+        self.parents = [-1] + [index[path[:-1]] for path in self.choices]
+        self.depth = [0] + [len(path) for path in self.choices]
+
+    @classmethod
+    def from_choices(cls, choices: Sequence[Sequence[int]]) -> TreeShape:
+        """Order the paths so that the chain of best ranks comes first, parents before children.
+
+        The likeliest path then lies in consecutive nodes, whose cache rows need not move.
+
+        Raises:
+            ValueError: a path without its parent, twice, empty, or with a negative rank.
+        """
+        paths = [tuple(int(rank) for rank in path) for path in choices]
+        known = set(paths)
+        if len(known) < len(paths):
+            raise ValueError("tree choices name the same path twice: every path once")
+        for path in paths:
+            if not path or min(path) < 0:
+                raise ValueError(
+                    f"a tree choice is a non-empty list of ranks of at least 0, got {list(path)}"
+                )
+            if len(path) > 1 and path[:-1] not in known:
+                raise ValueError(
+                    f"tree choice {list(path)} has no parent {list(path[:-1])}: add it"
+                )
+        return cls(sorted(paths, key=lambda path: (any(path), len(path), path)))
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root included."""
+        return len(self.parents)
+
+    @property
+    def max_depth(self) -> int:
+        """How many heads the tree uses."""
+        return max(self.depth)
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank any node asks of its head; -1 for a tree without drafts."""
+        return max((max(path) for path in self.choices), default=-1)
+
+    @cached_property
+    def ancestors_NN(self) -> Tensor:
+        """True where the column is the row's node or one of its ancestors."""
+        ancestors_NN = torch.eye(self.num_nodes, dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            ancestors_NN[node] |= ancestors_NN[parent]
+        return ancestors_NN
+
+    def tree(self, tokens_BN: Tensor) -> TokenTree:
+        """This shape filled with tokens, the same topology in every row."""
+        parents_N, depth_N, ancestors_NN = self._on(tokens_BN.device)
+        batch = tokens_BN.shape[0]
+        return TokenTree(
+            tokens_BN,
+            parents_N.expand(batch, -1),
+            depth_N.expand(batch, -1),
+            ancestors_NN.expand(batch, -1, -1),
+        )
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        if device not in self._tensors:
+            self._tensors[device] = (
+                torch.tensor(self.parents, device=device),
+                torch.tensor(self.depth, device=device),
+                self.ancestors_NN.to(device),
+            )
+        return self._tensors[device]
+
+    @cached_property
+    def _tensors(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
+        return {}
+
+
+def cartesian_choices(ranks_per_head: Sequence[int]) -> list[Path]:
+    """Every combination of the first `ranks_per_head[i]` candidates of each head i.
+
+    Source: Medusa (arXiv:2401.10774), section 2.1.2.
+
+    Raises:
+        ValueError: a count below one.
+    """
+    if any(count < 1 for count in ranks_per_head):
+        raise ValueError(f"every head needs at least 1 candidate, got {list(ranks_per_head)}")
+    choices: list[Path] = []
+    level: list[Path] = [()]
+    for count in ranks_per_head:
+        level = [(*path, rank) for path in level for rank in range(count)]
+        choices += level
+    return choices

@@ -1,0 +1,161 @@
+"""Checkpoint folders: round trips, the wrong target, and damage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medusa_heads.checkpoint import (
+    CONFIG_FILE,
+    SIDECAR_FILE,
+    WEIGHTS_FILE,
+    load_heads,
+    provenance,
+    save_heads,
+)
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import MedusaHeads
+from medusa_heads.statistics import HeadStatistics
+from medusa_heads.target import TargetModel
+from tests.conftest import TinyLlama
+
+
+@pytest.fixture
+def target(tiny_llama: TinyLlama) -> TargetModel:
+    return TargetModel(tiny_llama())
+
+
+def trained(target: TargetModel, **config: object) -> MedusaHeads:
+    heads = MedusaHeads.from_target(target, HeadsConfig(**config))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator)
+    return heads
+
+
+@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
+def test_round_trip(target: TargetModel, tmp_path: Path, vocab_matrix: str) -> None:
+    heads = trained(target, num_heads=3, num_layers=2, vocab_matrix=vocab_matrix)
+    statistics = HeadStatistics.from_ranks(torch.tensor([[0, 1, 0], [0, 0, 0]]))
+    save_heads(tmp_path, heads, target, statistics=statistics, provenance=provenance({"seed": 4}))
+    loaded = load_heads(tmp_path, target)
+    assert loaded.heads.config == heads.config
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(loaded.heads.state_dict()[name], tensor)
+    assert loaded.statistics is not None
+    assert loaded.statistics.paths == statistics.paths
+    made = loaded.sidecar["provenance"]
+    assert made["seed"] == 4 and made["argv"] and made["versions"]["torch"] == torch.__version__
+
+
+def test_folder_holds_heads_alone_in_field_names(target: TargetModel, tmp_path: Path) -> None:
+    save_heads(tmp_path, trained(target, num_heads=2, vocab_matrix="own"), target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [WEIGHTS_FILE, CONFIG_FILE, SIDECAR_FILE]
+    )
+    assert sorted(load_file(tmp_path / WEIGHTS_FILE)) == sorted(
+        f"{i}.{name}" for i in (0, 1) for name in ("0.linear.bias", "0.linear.weight", "1.weight")
+    )
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    assert config["medusa_num_heads"] == 2 and config["medusa_fc_bias"] is True
+    assert "architectures" not in config and "model_type" not in config
+
+
+def test_weights_are_stored_in_the_targets_dtype(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    target = TargetModel(tiny_llama().to(torch.bfloat16))
+    save_heads(tmp_path, trained(target), target)
+    assert {t.dtype for t in load_file(tmp_path / WEIGHTS_FILE).values()} == {torch.bfloat16}
+    assert next(load_heads(tmp_path, target).heads.parameters()).dtype == torch.bfloat16
+
+
+def test_another_target_is_refused(
+    target: TargetModel, tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    save_heads(tmp_path, trained(target), target)
+    with pytest.raises(ValueError, match="trained for another target") as error:
+        load_heads(tmp_path, TargetModel(tiny_llama(seed=9)))
+    assert target.fingerprint()["lm_head_sha256"] in str(error.value)
+    with pytest.raises(ValueError, match="'hidden_size': 64"):
+        load_heads(tmp_path, TargetModel(tiny_llama(hidden_size=32)))
+
+
+def test_no_checkpoint(target: TargetModel, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a heads checkpoint"):
+        load_heads(tmp_path / "nowhere", target)
+
+
+def damage_truncated(folder: Path) -> None:
+    data = (folder / WEIGHTS_FILE).read_bytes()
+    (folder / WEIGHTS_FILE).write_bytes(data[: len(data) // 2])
+
+
+def damage_missing_key(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    del tensors["1.0.linear.bias"]
+    save_file(tensors, folder / WEIGHTS_FILE)
+
+
+def damage_shape(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    tensors["0.0.linear.weight"] = tensors["0.0.linear.weight"][:5].clone()
+    save_file(tensors, folder / WEIGHTS_FILE)
+
+
+def damage_nan(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    tensors["0.0.linear.bias"][0] = float("nan")
+    save_file(tensors, folder / WEIGHTS_FILE)
+
+
+def damage_weights_gone(folder: Path) -> None:
+    (folder / WEIGHTS_FILE).unlink()
+
+
+def damage_json(folder: Path) -> None:
+    (folder / SIDECAR_FILE).write_text("{")
+
+
+def damage_newer(folder: Path) -> None:
+    (folder / SIDECAR_FILE).write_text('{"format_version": 99}')
+
+
+def damage_no_heads_part(folder: Path) -> None:
+    (folder / SIDECAR_FILE).write_text('{"format_version": 1}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_truncated, "cannot be read"),
+        (damage_missing_key, "missing \\['1.0.linear.bias'\\]"),
+        (damage_shape, "has shape"),
+        (damage_nan, "NaN"),
+        (damage_weights_gone, "found none"),
+        (damage_json, "not valid JSON"),
+        (damage_newer, "upgrade"),
+        (damage_no_heads_part, "no 'heads' part"),
+    ],
+)
+def test_damage_is_one_sentence(
+    target: TargetModel, tmp_path: Path, damage: object, message: str
+) -> None:
+    save_heads(tmp_path, trained(target), target)
+    assert callable(damage)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message) as error:
+        load_heads(tmp_path, target)
+    assert "\n" not in str(error.value)
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(target: TargetModel, tmp_path: Path) -> None:
+    heads = trained(target)
+    save_heads(tmp_path, heads, target)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(TypeError):
+        save_heads(tmp_path, heads, target, provenance={"not": object()})  # not JSON
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
