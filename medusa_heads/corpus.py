@@ -92,7 +92,7 @@ def prompt_windows(
     word. Long documents give more windows than short ones. The same arguments give the same rows.
 
     Args:
-        corpus: a dataset with a column `text`, and `path` if the rows should say where they are from.
+        corpus: a dataset with a column `text`, and `path` if rows should name their source.
         tokenizer: its special tokens at the start (such as BOS) count towards the length.
         num_prompts: how many windows.
         prompt_length: tokens in each.
@@ -151,7 +151,7 @@ def _shuffled_starts(texts: Sequence[str], rng: random.Random) -> Iterator[tuple
 def _window(
     text: str, start: int, tokenizer: PreTrainedTokenizerBase, length: int
 ) -> list[int] | None:
-    """The first `length` token ids of the text from `start`, None where the document ends sooner."""
+    """The first `length` token ids from `start` on, None where the document ends sooner."""
     characters = (length + _LOOKAHEAD_TOKENS) * _CHARACTERS_PER_TOKEN
     while True:
         piece = text[start : start + characters]

@@ -65,7 +65,7 @@ def test_windows_start_at_lines_inside_one_document(
     corpus = standard_library("held_out")
     texts = dict(zip(corpus["path"], corpus["text"], strict=True))
     for row in prompt_windows(corpus, byte_tokenizer, num_prompts=50, prompt_length=40, seed=3):
-        window = byte_tokenizer.decode(row["input_ids"]).strip("\ufffd")
+        window = str(byte_tokenizer.decode(row["input_ids"])).strip("\ufffd")
         assert "\n" + window in "\n" + texts[row["path"]]
 
 
