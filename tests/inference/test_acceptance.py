@@ -1,0 +1,127 @@
+"""Acceptance: the walk on hand-set logits, and the distribution of sampled tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from medusa_heads.inference.acceptance import SampleThenMatch
+from medusa_heads.inference.state import Row, StopCheck
+from medusa_heads.tree import TokenTree, TreeShape
+
+VOCAB = 12
+#   0:5 --- 1:6 --- 2:7 --- 3:8
+#      `--- 4:9 --- 5:7
+SHAPE = TreeShape.from_choices([(0,), (0, 0), (0, 0, 0), (1,), (1, 0)])
+
+
+def tree() -> TokenTree:
+    return SHAPE.tree(torch.tensor([[5, 6, 7, 8, 9, 7]]))
+
+
+def logits_naming(tokens: list[int]) -> Tensor:
+    """[1, N, V]: node i's most likely token is tokens[i]."""
+    return torch.nn.functional.one_hot(torch.tensor([tokens]), VOCAB).float() * 20
+
+
+def row(max_length: int = 100, eos: int | None = None) -> Row:
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
+    if eos is not None:
+        criteria.append(EosTokenCriteria(eos))
+    return Row(0, 1, torch.tensor([1, 2, 5]), StopCheck(criteria))
+
+
+@pytest.mark.parametrize("processors", [[], [TopKLogitsWarper(12)]], ids=["all at once", "lazy"])
+@pytest.mark.parametrize(
+    ("named", "path", "tokens"),
+    [
+        pytest.param([0, 0, 0, 0, 0, 0], [0], [0], id="never accepts"),
+        pytest.param([6, 7, 8, 3, 0, 0], [0, 1, 2, 3], [6, 7, 8, 3], id="always accepts"),
+        pytest.param([9, 0, 0, 0, 7, 11], [0, 4, 5], [9, 7, 11], id="the second branch"),
+        pytest.param([6, 0, 0, 0, 0, 0], [0, 1], [6, 0], id="token 0 is no padding"),
+    ],
+)
+def test_greedy_walk(
+    processors: list[TopKLogitsWarper], named: list[int], path: list[int], tokens: list[int]
+) -> None:
+    rule = SampleThenMatch(LogitsProcessorList(processors), do_sample=False)
+    one = row()
+    assert rule(tree(), logits_naming(named), [one]) == [path]
+    assert one.tokens == tokens
+
+
+def test_nothing_follows_an_end_token_inside_an_accepted_block() -> None:
+    rule = SampleThenMatch(LogitsProcessorList(), do_sample=False)
+    one = row(eos=7)
+    assert rule(tree(), logits_naming([6, 7, 8, 3, 0, 0]), [one]) == [[0, 1]]
+    assert one.tokens == [6, 7] and one.done
+
+
+def test_length_limit_inside_an_accepted_block() -> None:
+    rule = SampleThenMatch(LogitsProcessorList(), do_sample=False)
+    one = row(max_length=6)
+    assert rule(tree(), logits_naming([6, 7, 8, 3, 0, 0]), [one]) == [[0, 1, 2]]
+    assert one.tokens == [6, 7, 8] and one.length == 6 and one.done
+
+
+def chi_square(counts_V: Tensor, probabilities_V: Tensor) -> float:
+    expected_V = probabilities_V * counts_V.sum()
+    seen_V = expected_V > 0
+    assert counts_V[~seen_V].sum() == 0, "a token of probability 0 was drawn"
+    return float(((counts_V - expected_V) ** 2 / expected_V)[seen_V].sum())
+
+
+def draw_pairs(rule: SampleThenMatch, logits_BNV: Tensor, rounds: int) -> Tensor:
+    """The first two tokens of each of many steps; a walk that ends early gives -1 as its second."""
+    pairs = []
+    for _ in range(rounds):
+        one = row()
+        rule(tree(), logits_BNV, [one])
+        pairs.append((one.tokens + [-1])[:2])
+    return torch.tensor(pairs)
+
+
+def test_sampled_tokens_follow_the_targets_distribution() -> None:
+    """First tokens, and second tokens given an accepted first one, against the exact law."""
+    torch.manual_seed(0)
+    logits_BNV = torch.randn(1, 6, VOCAB) * 1.5
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(8)])
+    rule = SampleThenMatch(processors, do_sample=True)
+    pairs = draw_pairs(rule, logits_BNV, 6000)
+    dummy: Tensor = torch.zeros(1, 1, dtype=torch.long)
+    for node, counts_V in (
+        (0, torch.bincount(pairs[:, 0], minlength=VOCAB)),
+        (1, torch.bincount(pairs[pairs[:, 0] == 6, 1], minlength=VOCAB)),
+        (4, torch.bincount(pairs[pairs[:, 0] == 9, 1], minlength=VOCAB)),
+    ):
+        scores_1V = processors(dummy, logits_BNV[:, node].clone())  # type: ignore[arg-type]
+        statistic = chi_square(counts_V.float(), scores_1V.softmax(-1)[0])
+        assert statistic < 24.3, f"node {node}"  # 7 degrees of freedom, p = 0.001
+
+
+class AcceptMoreThanAllowed(SampleThenMatch):
+    """A wrong rule: takes a drafted child whenever it is likely enough, as lossy rules do."""
+
+    def _draw(self, logits_NV: Tensor, row: Row, node: int) -> int:
+        token = super()._draw(logits_NV, row, node)
+        likely = logits_NV[node].softmax(-1)[6] > 0.05
+        return 6 if node == 0 and likely and token != 9 else token
+
+
+def test_a_wrong_rule_is_caught() -> None:
+    """Negative control for the distribution test."""
+    torch.manual_seed(0)
+    logits_BNV = torch.randn(1, 6, VOCAB) * 0.5
+    rule = AcceptMoreThanAllowed(LogitsProcessorList(), do_sample=True)
+    rule._processors = LogitsProcessorList([TemperatureLogitsWarper(1.0001)])
+    counts_V = torch.bincount(draw_pairs(rule, logits_BNV, 2000)[:, 0], minlength=VOCAB)
+    assert chi_square(counts_V.float(), logits_BNV[0, 0].softmax(-1)) > 100

@@ -1,0 +1,167 @@
+"""MedusaModel: transformers' generate() with heads attached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
+from medusa_heads.checkpoint import save_heads
+from medusa_heads.statistics import HeadStatistics
+from tests.conftest import TinyLlama
+
+INPUTS = {"input_ids": torch.arange(3, 15)[None], "attention_mask": torch.ones(1, 12).long()}
+
+
+@pytest.fixture(scope="module")
+def medusa(tiny_llama: TinyLlama) -> MedusaModel:
+    """Untrained heads on a small vocabulary: now and then a draft is right."""
+    model = tiny_llama(vocab_size=24)
+    return MedusaModel(model, MedusaHeads.from_target(model, HeadsConfig(num_heads=3)), tree=8)
+
+
+def plain(medusa: MedusaModel, **options: Any) -> Any:
+    model: Any = medusa.target.model
+    return model.generate(**INPUTS, **options)
+
+
+class Collector(BaseStreamer):
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}])
+def test_equal_to_generate_through_both_doors(medusa: MedusaModel, options: Any) -> None:
+    torch.manual_seed(5)
+    expected = plain(medusa, max_new_tokens=50, **options)
+    torch.manual_seed(5)
+    assert torch.equal(medusa.generate(**INPUTS, max_new_tokens=50, **options), expected)
+    assert medusa.last_stats.tokens == 50
+    assert medusa.last_stats.steps < 50
+    assert set(medusa.last_stats.seconds) == {"prefill", "draft", "target", "walk", "cache"}
+    torch.manual_seed(5)
+    through = plain(medusa, max_new_tokens=50, custom_generate=medusa.decode, **options)
+    assert torch.equal(through, expected)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 4, 5, 7])
+def test_length_is_exact(medusa: MedusaModel, new_tokens: int) -> None:
+    out: Any = medusa.generate(**INPUTS, max_new_tokens=new_tokens, do_sample=False)
+    assert out.shape == (1, 12 + new_tokens)
+
+
+def test_streamer_sees_prompt_then_every_token(medusa: MedusaModel) -> None:
+    streamer = Collector()
+    out: Any = medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False, streamer=streamer)
+    assert streamer.pieces[0] == INPUTS["input_ids"][0].tolist()
+    assert sum(streamer.pieces, []) == out[0].tolist()
+    assert streamer.ended
+
+
+def test_return_dict_and_continuing_from_its_cache(medusa: MedusaModel) -> None:
+    whole = plain(medusa, max_new_tokens=40, do_sample=False)
+    first: Any = medusa.generate(
+        **INPUTS, max_new_tokens=15, do_sample=False, return_dict_in_generate=True
+    )
+    assert torch.equal(first.sequences, whole[:, :27])
+    assert first.past_key_values.get_seq_length() == 26
+    second = medusa.generate(
+        first.sequences,
+        attention_mask=torch.ones_like(first.sequences),
+        past_key_values=first.past_key_values,
+        max_new_tokens=25,
+        do_sample=False,
+    )
+    assert torch.equal(second, whole)  # type: ignore[arg-type]
+
+
+def test_chunked_prefill(medusa: MedusaModel) -> None:
+    out: Any = medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False, prefill_chunk_size=5)
+    assert torch.equal(out, plain(medusa, max_new_tokens=20, do_sample=False))
+
+
+class BanToken(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        scores[:, int(input_ids[0, -1])] = -float("inf")
+        return scores
+
+
+def test_users_own_processors_and_criteria(medusa: MedusaModel) -> None:
+    own: Any = {
+        "logits_processor": LogitsProcessorList([BanToken()]),
+        "stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(600)]),
+    }
+    expected = plain(medusa, max_new_tokens=40, do_sample=False, **own)
+    assert torch.equal(
+        medusa.generate(**INPUTS, max_new_tokens=40, do_sample=False, **own),  # type: ignore[arg-type]
+        expected,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    medusa: MedusaModel, options: Any, named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        medusa.generate(**INPUTS, max_new_tokens=4, **options)
+
+
+def test_assistant_and_right_padding_are_refused(medusa: MedusaModel) -> None:
+    with pytest.raises(ValueError, match="assistant_model"):
+        medusa.generate(**INPUTS, assistant_model=medusa.target.model)
+    ids = torch.arange(1, 9).view(2, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    with pytest.raises(ValueError, match="padding_side='left'"):
+        medusa.generate(ids, attention_mask=mask, max_new_tokens=4)
+
+
+def test_checkpoint_with_its_target_by_path(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    model = tiny_llama(vocab_size=24)
+    model.save_pretrained(tmp_path / "target")
+    target = TargetModel.from_pretrained(str(tmp_path / "target"))
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    statistics = HeadStatistics.from_ranks(torch.tensor([[0, 0], [0, 1], [1, 0], [2, 0]]))
+    save_heads(tmp_path / "heads", heads, target, statistics=statistics)
+    loaded = MedusaModel.from_pretrained(tmp_path / "heads", tree=4)
+    assert loaded.drafter.shape.choices == [(0,), (0, 0), (1,), (2,)]
+    assert torch.equal(
+        loaded.generate(**INPUTS, max_new_tokens=20, do_sample=False),  # type: ignore[arg-type]
+        model.generate(**INPUTS, max_new_tokens=20, do_sample=False),
+    )
+    with pytest.raises(ValueError, match="another target"):
+        MedusaModel.from_pretrained(tmp_path / "heads", target=tiny_llama(vocab_size=24, seed=3))
+    with pytest.raises(ValueError, match="leave them out"):
+        MedusaModel.from_pretrained(tmp_path / "heads", target=model, dtype="auto")
+
+
+def test_trees_that_do_not_fit_are_refused(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=2))
+    with pytest.raises(ValueError, match="3 levels deep"):
+        MedusaModel(model, heads, tree=[(0,), (0, 0), (0, 0, 0)])
+    with pytest.raises(ValueError, match="rank 199 of 199"):
+        MedusaModel(model, heads, tree=[(199,)])
+    with pytest.raises(ValueError, match="another model"):
+        MedusaModel(model, heads).decode(tiny_llama(), *[None] * 4)  # type: ignore[arg-type]
