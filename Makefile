@@ -36,7 +36,7 @@ format: $(STAMP) ## rewrite the sources in the house style
 	$(BIN)/ruff format .
 
 clean: ## remove build products and caches (keeps .venv and runs)
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .grimp_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
