@@ -234,9 +234,10 @@ def to_training_arguments(
         values[f"{kind}_strategy"] = "epoch" if every is None else "steps"
         if every is not None:
             values[f"{kind}_steps"] = every
-    fused = torch.cuda.is_available() or not torch.backends.mps.is_available()
     defaults = {
-        "optim": "adamw_torch_fused" if fused else "adamw_torch",
+        "optim": "adamw_torch_fused",
+        # bf16 without an accelerator is refused unless the CPU is asked for by name.
+        "use_cpu": not torch.accelerator.is_available(),
         "disable_tqdm": False,
         # The heads' inputs are made from these columns, not by the heads' own forward.
         "remove_unused_columns": False,

@@ -51,7 +51,7 @@ def test_the_loss_is_that_of_the_written_out_formula(
     heads = fresh(target)
     trainer = HeadsTrainer(heads, target, arguments(tmp_path), make_rows(4), head_loss_decay=0.5)
     batch = collate([*make_rows(2, length=12), *make_rows(1, length=9, seed=5)])
-    loss = trainer.compute_loss(trainer.model, batch)
+    loss = trainer.compute_loss(trainer.model_wrapped, batch)
 
     hidden_BTD = target.model.model(batch["input_ids"]).last_hidden_state
     log_probs_BTKV = heads(hidden_BTD).log_softmax(-1)

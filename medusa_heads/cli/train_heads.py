@@ -1,0 +1,173 @@
+"""The command `train-heads`.
+
+train-heads --config configs/demo.yaml --output_dir runs/demo/heads
+train-heads --model_name_or_path Qwen/Qwen2.5-0.5B --dataset corpus.jsonl --self_distill
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa_heads.cli.arguments import parse_arguments, run_command
+from medusa_heads.training.arguments import (
+    DataArguments,
+    DistillArguments,
+    HeadsArguments,
+    OptimisationArguments,
+    TargetArguments,
+)
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from medusa_heads.target import TargetModel
+
+ARGUMENTS = (
+    TargetArguments,
+    DataArguments,
+    HeadsArguments,
+    DistillArguments,
+    OptimisationArguments,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train heads as the flags say; returns the exit code."""
+    return run_command(lambda: _train(argv), prog="train-heads")
+
+
+def _train(argv: Sequence[str] | None) -> None:
+    to_target, to_data, to_heads, to_distill, to_optimise = parse_arguments(
+        ARGUMENTS,
+        argv,
+        prog="train-heads",
+        description="Train extra decoding heads for a frozen causal language model.",
+    )
+    config = to_heads.config()
+
+    from medusa_heads.target import TargetModel
+    from medusa_heads.training.arguments import to_training_arguments
+    from medusa_heads.training.data import find_tokenizer, load_corpus
+    from medusa_heads.training.train import train_heads
+
+    training_args = to_training_arguments(to_optimise, config.vocab_matrix)
+    corpus = load_corpus(to_data.dataset)
+    held_out = None
+    if to_data.eval_dataset is not None:
+        held_out = load_corpus(to_data.eval_dataset)
+    elif to_data.dataset == "stdlib":
+        held_out = load_corpus("stdlib", "held_out")
+    target = TargetModel.from_pretrained(
+        to_target.model_name_or_path,
+        dtype=to_target.dtype,
+        device=training_args.device,
+        trust_remote_code=to_target.trust_remote_code,
+    )
+    tokenizer = find_tokenizer(
+        to_target.model_name_or_path, trust_remote_code=to_target.trust_remote_code
+    )
+    if to_distill.self_distill:
+        corpus, held_out = _distill(
+            target, tokenizer, corpus, held_out, to_data, to_distill, to_optimise
+        )
+    train_heads(
+        target,
+        corpus,
+        eval_dataset=held_out,
+        config=config,
+        output_dir=to_optimise.output_dir,
+        training_args=training_args,
+        tokenizer=tokenizer,
+        max_length=to_data.max_length,
+        eval_share=to_data.eval_share,
+        head_loss_decay=to_heads.head_loss_decay,
+        resume_from_checkpoint=to_optimise.resume_from_checkpoint,
+        record={"data": asdict(to_data), "distillation": asdict(to_distill)},
+    )
+    if training_args.process_index == 0:
+        _report(Path(to_optimise.output_dir))
+
+
+def _distill(
+    target: TargetModel,
+    tokenizer: Any,
+    corpus: Dataset,
+    held_out: Dataset | None,
+    to_data: DataArguments,
+    to_distill: DistillArguments,
+    to_optimise: OptimisationArguments,
+) -> tuple[Dataset, Dataset]:
+    """The target's own continuations of prompts from both corpora, cached on disk."""
+    from medusa_heads.corpus import prompt_windows
+    from medusa_heads.inference.regenerate import regenerate
+    from medusa_heads.training.data import check_length, hold_out
+
+    if tokenizer is None:
+        raise ValueError("self_distill needs the target's tokenizer, and none lies beside it")
+    for text in (corpus, held_out):
+        if text is not None and "text" not in text.column_names:
+            raise ValueError(
+                f"self_distill draws prompts from a column 'text', got {text.column_names}"
+            )
+    check_length(to_distill.prompt_length + to_distill.continuation_length, target)
+    if held_out is None:
+        corpus, held_out = hold_out(corpus, to_data.eval_share, to_optimise.seed)
+    cache_dir = Path(to_distill.distill_cache or Path(to_optimise.output_dir) / "distilled")
+    rows = []
+    counts = (to_distill.num_prompts, to_distill.num_eval_prompts)
+    for text, count in zip((corpus, held_out), counts, strict=True):
+        prompts = prompt_windows(
+            text,
+            tokenizer,
+            num_prompts=count,
+            prompt_length=to_distill.prompt_length,
+            seed=to_optimise.seed,
+        )
+        rows.append(
+            regenerate(
+                target,
+                prompts,
+                max_new_tokens=to_distill.continuation_length,
+                batch_size=to_distill.generation_batch_size,
+                greedy_share=to_distill.greedy_share,
+                temperature=to_distill.temperature,
+                seed=to_optimise.seed,
+                cache_dir=cache_dir,
+            )
+        )
+    return rows[0], rows[1]
+
+
+def _report(folder: Path) -> None:
+    """What was learnt: accuracy of each head, the trees that implies, and where it all lies."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from medusa_heads.checkpoint import read_sidecar
+    from medusa_heads.statistics import HeadStatistics
+    from medusa_heads.training.metrics import TREE_SIZES
+    from medusa_heads.training.train import METRICS_FILE
+
+    statistics = HeadStatistics.from_dict(read_sidecar(folder)["statistics"])
+    metrics = json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
+    console = Console()
+    accuracy = Table(title=f"Heads on held-out text ({statistics.positions} positions)")
+    for column in ("head", "looks ahead", "top-1", "top-5"):
+        accuracy.add_column(column, justify="right")
+    pairs = zip(statistics.top_k_accuracy(1), statistics.top_k_accuracy(5), strict=True)
+    for i, (top1, top5) in enumerate(pairs):
+        accuracy.add_row(str(i), f"{i + 2} tokens", f"{top1:.3f}", f"{top5:.3f}")
+    console.print(accuracy)
+    trees = Table(title="The trees they imply")
+    for column in ("nodes", "nodes at depth 1, 2, ..", "tokens per step (simulated)"):
+        trees.add_column(column, justify="right")
+    for size in TREE_SIZES:
+        depths = [len(path) for path in statistics.choices(size)]
+        shape = " ".join(str(depths.count(d)) for d in range(1, statistics.num_heads + 1))
+        trees.add_row(str(size), shape, f"{metrics[f'eval_tokens_per_step_{size}']:.2f}")
+    console.print(trees)
+    console.print(f"Checkpoint: {folder}", soft_wrap=True, highlight=False)

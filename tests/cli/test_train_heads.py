@@ -1,0 +1,163 @@
+"""The command train-heads: a whole run on a tiny target, and every kind of bad input."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from medusa_heads.checkpoint import load_heads
+from medusa_heads.cli.arguments import read_config
+from medusa_heads.cli.train_heads import ARGUMENTS, main
+from medusa_heads.target import TargetModel
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+WORDS = 50
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 64 positions on disk, with a tokenizer of one token a word."""
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    with path.open("w") as file:
+        for d in range(30):
+            text = "\n".join(
+                " ".join(f"w{(d + line * 3 + i) % WORDS}" for i in range(9)) for line in range(6)
+            )
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def flags(target: Path, corpus: Path, output: Path, *more: str) -> list[str]:
+    given = ["--model_name_or_path", str(target), "--dataset", str(corpus)]
+    given += ["--output_dir", str(output), "--max_length", "32", "--max_steps", "2"]
+    given += ["--training_args", '{"use_cpu": true, "disable_tqdm": true}']
+    return [*given, *more]
+
+
+@pytest.mark.parametrize("self_distill", [False, True])
+def test_a_run_from_the_command_line(
+    self_distill: bool,
+    target_folder: Path,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "run"
+    more = ["--num_heads", "2"]
+    if self_distill:
+        more += ["--self_distill", "--num_prompts", "8", "--num_eval_prompts", "2"]
+        more += ["--prompt_length", "6", "--continuation_length", "10", "--eval_share", "0.2"]
+    assert main(flags(target_folder, corpus, output, *more)) == 0
+    shown = capsys.readouterr().out
+    assert "Heads on held-out text" in shown and f"Checkpoint: {output}" in shown
+    loaded = load_heads(output, TargetModel.from_pretrained(str(target_folder)))
+    assert loaded.heads.config.num_heads == 2 and loaded.statistics is not None
+    training_set = loaded.sidecar["provenance"]["training_set"]
+    assert (training_set["supervised_tokens"] == 80) == self_distill
+    assert (output / "metrics.json").is_file() and (output / "run.yaml").is_file()
+    assert (output / "distilled").is_dir() == self_distill
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--model_name_or_path", "nowhere/at-all"], "expected a causal language model"),
+        (["--dataset", "nowhere.jsonl"], "expected a corpus at 'nowhere.jsonl', found none"),
+        (["--dataset", "EMPTY"], "is empty"),
+        (["--config", "UNKNOWN"], "unknown key 'num_headz'; did you mean 'num_heads'?"),
+        (["--num_heads", "0"], "num_heads must be at least 1, got 0"),
+        (["--max_length", "65"], "longer than the target's context of 64"),
+        (
+            ["--self_distill", "--prompt_length", "60", "--continuation_length", "5"],
+            "longer than the target's context of 64",
+        ),
+        (["--training_args", '{"frobnicate": 1}'], "has no field 'frobnicate'"),
+        (["--resume_from_checkpoint", "last"], "nothing to resume"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    more: list[str],
+    sentence: str,
+    target_folder: Path,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "unknown.yaml").write_text("num_headz: 3\n")
+    files = {"EMPTY": tmp_path / "empty.jsonl", "UNKNOWN": tmp_path / "unknown.yaml"}
+    given = [str(files.get(flag, flag)) for flag in more]
+    assert main(flags(target_folder, corpus, tmp_path / "run", *given)) == 2
+    shown = capsys.readouterr().err
+    message = shown.splitlines()[-1]  # a progress bar of loading weights may stand before it
+    assert message.startswith("train-heads: error: ") and sentence in message
+    assert "Traceback" not in shown
+    assert not (tmp_path / "run" / "medusa_heads.json").exists()
+
+
+def test_a_process_exits_with_2_and_prints_no_traceback(tmp_path: Path) -> None:
+    code = "import sys; from medusa_heads.cli.train_heads import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--num_heads", "0", "--model_name_or_path", "x"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "train-heads: error: num_heads must be at least 1, got 0\n"
+
+
+def test_help_answers_without_the_heavy_imports(tmp_path: Path) -> None:
+    code = (
+        "import sys; from medusa_heads.cli.train_heads import main\n"
+        "try: main(['--help'])\n"
+        "finally: assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    start = time.process_time(), os.times()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    spent = os.times().children_user - start[1].children_user
+    assert done.returncode == 0, done.stderr
+    assert "--self_distill" in done.stdout and "--num-heads" in done.stdout
+    assert spent < 1
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_is_read(path: Path) -> None:
+    values = read_config(path, ARGUMENTS)
+    for kind in ARGUMENTS:
+        names = {name for name in kind.__dataclass_fields__ if name in values}
+        kind(**{name: values[name] for name in names})
+    assert values["model_name_or_path"]

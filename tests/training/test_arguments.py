@@ -1,0 +1,81 @@
+"""Flags of training, and how they become transformers' TrainingArguments."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.training.arguments import (
+    DataArguments,
+    DistillArguments,
+    HeadsArguments,
+    OptimisationArguments,
+    TargetArguments,
+    to_training_arguments,
+)
+
+
+def test_the_run_is_what_the_flags_say(tmp_path: Path) -> None:
+    given = OptimisationArguments(
+        output_dir=str(tmp_path),
+        bf16=True,
+        seed=5,
+        warmup_share=0.1,
+        eval_steps=0.25,
+        report_to="none",
+        training_args={"max_grad_norm": 0.5},
+    )
+    args = to_training_arguments(given, "shared")
+    assert (args.learning_rate, args.lr_scheduler_type, args.weight_decay) == (5e-3, "cosine", 0)
+    assert (args.warmup_steps, args.max_grad_norm, args.optim) == (0.1, 0.5, "adamw_torch_fused")
+    assert (args.seed, args.data_seed, args.bf16, args.disable_tqdm) == (5, 5, True, False)
+    assert (args.eval_strategy, args.eval_steps, args.save_strategy) == ("steps", 0.25, "epoch")
+    assert args.report_to == [] and not args.remove_unused_columns
+
+
+def test_own_matrices_learn_at_a_lower_rate_unless_one_is_given(tmp_path: Path) -> None:
+    given = OptimisationArguments(output_dir=str(tmp_path))
+    assert to_training_arguments(given, "own").learning_rate == 1e-3
+    given.learning_rate = 3e-4
+    assert to_training_arguments(given, "own").learning_rate == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"max_grad_nrom": 1}, "no field 'max_grad_nrom'; did you mean 'max_grad_norm'"),
+        ({"learning_rate": 1}, "'learning_rate' has a key of its own"),
+        ('{"max_grad_norm"', "must be a JSON object"),
+        ("[1]", "must map names to values"),
+    ],
+)
+def test_further_training_arguments_are_checked_by_name(extra: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_training_arguments(OptimisationArguments(training_args=extra), "shared")
+
+
+def test_heads_arguments_make_a_heads_config() -> None:
+    given = HeadsArguments(num_heads=3, num_layers=2, vocab_matrix="own")
+    assert given.config() == HeadsConfig(num_heads=3, num_layers=2, vocab_matrix="own")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (TargetArguments, {"model_name_or_path": "x", "dtype": "half"}, "dtype must be one of"),
+        (DataArguments, {"max_length": 0}, "max_length must be at least 1, got 0"),
+        (DataArguments, {"eval_share": 1.0}, "eval_share must lie between 0 and 1"),
+        (HeadsArguments, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        (HeadsArguments, {"head_loss_decay": 0.0}, "head_loss_decay must lie in"),
+        (DistillArguments, {"num_prompts": 0}, "num_prompts must be at least 1"),
+        (DistillArguments, {"greedy_share": 1.5}, "greedy_share must lie in"),
+        (DistillArguments, {"temperature": 0.0}, "temperature must be above 0"),
+        (OptimisationArguments, {"gradient_accumulation_steps": 0}, "must be at least 1"),
+        (OptimisationArguments, {"warmup_share": 1.0}, "warmup_share must lie in"),
+        (OptimisationArguments, {"learning_rate": 0.0}, "learning_rate must be above 0"),
+    ],
+)
+def test_values_out_of_range(kind: type, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**values)

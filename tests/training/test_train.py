@@ -1,0 +1,122 @@
+"""train_heads: from text to a checkpoint folder, with the target proved unchanged."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from transformers import TrainingArguments
+
+from medusa_heads.checkpoint import load_heads
+from medusa_heads.config import HeadsConfig
+from medusa_heads.target import TargetModel
+from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
+from medusa_heads.training.train import train_heads
+from medusa_heads.training.trainer import HeadsTrainer
+
+Rows = Callable[..., Dataset]
+
+
+def quick(folder: Path, steps: int = 20, **changed: Any) -> TrainingArguments:
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 2e-2,
+        "training_args": {"use_cpu": True, "disable_tqdm": True},
+    }
+    return to_training_arguments(OptimisationArguments(**{**values, **changed}), "shared")
+
+
+def test_a_folder_with_heads_statistics_and_the_story_of_the_run(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    before = target.weights_digest()
+    heads = train_heads(
+        target,
+        make_rows(40),
+        eval_dataset=make_rows(8, seed=7),
+        config=HeadsConfig(num_heads=2),
+        output_dir=tmp_path / "run",
+        training_args=quick(tmp_path / "elsewhere"),
+        record={"note": "kept"},
+    )
+    assert target.weights_digest() == before
+    assert not (tmp_path / "elsewhere").exists()
+    loaded = load_heads(tmp_path / "run", target)
+    assert loaded.statistics is not None and loaded.statistics.positions == 8 * 18
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(tensor, loaded.heads.state_dict()[name])
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["steps"] == 20
+    assert metrics["eval_head0_top1"] == pytest.approx(loaded.statistics.top_k_accuracy(1)[0])
+    run = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert run["training_set"]["rows"] == 40 and run["held_out_set"]["rows"] == 8
+    assert run["training_arguments"]["max_steps"] == 20 and run["note"] == "kept"
+    assert run["target_weights_sha256"] == before and run["argv"] and run["versions"]["torch"]
+
+
+def test_training_makes_heads_better(target: TargetModel, make_rows: Rows, tmp_path: Path) -> None:
+    losses = []
+    rows = make_rows(16)
+    for steps in (1, 60):
+        train_heads(
+            target,
+            rows,
+            eval_dataset=rows,
+            config=HeadsConfig(vocab_matrix="own"),
+            output_dir=tmp_path / str(steps),
+            training_args=quick(tmp_path, steps),
+        )
+        metrics = json.loads((tmp_path / str(steps) / "metrics.json").read_text())
+        losses.append(metrics["eval_loss"])
+    assert losses[1] < 0.75 * losses[0]
+
+
+def test_a_share_is_held_out_where_no_eval_set_is_given(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    train_heads(target.model, make_rows(40), output_dir=tmp_path, training_args=quick(tmp_path, 1))
+    run = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert (run["training_set"]["rows"], run["held_out_set"]["rows"]) == (38, 2)
+
+
+def test_a_target_that_changes_is_noticed(
+    target: TargetModel, make_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = HeadsTrainer.train
+
+    def train_and_touch(self: HeadsTrainer, *args: Any, **kwargs: Any) -> Any:
+        outcome = train(self, *args, **kwargs)
+        with torch.no_grad():
+            next(self.target.model.parameters())[0, 0] += 1
+        return outcome
+
+    monkeypatch.setattr(HeadsTrainer, "train", train_and_touch)
+    with pytest.raises(RuntimeError, match="target's weights changed"):
+        train_heads(target, make_rows(40), output_dir=tmp_path, training_args=quick(tmp_path, 1))
+    assert not (tmp_path / "medusa_heads.json").exists()
+
+
+def test_the_last_checkpoint_is_resumed(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    states = []
+    for resume in (None, "last"):
+        heads = train_heads(
+            target,
+            make_rows(40),
+            output_dir=tmp_path,
+            training_args=quick(tmp_path, 6, save_steps=4),
+            resume_from_checkpoint=resume,
+        )
+        states.append(heads.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    with pytest.raises(ValueError, match="nothing to resume"):
+        train_heads(
+            target, make_rows(4), output_dir=tmp_path / "new", resume_from_checkpoint="last"
+        )
