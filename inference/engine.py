@@ -14,7 +14,9 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from medusa_heads.cache import RowCache
+from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch
+from medusa_heads.inference.capability import capability
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.state import DecodingState, Row, StopCheck
 from medusa_heads.inference.stats import GenerationStats
@@ -46,6 +48,11 @@ def decode(
     started = time.perf_counter()
     refuse_unsupported(generation_config, model_kwargs)
     padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
+    if capability(target) == "chain" and (len(padding) > 1 or any(padding)):
+        raise UnsupportedArchitecture(
+            f"{target.config.model_type} goes by cache slots, which a batch does not keep in step",
+            "decode one unpadded sequence at a time",
+        )
     stop = StopCheck(stopping_criteria)
     batch = input_ids_BT.shape[0]
     rows = [Row(i, batch, prompt_T, stop, streamer) for i, prompt_T in enumerate(input_ids_BT)]

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from medusa_heads.checkpoint import load_heads, read_sidecar
 from medusa_heads.heads import MedusaHeads
+from medusa_heads.inference.capability import capability
 from medusa_heads.inference.drafters.medusa import MedusaDrafter
 from medusa_heads.inference.engine import decode
 from medusa_heads.inference.stats import GenerationStats
@@ -52,11 +53,12 @@ class MedusaModel:
         tree: int | Choices = DEFAULT_NODES,
     ) -> None:
         self.target = target if isinstance(target, TargetModel) else TargetModel(target)
-        self.target.new_cache()  # refuses, at once, an architecture without rows to keep
+        chain_only = capability(self.target) == "chain"
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
         self.statistics = statistics
-        self.drafter = MedusaDrafter(self.heads, _tree_shape(tree, statistics, heads))
+        shape = _tree_shape(tree, statistics, heads)
+        self.drafter = MedusaDrafter(self.heads, shape.chain() if chain_only else shape)
         self.last_stats = GenerationStats()
 
     @classmethod
@@ -163,6 +165,8 @@ def _tree_shape(
         return TreeShape.from_choices(tree)
     if statistics is not None:
         return TreeShape.from_choices(statistics.choices(tree))
+    if tree < 1:
+        raise ValueError(f"a tree has at least 1 drafted node, got {tree}")
     # Unmeasured heads: their best guesses in a row, then the first head's next best ones.
     chain = cartesian_choices([1] * heads.config.num_heads)[:tree]
     return TreeShape.from_choices(chain + [(r,) for r in range(1, tree - len(chain) + 1)])

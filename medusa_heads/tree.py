@@ -94,6 +94,10 @@ class TreeShape:
                 )
         return cls(sorted(paths, key=lambda path: (any(path), len(path), path)))
 
+    def chain(self) -> TreeShape:
+        """Of this tree only the path of best ranks."""
+        return TreeShape([path for path in self.choices if not any(path)])
+
     @property
     def num_nodes(self) -> int:
         """N, the root included."""

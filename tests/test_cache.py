@@ -64,7 +64,7 @@ def test_layers_of_unlike_shape_get_stacks_of_their_own_and_waste_nothing() -> N
     cache = RowCache(config(layers=3))
     for layer, heads in enumerate((2, 1, 2)):
         cache.update(torch.zeros(1, heads, 5, 4), torch.zeros(1, heads, 5, 6), layer)
-    shapes = sorted(tuple(stack.shape[:3]) + (stack.shape[4],) for stack in cache._stacks.stacks)
+    shapes = sorted((*stack.shape[:3], stack.shape[4]) for stack in cache._stacks.stacks)
     assert shapes == [(1, 1, 1, 4), (1, 1, 1, 6), (2, 1, 2, 4), (2, 1, 2, 6)]
 
 

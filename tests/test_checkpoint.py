@@ -34,7 +34,7 @@ def trained(target: TargetModel, **config: object) -> MedusaHeads:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in heads.parameters():
-            parameter += torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
     return heads
 
 

@@ -86,7 +86,7 @@ def draw_pairs(rule: SampleThenMatch, logits_BNV: Tensor, rounds: int) -> Tensor
     for _ in range(rounds):
         one = row()
         rule(tree(), logits_BNV, [one])
-        pairs.append((one.tokens + [-1])[:2])
+        pairs.append([*one.tokens, -1][:2])
     return torch.tensor(pairs)
 
 

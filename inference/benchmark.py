@@ -1,0 +1,300 @@
+"""Every method on the same prompts, in one process, each output checked against plain decoding.
+
+Timings on a shared machine drift, so the methods take turns on every prompt, in an order that
+rotates, and what is reported are medians: of each prompt's tokens per second, and of each prompt's
+ratio to plain decoding moments before or after.
+
+Shapes: T prompt tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from medusa_heads.inference.machine import describe_machine
+from medusa_heads.inference.model import DEFAULT_NODES, MedusaModel
+from medusa_heads.inference.stats import GenerationStats
+
+PLAIN = "transformers generate"
+PROMPT_LOOKUP = "transformers prompt lookup"
+MEDUSA = "medusa heads, tree"
+# The draft length that transformers' documentation uses for prompt lookup.
+PROMPT_LOOKUP_TOKENS = 10
+WARM_UP_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode: `generate` has transformers' signature and returns the sequences [1, T]."""
+
+    name: str
+    generate: Callable[..., Any]
+    stats: Callable[[], GenerationStats] | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured: `"greedy"` or `"sampled"`, a dtype, and the methods compared in it."""
+
+    name: str
+    dtype: str
+    methods: tuple[str, ...] = (PLAIN, PROMPT_LOOKUP, MEDUSA)
+
+
+# Speed is measured in bf16. In fp32, where rounding cannot tip a choice, the output of the heads
+# must be plain decoding's: there the proof counts and prompt lookup need not be timed once more.
+DEFAULT_SETTINGS = (
+    Setting("greedy", "bfloat16"),
+    Setting("sampled", "bfloat16"),
+    Setting("greedy", "float32", (PLAIN, MEDUSA)),
+    Setting("sampled", "float32", (PLAIN, MEDUSA)),
+)
+
+
+@dataclass
+class Run:
+    """One method on one prompt."""
+
+    tokens: list[int]
+    seconds: float
+    forwards: int
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds
+
+
+def benchmark(
+    checkpoint: str | os.PathLike[str],
+    prompts: Sequence[Sequence[int]],
+    *,
+    target: str | None = None,
+    settings: Sequence[Setting] = DEFAULT_SETTINGS,
+    max_new_tokens: int = 128,
+    temperature: float = 0.7,
+    seed: int = 0,
+    tree: int = DEFAULT_NODES,
+    device: str | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Measure a heads checkpoint against transformers' own decoding.
+
+    Args:
+        checkpoint: folder written by train-heads.
+        prompts: token ids of each prompt.
+        target: hub id or path of the target; by default the one the heads name.
+        settings: what to measure; a copy of the target is loaded per dtype, one at a time.
+        max_new_tokens: tokens after each prompt; fewer where the target ends its text.
+        temperature: of the sampled settings.
+        seed: sampling of prompt i starts from seed + i, for every method.
+        tree: drafted nodes a step.
+        device: where to run; by default where transformers loads the target.
+        progress: show a progress bar, in generated sequences.
+
+    Returns:
+        The report, plain values for JSON: target, machine, settings with their methods.
+
+    Raises:
+        ValueError: no prompts, a prompt beyond the target's context, or an unusable checkpoint.
+    """
+    if not prompts or max_new_tokens < 1:
+        raise ValueError("a benchmark needs at least one prompt and one new token")
+    if temperature <= 0.0:
+        raise ValueError(f"expected a temperature above 0, got {temperature}")
+    machine = describe_machine()  # before our own work adds to the load
+    results: list[dict[str, Any]] = []
+    medusa: MedusaModel | None = None
+    total = sum(len(setting.methods) for setting in settings) * len(prompts)
+    with tqdm(total=total, desc="benchmark", unit="run", disable=not progress) as bar:
+        for setting in settings:
+            dtype = getattr(torch, setting.dtype)
+            if medusa is None or medusa.target.dtype != dtype:
+                with _one_bar():
+                    medusa = MedusaModel.from_pretrained(
+                        checkpoint, target=target, tree=tree, dtype=dtype, device=device
+                    )
+                _check_length(medusa, prompts, max_new_tokens)
+            bar.set_description(f"{setting.dtype} {setting.name}")
+            methods = [m for m in available_methods(medusa) if m.name in setting.methods]
+            results.append(
+                measure(
+                    setting,
+                    methods,
+                    medusa.target.model,
+                    prompts,
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    seed=seed,
+                    on_run=bar.update,
+                )
+            )
+    assert medusa is not None
+    return {
+        "target": medusa.target.name_or_path,
+        "machine": machine,
+        "settings": results,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "checkpoint": str(checkpoint),
+        "target_fingerprint": medusa.target.fingerprint(),
+        "parameters": medusa.target.model.num_parameters(),
+        "tree_nodes": tree,
+        "temperature": temperature,
+        "seed": seed,
+    }
+
+
+def available_methods(medusa: MedusaModel) -> list[Method]:
+    """Plain decoding first: it is what the others are compared with."""
+    model: Any = medusa.target.model
+
+    def prompt_lookup(input_ids: Tensor, **kwargs: Any) -> Any:
+        return model.generate(input_ids, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **kwargs)
+
+    return [
+        Method(PLAIN, model.generate),
+        Method(PROMPT_LOOKUP, prompt_lookup),
+        Method(MEDUSA, medusa.generate, lambda: medusa.last_stats),
+    ]
+
+
+def measure(
+    setting: Setting,
+    methods: Sequence[Method],
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    on_run: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """One setting: every method on every prompt, in turns; the first method is the reference."""
+    sampling = {"do_sample": True, "temperature": temperature}
+    decoding = sampling if setting.name == "sampled" else {"do_sample": False}
+    pad = model.generation_config.pad_token_id
+    kwargs = {**decoding, "pad_token_id": pad if pad is not None else 0}
+    for method in methods:
+        run(method, model, prompts[0], seed, max_new_tokens=WARM_UP_TOKENS, **kwargs)
+    runs: dict[str, list[Run]] = {method.name: [] for method in methods}
+    for index, prompt in enumerate(prompts):
+        turn = index % len(methods)
+        for method in [*methods[turn:], *methods[:turn]]:
+            done = run(method, model, prompt, seed + index, max_new_tokens=max_new_tokens, **kwargs)
+            runs[method.name].append(done)
+            on_run()
+    reference = runs[methods[0].name]
+    return {
+        "name": setting.name,
+        "dtype": setting.dtype,
+        "prompts": len(prompts),
+        "new_tokens": max_new_tokens,
+        "methods": [{"name": name, **summarise(done, reference)} for name, done in runs.items()],
+    }
+
+
+def run(
+    method: Method, model: Any, prompt: Sequence[int], seed: int, **generate_kwargs: Any
+) -> Run:
+    """One timed generation, seeded; what it runs of the target is counted from outside."""
+    input_ids_1T = torch.tensor([list(prompt)], device=model.device)
+    mask_1T = torch.ones_like(input_ids_1T)
+    torch.manual_seed(seed)
+    with _forwards(model) as forwards:
+        _synchronize(model)
+        started = time.perf_counter()
+        output = method.generate(input_ids_1T, attention_mask=mask_1T, **generate_kwargs)
+        _synchronize(model)
+        seconds = time.perf_counter() - started
+    phases = {}
+    if method.stats is not None:
+        stats = method.stats()
+        phases = dict(stats.seconds) | {"other": seconds - sum(stats.seconds.values())}
+    return Run(output[0, len(prompt) :].tolist(), seconds, forwards["count"], phases)
+
+
+def summarise(runs: Sequence[Run], reference: Sequence[Run]) -> dict[str, Any]:
+    """Medians over the prompts, with the quartiles beside them.
+
+    A text that ends sooner takes less time, so prompts are compared by their rates; where the
+    outputs are equally long that is the ratio of their times.
+    """
+    rates = [run.tokens_per_second for run in runs]
+    ratios = [rate / plain.tokens_per_second for rate, plain in zip(rates, reference, strict=True)]
+    same = [run.tokens == plain.tokens for run, plain in zip(runs, reference, strict=True)]
+    phases: Counter[str] = Counter()
+    for run in runs:
+        phases.update(run.phases)
+    summary: dict[str, Any] = {
+        "tokens_per_second": statistics.median(rates),
+        "speedup": statistics.median(ratios),
+        "tokens_per_step": sum(len(run.tokens) for run in runs) / sum(run.forwards for run in runs),
+        "identical": sum(same) / len(same),
+        "tokens_per_second_quartiles": _quartiles(rates),
+        "speedup_quartiles": _quartiles(ratios),
+        "tokens": sum(len(run.tokens) for run in runs),
+        "target_forwards": sum(run.forwards for run in runs),
+    }
+    if phases:
+        summary["seconds_by_phase"] = dict(phases)
+    return summary
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    if len(values) < 2:
+        return [values[0], values[0]]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [low, high]
+
+
+@contextmanager
+def _forwards(model: Any) -> Iterator[Counter[str]]:
+    """Count the target's forwards within the block, whoever asks for them."""
+    counts: Counter[str] = Counter(count=0)
+    hook = model.register_forward_hook(lambda *_: counts.update(count=1))
+    try:
+        yield counts
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _one_bar() -> Iterator[None]:
+    """Loading a model draws a bar of its own through ours: not within the block."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _synchronize(model: Any) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+def _check_length(
+    medusa: MedusaModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
+    longest, limit = max(map(len, prompts)) + max_new_tokens, medusa.target.max_positions
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"{longest} tokens (prompt and continuation) do not fit the target's context of "
+            f"{limit}: ask for fewer new tokens or shorter prompts"
+        )

@@ -1,0 +1,85 @@
+"""The capability gate: trees where they are exact, chains where only those are, or a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BloomConfig, GPTNeoConfig, Lfm2Config
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.capability import capability
+from tests.conftest import TinyLlama
+
+SLOT_BOUND: dict[str, Any] = {
+    "bloom": BloomConfig(vocab_size=40, hidden_size=64, n_layer=2, n_head=4),
+    "gpt_neo": GPTNeoConfig(
+        vocab_size=40,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        intermediate_size=96,
+        window_size=16,
+        attention_types=[[["global", "local"], 1]],
+    ),
+}
+
+
+def build(config: Any) -> Any:
+    model: Any = AutoModelForCausalLM.from_config(config).float().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def test_a_tree_where_it_is_exact(tiny_llama: TinyLlama) -> None:
+    assert capability(TargetModel(tiny_llama())) == "tree"
+
+
+@pytest.mark.parametrize("kind", SLOT_BOUND)
+def test_a_chain_where_only_that_is_exact(kind: str) -> None:
+    model = build(SLOT_BOUND[kind])
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=3))
+    with pytest.warns(UserWarning, match=f"{kind} verifies a chain"):
+        medusa = MedusaModel(model, heads, tree=[(0,), (1,), (0, 0), (1, 0)])
+    assert medusa.drafter.shape.choices == [(0,), (0, 0)]
+    ids = torch.arange(1, 31)[None]
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(**inputs, max_new_tokens=60, do_sample=False)
+    got: Any = medusa.generate(**inputs, max_new_tokens=60, do_sample=False)
+    assert torch.equal(got, expected)
+    assert medusa.last_stats.tokens_per_step > 1
+    batch: dict[str, Any] = {name: tensor.repeat(2, 1) for name, tensor in inputs.items()}
+    with pytest.raises(UnsupportedArchitecture, match="one unpadded sequence at a time"):
+        medusa.generate(**batch, max_new_tokens=4)
+
+
+def test_a_layer_without_rows_is_refused_by_name() -> None:
+    config = Lfm2Config(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    with pytest.raises(UnsupportedArchitecture, match="lfm2 keeps LinearAttention"):
+        capability(TargetModel(build(config)))
+
+
+def test_numbers_catch_what_names_do_not(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the same Llama with its tree mask ignored is not trusted with a tree."""
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "sdpa", sdpa_mask)
+    with pytest.warns(UserWarning, match="differ from plain decoding"):
+        assert capability(TargetModel(tiny_llama())) == "chain"
