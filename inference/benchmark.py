@@ -110,23 +110,31 @@ def benchmark(
     Raises:
         ValueError: no prompts, a prompt beyond the target's context, or an unusable checkpoint.
     """
-    if not prompts or max_new_tokens < 1:
-        raise ValueError("a benchmark needs at least one prompt and one new token")
+    if not prompts or not settings or max_new_tokens < 1:
+        raise ValueError("a benchmark needs at least one prompt, setting and new token")
     if temperature <= 0.0:
         raise ValueError(f"expected a temperature above 0, got {temperature}")
     machine = describe_machine()  # before our own work adds to the load
+
+    def load(dtype: str) -> MedusaModel:
+        loaded = MedusaModel.from_pretrained(
+            checkpoint, target=target, tree=tree, dtype=getattr(torch, dtype), device=device
+        )
+        _check_length(loaded, prompts, max_new_tokens)
+        return loaded
+
+    # Before the bar: what is wrong with a checkpoint is told on a line of its own.
+    with _no_loading_bars():
+        medusa = load(settings[0].dtype)
     results: list[dict[str, Any]] = []
-    medusa: MedusaModel | None = None
     total = sum(len(setting.methods) for setting in settings) * len(prompts)
-    with tqdm(total=total, desc="benchmark", unit="run", disable=not progress) as bar:
+    with (
+        _no_loading_bars(),
+        tqdm(total=total, desc="benchmark", unit="run", disable=not progress) as bar,
+    ):
         for setting in settings:
-            dtype = getattr(torch, setting.dtype)
-            if medusa is None or medusa.target.dtype != dtype:
-                with _one_bar():
-                    medusa = MedusaModel.from_pretrained(
-                        checkpoint, target=target, tree=tree, dtype=dtype, device=device
-                    )
-                _check_length(medusa, prompts, max_new_tokens)
+            if medusa.target.dtype != getattr(torch, setting.dtype):
+                medusa = load(setting.dtype)
             bar.set_description(f"{setting.dtype} {setting.name}")
             methods = [m for m in available_methods(medusa) if m.name in setting.methods]
             results.append(
@@ -141,7 +149,6 @@ def benchmark(
                     on_run=bar.update,
                 )
             )
-    assert medusa is not None
     return {
         "target": medusa.target.name_or_path,
         "machine": machine,
@@ -187,7 +194,8 @@ def measure(
     pad = model.generation_config.pad_token_id
     kwargs = {**decoding, "pad_token_id": pad if pad is not None else 0}
     for method in methods:
-        run(method, model, prompts[0], seed, max_new_tokens=WARM_UP_TOKENS, **kwargs)
+        warm_up = min(WARM_UP_TOKENS, max_new_tokens)
+        run(method, model, prompts[0], seed, max_new_tokens=warm_up, **kwargs)
     runs: dict[str, list[Run]] = {method.name: [] for method in methods}
     for index, prompt in enumerate(prompts):
         turn = index % len(methods)
@@ -271,7 +279,7 @@ def _forwards(model: Any) -> Iterator[Counter[str]]:
 
 
 @contextmanager
-def _one_bar() -> Iterator[None]:
+def _no_loading_bars() -> Iterator[None]:
     """Loading a model draws a bar of its own through ours: not within the block."""
     from transformers.utils import logging
 

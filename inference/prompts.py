@@ -60,7 +60,8 @@ def _json_prompt(line: str, place: str) -> str:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place} is not JSON ({error})") from error
-    found = next((row.get(k) for k in ("prompt", "text") if k in row), None) if row else None
+    keys = [key for key in ("prompt", "text") if isinstance(row, dict) and key in row]
+    found = row[keys[0]] if keys else None
     if not isinstance(found, str) or not found:
         raise ValueError(f"{place}: expected an object with a string under 'prompt' or 'text'")
     return found

@@ -1,0 +1,137 @@
+"""The command `medusa-heads benchmark`.
+
+medusa-heads benchmark runs/demo/heads --num-prompts 20 --report runs/demo
+medusa-heads benchmark runs/qwen --prompts questions.jsonl --dtypes bfloat16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from medusa_heads.cli.arguments import parse_arguments, run_command
+
+PROG = "medusa-heads benchmark"
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass
+class BenchmarkArguments:
+    """What to measure, on which prompts."""
+
+    checkpoint: str = field(
+        metadata={"help": "Heads checkpoint folder; the flag's name may be left out."}
+    )
+    target: str | None = field(
+        default=None,
+        metadata={"help": "Hub id or path of the target; by default the one the heads name."},
+    )
+    prompts: str | None = field(
+        default=None,
+        metadata={
+            "help": "Prompts, .jsonl (key prompt or text) or one a line; by default windows of the "
+            "standard library packages that no training here has seen."
+        },
+    )
+    num_prompts: int = field(default=20, metadata={"help": "Prompts to measure on."})
+    prompt_length: int = field(
+        default=64, metadata={"help": "Tokens in each of the default prompts."}
+    )
+    max_new_tokens: int = field(default=128, metadata={"help": "Tokens after each prompt."})
+    temperature: float = field(default=0.7, metadata={"help": "Of the sampled settings."})
+    # train-heads draws the text it measures heads on with seed 0: other prompts than those.
+    seed: int = field(default=1, metadata={"help": "Of the default prompts and the sampling."})
+    tree: int = field(default=16, metadata={"help": "Nodes drafted in each step."})
+    dtypes: list[str] = field(
+        default_factory=lambda: list(DTYPES),
+        metadata={
+            "help": "bfloat16 (all methods, for speed) and float32 (plain and heads, to prove the "
+            "output the same)."
+        },
+    )
+    device: str | None = field(default=None, metadata={"help": "For example cuda; default CPU."})
+    report: str | None = field(
+        default=None, metadata={"help": "Folder for report.json and report.png."}
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure as the flags say; returns the exit code."""
+    return run_command(lambda: _parse_and_run(argv), prog=PROG)
+
+
+def _parse_and_run(argv: Sequence[str]) -> None:
+    given = list(argv)
+    if given and not given[0].startswith("-"):
+        given.insert(0, "--checkpoint")
+    (arguments,) = parse_arguments(
+        (BenchmarkArguments,),
+        given,
+        prog=PROG,
+        description="Measure a heads checkpoint against transformers' own decoding.",
+    )
+    run_benchmark(arguments)
+
+
+def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
+    """Measure, show the tables, write the report; returns what `report.json` holds.
+
+    Raises:
+        ValueError: a setting, a file, the checkpoint or its target is unusable.
+    """
+    if unknown := [dtype for dtype in arguments.dtypes if dtype not in DTYPES]:
+        raise ValueError(f"expected dtypes among {', '.join(DTYPES)}, got {unknown[0]!r}")
+    from medusa_heads.checkpoint import read_sidecar
+
+    sidecar = read_sidecar(arguments.checkpoint)
+
+    from rich.console import Console
+
+    from medusa_heads.inference.benchmark import DEFAULT_SETTINGS, benchmark
+    from medusa_heads.inference.report import tables, write_report
+    from medusa_heads.statistics import HeadStatistics
+
+    report = benchmark(
+        arguments.checkpoint,
+        _prompts(arguments, sidecar),
+        target=arguments.target,
+        settings=[s for d in arguments.dtypes for s in DEFAULT_SETTINGS if s.dtype == d],
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+        tree=arguments.tree,
+        device=arguments.device,
+    )
+    console = Console()
+    for table in tables(report):
+        console.print(table)
+    if arguments.report is not None:
+        stored = sidecar.get("statistics")
+        statistics = HeadStatistics.from_dict(stored) if stored else None
+        for path in write_report(arguments.report, report, statistics):
+            console.print(f"Written: {path}", soft_wrap=True, highlight=False)
+    return report
+
+
+def _prompts(arguments: BenchmarkArguments, sidecar: dict[str, Any]) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    from medusa_heads.inference.prompts import encode_prompts, held_out_prompts, read_prompts
+
+    # The file first: a misspelt name is told before anything is loaded.
+    texts = read_prompts(arguments.prompts) if arguments.prompts is not None else None
+    name = arguments.target or sidecar["target"]["name_or_path"]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"expected a tokenizer beside the target {name!r}: {reason}") from error
+    if texts is not None:
+        return encode_prompts(texts, tokenizer, num_prompts=arguments.num_prompts)
+    return held_out_prompts(
+        tokenizer,
+        num_prompts=arguments.num_prompts,
+        prompt_length=arguments.prompt_length,
+        seed=arguments.seed,
+    )

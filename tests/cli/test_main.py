@@ -1,0 +1,64 @@
+"""The command medusa-heads: help, version, verbs, and mistakes in one sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from medusa_heads.cli.main import VERBS, main
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"], ["-h"]):
+        assert main(argv) == 0
+        shown = capsys.readouterr().out
+        assert all(
+            f"  {verb} " in shown and purpose in shown for verb, (_, purpose) in VERBS.items()
+        )
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"medusa-heads {metadata.version('medusa-heads')}\n"
+
+
+def test_an_unknown_verb_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["benchmrk", "x"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.strip() == (
+        "medusa-heads: error: unknown verb 'benchmrk'; did you mean 'benchmark'?"
+    )
+
+
+@pytest.mark.parametrize("verb", [None, *VERBS])
+def test_help_imports_nothing_heavy(verb: str | None) -> None:
+    argv = [verb, "--help"] if verb else ["--help"]
+    program = (
+        "import sys\nfrom medusa_heads.cli.main import main\n"
+        f"try:\n    code = main({argv!r})\nexcept SystemExit as end:\n    code = end.code or 0\n"
+        "assert code == 0\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage: medusa-heads" in done.stdout
+
+
+def test_mistakes_of_the_benchmark_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mistakes = {
+        (): "checkpoint is missing",
+        (str(tmp_path / "none"),): "expected a heads checkpoint",
+        (str(tmp_path), "--dtypes", "int8"): "expected dtypes among bfloat16, float32, got 'int8'",
+        (str(tmp_path), "--num-prompt", "3"): "did you mean '--num-prompts'",
+    }
+    for argv, sentence in mistakes.items():
+        assert main(["benchmark", *argv]) == 2
+        shown = capsys.readouterr().err
+        assert sentence in shown
+        assert len(shown.strip().splitlines()) == 1
