@@ -20,7 +20,7 @@ from medusa_heads.heads import MedusaHeads
 from medusa_heads.training.rows import IGNORED
 
 # Logits held at a time. On a CPU a chunk should stay near the caches, on a GPU it should fill it.
-CHUNK_LOGITS_CPU = 1 << 22
+CHUNK_LOGITS_CPU = 1 << 20
 CHUNK_LOGITS_GPU = 1 << 26
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -144,14 +143,13 @@ def test_help_answers_without_the_heavy_imports(tmp_path: Path) -> None:
         "try: main(['--help'])\n"
         "finally: assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
-    start = time.process_time(), os.times()
+    before = os.times().children_user
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
     )
-    spent = os.times().children_user - start[1].children_user
     assert done.returncode == 0, done.stderr
     assert "--self_distill" in done.stdout and "--num-heads" in done.stdout
-    assert spent < 1
+    assert os.times().children_user - before < 1  # seconds of its own, however busy the machine
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
