@@ -24,8 +24,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from medusa_heads.inference.machine import describe_machine
-from medusa_heads.inference.model import DEFAULT_NODES, MedusaModel
+from medusa_heads.inference.model import MedusaModel
 from medusa_heads.inference.stats import GenerationStats
+from medusa_heads.inference.tree_plan import TreeSpec
 
 PLAIN = "transformers generate"
 PROMPT_LOOKUP = "transformers prompt lookup"
@@ -86,7 +87,7 @@ def benchmark(
     max_new_tokens: int = 128,
     temperature: float = 0.7,
     seed: int = 0,
-    tree: int = DEFAULT_NODES,
+    tree: TreeSpec = "auto",
     device: str | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:

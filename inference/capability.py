@@ -50,7 +50,23 @@ def capability(target: TargetModel) -> Capability:
         UnsupportedArchitecture: neither, and why.
     """
     if target.model not in _known:
-        _known[target.model] = _examine(target)
+        try:
+            _known[target.model] = _examine(target)
+        except UnsupportedArchitecture:
+            raise
+        # Whatever a model's own code objects to when it is asked for several tokens over a cache.
+        except (
+            AssertionError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise UnsupportedArchitecture(
+                f"{target.config.model_type} fails on several new tokens over a cache "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+            ) from error
     return _known[target.model]
 
 
@@ -100,7 +116,7 @@ def probe_error(target: TargetModel, shape: TreeShape) -> float:
 
     tree = shape.tree(nodes_1N)
     cache = target.new_cache()
-    target.model(prompt_1T, past_key_values=cache, use_cache=True)
+    target.model(prompt_1T, **_positions(target, past), past_key_values=cache, use_cache=True)
     if cache.get_seq_length() != past:
         raise UnsupportedArchitecture(
             f"{target.config.model_type} does not keep its rows in the cache it is given"
@@ -114,6 +130,14 @@ def probe_error(target: TargetModel, shape: TreeShape) -> float:
     )
 
 
+def _positions(target: TargetModel, length: int) -> dict[str, Tensor]:
+    """Explicit, as generate() passes them: left alone, RoBERTa and kin count from the padding id
+    on."""
+    if "position_ids" not in _forward_parameters(target):
+        return {}
+    return {"position_ids": torch.arange(length, device=target.device)[None]}
+
+
 def _paths(shape: TreeShape) -> list[list[int]]:
     """Every leaf's nodes, from the root."""
     leaves = set(range(shape.num_nodes)) - set(shape.parents)
@@ -122,7 +146,8 @@ def _paths(shape: TreeShape) -> list[list[int]]:
 
 def _plain_logits(target: TargetModel, prompt_1T: Tensor, path_1T: Tensor) -> Tensor:
     ids_1T = torch.cat([prompt_1T, path_1T], dim=1)
-    logits_1TV = target.model(ids_1T, use_cache=False).logits
+    positions = _positions(target, ids_1T.shape[1])
+    logits_1TV = target.model(ids_1T, **positions, use_cache=False).logits
     plain_TV: Tensor = logits_1TV[0, prompt_1T.shape[1] :].float()
     return plain_TV
 

@@ -6,6 +6,7 @@ Shapes: B active rows, T tokens, N tree nodes, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from medusa_heads.cache import RowCache
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch
+from medusa_heads.inference.acceptance import AcceptanceRule, make_rule
 from medusa_heads.inference.capability import capability
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.state import DecodingState, Row, StopCheck
@@ -34,6 +35,8 @@ def decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     streamer: Any = None,
+    acceptance: str = "lossless",
+    acceptance_settings: Mapping[str, float] | None = None,
     stats: GenerationStats | None = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
@@ -56,7 +59,12 @@ def decode(
     stop = StopCheck(stopping_criteria)
     batch = input_ids_BT.shape[0]
     rows = [Row(i, batch, prompt_T, stop, streamer) for i, prompt_T in enumerate(input_ids_BT)]
-    rule: AcceptanceRule = SampleThenMatch(logits_processor, bool(generation_config.do_sample))
+    rule = make_rule(
+        acceptance,
+        logits_processor,
+        bool(generation_config.do_sample),
+        **(acceptance_settings or {}),
+    )
     stats.lossless = rule.lossless
     if streamer is not None:
         if len(rows) > 1:

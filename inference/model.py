@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,20 +13,20 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from medusa_heads.checkpoint import load_heads, read_sidecar
 from medusa_heads.heads import MedusaHeads
+from medusa_heads.inference.acceptance import make_rule
 from medusa_heads.inference.capability import capability
-from medusa_heads.inference.drafters.medusa import MedusaDrafter
 from medusa_heads.inference.engine import decode
 from medusa_heads.inference.stats import GenerationStats
+from medusa_heads.inference.tree_plan import TreeSpec, make_drafter
+from medusa_heads.inference.tree_size import best_tree
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
-from medusa_heads.tree import TreeShape, cartesian_choices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-DEFAULT_NODES = 16
-Choices = Sequence[Sequence[int]]
+UNMEASURED_TREE = "chain"  # heads without statistics: nothing says where branches would pay
 
 
 class MedusaModel:
@@ -36,8 +36,10 @@ class MedusaModel:
         target: the causal LM; it is not modified.
         heads: heads that fit it.
         statistics: measured ranks of the heads, from which the best tree of a size is built.
-        tree: number of drafted nodes, or the tree itself as a list of rank paths
-            (FasterDecoding's medusa_choices).
+        tree: which tree to draft, in the words of tree_plan.py: `"auto"`, a number of nodes,
+            `"dynamic:16"`, .., or the tree itself as a list of rank paths.
+        acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"`, `"log_ratio"`.
+        acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
 
     Raises:
         ValueError: heads or tree do not fit the target.
@@ -50,15 +52,27 @@ class MedusaModel:
         heads: MedusaHeads,
         *,
         statistics: HeadStatistics | None = None,
-        tree: int | Choices = DEFAULT_NODES,
+        tree: TreeSpec = "auto",
+        acceptance: str = "lossless",
+        acceptance_settings: Mapping[str, float] | None = None,
     ) -> None:
         self.target = target if isinstance(target, TargetModel) else TargetModel(target)
         chain_only = capability(self.target) == "chain"
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
         self.statistics = statistics
-        shape = _tree_shape(tree, statistics, heads)
-        self.drafter = MedusaDrafter(self.heads, shape.chain() if chain_only else shape)
+        self.acceptance = acceptance
+        self.acceptance_settings = dict(acceptance_settings or {})
+        make_rule(acceptance, LogitsProcessorList(), False, **self.acceptance_settings)
+        if tree == "auto":
+            tree = best_tree(self.target, self.heads, statistics) if statistics else UNMEASURED_TREE
+        self.drafter = make_drafter(
+            tree,
+            self.heads,
+            statistics,
+            chain_only=chain_only,
+            with_log_probs=acceptance in ("threshold", "log_ratio"),
+        )
         self.last_stats = GenerationStats()
 
     @classmethod
@@ -67,7 +81,9 @@ class MedusaModel:
         checkpoint: str | os.PathLike[str],
         *,
         target: str | TargetModel | PreTrainedModel | None = None,
-        tree: int | Choices = DEFAULT_NODES,
+        tree: TreeSpec = "auto",
+        acceptance: str = "lossless",
+        acceptance_settings: Mapping[str, float] | None = None,
         **target_kwargs: Any,
     ) -> MedusaModel:
         """Load a heads checkpoint and its target.
@@ -75,7 +91,7 @@ class MedusaModel:
         Args:
             checkpoint: folder written by train-heads.
             target: a model in memory, or a hub id or path; by default the one the heads name.
-            tree: see the class.
+            tree, acceptance, acceptance_settings: see the class.
             target_kwargs: passed on when the target is loaded, such as `dtype` or `device_map`.
 
         Raises:
@@ -92,7 +108,14 @@ class MedusaModel:
             )
         view = target if isinstance(target, TargetModel) else TargetModel(target)
         loaded = load_heads(checkpoint, view)
-        return cls(view, loaded.heads, statistics=loaded.statistics, tree=tree)
+        return cls(
+            view,
+            loaded.heads,
+            statistics=loaded.statistics,
+            tree=tree,
+            acceptance=acceptance,
+            acceptance_settings=acceptance_settings,
+        )
 
     def generate(
         self,
@@ -153,23 +176,11 @@ class MedusaModel:
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
             streamer=streamer,
+            acceptance=self.acceptance,
+            acceptance_settings=self.acceptance_settings,
             stats=self.last_stats,
             **model_kwargs,
         )
-
-
-def _tree_shape(
-    tree: int | Choices, statistics: HeadStatistics | None, heads: MedusaHeads
-) -> TreeShape:
-    if not isinstance(tree, int):
-        return TreeShape.from_choices(tree)
-    if statistics is not None:
-        return TreeShape.from_choices(statistics.choices(tree))
-    if tree < 1:
-        raise ValueError(f"a tree has at least 1 drafted node, got {tree}")
-    # Unmeasured heads: their best guesses in a row, then the first head's next best ones.
-    chain = cartesian_choices([1] * heads.config.num_heads)[:tree]
-    return TreeShape.from_choices(chain + [(r,) for r in range(1, tree - len(chain) + 1)])
 
 
 def _named_target(checkpoint: str | os.PathLike[str]) -> str:

@@ -32,6 +32,10 @@ class HeadStatistics:
         positions: S, the positions measured.
         top_k_hits: for each head, how often the true token was among its top 1, 2, .. MAX_RANK.
         paths: the most counted paths with their counts, best first.
+        temperatures: by which each head's logits are divided so that its probabilities are honest
+            on held-out text; 1.0 where not fitted.
+        dynamic_tokens_per_step: by tree size, 1 + expected accepted nodes of trees built anew at
+            every position from those probabilities; empty where not measured.
     """
 
     def __init__(
@@ -40,11 +44,15 @@ class HeadStatistics:
         positions: int,
         top_k_hits: Sequence[Sequence[int]],
         paths: Sequence[tuple[Path, int]],
+        temperatures: Sequence[float] | None = None,
+        dynamic_tokens_per_step: Mapping[int, float] | None = None,
     ) -> None:
         self.num_heads = num_heads
         self.positions = positions
         self.top_k_hits = [list(hits) for hits in top_k_hits]
         self.paths = list(paths)
+        self.temperatures = list(temperatures or [1.0] * num_heads)
+        self.dynamic_tokens_per_step = dict(sorted((dynamic_tokens_per_step or {}).items()))
 
     @classmethod
     def from_ranks(cls, ranks_SK: Tensor) -> HeadStatistics:
@@ -104,6 +112,10 @@ class HeadStatistics:
             "positions": self.positions,
             "top_k_hits": self.top_k_hits,
             "paths": [[list(path), count] for path, count in self.paths],
+            "temperatures": self.temperatures,
+            "dynamic_tokens_per_step": {
+                str(nodes): tokens for nodes, tokens in self.dynamic_tokens_per_step.items()
+            },
         }
 
     @classmethod
@@ -115,11 +127,22 @@ class HeadStatistics:
         """
         try:
             paths = [(tuple(map(int, path)), int(count)) for path, count in values["paths"]]
+            dynamic = values.get("dynamic_tokens_per_step") or {}
             read = cls(
-                int(values["num_heads"]), int(values["positions"]), values["top_k_hits"], paths
+                int(values["num_heads"]),
+                int(values["positions"]),
+                values["top_k_hits"],
+                paths,
+                values.get("temperatures"),
+                {int(nodes): float(tokens) for nodes, tokens in dynamic.items()},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"unreadable head statistics ({error!r})") from error
+        if len(read.temperatures) != read.num_heads or not all(t > 0 for t in read.temperatures):
+            raise ValueError(
+                f"head statistics need one temperature above 0 for each of {read.num_heads} heads, "
+                f"got {read.temperatures}"
+            )
         known: set[Path] = {()}
         for path, _ in read.paths:
             if path[:-1] not in known or len(path) > read.num_heads or min(path) < 0:

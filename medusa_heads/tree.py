@@ -36,12 +36,15 @@ class TokenTree:
         parents_BN: index of each node's parent; -1 for node 0.
         depth_BN: distance from node 0.
         ancestors_BNN: True where the column is the row's node itself or one of its ancestors.
+        log_probs_BN: the draft's log-probability of each node after its parent, where the drafter
+            knows it; only lossy acceptance rules ask for it.
     """
 
     tokens_BN: Tensor
     parents_BN: Tensor
     depth_BN: Tensor
     ancestors_BNN: Tensor
+    log_probs_BN: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -51,7 +54,8 @@ class TokenTree:
     @classmethod
     def root_only(cls, tokens_B: Tensor) -> TokenTree:
         """A tree without drafts: verifying it is one step of plain decoding."""
-        return TreeShape.from_choices([]).tree(tokens_B[:, None])
+        certain_B1 = torch.zeros(len(tokens_B), 1, device=tokens_B.device)
+        return TreeShape.from_choices([]).tree(tokens_B[:, None], certain_B1)
 
 
 class TreeShape:
@@ -121,7 +125,7 @@ class TreeShape:
             ancestors_NN[node] |= ancestors_NN[parent]
         return ancestors_NN
 
-    def tree(self, tokens_BN: Tensor) -> TokenTree:
+    def tree(self, tokens_BN: Tensor, log_probs_BN: Tensor | None = None) -> TokenTree:
         """This shape filled with tokens, the same topology in every row."""
         parents_N, depth_N, ancestors_NN = self._on(tokens_BN.device)
         batch = tokens_BN.shape[0]
@@ -130,6 +134,7 @@ class TreeShape:
             parents_N.expand(batch, -1),
             depth_N.expand(batch, -1),
             ancestors_NN.expand(batch, -1, -1),
+            log_probs_BN,
         )
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,7 +42,10 @@ class BenchmarkArguments:
     temperature: float = field(default=0.7, metadata={"help": "Of the sampled settings."})
     # train-heads draws the text it measures heads on with seed 0: other prompts than those.
     seed: int = field(default=1, metadata={"help": "Of the default prompts and the sampling."})
-    tree: int = field(default=16, metadata={"help": "Nodes drafted in each step."})
+    tree: str = field(
+        default="auto",
+        metadata={"help": "auto, N, static:N, dynamic:N, chain, cartesian:A,B,.. or FILE.json."},
+    )
     dtypes: list[str] = field(
         default_factory=lambda: list(DTYPES),
         metadata={

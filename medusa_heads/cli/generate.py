@@ -27,7 +27,10 @@ class GenerateArguments:
     )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16"})
     device: str | None = field(default=None, metadata={"help": "such as cpu or cuda"})
-    tree: int = field(default=16, metadata={"help": "number of drafted nodes a step"})
+    tree: str = field(
+        default="auto",
+        metadata={"help": "auto, N, static:N, dynamic:N, chain, cartesian:A,B,.. or FILE.json"},
+    )
     max_new_tokens: int = field(default=128, metadata={"help": "tokens at most"})
     do_sample: bool = field(
         default=False, metadata={"help": "draw tokens; implied by --temperature, --top_k, --top_p"}

@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, GPTNeoConfig, Lfm2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPTNeoConfig,
+    Lfm2Config,
+    ProphetNetConfig,
+    RobertaConfig,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.capability import capability
+from medusa_heads.inference.drafters.medusa import MedusaDrafter
 from tests.conftest import TinyLlama
 
 SLOT_BOUND: dict[str, Any] = {
@@ -50,6 +58,7 @@ def test_a_chain_where_only_that_is_exact(kind: str) -> None:
     heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=3))
     with pytest.warns(UserWarning, match=f"{kind} verifies a chain"):
         medusa = MedusaModel(model, heads, tree=[(0,), (1,), (0, 0), (1, 0)])
+    assert isinstance(medusa.drafter, MedusaDrafter)
     assert medusa.drafter.shape.choices == [(0,), (0, 0)]
     ids = torch.arange(1, 31)[None]
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -73,6 +82,48 @@ def test_a_layer_without_rows_is_refused_by_name() -> None:
         layer_types=["conv", "full_attention"],
     )
     with pytest.raises(UnsupportedArchitecture, match="lfm2 keeps LinearAttention"):
+        capability(TargetModel(build(config)))
+
+
+def test_positions_are_those_of_generate() -> None:
+    """Left to itself, RoBERTa counts positions from its padding id on; generate() does not."""
+    config = RobertaConfig(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        is_decoder=True,
+        tie_word_embeddings=False,
+    )
+    model = build(config)
+    assert capability(TargetModel(model)) == "tree"
+    medusa = MedusaModel(
+        model,
+        MedusaHeads.from_target(model, HeadsConfig(num_heads=2)),
+        tree=[(0,), (1,), (0, 0), (1, 0)],
+    )
+    ids = torch.arange(1, 31)[None]
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    got: Any = medusa.generate(**inputs, max_new_tokens=40, do_sample=False)
+    assert torch.equal(got, expected)
+
+
+def test_a_model_that_takes_one_token_at_a_time_is_refused_by_name() -> None:
+    config = ProphetNetConfig(
+        vocab_size=40,
+        hidden_size=64,
+        encoder_ffn_dim=96,
+        num_encoder_layers=1,
+        num_encoder_attention_heads=4,
+        decoder_ffn_dim=96,
+        num_decoder_layers=2,
+        num_decoder_attention_heads=4,
+        max_position_embeddings=128,
+    )
+    with pytest.raises(UnsupportedArchitecture, match="prophetnet fails on several new tokens"):
         capability(TargetModel(build(config)))
 
 

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.checkpoint import save_heads
+from medusa_heads.inference.drafters.medusa import MedusaDrafter
 from medusa_heads.statistics import HeadStatistics
 from tests.conftest import TinyLlama
 
@@ -147,6 +148,7 @@ def test_checkpoint_with_its_target_by_path(tiny_llama: TinyLlama, tmp_path: Pat
     statistics = HeadStatistics.from_ranks(torch.tensor([[0, 0], [0, 1], [1, 0], [2, 0]]))
     save_heads(tmp_path / "heads", heads, target, statistics=statistics)
     loaded = MedusaModel.from_pretrained(tmp_path / "heads", tree=4)
+    assert isinstance(loaded.drafter, MedusaDrafter)
     assert loaded.drafter.shape.choices == [(0,), (0, 0), (1,), (2,)]
     assert torch.equal(
         loaded.generate(**INPUTS, max_new_tokens=20, do_sample=False),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Acceptance rules: which path of a verified tree is kept.
+"""The exact acceptance rule: sample, then match.
 
 Shapes: B active rows, N tree nodes, V vocabulary.
 """
@@ -7,37 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList
 
+from medusa_heads.inference.acceptance.base import looks_at_one_row
 from medusa_heads.inference.state import Row
 from medusa_heads.tree import TokenTree
-
-# Processors that look at one row's scores alone: running them on a single row changes nothing.
-_ROW_BY_ROW = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-
-
-class AcceptanceRule(Protocol):
-    """Walks the tree of every row with the target's logits.
-
-    Commits each accepted token and one bonus token to its row, and returns the accepted nodes, node
-    0 first. A rule never sees a drafter.
-    """
-
-    lossless: bool
-
-    def __call__(
-        self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]
-    ) -> list[list[int]]: ...
 
 
 class SampleThenMatch:
@@ -59,7 +37,7 @@ class SampleThenMatch:
     def __init__(self, processors: LogitsProcessorList, do_sample: bool) -> None:
         self._processors = processors
         self._do_sample = do_sample
-        self._by_batch_row = not all(type(p) in _ROW_BY_ROW for p in processors)
+        self._by_batch_row = not looks_at_one_row(processors)
 
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
         if not self._do_sample and not self._processors:
