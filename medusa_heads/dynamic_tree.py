@@ -10,6 +10,9 @@ from torch import Tensor
 
 from medusa_heads.tree import TokenTree
 
+DYNAMIC_RANKS = 10  # candidates of each head that a dynamic tree chooses from
+DYNAMIC_SIZES = (4, 8, 12, 16, 24, 32, 48, 64)  # drafted nodes measured when heads are trained
+
 
 def best_first_tree(
     roots_B: Tensor, candidates_BKR: Tensor, log_probs_BKR: Tensor, num_drafted: int
@@ -78,3 +81,30 @@ def _ancestors(above_BN: Tensor, max_depth: int) -> Tensor:
         jump_BN = jump_BN.gather(1, jump_BN)
         reach *= 2
     return ancestors_BNN
+
+
+def expected_tokens_per_step(
+    log_probs_SKR: Tensor, ranks_SK: Tensor, num_drafted: int, chunk: int = 1024
+) -> float:
+    """1 + the mean number of accepted nodes of dynamic trees at measured positions.
+
+    Args:
+        log_probs_SKR: at S positions, each head's calibrated log-probabilities, best first.
+        ranks_SK: the rank of the true token under each head.
+        num_drafted: nodes of each tree besides the root.
+        chunk: positions handled at a time, which bounds memory and nothing else.
+    """
+    positions, heads, ranks = log_probs_SKR.shape
+    accepted = 0
+    for start in range(0, positions, chunk):
+        log_probs_BKR = log_probs_SKR[start : start + chunk]
+        true_BK = ranks_SK[start : start + chunk]
+        batch = len(log_probs_BKR)
+        own_ranks_BKR = torch.arange(ranks, device=true_BK.device).expand(batch, heads, ranks)
+        roots_B = true_BK.new_zeros(batch)
+        tree = best_first_tree(roots_B, own_ranks_BKR, log_probs_BKR, num_drafted)
+        right_BN = tree.tokens_BN == true_BK.gather(1, (tree.depth_BN - 1).clamp_min(0))
+        right_BN[:, 0] = True
+        kept_BN = ~(~right_BN[:, None] & tree.ancestors_BNN).any(-1)
+        accepted += int(kept_BN[:, 1:].sum())
+    return 1 + accepted / positions

@@ -18,6 +18,7 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.target import TargetModel
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
+from medusa_heads.training.calibration import calibrate
 from medusa_heads.training.data import (
     check_length,
     check_rows,
@@ -118,6 +119,7 @@ def train_heads(
             }
         )
         statistics = rank_statistics(torch.as_tensor(measured.predictions))
+        calibrate(statistics, heads, target, held_out)
         save_heads(output, heads, target, statistics=statistics, provenance=history)
         metrics = {
             **{name: value for name, value in outcome.metrics.items() if name != "total_flos"},

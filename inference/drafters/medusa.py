@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from medusa_heads.dynamic_tree import best_first_tree
+from medusa_heads.dynamic_tree import DYNAMIC_RANKS, best_first_tree
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.tree import TokenTree, TreeShape
 
 if TYPE_CHECKING:
     from medusa_heads.inference.state import DecodingState
-
-_DYNAMIC_RANKS = 10  # candidates of each head that a dynamic tree chooses from
 
 
 class _HeadCandidates:
@@ -122,7 +120,7 @@ class DynamicMedusaDrafter:
         *,
         temperatures: Sequence[float] | None = None,
     ) -> None:
-        ranks = min(_DYNAMIC_RANKS, heads.config.vocab_size or _DYNAMIC_RANKS)
+        ranks = min(DYNAMIC_RANKS, heads.config.vocab_size or DYNAMIC_RANKS)
         most = sum(ranks ** (level + 1) for level in range(heads.config.num_heads))
         if not 1 <= num_drafted <= most:
             raise ValueError(f"a dynamic tree here has 1 to {most} nodes, got {num_drafted}")
