@@ -12,6 +12,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+# Where the losslessness suite runs; MEDUSA_HEADS_TEST_DEVICE=cuda proves the same on a GPU.
+DEVICE = os.environ.get("MEDUSA_HEADS_TEST_DEVICE", "cpu")
+
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
 TinyLlama = Callable[..., Any]  # makes a LlamaForCausalLM, whose methods mypy cannot follow

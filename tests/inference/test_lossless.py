@@ -23,6 +23,7 @@ from transformers import (
 from medusa_heads.inference.engine import decode
 from medusa_heads.inference.stats import GenerationStats
 from medusa_heads.target import TargetModel
+from tests.conftest import DEVICE
 from tests.inference.planted import PlainCausalDrafter, PlantedDrafter
 
 VOCAB = 199
@@ -77,7 +78,7 @@ def model(request: pytest.FixtureRequest) -> Any:
             if parameter.ndim >= 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
     made.generation_config.pad_token_id = 0
-    return made
+    return made.to(DEVICE)
 
 
 def prompts(batch: int) -> dict[str, Tensor]:
@@ -86,7 +87,7 @@ def prompts(batch: int) -> dict[str, Tensor]:
     mask_BT = torch.ones_like(ids_BT)
     for row in range(batch):
         mask_BT[row, : (row * 5) % PROMPT] = 0
-    return {"input_ids": ids_BT * mask_BT, "attention_mask": mask_BT}
+    return {"input_ids": (ids_BT * mask_BT).to(DEVICE), "attention_mask": mask_BT.to(DEVICE)}
 
 
 def decode_planted(
