@@ -52,7 +52,7 @@ def capability(target: TargetModel) -> Capability:
     if target.model not in _known:
         try:
             _known[target.model] = _examine(target)
-        except UnsupportedArchitecture:
+        except (UnsupportedArchitecture, torch.OutOfMemoryError):
             raise
         # Whatever a model's own code objects to when it is asked for several tokens over a cache.
         except (
@@ -73,6 +73,12 @@ def capability(target: TargetModel) -> Capability:
 def _examine(target: TargetModel) -> Capability:
     target.new_cache()  # refuses caches without rows, and attention that takes no mask
     kind = target.config.model_type
+    if target.dtype == torch.float32 and _couples_tokens(target):
+        raise UnsupportedArchitecture(
+            f"{kind} is loaded in 8 bits with a threshold for outliers, which bitsandbytes looks "
+            "for in all tokens of a forward together, so that they change each other",
+            "load the target with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
+        )
     reason = _SLOT_BOUND.get(kind)
     if getattr(target.config, "alibi", False):
         reason = "its ALiBi bias follows the cache slot, not the position in the text"
@@ -90,6 +96,13 @@ def _examine(target: TargetModel) -> Capability:
         )
     warnings.warn(f"{kind} verifies a chain of drafts, not a tree: {reason}", stacklevel=4)
     return "chain"
+
+
+def _couples_tokens(target: TargetModel) -> bool:
+    """Random text need not have an outlier, so the numbers alone would not tell."""
+    quantization = getattr(target.model.config, "quantization_config", None)
+    eight_bit = getattr(quantization, "load_in_8bit", False)
+    return bool(eight_bit) and quantization.llm_int8_threshold > 0
 
 
 def _forward_parameters(target: TargetModel) -> set[str]:

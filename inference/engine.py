@@ -19,7 +19,7 @@ from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, make_rule
 from medusa_heads.inference.capability import capability
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.state import DecodingState, Row, StopCheck
+from medusa_heads.inference.state import DecodingState, Row, ScoreRecorder, StopCheck
 from medusa_heads.inference.stats import GenerationStats
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TokenTree
@@ -58,7 +58,10 @@ def decode(
         )
     stop = StopCheck(stopping_criteria)
     batch = input_ids_BT.shape[0]
-    rows = [Row(i, batch, prompt_T, stop, streamer) for i, prompt_T in enumerate(input_ids_BT)]
+    recorder = _recorder(generation_config, batch, acceptance)
+    rows = [
+        Row(i, batch, prompt_T, stop, streamer, recorder) for i, prompt_T in enumerate(input_ids_BT)
+    ]
     rule = make_rule(
         acceptance,
         logits_processor,
@@ -93,10 +96,13 @@ def decode(
     if not generation_config.return_dict_in_generate:
         return sequences_BT
     cache.set_length(state.lengths[0])
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences_BT,  # type: ignore[arg-type]
+    output: Any = GenerateDecoderOnlyOutput
+    return output(  # type: ignore[no-any-return]
+        sequences=sequences_BT,
         # Rows of a batch end at different lengths and leave the cache as they end.
         past_key_values=cache if len(rows) == 1 else None,
+        scores=tuple(recorder.scores) if recorder and generation_config.output_scores else None,
+        logits=tuple(recorder.logits) if recorder and generation_config.output_logits else None,
     )
 
 
@@ -122,6 +128,8 @@ def _step(
 def _finish_step(
     state: DecodingState, paths: list[list[int]], hidden_BND: Tensor, stats: GenerationStats
 ) -> None:
+    for row in state.rows:
+        row.end_step()
     stats.steps += len(paths)
     stats.accepted.update(len(path) - 1 for path in paths)
     state.advance(hidden_BND, paths)
@@ -138,8 +146,6 @@ def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -
         "use_cache=False": config.use_cache is False,
         "output_attentions=True": bool(config.output_attentions),
         "output_hidden_states=True": bool(config.output_hidden_states),
-        "output_scores=True": bool(config.output_scores),
-        "output_logits=True": bool(config.output_logits),
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
         f"cache_implementation={config.cache_implementation!r}": config.cache_implementation
         not in (None, "dynamic", "dynamic_full"),
@@ -150,6 +156,17 @@ def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -
             f"tree decoding does not support {', '.join(refused)}: leave it out, or call the "
             "target's own generate()"
         )
+
+
+def _recorder(config: GenerationConfig, batch: int, acceptance: str) -> ScoreRecorder | None:
+    if not config.return_dict_in_generate or not (config.output_scores or config.output_logits):
+        return None
+    if batch > 1 or acceptance != "lossless":
+        raise ValueError(
+            "output_scores and output_logits need a batch of 1 and lossless acceptance: a step "
+            "commits unequal numbers of tokens to the rows of a batch"
+        )
+    return ScoreRecorder()
 
 
 def _own_cache(target: TargetModel, model_kwargs: dict[str, Any]) -> RowCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -9,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from medusa_heads.checkpoint import load_heads, read_sidecar
 from medusa_heads.heads import MedusaHeads
@@ -126,6 +132,7 @@ class MedusaModel:
         *,
         assistant_model: Any = None,
         streamer: Any = None,
+        tokenizer: Any = None,
         **kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
         """transformers' `generate()`: its arguments, its return types, the same tokens.
@@ -136,12 +143,21 @@ class MedusaModel:
         if assistant_model is not None:
             raise ValueError("the heads are the drafter here: leave assistant_model out")
         model: Any = self.target.model
+        # generate() hands neither streamer nor tokenizer to a custom decoding method: the one is
+        # bound below, the other is needed for stop strings alone.
+        strings = _stop_strings(kwargs, generation_config, model.generation_config)
+        if strings:
+            if tokenizer is None:
+                raise ValueError("stop_strings need the tokenizer: pass tokenizer= as well")
+            stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
+            stopping_criteria.append(StopStringCriteria(tokenizer, strings))
+            generation_config = copy.deepcopy(generation_config or model.generation_config)
+            generation_config.stop_strings = None
         return model.generate(
             inputs,
             generation_config=generation_config,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
-            # generate() hands no streamer to a custom decoding method: it is bound here.
             custom_generate=partial(self.decode, streamer=streamer),
             **kwargs,
         )
@@ -181,6 +197,15 @@ class MedusaModel:
             stats=self.last_stats,
             **model_kwargs,
         )
+
+
+def _stop_strings(
+    kwargs: dict[str, Any], given: GenerationConfig | None, default: GenerationConfig
+) -> str | list[str] | None:
+    if "stop_strings" in kwargs:
+        named: str | list[str] | None = kwargs.pop("stop_strings")
+        return named
+    return (given or default).stop_strings
 
 
 def _named_target(checkpoint: str | os.PathLike[str]) -> str:

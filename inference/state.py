@@ -51,6 +51,24 @@ class StopCheck:
         return bool(self._others) and bool(self._others(row.ids_1T(), None).all())
 
 
+class ScoreRecorder:
+    """Scores and logits of the committed tokens, each [1, V], as generate() returns them.
+
+    Attributes:
+        scores: after the logits processors.
+        logits: as the target gave them, in fp32.
+    """
+
+    def __init__(self) -> None:
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+
+    def record(self, scores_1V: Tensor, logits_1V: Tensor) -> None:
+        """Note what one token was drawn from."""
+        self.scores.append(scores_1V)
+        self.logits.append(logits_1V)
+
+
 class Row:
     """One sequence of the batch.
 
@@ -59,16 +77,25 @@ class Row:
         batch_size: how many rows that batch has.
         prompt_T: its prompt, left padding included, as generate() would see it.
         stop: when it ends.
-        streamer: receives every token as it is committed.
+        streamer: receives every token as it is committed; if it has a method `end_step`, that is
+            called after the tokens of each step.
+        recorder: receives scores and logits of every token, where the user asked for them.
     """
 
     def __init__(
-        self, index: int, batch_size: int, prompt_T: Tensor, stop: StopCheck, streamer: Any = None
+        self,
+        index: int,
+        batch_size: int,
+        prompt_T: Tensor,
+        stop: StopCheck,
+        streamer: Any = None,
+        recorder: ScoreRecorder | None = None,
     ) -> None:
         self.index = index
         self.batch_size = batch_size
         self.tokens: list[int] = []
         self.done = False
+        self.recorder = recorder
         self._stop = stop
         self._streamer = streamer
         self._prompt_length = prompt_T.shape[0]
@@ -102,6 +129,11 @@ class Row:
             self._streamer.put(torch.tensor([token]))
         self.done = self._stop(self)
         return self.done
+
+    def end_step(self) -> None:
+        """All tokens of a step are committed."""
+        if hasattr(self._streamer, "end_step"):
+            self._streamer.end_step()
 
 
 class DecodingState:

@@ -40,7 +40,8 @@ class SampleThenMatch:
         self._by_batch_row = not looks_at_one_row(processors)
 
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
-        if not self._do_sample and not self._processors:
+        recorded = any(row.recorder for row in rows)
+        if not self._do_sample and not self._processors and not recorded:
             # All nodes at once, and a single wait for the device.
             greedy_BN = logits_BNV.argmax(dim=-1)
             tokens, parents, greedy = torch.stack(
@@ -63,7 +64,11 @@ class SampleThenMatch:
         if self._by_batch_row:
             # Some processors keep a setting for every row of the batch: they see it whole.
             ids, logits = ids.repeat(row.batch_size, 1), logits.repeat(row.batch_size, 1)
+        # Processors may write into what they are given.
+        raw = logits.clone() if row.recorder else logits
         scores_1V = self._processors(ids, logits)[row.index if self._by_batch_row else 0, None]
+        if row.recorder:
+            row.recorder.record(scores_1V, raw[:1])
         if self._do_sample:
             return int(torch.multinomial(torch.softmax(scores_1V, dim=-1), num_samples=1))
         return int(scores_1V.argmax(dim=-1))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     BloomConfig,
     GPTNeoConfig,
     Lfm2Config,
@@ -125,6 +126,16 @@ def test_a_model_that_takes_one_token_at_a_time_is_refused_by_name() -> None:
     )
     with pytest.raises(UnsupportedArchitecture, match="prophetnet fails on several new tokens"):
         capability(TargetModel(build(config)))
+
+
+def test_outliers_sought_in_all_tokens_are_refused_by_name(tiny_llama: TinyLlama) -> None:
+    """LLM.int8() picks its outlier columns over every token of a forward."""
+    model = tiny_llama()
+    model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(UnsupportedArchitecture, match="llm_int8_threshold=0"):
+        capability(TargetModel(model))
+    model.config.quantization_config.llm_int8_threshold = 0.0
+    assert capability(TargetModel(model)) == "tree"
 
 
 def test_numbers_catch_what_names_do_not(

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
@@ -119,7 +129,7 @@ def test_users_own_processors_and_criteria(medusa: MedusaModel) -> None:
     [
         ({"num_beams": 2}, "num_beams"),
         ({"use_cache": False}, "use_cache=False"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     ],
@@ -169,3 +179,78 @@ def test_trees_that_do_not_fit_are_refused(tiny_llama: TinyLlama) -> None:
         MedusaModel(model, heads, tree=[(199,)])
     with pytest.raises(ValueError, match="another model"):
         MedusaModel(model, heads).decode(tiny_llama(), *[None] * 4)  # type: ignore[arg-type]
+
+
+def test_scores_and_logits_as_generate_returns_them(medusa: MedusaModel) -> None:
+    options: Any = {
+        "max_new_tokens": 30,
+        "do_sample": True,
+        "temperature": 0.7,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+    }
+    torch.manual_seed(5)
+    expected = plain(medusa, **options)
+    torch.manual_seed(5)
+    got: Any = medusa.generate(**INPUTS, **options)
+    assert torch.equal(got.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        mine, theirs = torch.cat(getattr(got, name)), torch.cat(getattr(expected, name))
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    pair = {name: tensor.repeat(2, 1) for name, tensor in INPUTS.items()}
+    with pytest.raises(ValueError, match="batch of 1"):
+        medusa.generate(**pair, **options)
+
+
+def test_streamers_learn_where_steps_end(medusa: MedusaModel) -> None:
+    class Groups(Collector):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ends: list[int] = []
+
+        def end_step(self) -> None:
+            self.ends.append(len(self.pieces) - 1)
+
+    streamer = Groups()
+    medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False, streamer=streamer)
+    assert len(streamer.ends) == medusa.last_stats.steps
+    assert streamer.ends[-1] == 20
+    assert streamer.ends == sorted(set(streamer.ends))
+
+
+def test_iterator_streamer(medusa: MedusaModel) -> None:
+    """The iterator form: generation in a thread, text read from the outside."""
+    tokenizer = letters()
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    options: Any = {"max_new_tokens": 20, "do_sample": False, "streamer": streamer}
+    thread = Thread(target=medusa.generate, kwargs={**INPUTS, **options})
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    expected = plain(medusa, max_new_tokens=20, do_sample=False)[0, 12:]
+    assert text == tokenizer.decode(expected)
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A vocabulary of the 24 letters a to x."""
+    vocabulary = {chr(ord("a") + i): i for i in range(24)}
+    single = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    single.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=single)
+
+
+@pytest.mark.parametrize("as_config", [False, True])
+def test_stop_strings(medusa: MedusaModel, as_config: bool) -> None:
+    tokenizer = letters()
+    free = plain(medusa, max_new_tokens=40, do_sample=False)[0, 12:]
+    stop = tokenizer.decode(free[9:12])
+    options: Any = {"max_new_tokens": 40, "do_sample": False, "stop_strings": [stop]}
+    expected = plain(medusa, tokenizer=tokenizer, **options)
+    assert expected.shape[1] < 52
+    if as_config:
+        options = {"generation_config": GenerationConfig(**options)}
+    got: Any = medusa.generate(**INPUTS, tokenizer=tokenizer, **options)
+    assert torch.equal(got, expected)
+    with pytest.raises(ValueError, match="tokenizer="):
+        medusa.generate(**INPUTS, **options)
