@@ -39,7 +39,7 @@ MEANING = {
     "half precision": "its kernels round to bf16 whatever the dtype; differs at near ties only",
     "refused": "with the reason, before anything is decoded",
     "not buildable": "no tiny model could be made here",
-    "unproven": "decoded as `generate()` does, but the control went unnoticed or the text repeats",
+    "unproven": "decoded like `generate()` where it got, but its check could not be finished or trusted",
     "MISMATCH": "decoded differently: a defect",
 }
 VERDICTS = tuple(MEANING)
@@ -119,6 +119,9 @@ class _Worker:
         return self
 
     def __exit__(self, *_exception: object) -> None:
+        if self._process is not None and self._process.is_alive():
+            self._pipe.send(None)
+            self._process.join(timeout=10)
         self._stop()
 
     def check(self, kind: str, new_tokens: int) -> Result:
@@ -133,7 +136,7 @@ class _Worker:
         except (EOFError, ConnectionError):
             failure = "the process died (out of memory, or a crash)"
         self._stop()
-        return Result(kind, "not buildable", note=failure)
+        return Result(kind, "unproven", note=failure)
 
     def _start(self) -> None:
         self._pipe, theirs = self._context.Pipe()
@@ -158,8 +161,8 @@ def _work(pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    while True:
-        kind, new_tokens = pipe.recv()
+    while (task := pipe.recv()) is not None:
+        kind, new_tokens = task
         try:
             result = check(kind, new_tokens)
         except Exception as error:
