@@ -100,9 +100,10 @@ def _examine(target: TargetModel) -> Capability:
 
 def _couples_tokens(target: TargetModel) -> bool:
     """Random text need not have an outlier, so the numbers alone would not tell."""
-    quantization = getattr(target.model.config, "quantization_config", None)
-    eight_bit = getattr(quantization, "load_in_8bit", False)
-    return bool(eight_bit) and quantization.llm_int8_threshold > 0
+    quantization: Any = getattr(target.model.config, "quantization_config", None)
+    if not getattr(quantization, "load_in_8bit", False):
+        return False
+    return bool(quantization.llm_int8_threshold > 0)
 
 
 def _forward_parameters(target: TargetModel) -> set[str]:
@@ -135,7 +136,7 @@ def probe_error(target: TargetModel, shape: TreeShape) -> float:
             f"{target.config.model_type} does not keep its rows in the cache it is given"
         )
     seen_1NT = torch.ones(1, shape.num_nodes, past, dtype=torch.bool, device=target.device)
-    mask = TreeMask(torch.cat([seen_1NT, tree.ancestors_BNN], dim=2), tree.depth_BN + past)
+    mask = TreeMask(torch.cat([seen_1NT, tree.ancestors_BNN], dim=2), tree.depth_BN + past, past)
     verified_NV = target.verify(tree, cache, mask)[0].float()
     return max(
         _relative_error(verified_NV[path], _plain_logits(target, prompt_1T, nodes_1N[:, path]))

@@ -130,7 +130,10 @@ def _decode_and_compare(
         f"{sum(accepted) / len(accepted):.2f} tokens/step, {min(distinct)} distinct at least"
     )
     if mismatches:
-        notes.append(f"the two best logits up to {max(margins):.1g} standard deviations apart")
+        notes.append(
+            f"{mismatches} tokens from the first difference of a sequence on, where the two best "
+            f"logits are up to {max(margins):.1g} standard deviations apart"
+        )
         tied = kind in ROUNDS_TO_HALF and max(margins) < HALF_TIE
         verdict = "half precision" if tied else "MISMATCH"
     elif not noticed:

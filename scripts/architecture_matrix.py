@@ -14,13 +14,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import platform
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from scripts.architecture_check import Result, check, one_line
 from scripts.tiny_models import VARIANTS
 
+LIBRARIES = ("torch", "transformers", "peft", "torchao", "bitsandbytes")
 MEMORY_LIMIT = 8 << 30
 MEANING = {
     "exact tree": "a token tree is verified exactly, at batch 1 and in a left-padded batch of 8",
@@ -39,7 +39,7 @@ MEANING = {
     "half precision": "its kernels round to bf16 whatever the dtype; differs at near ties only",
     "refused": "with the reason, before anything is decoded",
     "not buildable": "no tiny model could be made here",
-    "unproven": "decoded like `generate()` where it got, but its check could not be finished or trusted",
+    "unproven": "no difference seen, but its check could not be finished or trusted",
     "MISMATCH": "decoded differently: a defect",
 }
 VERDICTS = tuple(MEANING)
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     results = _read(arguments.results)
     for kind, result in _sweep(arguments, results):
         results[kind] = result
-    _write_beside(arguments.output, table(results, sys.argv[1:] if argv is None else argv))
+    _write_beside(arguments.output, table(results, arguments.new_tokens))
 
 
 def _read(path: Path) -> dict[str, Result]:
@@ -170,16 +170,16 @@ def _work(pipe: Connection) -> None:
         pipe.send(result)
 
 
-def table(results: dict[str, Result], argv: list[str]) -> str:
+def table(results: dict[str, Result], new_tokens: int) -> str:
     """The markdown page."""
-    order = {verdict: i for i, verdict in enumerate(reversed(VERDICTS))}
-    rows = sorted(results.values(), key=lambda row: (order[row.verdict], row.kind))
+    rows = sorted(results.values(), key=lambda row: row.kind)
     types = [row for row in rows if row.kind not in VARIANTS]
     variants = [row for row in rows if row.kind in VARIANTS]
     counts = Counter(row.verdict for row in types)
     exact = [row for row in rows if row.verdict.startswith("exact")]
-    command = shlex.join(["python", "-m", "scripts.architecture_matrix", *argv])
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    command = f"python -m scripts.architecture_matrix --new_tokens {new_tokens}"
+    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES if find_spec(name))
+    differed = sum(row.mismatches for row in rows if row.verdict != "half precision")
     today = datetime.now(timezone.utc).date().isoformat()
     return "\n".join(
         [
@@ -195,7 +195,7 @@ def table(results: dict[str, Result], argv: list[str]) -> str:
             *(f"- {counts[verdict]} {verdict}: {MEANING[verdict]}" for verdict in VERDICTS),
             "",
             f"{sum(row.tokens for row in exact):,} tokens of exact types and variants were "
-            f"compared with `generate()`; {sum(row.mismatches for row in rows):,} differed.",
+            f"compared with `generate()`; {differed:,} differed.",
             "",
             "## Types",
             "",
