@@ -12,13 +12,16 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
-from medusa_heads.attention import TreeMask
+from medusa_heads.compiled import CompiledTarget
 from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.state import DecodingState, Row, StopCheck
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TreeShape
 
@@ -40,7 +43,7 @@ _SLOT_BOUND = {
     "gpt_neo": "its local attention window follows the cache slot, not the position in the text",
 }
 
-_known: weakref.WeakKeyDictionary[Any, Capability] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[type, Capability]] = weakref.WeakKeyDictionary()
 
 
 def capability(target: TargetModel) -> Capability:
@@ -49,9 +52,11 @@ def capability(target: TargetModel) -> Capability:
     Raises:
         UnsupportedArchitecture: neither, and why.
     """
-    if target.model not in _known:
+    known = _known.setdefault(target.model, {})
+    if type(target) not in known:
         try:
-            _known[target.model] = _examine(target)
+            with target.uncompiled() if isinstance(target, CompiledTarget) else nullcontext():
+                known[type(target)] = _examine(target)
         except (UnsupportedArchitecture, torch.OutOfMemoryError):
             raise
         # Whatever a model's own code objects to when it is asked for several tokens over a cache.
@@ -67,7 +72,7 @@ def capability(target: TargetModel) -> Capability:
                 f"{target.config.model_type} fails on several new tokens over a cache "
                 f"({type(error).__name__}: {' '.join(str(error).split())[:120]})"
             ) from error
-    return _known[target.model]
+    return known[type(target)]
 
 
 def _examine(target: TargetModel) -> Capability:
@@ -129,14 +134,14 @@ def probe_error(target: TargetModel, shape: TreeShape) -> float:
     prompt_1T, nodes_1N = ids_1T[:, :past], ids_1T[:, past:]
 
     tree = shape.tree(nodes_1N)
-    cache = target.new_cache()
+    cache = target.new_cache(1, past + shape.num_nodes)
     target.model(prompt_1T, **_positions(target, past), past_key_values=cache, use_cache=True)
     if cache.get_seq_length() != past:
         raise UnsupportedArchitecture(
             f"{target.config.model_type} does not keep its rows in the cache it is given"
         )
-    seen_1NT = torch.ones(1, shape.num_nodes, past, dtype=torch.bool, device=target.device)
-    mask = TreeMask(torch.cat([seen_1NT, tree.ancestors_BNN], dim=2), tree.depth_BN + past, past)
+    row = Row(0, 1, prompt_1T[0], StopCheck(StoppingCriteriaList()))
+    mask = DecodingState([row], cache, [0]).tree_mask(tree)
     verified_NV = target.verify(tree, cache, mask)[0].float()
     return max(
         _relative_error(verified_NV[path], _plain_logits(target, prompt_1T, nodes_1N[:, path]))

@@ -76,7 +76,8 @@ def decode(
 
     with target.capture_hidden() as last_hidden:
         with stats.phase("prefill"):
-            cache = _own_cache(target, model_kwargs)
+            slots = int(generation_config.max_length or 0) + drafter.num_nodes
+            cache = _own_cache(target, model_kwargs, batch, slots)
             state = DecodingState(rows, cache, padding)
             logits_BV = _prefill(target, input_ids_BT, generation_config, model_kwargs)
         with stats.phase("walk"):
@@ -96,14 +97,14 @@ def decode(
     if not generation_config.return_dict_in_generate:
         return sequences_BT
     cache.set_length(state.lengths[0])
-    output: Any = GenerateDecoderOnlyOutput
-    return output(  # type: ignore[no-any-return]
-        sequences=sequences_BT,
+    output: Any = GenerateDecoderOnlyOutput(
+        sequences=sequences_BT,  # type: ignore[arg-type]
         # Rows of a batch end at different lengths and leave the cache as they end.
-        past_key_values=cache if len(rows) == 1 else None,
-        scores=tuple(recorder.scores) if recorder and generation_config.output_scores else None,
-        logits=tuple(recorder.logits) if recorder and generation_config.output_logits else None,
+        past_key_values=cache.handed_out(target.config) if len(rows) == 1 else None,
+        scores=tuple(recorder.scores) if recorder and generation_config.output_scores else None,  # type: ignore[arg-type]
+        logits=tuple(recorder.logits) if recorder and generation_config.output_logits else None,  # type: ignore[arg-type]
     )
+    return output
 
 
 def _step(
@@ -128,10 +129,11 @@ def _step(
 def _finish_step(
     state: DecodingState, paths: list[list[int]], hidden_BND: Tensor, stats: GenerationStats
 ) -> None:
-    for row in state.rows:
-        row.end_step()
-    stats.steps += len(paths)
-    stats.accepted.update(len(path) - 1 for path in paths)
+    for row, path in zip(state.rows, paths, strict=True):
+        if path:
+            row.end_step()
+    stats.steps += sum(1 for path in paths if path)
+    stats.accepted.update(len(path) - 1 for path in paths if path)
     state.advance(hidden_BND, paths)
 
 
@@ -169,11 +171,15 @@ def _recorder(config: GenerationConfig, batch: int, acceptance: str) -> ScoreRec
     return ScoreRecorder()
 
 
-def _own_cache(target: TargetModel, model_kwargs: dict[str, Any]) -> RowCache:
+def _own_cache(
+    target: TargetModel, model_kwargs: dict[str, Any], batch: int, slots: int
+) -> RowCache:
     given = model_kwargs.get("past_key_values")
-    cache = target.new_cache()
-    if given is not None:
-        cache = RowCache.from_cache(target.config, given)
+    cache = target.new_cache(batch, slots)
+    if type(given) is RowCache and cache.fixed_capacity is None:
+        cache = given
+    elif given is not None:
+        cache.take_over(given)
     model_kwargs["past_key_values"] = cache
     return cache
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from medusa_heads.checkpoint import load_heads, read_sidecar
+from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.inference.acceptance import make_rule
 from medusa_heads.inference.capability import capability
@@ -46,6 +47,9 @@ class MedusaModel:
             `"dynamic:16"`, .., or the tree itself as a list of rank paths.
         acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"`, `"log_ratio"`.
         acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
+        compile: verify through torch.compile: one graph over a cache of fixed size, replayed as a
+            CUDA graph on a GPU. The first text takes the seconds of compiling.
+        compile_backend: of torch.compile.
 
     Raises:
         ValueError: heads or tree do not fit the target.
@@ -61,8 +65,12 @@ class MedusaModel:
         tree: TreeSpec = "auto",
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
+        compile: bool = False,
+        compile_backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         self.target = target if isinstance(target, TargetModel) else TargetModel(target)
+        if compile and not isinstance(self.target, CompiledTarget):
+            self.target = CompiledTarget(self.target.model, compile_backend)
         chain_only = capability(self.target) == "chain"
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
@@ -90,6 +98,7 @@ class MedusaModel:
         tree: TreeSpec = "auto",
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
+        compile: bool = False,
         **target_kwargs: Any,
     ) -> MedusaModel:
         """Load a heads checkpoint and its target.
@@ -97,7 +106,7 @@ class MedusaModel:
         Args:
             checkpoint: folder written by train-heads.
             target: a model in memory, or a hub id or path; by default the one the heads name.
-            tree, acceptance, acceptance_settings: see the class.
+            tree, acceptance, acceptance_settings, compile: see the class.
             target_kwargs: passed on when the target is loaded, such as `dtype` or `device_map`.
 
         Raises:
@@ -121,6 +130,7 @@ class MedusaModel:
             tree=tree,
             acceptance=acceptance,
             acceptance_settings=acceptance_settings,
+            compile=compile,
         )
 
     def generate(

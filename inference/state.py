@@ -160,18 +160,17 @@ class DecodingState:
         """What the tree's nodes see, once they are appended at the common slot."""
         past, device = max(self.lengths), tree.tokens_BN.device
         self.cache.set_length(past)
-        if len(self.rows) == 1 and not self._padding[0]:
-            return TreeMask(self._one_row_mask(tree, past), tree.depth_BN + past)
+        capacity = self.cache.fixed_capacity
+        if len(self.rows) == 1 and not self._padding[0] and capacity is None:
+            return TreeMask(self._one_row_mask(tree, past), tree.depth_BN + past, past)
         lengths_B = torch.tensor(self.lengths, device=device)
         padding_B = torch.tensor(self._padding, device=device)
-        slots_S = torch.arange(past, device=device)
+        slots_S = torch.arange(capacity or past + tree.num_nodes, device=device)
         valid_BS = (slots_S >= padding_B[:, None]) & (slots_S < lengths_B[:, None])
-        past_BNS = valid_BS[:, None].expand(-1, tree.num_nodes, -1)
-        return TreeMask(
-            torch.cat([past_BNS, tree.ancestors_BNN], dim=2),
-            (lengths_B - padding_B)[:, None] + tree.depth_BN,
-            padding_B,
-        )
+        visible_BNS = valid_BS[:, None].repeat(1, tree.num_nodes, 1)
+        visible_BNS[:, :, past : past + tree.num_nodes] = tree.ancestors_BNN
+        positions_BN = (lengths_B - padding_B)[:, None] + tree.depth_BN
+        return TreeMask(visible_BNS, positions_BN, past, padding_B)
 
     def _one_row_mask(self, tree: TokenTree, past: int) -> Tensor:
         # One buffer for all steps, the tree's own block at its right edge: a longer text is a wider
@@ -192,10 +191,13 @@ class DecodingState:
         longest = max(len(path) for path in paths)
         source, destination = [], []
         for path, length in zip(paths, self.lengths, strict=True):
-            # Shorter paths repeat their last move, which changes nothing.
-            padded = [*path, *[path[-1]] * (longest - len(path))]
-            source.append([written_at + node for node in padded])
-            destination.append([length + min(i, len(path) - 1) for i in range(longest)])
+            # Shorter paths repeat their last move, which changes nothing; a finished row has none,
+            # and moves a row onto itself.
+            moves = [(written_at + node, length + i) for i, node in enumerate(path)]
+            moves = moves or [(0, 0)]
+            moves += [moves[-1]] * (longest - len(moves))
+            source.append([move[0] for move in moves])
+            destination.append([move[1] for move in moves])
         if source != destination:
             device = self.roots_B.device
             self.cache.move_rows(
@@ -204,13 +206,16 @@ class DecodingState:
         self.lengths = [n + len(path) for n, path in zip(self.lengths, paths, strict=True)]
 
     def advance(self, hidden_BND: Tensor, paths: Sequence[Sequence[int]]) -> None:
-        """Take each path's last node as the new state, and let finished rows go."""
+        """Take each path's last node as the new state, and let finished rows go; from a cache of
+        fixed shape they go when all are finished."""
         device = hidden_BND.device
-        last_B = torch.tensor([path[-1] for path in paths], device=device)
+        last_B = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
         batch_B = torch.arange(len(paths), device=device)
         self.hidden_BD = hidden_BND[batch_B, last_B]
         self.roots_B = torch.tensor([row.tokens[-1] for row in self.rows], device=device)
         active = [i for i, row in enumerate(self.rows) if not row.done]
+        if active and self.cache.fixed_capacity is not None:
+            return
         if active and len(active) < len(self.rows):
             self.cache.select_batch(active)
             self.hidden_BD = self.hidden_BD[active]

@@ -129,7 +129,7 @@ def measure_step_seconds(
     random = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(target.vocab_size, (batch_size, context), generator=random)
     ids_BT = ids_BT.to(target.device)
-    cache = target.new_cache()
+    cache = target.new_cache(batch_size, context + max(SIZES) + 1)
     stop = StopCheck(StoppingCriteriaList())
     rows = [Row(i, batch_size, ids_T, stop) for i, ids_T in enumerate(ids_BT)]
     state = DecodingState(rows, cache, [0] * batch_size)

@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from medusa_heads.errors import UnsupportedArchitecture
 
 SUPPORTED_ATTENTION = ("sdpa", "eager")
 
@@ -33,21 +40,24 @@ class TreeMask:
     Attributes:
         visible_BNS: cached rows of its own text, and its own path in the tree.
         query_positions_BN: where each node stands in its text.
+        first_slot: where the tree begins in the cache.
         padding_B: slots of left padding in each row, None where no row has any.
     """
 
     visible_BNS: Tensor
     query_positions_BN: Tensor
+    first_slot: int
     padding_B: Tensor | None = None
 
     @cached_property
     def key_positions_BS(self) -> Tensor:
         """Where each slot's token stands in its text; only windows and chunks ask for it."""
         batch, nodes, slots = self.visible_BNS.shape
-        past_BS = torch.arange(slots - nodes, device=self.visible_BNS.device).expand(batch, -1)
+        positions_BS = torch.arange(slots, device=self.visible_BNS.device).repeat(batch, 1)
         if self.padding_B is not None:
-            past_BS = past_BS - self.padding_B[:, None]
-        return torch.cat([past_BS, self.query_positions_BN], dim=1)
+            positions_BS -= self.padding_B[:, None]
+        positions_BS[:, self.first_slot : self.first_slot + nodes] = self.query_positions_BN
+        return positions_BS
 
 
 @contextmanager
@@ -63,6 +73,42 @@ def tree_attention(mask: TreeMask) -> Iterator[None]:
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
 
 
+def explicit_masks(config: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """The masks that the model would build from this tree, to be passed as its attention_mask: one
+    tensor [B, 1, N, S], or one for each kind of layer.
+
+    Raises:
+        UnsupportedArchitecture: a kind of layer whose rule is not known here.
+    """
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        kinds = [
+            "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+        ]
+    masks = {}
+    for kind in set(kinds):
+        rule: Any
+        if kind == "full_attention":
+            rule = causal_mask_function
+        elif kind == "sliding_attention":
+            rule = sliding_window_causal_mask_function(int(window or 0))
+        elif kind == "chunked_attention":
+            no_padding_B = tree.query_positions_BN.new_zeros(len(tree.visible_BNS))
+            rule = chunked_causal_mask_function(int(chunk or 0), no_padding_B)
+        else:
+            raise UnsupportedArchitecture(
+                f"{config.model_type} has {kind} layers, whose mask is not known",
+                "leave compile out",
+            )
+        allowed_B1NS = _apply_rule(rule, tree)
+        if config._attn_implementation == "eager":
+            allowed_B1NS = _additive(allowed_B1NS, dtype)
+        masks[kind] = allowed_B1NS
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
 def _with_tree(build_mask: Callable[..., Any], additive: bool) -> Callable[..., Any]:
     def build(*args: Any, **kwargs: Any) -> Any:
         tree = _ACTIVE.get()
@@ -71,12 +117,15 @@ def _with_tree(build_mask: Callable[..., Any], additive: bool) -> Callable[..., 
         allowed_B1NS = _apply_rule(kwargs.get("mask_function", causal_mask_function), tree)
         if not additive:
             return allowed_B1NS
-        # Eager attention adds its mask: a bool or int one would be silently wrong.
-        dtype = kwargs.get("dtype") or torch.float32
-        zero_B1NS = torch.zeros(allowed_B1NS.shape, dtype=dtype, device=allowed_B1NS.device)
-        return zero_B1NS.masked_fill(~allowed_B1NS, torch.finfo(dtype).min)
+        return _additive(allowed_B1NS, kwargs.get("dtype") or torch.float32)
 
     return build
+
+
+def _additive(allowed_B1NS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Eager attention adds its mask: a bool or int one would be silently wrong."""
+    zero_B1NS = torch.zeros(allowed_B1NS.shape, dtype=dtype, device=allowed_B1NS.device)
+    return zero_B1NS.masked_fill(~allowed_B1NS, torch.finfo(dtype).min)
 
 
 def _apply_rule(rule: Any, tree: TreeMask) -> Tensor:

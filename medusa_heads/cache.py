@@ -117,6 +117,8 @@ class RowCache(Cache):
             no rows to keep.
     """
 
+    fixed_capacity: int | None = None  # slots of a cache that cannot grow
+
     def __init__(self, config: Any) -> None:
         self._stacks = _Stacks()
         layers: list[Any] = []
@@ -134,19 +136,15 @@ class RowCache(Cache):
         super().__init__(layers=layers)
         self._stacks.expected_layers = len(self.row_layers)
 
-    @classmethod
-    def from_cache(cls, config: Any, cache: Cache) -> RowCache:
-        """Take over the rows of a transformers cache, so that decoding can go on from it.
+    def take_over(self, cache: Cache) -> None:
+        """Copy the rows of a transformers cache into this empty one, so that decoding can go on.
 
         Raises:
             ValueError: the cache has dropped rows that left a sliding window.
         """
-        if isinstance(cache, RowCache):
-            return cache
-        taken = cls(config)
         length = cache.get_seq_length()
-        for mine, theirs in zip(taken.layers, cache.layers, strict=False):
-            if not isinstance(mine, RowLayer) or not length:
+        for mine, theirs in zip(self.layers, cache.layers, strict=False):
+            if mine not in self.row_layers or not length:
                 continue
             keys, values = getattr(theirs, "keys", None), getattr(theirs, "values", None)
             if keys is None or values is None or keys.shape[-2] != length:
@@ -154,11 +152,15 @@ class RowCache(Cache):
                     "the given cache no longer holds every token's row (a sliding window dropped "
                     "some): pass the whole text without a cache, or one that this decoder returned"
                 )
+            assert isinstance(mine, DynamicLayer)
             mine.update(keys, values)
-        return taken
+
+    def handed_out(self, config: Any) -> RowCache:
+        """This cache for a caller to keep: itself, unless it will be used again."""
+        return self
 
     @property
-    def row_layers(self) -> list[RowLayer]:
+    def row_layers(self) -> list[Any]:
         """The layers that hold rows of their own."""
         return [layer for layer in self.layers if isinstance(layer, RowLayer)]
 

@@ -136,8 +136,8 @@ class TargetModel:
         finally:
             hook.remove()
 
-    def new_cache(self) -> RowCache:
-        """An empty cache for this target.
+    def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
+        """An empty cache for this target. It grows as needed, whatever `slots` announces.
 
         Raises:
             UnsupportedArchitecture: the target cannot be decoded with a tree, and why.

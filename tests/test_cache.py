@@ -107,11 +107,12 @@ def test_continues_from_a_transformers_cache(tiny_llama: TinyLlama) -> None:
     native = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids_1T[:, :8], past_key_values=native, use_cache=True)
-        taken = RowCache.from_cache(model.config, native)
+        taken = RowCache(model.config)
+        taken.take_over(native)
         ours = model(ids_1T[:, 8:], past_key_values=taken, use_cache=True).logits
         whole = model(ids_1T).logits[:, 8:]
     torch.testing.assert_close(ours, whole)
-    assert RowCache.from_cache(model.config, taken) is taken
+    assert taken.handed_out(model.config) is taken
 
 
 def test_a_cache_that_dropped_rows_is_refused() -> None:
@@ -119,4 +120,4 @@ def test_a_cache_that_dropped_rows_is_refused() -> None:
     native = DynamicCache(config=sliding)
     native.update(torch.zeros(1, 2, 9, 4), torch.zeros(1, 2, 9, 4), 0)
     with pytest.raises(ValueError, match="no longer holds every token's row"):
-        RowCache.from_cache(sliding, native)
+        RowCache(sliding).take_over(native)

@@ -44,7 +44,7 @@ class AcceptanceRule(Protocol):
     """Walks the tree of every row with the target's logits.
 
     Commits each accepted token and one bonus token to its row, and returns the accepted nodes, node
-    0 first. A rule never sees a drafter.
+    0 first; none for a row that is done. A rule never sees a drafter.
     """
 
     lossless: bool

@@ -48,12 +48,14 @@ class SampleThenMatch:
                 [tree.tokens_BN, tree.parents_BN, greedy_BN]
             ).tolist()
             return [
-                _walk(tokens[b], parents[b], row, greedy[b].__getitem__)
+                [] if row.done else _walk(tokens[b], parents[b], row, greedy[b].__getitem__)
                 for b, row in enumerate(rows)
             ]
         tokens, parents = torch.stack([tree.tokens_BN, tree.parents_BN]).tolist()
         return [
-            _walk(tokens[b], parents[b], row, partial(self._draw, logits_BNV[b], row))
+            []
+            if row.done
+            else _walk(tokens[b], parents[b], row, partial(self._draw, logits_BNV[b], row))
             for b, row in enumerate(rows)
         ]
 

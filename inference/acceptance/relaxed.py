@@ -77,7 +77,9 @@ class RelaxedRule(ABC):
 
         tokens, parents = torch.stack([tree.tokens_BN, parents_BN]).tolist()
         return [
-            self._commit(tokens[b], parents[b], int(ends_B[b]), log_probs_BNV[b], row)
+            []
+            if row.done
+            else self._commit(tokens[b], parents[b], int(ends_B[b]), log_probs_BNV[b], row)
             for b, row in enumerate(rows)
         ]
 

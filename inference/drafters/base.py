@@ -12,5 +12,9 @@ if TYPE_CHECKING:
 class Drafter(Protocol):
     """Proposes a token tree from the decoding state, and never touches the target's cache."""
 
+    @property
+    def num_nodes(self) -> int:
+        """The most nodes that a proposed tree has, the root included."""
+
     def propose(self, state: DecodingState) -> TokenTree:
         """A tree for every active row; node 0 holds `state.roots_B`."""

@@ -40,6 +40,10 @@ class PlantedDrafter:
         self.share = share
         self.random = torch.Generator().manual_seed(seed)
 
+    @property
+    def num_nodes(self) -> int:
+        return self.shape.num_nodes
+
     def propose(self, state: DecodingState) -> TokenTree:
         batch, nodes = len(state.rows), self.shape.num_nodes
         tokens = torch.randint(self.vocab_size, (batch, nodes), generator=self.random)

@@ -1,0 +1,98 @@
+"""Compiled verification: the same tokens, from one graph however long the text grows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from tests.conftest import TinyLlama
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def build(config: Any) -> Any:
+    model: Any = AutoModelForCausalLM.from_config(config).float().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**SMALL), Gemma2Config(**SMALL, sliding_window=16, query_pre_attn_scalar=16)],
+    ids=["llama", "gemma2"],
+)
+def test_equal_to_generate_from_one_graph(config: Any) -> None:
+    model = build(config)
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    medusa = MedusaModel(
+        model,
+        MedusaHeads.from_target(model, HeadsConfig(num_heads=3)),
+        tree="dynamic:7",
+        compile=True,
+        compile_backend=count,
+    )
+    random = torch.Generator().manual_seed(1)
+    # Texts of several lengths, and a ragged batch whose rows end at different steps.
+    for batch, length, new in ((1, 20, 60), (1, 9, 100), (1, 60, 30)):
+        ids = torch.randint(1, 24, (batch, length), generator=random)
+        check(model, medusa, ids, torch.ones_like(ids), new)
+    assert len(graphs) == 1
+    ids = torch.randint(1, 24, (3, 21), generator=random)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = mask[2, :9] = 0
+    check(model, medusa, ids * mask, mask, 60)
+    check(model, medusa, ids * mask, mask, 60, eos_token_id=5)
+    assert len(graphs) == 2
+
+
+def check(model: Any, medusa: MedusaModel, ids: Any, mask: Any, new: int, **options: Any) -> None:
+    inputs = {"attention_mask": mask, "max_new_tokens": new, "do_sample": False, **options}
+    assert torch.equal(medusa.generate(ids, **inputs), model.generate(ids, **inputs))  # type: ignore[arg-type]
+
+
+def test_its_cache_is_handed_out_as_a_copy(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama(vocab_size=24)
+    medusa = MedusaModel(
+        model,
+        MedusaHeads.from_target(model, HeadsConfig(num_heads=2)),
+        tree="chain",
+        compile=True,
+        compile_backend="eager",
+    )
+    ids = torch.arange(1, 13)[None]
+    options: Any = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
+    whole = model.generate(ids, max_new_tokens=40, **options)
+    first: Any = medusa.generate(ids, max_new_tokens=15, return_dict_in_generate=True, **options)
+    medusa.generate(ids.flip(1), max_new_tokens=30, **options)  # overwrites the static cache
+    options["attention_mask"] = torch.ones_like(first.sequences)
+    second: Any = medusa.generate(
+        first.sequences, past_key_values=first.past_key_values, max_new_tokens=25, **options
+    )
+    assert torch.equal(second, whole)
