@@ -6,6 +6,8 @@ Source: Cai et al. 2024, "Medusa", arXiv:2401.10774, section 2.1.1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -98,9 +100,13 @@ class MedusaHeads(nn.Module):
     def features(self, hidden_RD: Tensor) -> Tensor:
         """Outputs of the residual blocks, before the vocabulary: (..., D) -> (..., K, D)."""
         hidden_RD = hidden_RD.to(next(self.parameters()).dtype)
-        return torch.stack(
-            [self._blocks(i)(hidden_RD) for i in range(self.config.num_heads)], dim=-2
-        )
+        features = []
+        for sequence in self._sequences():
+            x_RD = hidden_RD
+            for block in islice(sequence, self.config.num_layers):
+                x_RD = block(x_RD)
+            features.append(x_RD)
+        return torch.stack(features, dim=-2)
 
     def vocab_matrix(self, head: int) -> tuple[Tensor, Tensor | None]:
         """Weight [V, D] and bias [V] or None with which head `head` projects."""
@@ -123,10 +129,8 @@ class MedusaHeads(nn.Module):
             [self._own(i)(features_RKD[..., i, :]) for i in range(self.config.num_heads)], dim=-2
         )
 
-    def _blocks(self, head: int) -> nn.Module:
-        sequence = self.get_submodule(str(head))
-        assert isinstance(sequence, nn.Sequential)
-        return sequence[: self.config.num_layers]
+    def _sequences(self) -> Iterator[Any]:
+        return iter(self._modules.values())
 
     def _own(self, head: int) -> nn.Linear:
         out = self.get_submodule(f"{head}.{self.config.num_layers}")

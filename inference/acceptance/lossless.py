@@ -40,9 +40,11 @@ class SampleThenMatch:
         self._by_batch_row = not looks_at_one_row(processors)
 
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
+        plain = not self._do_sample and not self._processors
         recorded = any(row.recorder for row in rows)
-        if not self._do_sample and not self._processors and not recorded:
-            # All nodes at once, and a single wait for the device.
+        if plain and not recorded and logits_BNV.device.type != "cpu":
+            # All nodes at once, and a single wait for the device. On a CPU nobody waits, and the
+            # walked nodes alone are less work.
             greedy_BN = logits_BNV.argmax(dim=-1)
             tokens, parents, greedy = torch.stack(
                 [tree.tokens_BN, tree.parents_BN, greedy_BN]
