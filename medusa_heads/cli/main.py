@@ -10,6 +10,8 @@ from importlib import import_module, metadata
 
 VERBS = {
     "generate": ("medusa_heads.cli.generate", "continue a prompt with a heads checkpoint"),
+    "chat": ("medusa_heads.cli.chat", "talk to a target with a heads checkpoint"),
+    "tune": ("medusa_heads.cli.tune", "measure which tree this machine decodes fastest with"),
     "benchmark": ("medusa_heads.cli.benchmark", "measure a heads checkpoint against transformers"),
 }
 

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
-from medusa_heads.checkpoint import save_heads
+from medusa_heads import TargetModel
 from medusa_heads.cli.generate import main
-from tests.conftest import TinyLlama
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target that speaks single bytes, and fresh heads on it."""
-    folder = tmp_path_factory.mktemp("generate")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: i for i, piece in enumerate(alphabet)}
-    bytes_only = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    tiny_llama(vocab_size=256).save_pretrained(folder / "target")
-    PreTrainedTokenizerFast(tokenizer_object=bytes_only).save_pretrained(folder / "target")
-    target = TargetModel.from_pretrained(str(folder / "target"))
-    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
-    save_heads(folder / "heads", heads, target)
-    return folder
+from medusa_heads.cli.streaming import StepStreamer
 
 
 def expected(checkpoint: Path, **options: Any) -> str:
@@ -51,6 +33,9 @@ def expected(checkpoint: Path, **options: Any) -> str:
         ([], {"do_sample": False}),
         (["--temperature", "0.7"], {"do_sample": True, "temperature": 0.7}),
         (["--top-k", "5"], {"do_sample": True, "top_k": 5}),
+        (["--min-p", "0.1"], {"do_sample": True, "min_p": 0.1}),
+        (["--typical-p", "0.8"], {"do_sample": True, "typical_p": 0.8}),
+        (["--no-repeat-ngram-size", "2"], {"do_sample": False, "no_repeat_ngram_size": 2}),
     ],
 )
 def test_streams_the_targets_text(
@@ -80,6 +65,13 @@ def test_prompt_from_standard_input(
         (["{}/heads", "--prompt", "x", "--tree", "0"], "tree"),
         (["{}/heads", "--prompt", "x", "--temprature", "1"], "did you mean '--temperature'"),
         (["--prompt", "x"], "--checkpoint is missing"),
+        (["{}/heads", "--prompt", "x", "--tau", "1"], "lossless acceptance has no setting"),
+        (["{}/heads", "--prompt", "x", "--acceptance", "typcal"], "invalid choice: 'typcal'"),
+        (["{}/heads", "--prompt", "x", "--top-p", "2"], "top_p must be above 0 and at most 1"),
+        (["{}/heads", "--prompt", "x", "--temperature", "0"], "strictly positive float"),
+        (["{}/heads", "--prompt", "x", "--no-repeat-ngram-size", "-1"], "at least 0, got -1"),
+        (["{}/heads", "--prompt", "x", "--max-new-tokens", "0"], "must be greater than 0"),
+        (["{}/heads", "--prompt", "x", "--device", "abacus"], "expected a device such as cpu"),
     ],
 )
 def test_mistakes_are_one_sentence(
@@ -89,3 +81,65 @@ def test_mistakes_are_one_sentence(
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1
     assert "Traceback" not in printed.err
+
+
+def test_ends_behind_a_stop_string(speaker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = [str(speaker / "heads"), "--prompt", "def f(", "--max-new-tokens", "40"]
+    assert main(base) == 0
+    whole = capsys.readouterr().out
+    stop, other = whole[20:22], "no such text"
+    assert main([*base, "--stop", other, "--stop", stop]) == 0
+    assert capsys.readouterr().out == whole[: whole.index(stop, 6) + 2] + "\n"
+
+
+@pytest.mark.parametrize("rule", ["typical", "threshold", "log_ratio"])
+def test_a_lossy_rule_says_so_once(
+    rule: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = [str(checkpoint / "heads"), "--prompt", "def f(", "--max-new-tokens", "8", "--stats"]
+    assert main([*base, "--acceptance", rule]) == 0
+    told = capsys.readouterr().err
+    assert told.startswith(f"{rule} acceptance is lossy") and told.count("own\n") == 1
+    assert "lossy acceptance\n" in told
+    assert main(base) == 0
+    assert "lossy" not in capsys.readouterr().err
+
+
+def test_groups_are_the_tokens_of_a_step(
+    speaker: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = [str(speaker / "heads"), "--prompt", "def f(", "--max-new-tokens", "60", "--stats"]
+    assert main(base) == 0
+    plain = capsys.readouterr()
+    steps = int(re.findall(r"in (\d+) steps", plain.err)[0])
+    assert steps < 60  # else there would be nothing to group
+    assert main([*base, "--group"]) == 0
+    groups = re.findall(r"\[(.*?)\]", capsys.readouterr().out, flags=re.DOTALL)
+    assert len(groups) == steps
+    assert "def f(" + "".join(groups) + "\n" == plain.out
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main([*base, "--group"]) == 0
+    coloured = capsys.readouterr().out
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain.out
+    assert coloured.count("\x1b[36m") + coloured.count("\x1b[33m") == steps
+
+
+def test_no_character_is_torn_between_steps(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint / "target")
+    ids = tokenizer("né €!")["input_ids"]
+    assert len(ids) == 8
+    streamer = StepStreamer(tokenizer, skip_prompt=True)
+    streamer.put(torch.tensor([ids[:1]]))
+    shown = []
+    for token in ids[1:]:
+        streamer.put(torch.tensor([token]))
+        streamer.end_step()
+        shown.append(capsys.readouterr().out)
+    streamer.end()
+    assert shown == ["", "é", " ", "", "", "€", "!"]
+    assert streamer.tokens == ids[1:]

@@ -1,0 +1,224 @@
+"""`medusa-heads chat CHECKPOINT`: a conversation with a head-augmented target."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from medusa_heads.cli.arguments import coerce, parse_arguments, run_command
+from medusa_heads.cli.decoding import (
+    DecodingArguments,
+    ModelArguments,
+    decoder_options,
+    describe,
+    generation_options,
+    load_model,
+    warn_if_lossy,
+)
+
+if TYPE_CHECKING:
+    from medusa_heads.cli.conversation import Conversation
+
+HELP = """\
+/stats             counts and times of the last answer
+/reset             forget the conversation
+/save FILE         write the conversation as JSON
+/set NAME VALUE    change a setting, such as temperature 0.7 (none: as if not given)
+/set               list the settings
+/help              this list
+/quit              leave, as does Ctrl-D; Ctrl-C stops an answer"""
+
+
+@dataclass
+class ChatArguments(DecodingArguments):
+    """Whom to talk to."""
+
+    system: str | None = field(default=None, metadata={"help": "a system message"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+
+    def work() -> None:
+        (arguments,) = parse_arguments(
+            (ChatArguments,),
+            argv,
+            prog="medusa-heads chat",
+            description=f"{__doc__}\n\n{HELP}",
+            positional="checkpoint",
+        )
+        chat(arguments)
+
+    return run_command(work)
+
+
+def chat(arguments: ChatArguments) -> None:
+    """Read lines and answer them until the input ends.
+
+    Raises:
+        ValueError: checkpoint, target or an option is unusable.
+    """
+    from medusa_heads.cli.conversation import Conversation
+
+    model, tokenizer = load_model(arguments, **decoder_options(arguments))
+    generation_options(arguments, tokenizer)  # refuses before the first line is typed
+    warn_if_lossy(model)
+    session = Session(arguments, tokenizer, Conversation(model, tokenizer, arguments.system))
+    terminal = sys.stdin.isatty()
+    if terminal:
+        _start_history()
+        say(f"Talking to {model.target.name_or_path}. /help lists the commands, Ctrl-D leaves.")
+    if not session.conversation.has_template:
+        say("The target has no chat template: it continues the text, line after line.")
+    while not session.done:
+        try:
+            line = input("> " if terminal else "")
+        except EOFError:
+            break
+        except KeyboardInterrupt:  # at the prompt: begin the line anew
+            say("")
+            continue
+        try:
+            session.take(line)
+        except (ValueError, OSError) as error:
+            say("error: " + " ".join(str(error).split()))
+
+
+class Session:
+    """The commands and settings around a conversation."""
+
+    def __init__(
+        self, arguments: ChatArguments, tokenizer: Any, conversation: Conversation
+    ) -> None:
+        self.arguments = arguments
+        self.conversation = conversation
+        self.done = False
+        self._tokenizer = tokenizer
+        self._turns = 0
+
+    def take(self, line: str) -> None:
+        """Answer a line, or follow it if it is a command.
+
+        Raises:
+            ValueError: an unknown command, a setting or an option that cannot be.
+            OSError: the conversation cannot be saved there.
+        """
+        if not line.strip():
+            return
+        if not line.startswith("/"):
+            self._answer(line)
+            return
+        command, _, rest = line.strip().partition(" ")
+        actions = {
+            "/stats": self._show_stats,
+            "/reset": self.conversation.reset,
+            "/help": lambda: say(HELP),
+            "/quit": self._quit,
+        }
+        if command == "/save":
+            if not rest:
+                raise ValueError("/save needs the name of a file")
+            self.conversation.save(rest.strip())
+            say(f"Written: {rest.strip()}")
+        elif command == "/set":
+            self._set(*rest.split(maxsplit=1))
+        elif command in actions:
+            actions[command]()
+        else:
+            raise ValueError(f"unknown command {command}; /help lists them")
+
+    def _answer(self, text: str) -> None:
+        import torch
+
+        from medusa_heads.cli.streaming import StepStreamer
+
+        streamer = StepStreamer(
+            self._tokenizer,
+            skip_prompt=True,
+            group=self.arguments.group,
+            skip_special_tokens=True,
+        )
+        # A turn of its own seed can be had again, whatever was drawn before it.
+        torch.manual_seed(self.arguments.seed + self._turns)
+        options = generation_options(self.arguments, self._tokenizer)
+        if not self.conversation.ask(text, streamer, options):
+            streamer.end()
+            say("(stopped)")
+        self._turns += 1
+        if self.arguments.stats:
+            self._show_stats()
+
+    def _show_stats(self) -> None:
+        if not self._turns:
+            raise ValueError("nothing has been answered yet")
+        conversation = self.conversation
+        stats = conversation.model.last_stats
+        if stats.total_seconds:  # an answer that was stopped has no total
+            say(describe(stats))
+        say(
+            f"prompt: {conversation.prompt_tokens} tokens, {conversation.cached_tokens} of them "
+            "in the cache already"
+        )
+
+    def _set(self, name: str = "", value: str = "") -> None:
+        fixed = {known.name for known in fields(ModelArguments)} | {"system"}
+        hints = {
+            key: hint for key, hint in get_type_hints(ChatArguments).items() if key not in fixed
+        }
+        if not name:
+            say("\n".join(f"{key} {getattr(self.arguments, key)}" for key in hints))
+            return
+        name = name.replace("-", "_")
+        if name not in hints:
+            close = difflib.get_close_matches(name, hints, n=1)
+            raise ValueError(
+                f"unknown setting {name!r}; "
+                + (f"did you mean {close[0]!r}?" if close else "/set lists them")
+            )
+        changed = replace(self.arguments, **{name: read_value(value, hints[name], name)})
+        generation_options(changed, self._tokenizer)  # refuses at once, not in the next answer
+        model = self.conversation.model
+        if decoder_options(changed) != decoder_options(self.arguments):
+            self.conversation.model = type(model)(
+                model.target, model.heads, statistics=model.statistics, **decoder_options(changed)
+            )
+            warn_if_lossy(self.conversation.model)
+        self.arguments = changed
+
+    def _quit(self) -> None:
+        self.done = True
+
+
+def read_value(text: str, hint: Any, name: str) -> Any:
+    """What was typed, as a value of the setting's type.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    import yaml
+
+    try:
+        value = None if text.lower() == "none" else yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    if hint == list[str] and not isinstance(value, list):
+        value = [] if value is None else [text]
+    if hint is str or not isinstance(value, int | float | list | None):
+        value = text
+    return coerce(value, hint, name)
+
+
+def say(text: str) -> None:
+    """What the program itself has to tell goes to standard error, apart from the answers."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _start_history() -> None:
+    """Arrow keys and history at the prompt, where Python has them."""
+    try:
+        import readline  # noqa: F401
+    except ImportError:
+        return

@@ -1,0 +1,162 @@
+"""A conversation with a head-augmented target, whose cache is kept from turn to turn."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from medusa_heads.cache import RowCache
+
+if TYPE_CHECKING:
+    from medusa_heads.cli.streaming import StepStreamer
+    from medusa_heads.inference.model import MedusaModel
+
+
+class Conversation:
+    """What was said so far, and what of it the target's cache holds.
+
+    Args:
+        model: the model that answers; may be replaced by another on the same target.
+        tokenizer: the target's. Without a chat template, what is said is one running text that the
+            target continues.
+        system: a system message.
+
+    Attributes:
+        messages: role and content of every message, as chat templates read them.
+        prompt_tokens: in the last turn's prompt.
+        cached_tokens: of these, how many the cache held already.
+    """
+
+    def __init__(self, model: MedusaModel, tokenizer: Any, system: str | None = None) -> None:
+        self.model = model
+        self._tokenizer = tokenizer
+        self._system = system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        self.messages: list[dict[str, str]] = system
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self._text_ids: list[int] = []  # the running text, where there is no template
+        self._cache: RowCache | None = None
+        self._cached_ids: list[int] = []
+
+    @property
+    def has_template(self) -> bool:
+        """Whether turns are marked as the target was trained to see them."""
+        return bool(self._tokenizer.chat_template)
+
+    def ask(self, text: str, streamer: StepStreamer, options: Mapping[str, Any]) -> bool:
+        """Say something and stream the answer; whether the answer came to its end.
+
+        Ctrl-C ends the answer: what was said until then stays in the conversation.
+
+        Raises:
+            ValueError: the conversation does not fit the target, or an option is unusable; the
+                conversation is then as it was before.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = self._render(messages, text)
+        options = {**options, "max_new_tokens": self._room(len(ids), options["max_new_tokens"])}
+        if (cache := self._take_cache(ids)) is not None:
+            options["past_key_values"] = cache
+        input_ids_1T = torch.tensor([ids], device=self.model.target.device)
+        finished = True
+        try:
+            output: Any = self.model.generate(
+                input_ids_1T,
+                attention_mask=torch.ones_like(input_ids_1T),
+                streamer=streamer,
+                return_dict_in_generate=True,
+                **options,
+            )
+            self._keep_cache(output)
+        except KeyboardInterrupt:
+            finished = False
+        answer = streamer.tokens
+        if not answer:
+            return finished  # stopped before a word: as if nothing had been said
+        self.prompt_tokens = len(ids)
+        self._text_ids = ids + self._without_end(answer)
+        content = self._tokenizer.decode(answer, skip_special_tokens=True)
+        self.messages = [*messages, {"role": "assistant", "content": content}]
+        return finished
+
+    def save(self, file: str) -> None:
+        """Write the messages as JSON, beside the place first."""
+        path = Path(file).expanduser()
+        staged = path.with_name(f".{path.name}.part")
+        content = json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False)
+        staged.write_text(content + "\n", encoding="utf-8")
+        os.replace(staged, path)
+
+    def _render(self, messages: list[dict[str, str]], text: str) -> list[int]:
+        """Token ids of the whole conversation, ready to be answered."""
+        if not self.has_template:
+            first = not self._text_ids
+            if first:
+                text = "\n".join([*([self._system] if self._system else []), text])
+            elif not self._tokenizer.decode(self._text_ids[-1:]).endswith("\n"):
+                text = "\n" + text
+            new = self._tokenizer(text, add_special_tokens=first)["input_ids"]
+            return [*self._text_ids, *new]
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except _template_errors() as error:
+            raise ValueError(f"the target's chat template refuses this: {error}") from error
+        return list(rendered)
+
+    def _room(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        limit = self.model.target.max_positions
+        if limit is None:
+            return max_new_tokens
+        if prompt_tokens >= limit:
+            raise ValueError(
+                f"the conversation has {prompt_tokens} tokens and the target's context only "
+                f"{limit}: /reset starts a new one"
+            )
+        return min(max_new_tokens, limit - prompt_tokens)
+
+    def _take_cache(self, ids: list[int]) -> RowCache | None:
+        """The cache, cut to what the new text begins with: a template may render earlier turns
+        differently (drop a thought, trim a space), and rows of other text would be wrong."""
+        cache, cached_ids = self._cache, self._cached_ids
+        self._cache, self._cached_ids, self.cached_tokens = None, [], 0
+        if cache is None:
+            return None
+        pairs = enumerate(zip(ids[:-1], cached_ids, strict=False))  # the last token is always run
+        common = next(
+            (i for i, (new, old) in pairs if new != old), min(len(ids) - 1, len(cached_ids))
+        )
+        if not common:
+            return None
+        cache.set_length(common)
+        self.cached_tokens = common
+        return cache
+
+    def _keep_cache(self, output: Any) -> None:
+        cache = output.past_key_values
+        if isinstance(cache, RowCache):
+            self._cache = cache
+            self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
+
+    def _without_end(self, answer: list[int]) -> list[int]:
+        """A running text goes on behind the token that ended an answer."""
+        end = self.model.target.model.generation_config.eos_token_id
+        ends = end if isinstance(end, list) else [end]
+        return answer[:-1] if answer and answer[-1] in ends else answer
+
+
+def _template_errors() -> tuple[type[Exception], ...]:
+    from jinja2 import TemplateError
+
+    return (TemplateError,)

@@ -1,0 +1,181 @@
+"""What the verbs that decode share: flags, the model these ask for, its numbers in words."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from medusa_heads.inference.model import MedusaModel
+    from medusa_heads.inference.stats import GenerationStats
+
+ACCEPTANCE_SETTINGS = ("epsilon", "delta", "threshold", "tau")
+# Options of generate() that only sampling reads: whoever gives one wants to sample.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")
+
+
+@dataclass
+class ModelArguments:
+    """Which heads, on which target, where."""
+
+    checkpoint: str = field(metadata={"help": "heads checkpoint: a folder written by train-heads"})
+    target: str | None = field(
+        default=None,
+        metadata={"help": "hub id or path of the target; default: the one the heads name"},
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto", metadata={"help": "of the target's weights; auto: as they are stored"}
+    )
+    device: str | None = field(default=None, metadata={"help": "such as cpu or cuda"})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "run the Python code that the target's repository brings"}
+    )
+
+
+@dataclass
+class DecodingArguments(ModelArguments):
+    """How to decode, with the options of transformers' generate() under their own names."""
+
+    tree: str = field(
+        default="auto",
+        metadata={"help": "auto, N, static:N, dynamic:N, chain, cartesian:A,B,.. or FILE.json"},
+    )
+    acceptance: Literal["lossless", "typical", "threshold", "log_ratio"] = field(
+        default="lossless",
+        metadata={"help": "lossless, or a LOSSY rule, whose text is no longer the target's own"},
+    )
+    epsilon: float | None = field(default=None, metadata={"help": "of typical acceptance"})
+    delta: float | None = field(default=None, metadata={"help": "of typical acceptance"})
+    threshold: float | None = field(default=None, metadata={"help": "of threshold acceptance"})
+    tau: float | None = field(default=None, metadata={"help": "of log_ratio acceptance"})
+    max_new_tokens: int = field(default=128, metadata={"help": "tokens at most"})
+    do_sample: bool = field(
+        default=False,
+        metadata={
+            "help": "draw tokens; implied by --temperature, --top_k, --top_p, --min_p and .."
+        },
+    )
+    temperature: float | None = field(default=None, metadata={"help": "of the sampled tokens"})
+    top_k: int | None = field(default=None, metadata={"help": "draw from the k likeliest"})
+    top_p: float | None = field(default=None, metadata={"help": "draw from this share"})
+    min_p: float | None = field(
+        default=None, metadata={"help": "draw tokens with this share of the likeliest one's chance"}
+    )
+    typical_p: float | None = field(
+        default=None, metadata={"help": "draw from this share of the most typical tokens"}
+    )
+    repetition_penalty: float | None = field(default=None, metadata={"help": "1.0: none"})
+    no_repeat_ngram_size: int | None = field(
+        default=None, metadata={"help": "no sequence of this many tokens comes twice"}
+    )
+    stop: list[str] = field(
+        default_factory=list,
+        metadata={"help": "end behind this string; may be given several times", "action": "extend"},
+    )
+    seed: int = field(default=0, metadata={"help": "of the random draws"})
+    group: bool = field(
+        default=False,
+        metadata={"help": "show which tokens came in one step: by colour, or in [brackets]"},
+    )
+    stats: bool = field(default=False, metadata={"help": "print counts and times afterwards"})
+
+
+def load_model(arguments: ModelArguments, **options: Any) -> tuple[MedusaModel, Any]:
+    """The model and its tokenizer, without the bars and warnings of loading.
+
+    Args:
+        arguments: what to load.
+        options: of MedusaModel, such as `tree`.
+
+    Raises:
+        ValueError: checkpoint, target or device is unusable.
+        OSError: no tokenizer beside the target.
+    """
+    import torch
+    from transformers import AutoTokenizer, logging
+    from transformers.utils.logging import disable_progress_bar
+
+    from medusa_heads.inference.model import MedusaModel
+
+    logging.set_verbosity_error()
+    disable_progress_bar()
+    if arguments.device is not None:
+        try:
+            kind = torch.device(arguments.device).type
+        except RuntimeError as error:
+            raise ValueError(f"expected a device such as cpu or cuda: {error}") from error
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device cuda was asked for, and torch finds no GPU here: leave it out")
+    model = MedusaModel.from_pretrained(
+        arguments.checkpoint,
+        target=arguments.target,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        trust_remote_code=arguments.trust_remote_code,
+        **options,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(
+        model.target.name_or_path, trust_remote_code=arguments.trust_remote_code
+    )
+    return model, tokenizer
+
+
+def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
+    """What MedusaModel is built with: the tree and the acceptance rule."""
+    given = {name: getattr(arguments, name) for name in ACCEPTANCE_SETTINGS}
+    return {
+        "tree": arguments.tree,
+        "acceptance": arguments.acceptance,
+        "acceptance_settings": {name: value for name, value in given.items() if value is not None},
+    }
+
+
+def generation_options(arguments: DecodingArguments, tokenizer: Any) -> dict[str, Any]:
+    """The options that were given, as generate() names them.
+
+    Raises:
+        ValueError: a value that generate() itself would ignore without a word.
+    """
+    for name in ("top_p", "typical_p"):
+        share = getattr(arguments, name)
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"{name} must be above 0 and at most 1, got {share}")
+    if (arguments.no_repeat_ngram_size or 0) < 0:
+        raise ValueError(
+            f"no_repeat_ngram_size must be at least 0, got {arguments.no_repeat_ngram_size}"
+        )
+    chosen = {
+        name: getattr(arguments, name)
+        for name in SAMPLING + PENALTIES
+        if getattr(arguments, name) is not None
+    }
+    options = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "do_sample": arguments.do_sample or bool(set(SAMPLING) & set(chosen)),
+        **chosen,
+    }
+    if arguments.stop:
+        options |= {"stop_strings": arguments.stop, "tokenizer": tokenizer}
+    return options
+
+
+def warn_if_lossy(model: MedusaModel) -> None:
+    """One line on standard error where the output is not the target's."""
+    if model.acceptance != "lossless":
+        print(
+            f"{model.acceptance} acceptance is lossy: the output is no longer the target's own",
+            file=sys.stderr,
+        )
+
+
+def describe(stats: GenerationStats) -> str:
+    """One line of counts, one of times."""
+    share = {name: seconds / stats.total_seconds for name, seconds in stats.seconds.items()}
+    return (
+        f"{stats.tokens} tokens in {stats.steps} steps ({stats.tokens_per_step:.2f} tokens per "
+        f"step), {stats.tokens / stats.total_seconds:.1f} tokens/s"
+        f"{'' if stats.lossless else ', lossy acceptance'}\n"
+        "time: " + ", ".join(f"{name} {part:.0%}" for name, part in share.items())
+    )

@@ -1,0 +1,82 @@
+"""`medusa-heads tune`: every tree's measured cost, the choice it implies, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from medusa_heads import TargetModel
+from medusa_heads.checkpoint import load_heads
+from medusa_heads.cli.tune import main
+from medusa_heads.inference.tree_plan import read_choices
+from medusa_heads.inference.tree_size import SIZES
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_measures_once_and_marks_the_fastest(
+    speaker: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = str(speaker / "heads")
+    assert main([heads]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"static:{n} " in shown for n in SIZES) and shown.count("<- auto") == 1
+    assert "256 tokens of context" in shown and str(cache) in shown.replace("\n", "")
+
+    # What lies on disk decides from now on.
+    (kept,) = cache.rglob("*.json")
+    costs = json.loads(kept.read_text()) | {"static:8": 1e-9}
+    kept.write_text(json.dumps(costs))
+    tree = tmp_path / "tree.json"
+    assert main([heads, "--write", str(tree)]) == 0
+    shown = capsys.readouterr().out
+    (marked,) = (line for line in shown.splitlines() if "<- auto" in line)
+    assert "static:8" in marked and f"static:8 written to {tree}" in shown
+    statistics = load_heads(heads, TargetModel.from_pretrained(str(speaker / "target"))).statistics
+    assert statistics is not None
+    assert read_choices(tree) == [list(choice) for choice in statistics.choices(8)]
+
+    assert main([heads, "--refresh"]) == 0
+    assert json.loads(kept.read_text())["static:8"] > 1e-9
+
+
+def test_several_contexts_and_a_batch(
+    speaker: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(speaker / "heads"), "--context", "8", "16", "--batch-size", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "8 tokens of context, batch of 2" in shown and "16 tokens of context" in shown
+    assert len(list(cache.rglob("*.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["nowhere"], "expected a heads checkpoint"),
+        (["{}/heads", "--context", "500"], "do not fit the target's 512 positions: 448 at most"),
+        (["{}/heads", "--context", "0"], "at least 1"),
+        (["{}/heads", "--batch-size", "0"], "at least 1"),
+        (["{}/heads", "--write", "{}/no/tree.json"], "expected a folder at"),
+        (["{}/heads", "--context", "8", "16", "--write", "x.json"], "give one --context"),
+        (["{}/heads", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["{}/heads", "--refrsh"], "did you mean '--refresh'"),
+        ([], "--checkpoint is missing"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    flags: list[str], message: str, speaker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([flag.format(speaker) for flag in flags]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1
+
+
+def test_heads_without_statistics(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(checkpoint / "heads")]) == 2
+    assert "carry no statistics" in capsys.readouterr().err
