@@ -1,0 +1,233 @@
+"""Where the time of a decoding step goes, beside transformers' own one-token step.
+
+python -m scripts.profile_step --checkpoint runs/demo/heads --tree 12
+python -m scripts.profile_step --random_target 768x12x12 --tree 8 --contexts 512 2048 8192
+
+Everything is timed in one process, in turns, `--repeats` times over; a ratio is the median of the
+turns' ratios. The step is that of MedusaModel.generate(), continued from a cache of the given
+length. Plain decoding is a bare loop over the target's forward with transformers' DynamicCache, and
+the faster of two ways: without a mask, and with an explicit one (models choose slower attention
+kernels for the one or the other). On a GPU, work queued in one phase may be waited for in a later
+one: there only the sums are exact.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# Waiting threads sleep instead of spinning; read when torch is loaded, so set before it is.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
+from medusa_heads.cli.arguments import parse_arguments, run_command
+from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.inference.machine import describe_machine
+from medusa_heads.inference.prompts import held_out_prompts
+from scripts.step_timers import PHASES, bare_step, generation, plain_step, timed_attention
+
+RANDOM_VOCABULARY = 32000
+
+
+@dataclass
+class ProfileArguments:
+    """What to profile."""
+
+    checkpoint: str | None = field(default=None, metadata={"help": "heads checkpoint folder"})
+    random_target: str | None = field(
+        default=None,
+        metadata={"help": "WIDTHxLAYERSxHEADS[xKV_HEADS] of a random Llama with fresh heads"},
+    )
+    contexts: list[int] = field(
+        default_factory=lambda: [512, 2048, 8192],
+        metadata={"help": "tokens in the cache; cut to what the target allows"},
+    )
+    tree: str = field(default="auto", metadata={"help": "as generate() takes it"})
+    dtype: str = field(default="bfloat16", metadata={"help": "of the target"})
+    device: str | None = field(default=None, metadata={"help": "such as cuda"})
+    new_tokens: int = field(default=64, metadata={"help": "generated in a turn"})
+    repeats: int = field(default=7, metadata={"help": "turns; the first warms up"})
+    output: str = field(default="runs/profile_step.json", metadata={"help": "the numbers"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Profile as the flags say; returns the exit code."""
+
+    def work() -> None:
+        (arguments,) = parse_arguments(
+            (ProfileArguments,), argv, prog="profile_step", description=__doc__ or ""
+        )
+        report = profile(arguments)
+        console = Console()
+        console.print(table_of(report))
+        path = Path(arguments.output)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = path.with_name(f".{path.name}.part")
+        staged.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        os.replace(staged, path)
+        console.print(f"Written: {path}", soft_wrap=True, highlight=False)
+
+    return run_command(work, prog="profile_step")
+
+
+@torch.no_grad()
+def profile(arguments: ProfileArguments) -> dict[str, Any]:
+    """Plain values for JSON: machine, target, and a row for each context."""
+    machine = describe_machine()  # before our own work adds to the load
+    if (arguments.checkpoint is None) == (arguments.random_target is None):
+        raise ValueError("give either --checkpoint or --random_target")
+    if arguments.dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"expected dtype float32, bfloat16 or float16, got {arguments.dtype!r}")
+    if min(*arguments.contexts, arguments.repeats - 1, arguments.new_tokens - 1) < 1:
+        raise ValueError("expected contexts of at least 1, and at least 2 repeats and new tokens")
+    if arguments.random_target is None:
+        options = ModelArguments(
+            str(arguments.checkpoint),
+            dtype=arguments.dtype,  # type: ignore[arg-type]
+            device=arguments.device,
+        )
+        model, tokenizer = load_model(options, tree=arguments.tree)
+    else:
+        model, tokenizer = random_model(arguments), None
+    target: Any = model.target.model
+    target.generation_config.eos_token_id = None  # an early end would leave few steps to time
+    limit = model.target.max_positions
+    room = arguments.new_tokens + model.drafter.num_nodes
+    contexts = [n if limit is None else min(n, limit - room) for n in arguments.contexts]
+    if min(contexts) < 1:
+        raise ValueError(f"{room} new tokens and nodes do not fit the target's {limit} positions")
+    contexts = sorted(set(contexts))
+    if tokenizer is None:
+        random = torch.Generator().manual_seed(0)
+        ids = torch.randint(RANDOM_VOCABULARY, (contexts[-1] + 1,), generator=random).tolist()
+    else:
+        (ids,) = held_out_prompts(tokenizer, num_prompts=1, prompt_length=contexts[-1] + 1, seed=0)
+    rows = [
+        profile_context(model, ids[: context + 1], arguments.new_tokens, arguments.repeats)
+        for context in contexts
+    ]
+    return {
+        "target": arguments.random_target or model.target.name_or_path,
+        "parameters": target.num_parameters(),
+        "dtype": str(model.target.dtype).removeprefix("torch."),
+        "nodes": model.drafter.num_nodes,
+        "tree": arguments.tree,
+        "machine": machine | {"load_average_after": describe_machine()["load_average"]},
+        "contexts": rows,
+    }
+
+
+def random_model(arguments: ProfileArguments) -> MedusaModel:
+    """A Llama of the given size with random weights, and fresh heads."""
+    parts = str(arguments.random_target).split("x")
+    if not 3 <= len(parts) <= 4 or not all(part.isdigit() and int(part) for part in parts):
+        raise ValueError(
+            f"expected WIDTHxLAYERSxHEADS or WIDTHxLAYERSxHEADSxKV_HEADS, such as 768x12x12, got "
+            f"{arguments.random_target!r}"
+        )
+    width, layers, heads, *kv_heads = map(int, parts)
+    if width % heads or (kv_heads and heads % kv_heads[0]):
+        raise ValueError(f"the heads do not divide the width evenly in {arguments.random_target!r}")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=RANDOM_VOCABULARY,
+        hidden_size=width,
+        intermediate_size=-(-width * 8 // 3 // 64) * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads[0] if kv_heads else heads,
+        max_position_embeddings=1 << 17,
+        tie_word_embeddings=True,
+    )
+    llama: Any = LlamaForCausalLM(config).to(getattr(torch, arguments.dtype))
+    target = TargetModel(llama.to(arguments.device or "cpu"))
+    target.freeze()
+    heads_of_it = MedusaHeads.from_target(target, HeadsConfig(num_heads=4))
+    return MedusaModel(target, heads_of_it, tree=arguments.tree)
+
+
+def profile_context(
+    model: MedusaModel, ids: list[int], new_tokens: int, repeats: int
+) -> dict[str, Any]:
+    """All ways of decoding behind ids[:-1], in turns; times in milliseconds a step."""
+    target: Any = model.target.model
+    context = len(ids) - 1
+    ids_1T = torch.tensor([ids], device=model.target.device)
+    cache = DynamicCache(config=target.config)
+    for chunk_1T in ids_1T[:, :-1].split(1024, dim=1):
+        target(chunk_1T, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    mask_11NS = torch.ones(1, 1, 1, context + 1, dtype=torch.bool, device=target.device)
+    bare = bare_step(model, ids_1T, cache)
+    turns: list[dict[str, float]] = []
+    for _ in range(repeats):
+        turn = generation(model, ids_1T, cache, new_tokens)
+        with timed_attention(model) as attention:
+            slowed = generation(model, ids_1T, cache, new_tokens)
+        turn["attention"] = 1e3 * attention["seconds"] / slowed["steps"]
+        turn["beyond_attention"] = slowed["step"] - turn["attention"]
+        turn["bare_step"] = bare()
+        turn["plain_no_mask"] = plain_step(target, ids_1T[:, -1:], cache, None)
+        turn["plain_mask"] = plain_step(target, ids_1T[:, -1:], cache, mask_11NS)
+        turns.append(turn)
+    turns = turns[1:]  # the first warmed up
+    middle = {name: median(turn[name] for turn in turns) for name in turns[0]}
+    fastest = min(("plain_no_mask", "plain_mask"), key=lambda name: middle[name])
+
+    def ratio(of: Callable[[dict[str, float]], float]) -> float:
+        return median(of(turn) for turn in turns)
+
+    return {
+        "context": context,
+        "milliseconds": {name: middle[name] for name in middle if name != "steps"},
+        "tokens_per_step": middle.pop("tokens_per_step"),
+        "plain_path": fastest,
+        "outside_target": ratio(lambda t: 1 - t["target"] / t["step"]),
+        "step_over_plain": ratio(lambda t: t["step"] / t[fastest]),
+        "speedup": ratio(lambda t: t["tokens_per_step"] * t[fastest] / t["step"]),
+        "realised_over_expected": ratio(lambda t: t["bare_step"] / t["step"]),
+    }
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    """A column for each context: where the time goes, and what that means."""
+    size = f"{report['parameters'] / 1e6:.0f}M, {report['dtype']}, {report['nodes']} nodes"
+    table = Table(title=f"{Path(report['target']).name} ({size}): milliseconds of a step")
+    table.add_column("tokens in the cache")
+    for row in report["contexts"]:
+        table.add_column(str(row["context"]), justify="right")
+    times = {
+        "step": "step",
+        **{f"  {phase}": phase for phase in PHASES},
+        "of it attention": "attention",
+        "of it all else": "beyond_attention",
+        "plain step, no mask": "plain_no_mask",
+        "plain step, explicit mask": "plain_mask",
+    }
+    for label, name in times.items():
+        values = [f"{row['milliseconds'][name]:.2f}" for row in report["contexts"]]
+        table.add_row(label, *values, end_section=name == "plain_mask")
+    ratios = {
+        "outside the target's forward": "outside_target",
+        "step / faster plain step": "step_over_plain",
+        "tokens per step": "tokens_per_step",
+        "speed-up": "speedup",
+        "tokens/s / (tokens per step / t(n))": "realised_over_expected",
+    }
+    for label, name in ratios.items():
+        table.add_row(label, *(f"{row[name]:.3f}" for row in report["contexts"]))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Timers for profile_step.py: one step of tree decoding, and transformers' own, in milliseconds.
+
+Shapes: B batch, T tokens, N tree nodes, S cache slots, D hidden.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from medusa_heads import MedusaModel
+from medusa_heads.inference.acceptance import make_rule
+from medusa_heads.inference.state import DecodingState, Row, StopCheck
+
+PHASES = ("target", "draft", "walk", "cache", "rest")
+STEPS = 8  # whose median a single timing is
+
+
+def generation(
+    model: MedusaModel, ids_1T: torch.Tensor, cache: DynamicCache, new_tokens: int
+) -> dict[str, float]:
+    """One call of generate() behind a cache: milliseconds a step by phase, its prefill left out."""
+    wait(model)
+    started = time.perf_counter()
+    model.generate(
+        ids_1T,
+        attention_mask=torch.ones_like(ids_1T),
+        past_key_values=cache,  # copied, not written to
+        max_new_tokens=new_tokens,
+        do_sample=False,
+    )
+    wait(model)
+    stats = model.last_stats
+    steps = stats.steps - 1
+    seconds = time.perf_counter() - started - stats.seconds["prefill"]
+    spent = {name: 1e3 * stats.seconds[name] / steps for name in PHASES[:-1]}
+    step = 1e3 * seconds / steps
+    spent["rest"] = step - sum(spent.values())
+    return spent | {
+        "step": step,
+        "steps": float(steps),
+        "tokens_per_step": (stats.tokens - 1) / steps,
+    }
+
+
+def bare_step(model: MedusaModel, ids_1T: torch.Tensor, cache: DynamicCache) -> Callable[[], float]:
+    """t(n), as trees are sized by: draft, verification and walk behind a context that stays."""
+    target = model.target
+    own = target.new_cache(1, ids_1T.shape[1] + model.drafter.num_nodes)
+    own.take_over(cache)
+    with target.capture_hidden() as last_hidden:
+        target.model(ids_1T[:, -1:], past_key_values=own, use_cache=True)
+        hidden_BD = last_hidden()[:, -1].clone()
+    row = Row(0, 1, ids_1T[0], StopCheck(StoppingCriteriaList()))
+    state = DecodingState([row], own, [0])
+    state.hidden_BD, state.roots_B = hidden_BD, ids_1T[:, -1]
+    state.lengths = [ids_1T.shape[1] - 1]
+    rule = make_rule("lossless", LogitsProcessorList(), False)
+
+    def step() -> float:
+        times = []
+        for _ in range(STEPS):
+            wait(model)
+            started = time.perf_counter()
+            tree = model.drafter.propose(state)
+            rule(tree, target.verify(tree, own, state.tree_mask(tree)), state.rows)
+            times.append(time.perf_counter() - started)
+        return 1e3 * median(times)
+
+    return step
+
+
+def plain_step(
+    target: Any, token_11: torch.Tensor, cache: DynamicCache, mask_11NS: torch.Tensor | None
+) -> float:
+    """A one-token step of the target, its argmax read; the cache stays as it was."""
+    times = []
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        logits = target(
+            token_11, attention_mask=mask_11NS, past_key_values=cache, use_cache=True
+        ).logits
+        int(logits[0, -1].argmax())  # waits for the device
+        times.append(time.perf_counter() - started)
+        cache.crop(-1)
+    return 1e3 * median(times)
+
+
+@contextmanager
+def timed_attention(model: MedusaModel) -> Iterator[dict[str, float]]:
+    """Within the block, seconds inside the attention function of forwards of several tokens."""
+    name = model.target.config._attn_implementation
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        raise ValueError(f"only sdpa attention can be timed apart, and the target has {name!r}")
+    attend: Any = ALL_ATTENTION_FUNCTIONS[name]
+    spent = {"seconds": 0.0}
+
+    def timed(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        wait(model)
+        started = time.perf_counter()
+        result = attend(module, query, *args, **kwargs)
+        wait(model)
+        if query.shape[2] > 1:  # the prefill here is one token
+            spent["seconds"] += time.perf_counter() - started
+        return result
+
+    ALL_ATTENTION_FUNCTIONS[name] = timed
+    try:
+        yield spent
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]
+
+
+def wait(model: MedusaModel) -> None:
+    if model.target.device.type == "cuda":
+        torch.cuda.synchronize(model.target.device)
