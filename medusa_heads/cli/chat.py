@@ -77,6 +77,8 @@ def chat(arguments: ChatArguments) -> None:
         try:
             line = input("> " if terminal else "")
         except EOFError:
+            if terminal:
+                say("")
             break
         except KeyboardInterrupt:  # at the prompt: begin the line anew
             say("")
@@ -164,7 +166,7 @@ class Session:
         )
 
     def _set(self, name: str = "", value: str = "") -> None:
-        fixed = {known.name for known in fields(ModelArguments)} | {"system"}
+        fixed = {known.name for known in fields(ModelArguments)} | {"system", "compile"}
         hints = {
             key: hint for key, hint in get_type_hints(ChatArguments).items() if key not in fixed
         }

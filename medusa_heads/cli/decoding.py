@@ -50,6 +50,9 @@ class DecodingArguments(ModelArguments):
     delta: float | None = field(default=None, metadata={"help": "of typical acceptance"})
     threshold: float | None = field(default=None, metadata={"help": "of threshold acceptance"})
     tau: float | None = field(default=None, metadata={"help": "of log_ratio acceptance"})
+    compile: bool = field(
+        default=False, metadata={"help": "torch.compile the target's forward; slow to begin with"}
+    )
     max_new_tokens: int = field(default=128, metadata={"help": "tokens at most"})
     do_sample: bool = field(
         default=False,
@@ -123,10 +126,11 @@ def load_model(arguments: ModelArguments, **options: Any) -> tuple[MedusaModel, 
 
 
 def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
-    """What MedusaModel is built with: the tree and the acceptance rule."""
+    """What MedusaModel is built with: the tree, the acceptance rule, compiled or not."""
     given = {name: getattr(arguments, name) for name in ACCEPTANCE_SETTINGS}
     return {
         "tree": arguments.tree,
+        "compile": arguments.compile,
         "acceptance": arguments.acceptance,
         "acceptance_settings": {name: value for name, value in given.items() if value is not None},
     }
