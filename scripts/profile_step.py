@@ -37,8 +37,6 @@ from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.prompts import held_out_prompts
 from scripts.step_timers import PHASES, bare_step, generation, plain_step, timed_attention
 
-RANDOM_VOCABULARY = 32000
-
 
 @dataclass
 class ProfileArguments:
@@ -49,6 +47,7 @@ class ProfileArguments:
         default=None,
         metadata={"help": "WIDTHxLAYERSxHEADS[xKV_HEADS] of a random Llama with fresh heads"},
     )
+    vocabulary: int = field(default=32000, metadata={"help": "of the random target, in tokens"})
     contexts: list[int] = field(
         default_factory=lambda: [512, 2048, 8192],
         metadata={"help": "tokens in the cache; cut to what the target allows"},
@@ -89,8 +88,11 @@ def profile(arguments: ProfileArguments) -> dict[str, Any]:
         raise ValueError("give either --checkpoint or --random_target")
     if arguments.dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"expected dtype float32, bfloat16 or float16, got {arguments.dtype!r}")
-    if min(*arguments.contexts, arguments.repeats - 1, arguments.new_tokens - 1) < 1:
-        raise ValueError("expected contexts of at least 1, and at least 2 repeats and new tokens")
+    least = (*arguments.contexts, arguments.vocabulary, arguments.repeats - 1)
+    if min(*least, arguments.new_tokens - 1) < 1:
+        raise ValueError(
+            "expected a vocabulary and contexts of at least 1, and at least 2 repeats and tokens"
+        )
     if arguments.random_target is None:
         options = ModelArguments(
             str(arguments.checkpoint),
@@ -110,7 +112,7 @@ def profile(arguments: ProfileArguments) -> dict[str, Any]:
     contexts = sorted(set(contexts))
     if tokenizer is None:
         random = torch.Generator().manual_seed(0)
-        ids = torch.randint(RANDOM_VOCABULARY, (contexts[-1] + 1,), generator=random).tolist()
+        ids = torch.randint(model.target.vocab_size, (contexts[-1] + 1,), generator=random).tolist()
     else:
         (ids,) = held_out_prompts(tokenizer, num_prompts=1, prompt_length=contexts[-1] + 1, seed=0)
     rows = [
@@ -141,7 +143,7 @@ def random_model(arguments: ProfileArguments) -> MedusaModel:
         raise ValueError(f"the heads do not divide the width evenly in {arguments.random_target!r}")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=RANDOM_VOCABULARY,
+        vocab_size=arguments.vocabulary,
         hidden_size=width,
         intermediate_size=-(-width * 8 // 3 // 64) * 64,
         num_hidden_layers=layers,

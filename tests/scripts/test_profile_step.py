@@ -18,7 +18,7 @@ QUICK = ["--tree", "4", "--new_tokens", "6", "--repeats", "2", "--dtype", "float
 def test_random_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "profile.json"
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    flags = ["--random_target", "32x2x4x2", "--contexts", "16", "40", *QUICK]
+    flags = ["--random_target", "32x2x4x2", "--vocabulary", "300", "--contexts", "16", "40", *QUICK]
     assert main([*flags, "--output", str(output)]) == 0
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is attention
     report = json.loads(output.read_text())
@@ -55,7 +55,7 @@ def test_checkpoint_and_contexts_cut_to_what_fits(tmp_path: Path) -> None:
         (["--checkpoint", "nowhere"], "expected a heads checkpoint"),
         (["--random_target", "64x2"], "expected WIDTHxLAYERSxHEADS"),
         (["--random_target", "64x2x7"], "do not divide the width evenly"),
-        (["--random_target", "64x2x4", "--repeats", "1"], "at least 2 repeats"),
+        (["--random_target", "64x2x4", "--repeats", "1"], "at least 2 repeats and tokens"),
         (["--random_target", "64x2x4", "--contexts", "0"], "contexts of at least 1"),
         (["--random_target", "64x2x4", "--dtype", "int8"], "expected dtype float32"),
         (["--checkpoint", "nowhere", "--dtype", "int8"], "expected dtype float32"),
