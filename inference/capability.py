@@ -43,6 +43,11 @@ _SLOT_BOUND = {
     "gpt_neo": "its local attention window follows the cache slot, not the position in the text",
 }
 
+# Where generate() is not what the model's own forward says, there is nothing to be equal to.
+_UNLIKE_ITS_GENERATE = {
+    "moshi": "its cache drops rows that leave a window, which its attention does not have",
+}
+
 _known: weakref.WeakKeyDictionary[Any, dict[type, Capability]] = weakref.WeakKeyDictionary()
 
 
@@ -84,6 +89,8 @@ def _examine(target: TargetModel) -> Capability:
             "for in all tokens of a forward together, so that they change each other",
             "load the target with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
         )
+    if kind in _UNLIKE_ITS_GENERATE:
+        raise UnsupportedArchitecture(f"{kind} cannot be followed: {_UNLIKE_ITS_GENERATE[kind]}")
     reason = _SLOT_BOUND.get(kind)
     if getattr(target.config, "alibi", False):
         reason = "its ALiBi bias follows the cache slot, not the position in the text"

@@ -102,28 +102,24 @@ def explicit_masks(config: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor | 
                 f"{config.model_type} has {kind} layers, whose mask is not known",
                 "leave compile out",
             )
-        allowed_B1NS = _apply_rule(rule, tree)
-        if config._attn_implementation == "eager":
-            allowed_B1NS = _additive(allowed_B1NS, dtype)
-        masks[kind] = allowed_B1NS
+        masks[kind] = _additive(_apply_rule(rule, tree), dtype)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _with_tree(build_mask: Callable[..., Any], additive: bool) -> Callable[..., Any]:
+def _with_tree(build_mask: Callable[..., Any]) -> Callable[..., Any]:
     def build(*args: Any, **kwargs: Any) -> Any:
         tree = _ACTIVE.get()
         if tree is None:
             return build_mask(*args, **kwargs)
         allowed_B1NS = _apply_rule(kwargs.get("mask_function", causal_mask_function), tree)
-        if not additive:
-            return allowed_B1NS
         return _additive(allowed_B1NS, kwargs.get("dtype") or torch.float32)
 
     return build
 
 
 def _additive(allowed_B1NS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Eager attention adds its mask: a bool or int one would be silently wrong."""
+    """The mask as numbers to be added. Eager attention would take a bool mask for 0 and 1, silently
+    wrong; sdpa would turn it into numbers in every layer anew."""
     zero_B1NS = torch.zeros(allowed_B1NS.shape, dtype=dtype, device=allowed_B1NS.device)
     return zero_B1NS.masked_fill(~allowed_B1NS, torch.finfo(dtype).min)
 
@@ -143,6 +139,4 @@ def _apply_rule(rule: Any, tree: TreeMask) -> Tensor:
 
 # Assigning to the instance leaves transformers' global table alone; models look up this instance.
 for _name in SUPPORTED_ATTENTION:
-    ALL_MASK_ATTENTION_FUNCTIONS[_name] = _with_tree(
-        ALL_MASK_ATTENTION_FUNCTIONS[_name], additive=_name == "eager"
-    )
+    ALL_MASK_ATTENTION_FUNCTIONS[_name] = _with_tree(ALL_MASK_ATTENTION_FUNCTIONS[_name])
