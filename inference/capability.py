@@ -148,7 +148,9 @@ def probe_error(target: TargetModel, shape: TreeShape) -> float:
             f"{target.config.model_type} does not keep its rows in the cache it is given"
         )
     row = Row(0, 1, prompt_1T[0], StopCheck(StoppingCriteriaList()))
-    mask = DecodingState([row], cache, [0]).tree_mask(tree)
+    state = DecodingState([row], cache, [0])
+    state.hidden_BD = torch.zeros(1, target.hidden_size, dtype=target.dtype, device=target.device)
+    mask = state.tree_mask(tree)
     verified_NV = target.verify(tree, cache, mask)[0].float()
     return max(
         _relative_error(verified_NV[path], _plain_logits(target, prompt_1T, nodes_1N[:, path]))

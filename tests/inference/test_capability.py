@@ -12,6 +12,7 @@ from transformers import (
     BloomConfig,
     GPTNeoConfig,
     Lfm2Config,
+    MoshiConfig,
     ProphetNetConfig,
     RobertaConfig,
 )
@@ -125,6 +126,20 @@ def test_a_model_that_takes_one_token_at_a_time_is_refused_by_name() -> None:
         max_position_embeddings=128,
     )
     with pytest.raises(UnsupportedArchitecture, match="prophetnet fails on several new tokens"):
+        capability(TargetModel(build(config)))
+
+
+def test_a_cache_that_forgets_what_attention_sees_is_refused_by_name() -> None:
+    config = MoshiConfig(
+        vocab_size=40,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=96,
+        sliding_window=16,
+        audio_vocab_size=40,
+    )
+    with pytest.raises(UnsupportedArchitecture, match="moshi cannot be followed: its cache drops"):
         capability(TargetModel(build(config)))
 
 
