@@ -2,18 +2,18 @@
 
 A tiny fp32 model with wide random weights decodes greedily with the true continuation planted on
 random branches of a bushy tree, and must equal `generate()`. As a control the same decoding is run
-where it must go wrong (a tree with a plain causal mask; a tree where only a chain is trusted). An
-architecture whose control goes unnoticed, or whose text repeats itself, is tried again with other
-weights, then with repeated pairs of tokens forbidden, and is otherwise not called exact.
+where it must go wrong (a tree with a plain causal mask; a chain whose nodes do not see each other).
+An architecture whose control goes unnoticed, or whose text repeats itself, is tried again with
+other weights, then with repeated pairs of tokens forbidden, and is otherwise not called exact.
 
-Shapes: B batch, T tokens, V vocabulary.
+Shapes: B batch, T tokens, N tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from torch import Tensor
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.capability import capability
 from medusa_heads.inference.engine import decode
+from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.stats import GenerationStats
 from medusa_heads.target import TargetModel
+from medusa_heads.tree import TokenTree
 from scripts.tiny_models import BITSANDBYTES_4BIT, Build, Widths, builder
 from tests.inference.planted import BUSHY, PlainCausalDrafter, PlantedDrafter
 
@@ -44,6 +46,15 @@ ATTEMPTS: tuple[tuple[Widths, dict[str, Any]], ...] = (
 # deviations, are a tie to them.
 ROUNDS_TO_HALF = (BITSANDBYTES_4BIT,)
 HALF_TIE = 0.02
+
+
+class BlindDrafter(PlantedDrafter):
+    """Negative control of a chain: every node sees the text and itself, but no other node."""
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        tree = super().propose(state)
+        alone_NN = torch.eye(tree.num_nodes, dtype=torch.bool, device=tree.tokens_BN.device)
+        return replace(tree, ancestors_BNN=alone_NN.expand_as(tree.ancestors_BNN))
 
 
 @dataclass(frozen=True)
@@ -123,8 +134,8 @@ def _decode_and_compare(
         accepted.append(stats.tokens_per_step)
         distinct += [len(set(row)) for row in reference]
         if batch == 1:
-            control = PlainCausalDrafter if tree else PlantedDrafter
-            wrong = control(reference, target.vocab_size, BUSHY)
+            control = PlainCausalDrafter if tree else BlindDrafter
+            wrong = control(reference, target.vocab_size, drafter.shape.choices)
             noticed &= _goes_wrong(target, wrong, inputs, options, expected_BT)
     notes.append(
         f"{sum(accepted) / len(accepted):.2f} tokens/step, {min(distinct)} distinct at least"

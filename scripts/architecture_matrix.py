@@ -47,8 +47,8 @@ HOW = """Every causal-LM type of transformers, built tiny with random fp32 weigh
 decoding with a token tree makes of it. Each trusted type decodes greedily with the true
 continuation planted on random branches of a 17-node tree, and is compared token by token with
 `generate()`; windows and chunks are 16 tokens, so that trees straddle their edges. Each is also
-decoded where it must go wrong (a plain causal mask; a tree where only a chain is trusted), and that
-has to be noticed."""
+decoded where it must go wrong (a tree with a plain causal mask, a chain whose nodes do not see
+each other), and that has to be noticed."""
 
 
 @dataclass
