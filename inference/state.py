@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from medusa_heads.attention import TreeMask
+from medusa_heads.attention import TreeMask, additive
 from medusa_heads.cache import RowCache
 from medusa_heads.tree import TokenTree
 
@@ -154,7 +154,7 @@ class DecodingState:
         self.roots_B: Tensor
         self.hidden_BD: Tensor
         self._padding = list(padding)
-        self._mask_buffer: Tensor | None = None
+        self._buffers: tuple[Tensor, Tensor] | None = None
 
     def tree_mask(self, tree: TokenTree) -> TreeMask:
         """What the tree's nodes see, once they are appended at the common slot."""
@@ -162,7 +162,7 @@ class DecodingState:
         self.cache.set_length(past)
         capacity = self.cache.fixed_capacity
         if len(self.rows) == 1 and not self._padding[0] and capacity is None:
-            return TreeMask(self._one_row_mask(tree, past), tree.depth_BN + past, past)
+            return self._one_row_mask(tree, past)
         lengths_B = torch.tensor(self.lengths, device=device)
         padding_B = torch.tensor(self._padding, device=device)
         slots_S = torch.arange(capacity or past + tree.num_nodes, device=device)
@@ -172,18 +172,22 @@ class DecodingState:
         positions_BN = (lengths_B - padding_B)[:, None] + tree.depth_BN
         return TreeMask(visible_BNS, positions_BN, past, padding_B)
 
-    def _one_row_mask(self, tree: TokenTree, past: int) -> Tensor:
-        # One buffer for all steps, the tree's own block at its right edge: a longer text is a wider
-        # slice, and nothing of the past is ever written again.
-        nodes = tree.num_nodes
-        buffer = self._mask_buffer
-        if buffer is None or buffer.shape[1] != nodes or buffer.shape[2] < past + nodes:
-            buffer = torch.ones(
-                1, nodes, 2 * (past + nodes), dtype=torch.bool, device=tree.tokens_BN.device
-            )
-            self._mask_buffer = buffer
-        buffer[:, :, -nodes:] = tree.ancestors_BNN
-        return buffer[:, :, buffer.shape[2] - past - nodes :]
+    def _one_row_mask(self, tree: TokenTree, past: int) -> TreeMask:
+        # One pair of buffers for all steps, the tree's own block at their right edge: a longer text
+        # is a wider slice, and nothing of the past is ever written again.
+        nodes, device = tree.num_nodes, tree.tokens_BN.device
+        visible, bias = self._buffers or (tree.ancestors_BNN, tree.ancestors_BNN)
+        if visible.shape[1] != nodes or visible.shape[2] < past + nodes or not self._buffers:
+            shape = (1, nodes, 2 * (past + nodes))
+            visible = torch.ones(shape, dtype=torch.bool, device=device)
+            bias = torch.zeros(shape, dtype=self.hidden_BD.dtype, device=device)
+            self._buffers = (visible, bias)
+        visible[:, :, -nodes:] = tree.ancestors_BNN
+        bias[:, :, -nodes:] = additive(tree.ancestors_BNN, bias.dtype)
+        edge = visible.shape[2] - past - nodes
+        return TreeMask(
+            visible[:, :, edge:], tree.depth_BN + past, past, bias_BNS=bias[:, :, edge:]
+        )
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the tree just verified, keep each row's accepted path (node 0 first)."""

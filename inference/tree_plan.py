@@ -3,6 +3,7 @@
 auto            the kind and size that this machine decodes fastest with (tree_size.py)
 16, static:16   the best static tree of 16 drafted nodes, from the heads' measured ranks
 dynamic:16      16 drafted nodes, shaped anew at every step
+none            no drafts: plain decoding, one token a step
 chain, chain:3  each head's best token, in a row
 cartesian:3,2,1 every combination of 3, 2 and 1 candidates of the first heads
 FILE.json       a list of rank paths, as FasterDecoding's medusa_choices
@@ -89,6 +90,8 @@ def _choices(
         return _best_static(_count(tree, kind), depth, statistics)
     if kind in ("static", "dynamic"):
         return _best_static(_count(tree, argument), depth, statistics)
+    if kind == "none":
+        return []
     if kind == "chain":
         return cartesian_choices([1] * (_count(tree, argument) if argument else depth))
     if kind == "cartesian":
@@ -96,8 +99,8 @@ def _choices(
     if kind.endswith(".json"):
         return read_choices(str(tree))
     raise ValueError(
-        f"tree must be auto, a number of nodes, static:N, dynamic:N, chain, cartesian:A,B,.. or a "
-        f"FILE.json, got {tree!r}"
+        "tree must be auto, none, a number of nodes, static:N, dynamic:N, chain, cartesian:A,B,.. "
+        f"or a FILE.json, got {tree!r}"
     )
 
 

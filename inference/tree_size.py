@@ -100,7 +100,7 @@ def tune(
             f"the target's context of {target.max_positions} leaves no room to measure"
         )
     expected = expected_tokens(statistics)
-    path = _cache_folder() / f"{_key(target, heads, context, batch_size)}.json"
+    path = measurement_folder() / f"{_key(target, heads, context, batch_size)}.json"
     costs = None if refresh else _read(path)
     if costs is None or not set(expected) <= set(costs):
         costs = measure_step_seconds(target, heads, statistics, list(expected), context, batch_size)
@@ -113,7 +113,8 @@ def expected_tokens(statistics: HeadStatistics) -> dict[str, float]:
     largest = len(statistics.paths)
     static = {f"static:{n}": statistics.expected_tokens_per_step(n) for n in SIZES if n <= largest}
     dynamic = {f"dynamic:{n}": e for n, e in statistics.dynamic_tokens_per_step.items()}
-    return static | dynamic
+    # Drafting nothing is a choice too: on some machines every tree costs more than it brings.
+    return {"none": 1.0} | static | dynamic
 
 
 @torch.no_grad()
@@ -186,7 +187,8 @@ def _key(target: TargetModel, heads: MedusaHeads, context: int, batch_size: int)
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _cache_folder() -> Path:
+def measurement_folder() -> Path:
+    """Where measured step times are kept."""
     base = os.environ.get(CACHE_VARIABLE)
     if base:
         return Path(base) / "step_seconds"

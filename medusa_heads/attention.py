@@ -42,12 +42,14 @@ class TreeMask:
         query_positions_BN: where each node stands in its text.
         first_slot: where the tree begins in the cache.
         padding_B: slots of left padding in each row, None where no row has any.
+        bias_BNS: the mask of causal layers as numbers, where the caller keeps them ready.
     """
 
     visible_BNS: Tensor
     query_positions_BN: Tensor
     first_slot: int
     padding_B: Tensor | None = None
+    bias_BNS: Tensor | None = None
 
     @cached_property
     def key_positions_BS(self) -> Tensor:
@@ -102,7 +104,7 @@ def explicit_masks(config: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor | 
                 f"{config.model_type} has {kind} layers, whose mask is not known",
                 "leave compile out",
             )
-        masks[kind] = _additive(_apply_rule(rule, tree), dtype)
+        masks[kind] = _bias(rule, tree, dtype)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -111,17 +113,23 @@ def _with_tree(build_mask: Callable[..., Any]) -> Callable[..., Any]:
         tree = _ACTIVE.get()
         if tree is None:
             return build_mask(*args, **kwargs)
-        allowed_B1NS = _apply_rule(kwargs.get("mask_function", causal_mask_function), tree)
-        return _additive(allowed_B1NS, kwargs.get("dtype") or torch.float32)
+        rule = kwargs.get("mask_function", causal_mask_function)
+        return _bias(rule, tree, kwargs.get("dtype") or torch.float32)
 
     return build
 
 
-def _additive(allowed_B1NS: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as numbers to be added. Eager attention would take a bool mask for 0 and 1, silently
-    wrong; sdpa would turn it into numbers in every layer anew."""
-    zero_B1NS = torch.zeros(allowed_B1NS.shape, dtype=dtype, device=allowed_B1NS.device)
-    return zero_B1NS.masked_fill(~allowed_B1NS, torch.finfo(dtype).min)
+def _bias(rule: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor:
+    if rule is causal_mask_function and tree.bias_BNS is not None:
+        return tree.bias_BNS[:, None].to(dtype)
+    return additive(_apply_rule(rule, tree), dtype)
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers to be added: 0 where allowed. Eager attention would take a bool mask for 0
+    and 1, silently wrong; sdpa would turn it into numbers in every layer anew."""
+    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return zeros.masked_fill(~allowed, torch.finfo(dtype).min)
 
 
 def _apply_rule(rule: Any, tree: TreeMask) -> Tensor:

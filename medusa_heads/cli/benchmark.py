@@ -44,7 +44,9 @@ class BenchmarkArguments:
     seed: int = field(default=1, metadata={"help": "Of the default prompts and the sampling."})
     tree: str = field(
         default="auto",
-        metadata={"help": "auto, N, static:N, dynamic:N, chain, cartesian:A,B,.. or FILE.json."},
+        metadata={
+            "help": "auto, N, static:N, dynamic:N, none, chain, cartesian:A,B,.. or FILE.json."
+        },
     )
     dtypes: list[str] = field(
         default_factory=lambda: list(DTYPES),

@@ -40,7 +40,9 @@ class DecodingArguments(ModelArguments):
 
     tree: str = field(
         default="auto",
-        metadata={"help": "auto, N, static:N, dynamic:N, chain, cartesian:A,B,.. or FILE.json"},
+        metadata={
+            "help": "auto, N, static:N, dynamic:N, none, chain, cartesian:A,B,.. or FILE.json"
+        },
     )
     acceptance: Literal["lossless", "typical", "threshold", "log_ratio"] = field(
         default="lossless",

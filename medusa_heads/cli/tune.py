@@ -95,7 +95,7 @@ def tune(arguments: TuneArguments) -> None:
         dtype = str(model.target.dtype).removeprefix("torch.")
         batch = f", batch of {arguments.batch_size}" if arguments.batch_size > 1 else ""
         console.print(make_table(sizes, f"{dtype}, {context} tokens of context{batch}"))
-    kept = tree_size._cache_folder()
+    kept = tree_size.measurement_folder()
     console.print(f"Measurements are kept in {kept}", soft_wrap=True, highlight=False)
     if arguments.write is not None:
         static = [size for size in sizes if size.tree.startswith("static:")]
