@@ -10,7 +10,7 @@ from torch import Tensor
 
 from medusa_heads.tree import TokenTree
 
-DYNAMIC_RANKS = 10  # candidates of each head that a dynamic tree chooses from
+DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
 DYNAMIC_SIZES = (4, 8, 12, 16, 24, 32, 48, 64)  # drafted nodes measured when heads are trained
 
 

@@ -17,13 +17,14 @@ from medusa_heads.heads import MedusaHeads
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
 from medusa_heads.training.data import collate
-from medusa_heads.training.rows import gather_hidden, supervised_rows
+from medusa_heads.training.rows import IGNORED, gather_hidden, supervised_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 TEMPERATURES = tuple(0.5 * 1.1**step for step in range(18))  # 0.5 to 2.5
-MAX_POSITIONS = 4096  # enough for one number a head, and a second's work
+MAX_POSITIONS = 4096  # enough for one number a head, and a few seconds' work
+_WELL_SO_FAR = 2  # a head's draft is looked at where the heads before it held the truth this high
 _BATCH = 8
 _LOGITS_AT_ONCE = 1 << 24
 
@@ -34,30 +35,38 @@ def calibrate(
 ) -> None:
     """Fit the temperatures by held-out likelihood, and measure dynamic trees with them.
 
-    Both are written into `statistics`. Only positions with a true token for every head count.
+    Both are written into `statistics`. Only positions with a true token for every head count; where
+    there are more than MAX_POSITIONS, they are taken evenly from all of the text.
+
+    A head's node is reached only where the heads before it were right, and there it is surer than
+    elsewhere. Its temperature is therefore fitted on positions where the true tokens were among the
+    earlier heads' best two.
     """
+    supervised = sum(sum(label != IGNORED for label in row) for row in held_out["labels"])
+    every = -(-supervised // MAX_POSITIONS)
     parts = []
-    positions = 0
     for start in range(0, len(held_out), _BATCH):
         rows = [held_out[i] for i in range(start, min(start + _BATCH, len(held_out)))]
         batch = {name: tensor.to(target.device) for name, tensor in collate(rows).items()}
         rows_R, labels_RK = supervised_rows(batch["labels"], heads.config.num_heads)
-        complete_R = (labels_RK >= 0).all(dim=1)
+        taken_R = (labels_RK != IGNORED).all(dim=1).nonzero().flatten()[::every]
         hidden_BTD = target.hidden(batch["input_ids"], batch["attention_mask"])
-        hidden_RD = gather_hidden(hidden_BTD, rows_R[complete_R])
-        labels_RK = labels_RK[complete_R]
+        hidden_RD = gather_hidden(hidden_BTD, rows_R[taken_R])
+        labels_RK = labels_RK[taken_R]
         step = max(1, _LOGITS_AT_ONCE // (labels_RK.shape[1] * target.vocab_size))
         for hidden, labels in zip(hidden_RD.split(step), labels_RK.split(step), strict=True):
             parts.append(_measure(heads(hidden).float(), labels))
-        positions += len(labels_RK)
-        if positions >= MAX_POSITIONS:
-            break
-    if not positions:
+    if not parts:
         return
     best_SKC, true_SK, ranks_SK, totals_SKG = (torch.cat(part) for part in zip(*parts, strict=True))
     grid_G = torch.tensor(TEMPERATURES, device=true_SK.device)
-    losses_KG = (totals_SKG - true_SK[:, :, None] / grid_G).mean(dim=0)
-    chosen_K = losses_KG.argmin(dim=1)
+    losses_SKG = totals_SKG - true_SK[:, :, None] / grid_G
+    chosen_K = torch.stack(
+        [
+            losses_SKG[_reached(ranks_SK[:, :head]), head].mean(dim=0).argmin()
+            for head in range(ranks_SK.shape[1])
+        ]
+    )
     statistics.temperatures = grid_G[chosen_K].tolist()
     totals_SK = totals_SKG.gather(2, chosen_K[None, :, None].expand(len(totals_SKG), -1, 1))[..., 0]
     log_probs_SKC = best_SKC / grid_G[chosen_K][None, :, None] - totals_SK[..., None]
@@ -68,6 +77,12 @@ def calibrate(
         for size in DYNAMIC_SIZES
         if size <= most
     }
+
+
+def _reached(earlier_ranks_SH: Tensor) -> Tensor:
+    """The positions to look at: those where the earlier heads did well, if there are enough."""
+    well_S = (earlier_ranks_SH < _WELL_SO_FAR).all(dim=1)
+    return well_S if well_S.sum() >= 64 else torch.ones_like(well_S)
 
 
 def _measure(logits_RKV: Tensor, labels_RK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
