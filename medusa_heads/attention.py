@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations import sdpa_attention
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
@@ -144,6 +145,21 @@ def _apply_rule(rule: Any, tree: TreeMask) -> Tensor:
         tree.key_positions_BS[:, None, None, :],
     )
 
+
+def _grouped_on_cpu(decide: Callable[..., bool]) -> Callable[..., bool]:
+    """transformers repeats keys and values for grouped queries wherever there is a mask, a copy of
+    the whole cache in every layer of every step. The CPU kernel takes grouped queries with a mask.
+    """
+
+    def use_gqa(attention_mask: Any, key: Tensor, *args: Any) -> bool:
+        if not torch.compiler.is_compiling() and _ACTIVE.get() is not None:
+            return key.device.type == "cpu" or decide(attention_mask, key, *args)
+        return decide(attention_mask, key, *args)
+
+    return use_gqa
+
+
+sdpa_attention.use_gqa_in_sdpa = _grouped_on_cpu(sdpa_attention.use_gqa_in_sdpa)
 
 # Assigning to the instance leaves transformers' global table alone; models look up this instance.
 for _name in SUPPORTED_ATTENTION:
