@@ -89,6 +89,7 @@ def benchmark(
     seed: int = 0,
     tree: TreeSpec = "auto",
     device: str | None = None,
+    threads: int | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Measure a heads checkpoint against transformers' own decoding.
@@ -103,6 +104,8 @@ def benchmark(
         seed: sampling of prompt i starts from seed + i, for every method.
         tree: drafted nodes a step.
         device: where to run; by default where transformers loads the target.
+        threads: CPU threads; by default as many as plain decoding is fastest with, tried for each
+            dtype, so that all methods are compared at the best that plain decoding can do.
         progress: show a progress bar, in generated sequences.
 
     Returns:
@@ -119,9 +122,11 @@ def benchmark(
 
     def load(dtype: str) -> MedusaModel:
         loaded = MedusaModel.from_pretrained(
-            checkpoint, target=target, tree=tree, dtype=getattr(torch, dtype), device=device
+            checkpoint, target=target, tree="none", dtype=getattr(torch, dtype), device=device
         )
         _check_length(loaded, prompts, max_new_tokens)
+        torch.set_num_threads(threads or fastest_threads(loaded.target.model, prompts[0]))
+        loaded.use_tree(tree)
         return loaded
 
     # Before the bar: what is wrong with a checkpoint is told on a line of its own.
@@ -138,18 +143,18 @@ def benchmark(
                 medusa = load(setting.dtype)
             bar.set_description(f"{setting.dtype} {setting.name}")
             methods = [m for m in available_methods(medusa) if m.name in setting.methods]
-            results.append(
-                measure(
-                    setting,
-                    methods,
-                    medusa.target.model,
-                    prompts,
-                    max_new_tokens=max_new_tokens,
-                    temperature=temperature,
-                    seed=seed,
-                    on_run=bar.update,
-                )
+            measured = measure(
+                setting,
+                methods,
+                medusa.target.model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+                on_run=bar.update,
             )
+            results.append(measured | {"tree": medusa.tree, "threads": torch.get_num_threads()})
+    torch.set_num_threads(machine["threads"])
     return {
         "target": medusa.target.name_or_path,
         "machine": machine,
@@ -158,10 +163,25 @@ def benchmark(
         "checkpoint": str(checkpoint),
         "target_fingerprint": medusa.target.fingerprint(),
         "parameters": medusa.target.model.num_parameters(),
-        "tree_nodes": tree,
         "temperature": temperature,
         "seed": seed,
     }
+
+
+def fastest_threads(model: Any, prompt: Sequence[int]) -> int:
+    """One thread or all that torch would use, whichever decodes plainly the faster: the forward of
+    one token of a small model is over before a second thread has woken up."""
+    most = torch.get_num_threads()
+    if model.device.type != "cpu" or most == 1:
+        return most
+    method = Method(PLAIN, model.generate)
+    seconds: dict[int, list[float]] = {1: [], most: []}
+    for _ in range(4):
+        for count, times in seconds.items():
+            torch.set_num_threads(count)
+            done = run(method, model, prompt, 0, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
+            times.append(done.seconds / len(done.tokens))
+    return min(seconds, key=lambda count: statistics.median(seconds[count][1:]))
 
 
 def available_methods(medusa: MedusaModel) -> list[Method]:

@@ -71,23 +71,36 @@ class MedusaModel:
         self.target = target if isinstance(target, TargetModel) else TargetModel(target)
         if compile and not isinstance(self.target, CompiledTarget):
             self.target = CompiledTarget(self.target.model, compile_backend)
-        chain_only = capability(self.target) == "chain"
+        self._chain_only = capability(self.target) == "chain"
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
         self.statistics = statistics
         self.acceptance = acceptance
         self.acceptance_settings = dict(acceptance_settings or {})
         make_rule(acceptance, LogitsProcessorList(), False, **self.acceptance_settings)
+        self.use_tree(tree)
+        self.last_stats = GenerationStats()
+
+    def use_tree(self, tree: TreeSpec) -> None:
+        """Draft this tree from now on; `self.tree` says which it is, also where `auto` chose.
+
+        Raises:
+            ValueError: an unknown form, or a tree that does not fit the heads.
+        """
         if tree == "auto":
-            tree = best_tree(self.target, self.heads, statistics) if statistics else UNMEASURED_TREE
+            tree = (
+                best_tree(self.target, self.heads, self.statistics)
+                if self.statistics is not None
+                else UNMEASURED_TREE
+            )
+        self.tree = tree
         self.drafter = make_drafter(
             tree,
             self.heads,
-            statistics,
-            chain_only=chain_only,
-            with_log_probs=acceptance in ("threshold", "log_ratio"),
+            self.statistics,
+            chain_only=self._chain_only,
+            with_log_probs=self.acceptance in ("threshold", "log_ratio"),
         )
-        self.last_stats = GenerationStats()
 
     @classmethod
     def from_pretrained(

@@ -16,7 +16,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +48,7 @@ def regenerate(
     temperature: float = 0.7,
     seed: int = 0,
     cache_dir: str | os.PathLike[str],
+    num_workers: int = 1,
     progress: bool = True,
 ) -> Dataset:
     """The target's own continuations of prompts, made with its `generate`.
@@ -58,6 +62,9 @@ def regenerate(
         temperature: of the sampled rows.
         seed: of the sampling. Equal arguments give equal rows.
         cache_dir: finished batches are kept here, under a key of everything that decides them.
+        num_workers: processes that share the batches, each with its share of the CPU's threads; on
+            a CPU two small processes outrun one large one. The calling script needs the usual
+            `if __name__ == "__main__":` where there is more than one.
         progress: show a progress bar, in tokens.
 
     Returns:
@@ -97,21 +104,27 @@ def regenerate(
             mininterval=0.5,
             disable=not progress,
         ) as bar:
-            for index, (rows, do_sample) in enumerate(batches):
-                if not parts[index].exists():
-                    texts = _generate(
-                        target.model,
-                        [prompt_ids[row] for row in rows],
-                        max_new_tokens=max_new_tokens,
-                        temperature=temperature if do_sample else None,
-                        # Each batch has its own seed, so that resuming changes nothing.
-                        seed=seed * 1_000_003 + index,
-                        on_token=partial(bar.update, len(rows)),
-                    )
-                    _write_part(texts, parts[index])
-                # Ended texts and finished batches took no steps; the bar counts them here.
-                done = sum(len(rows) for rows, _ in batches[: index + 1])
-                bar.update(done * max_new_tokens - bar.n)
+            jobs = [
+                _Batch(
+                    prompts=[prompt_ids[row] for row in rows],
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature if do_sample else None,
+                    # Each batch has its own seed, so that neither order nor resuming matters.
+                    seed=seed * 1_000_003 + index,
+                    part=parts[index],
+                )
+                for index, (rows, do_sample) in enumerate(batches)
+            ]
+            missing = [job for job in jobs if not job.part.exists()]
+            bar.update(total - sum(job.tokens for job in missing))
+            workers = min(num_workers, len(missing))
+            if workers > 1 and target.device.type == "cpu":
+                _generate_side_by_side(target.model, missing, workers, bar)
+            else:
+                for job in missing:
+                    before = bar.n
+                    _generate_part(target.model, job, partial(bar.update, len(job.prompts)))
+                    bar.update(before + job.tokens - bar.n)  # ended texts took no steps
 
     merged = concatenate_datasets([load_from_disk(str(part)) for part in parts])
     position = {row: place for place, row in enumerate(greedy + sampled)}
@@ -173,6 +186,61 @@ def _split(num_rows: int, greedy_share: float) -> tuple[list[int], list[int]]:
 
 def _chunks(rows: list[int], size: int) -> list[list[int]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What is generated together; greedy where the temperature is None."""
+
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    temperature: float | None
+    seed: int
+    part: Path
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompts) * self.max_new_tokens
+
+
+_worker_model: Any = None
+
+
+def _generate_side_by_side(model: Any, jobs: list[_Batch], workers: int, bar: tqdm) -> None:
+    """The batches in processes of their own, which share the model's memory."""
+    threads = max(torch.get_num_threads() // workers, 1)
+    pool = ProcessPoolExecutor(
+        workers, get_context("spawn"), initializer=_start_worker, initargs=(model, threads)
+    )
+    try:
+        running = {pool.submit(_generate_in_worker, job): job for job in jobs}
+        for finished in as_completed(running):
+            finished.result()
+            bar.update(running[finished].tokens)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(model: Any, threads: int) -> None:
+    global _worker_model
+    torch.set_num_threads(threads)
+    _worker_model = model
+
+
+def _generate_in_worker(job: _Batch) -> None:
+    _generate_part(_worker_model, job, lambda: None)
+
+
+def _generate_part(model: Any, job: _Batch, on_token: Callable[[], object]) -> None:
+    texts = _generate(
+        model,
+        job.prompts,
+        max_new_tokens=job.max_new_tokens,
+        temperature=job.temperature,
+        seed=job.seed,
+        on_token=on_token,
+    )
+    _write_part(texts, job.part)
 
 
 def _generate(

@@ -120,6 +120,9 @@ class DistillArguments:
     generation_batch_size: int = field(
         default=128, metadata={"help": "Prompts continued at the same time."}
     )
+    generation_workers: int = field(
+        default=1, metadata={"help": "Processes that share the prompts, on a CPU."}
+    )
     distill_cache: str | None = field(
         default=None,
         metadata={"help": "Folder that keeps the continuations. Default: OUTPUT_DIR/distilled."},
@@ -128,6 +131,7 @@ class DistillArguments:
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_prompts", "num_eval_prompts", "prompt_length")
         _at_least(self, 1, "continuation_length", "generation_batch_size")
+        _at_least(self, 1, "generation_workers")
         if not 0 <= self.greedy_share <= 1:
             raise ValueError(f"greedy_share must lie in [0, 1], got {self.greedy_share}")
         if self.temperature <= 0:

@@ -56,6 +56,10 @@ class BenchmarkArguments:
         },
     )
     device: str | None = field(default=None, metadata={"help": "For example cuda; default CPU."})
+    threads: int | None = field(
+        default=None,
+        metadata={"help": "CPU threads; by default as many as plain decoding is fastest with."},
+    )
     report: str | None = field(
         default=None, metadata={"help": "Folder for report.json and report.png."}
     )
@@ -107,6 +111,7 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
         seed=arguments.seed,
         tree=arguments.tree,
         device=arguments.device,
+        threads=arguments.threads,
     )
     console = Console()
     for table in tables(report):

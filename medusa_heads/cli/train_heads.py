@@ -141,6 +141,7 @@ def _distill(
                 temperature=to_distill.temperature,
                 seed=to_optimise.seed,
                 cache_dir=cache_dir,
+                num_workers=to_distill.generation_workers,
             )
         )
     return rows[0], rows[1]

@@ -171,3 +171,11 @@ def test_empty_prompts_are_refused(target: TargetModel, tmp_path: Path) -> None:
         run(target, Dataset.from_dict({"input_ids": []}), tmp_path)
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         run(target, Dataset.from_dict({"input_ids": [[1], []]}), tmp_path)
+
+
+def test_two_workers_write_what_one_does(
+    target: TargetModel, prompts: Dataset, tmp_path: Path
+) -> None:
+    alone = run(target, prompts, tmp_path / "alone")
+    together = run(target, prompts, tmp_path / "together", num_workers=2)
+    assert together.to_dict() == alone.to_dict()
