@@ -54,6 +54,7 @@ class MedusaHeads(nn.Module):
         super().__init__()
         self.config = config
         self._shared: tuple[Tensor, Tensor | None] | None = None
+        self._stack: tuple[list[tuple[int, int]], list[tuple[Tensor, Tensor]]] | None = None
         for i in range(config.num_heads):
             blocks: list[nn.Module] = [
                 ResBlock(config.hidden_size) for _ in range(config.num_layers)
@@ -62,6 +63,8 @@ class MedusaHeads(nn.Module):
                 blocks.append(nn.Linear(config.hidden_size, config.vocab_size, bias=False))
             # Named "0", "1", ... as in FasterDecoding's checkpoints.
             self.add_module(str(i), nn.Sequential(*blocks))
+        # Kept, because finding them anew costs more than a head's own work on a small target.
+        self._all_parameters = tuple(self.parameters())
 
     @classmethod
     def from_target(cls, target: HasVocabulary, config: HeadsConfig | None = None) -> MedusaHeads:
@@ -99,7 +102,9 @@ class MedusaHeads(nn.Module):
 
     def features(self, hidden_RD: Tensor) -> Tensor:
         """Outputs of the residual blocks, before the vocabulary: (..., D) -> (..., K, D)."""
-        hidden_RD = hidden_RD.to(next(self.parameters()).dtype)
+        hidden_RD = hidden_RD.to(self._all_parameters[0].dtype)
+        if hidden_RD.ndim == 2 and not torch.is_grad_enabled():
+            return self._features_at_once(hidden_RD)
         features = []
         for sequence in self._sequences():
             x_RD = hidden_RD
@@ -107,6 +112,27 @@ class MedusaHeads(nn.Module):
                 x_RD = block(x_RD)
             features.append(x_RD)
         return torch.stack(features, dim=-2)
+
+    def _features_at_once(self, hidden_RD: Tensor) -> Tensor:
+        """One product for the blocks of all heads: while decoding, calls cost more than sums."""
+        x_KRD = hidden_RD.expand(self.config.num_heads, -1, -1)
+        for weight_KDD, bias_K1D in self._stacked():
+            x_KRD = x_KRD + F.silu(torch.baddbmm(bias_K1D, x_KRD, weight_KDD))
+        return x_KRD.transpose(0, 1)
+
+    def _stacked(self) -> list[tuple[Tensor, Tensor]]:
+        """Every layer's weights [K, D, D], transposed, and biases [K, 1, D]; made anew when a
+        parameter was written to or moved."""
+        state = [(tensor.data_ptr(), tensor._version) for tensor in self._all_parameters]
+        if self._stack is None or self._stack[0] != state:
+            blocks = [list(islice(heads, self.config.num_layers)) for heads in self._sequences()]
+            layers = []
+            for layer in zip(*blocks, strict=True):
+                weight_KDD = torch.stack([block.linear.weight.T for block in layer]).contiguous()
+                bias_K1D = torch.stack([block.linear.bias[None] for block in layer])
+                layers.append((weight_KDD, bias_K1D))
+            self._stack = (state, layers)
+        return self._stack[1]
 
     def vocab_matrix(self, head: int) -> tuple[Tensor, Tensor | None]:
         """Weight [V, D] and bias [V] or None with which head `head` projects."""
@@ -124,7 +150,9 @@ class MedusaHeads(nn.Module):
         features_RKD = self.features(hidden_RD)
         if self.config.vocab_matrix == "shared":
             weight_VD, bias_V = self.vocab_matrix(0)
-            return F.linear(features_RKD.to(weight_VD.dtype), weight_VD, bias_V)
+            # In two dimensions: with odd strides in three, a product takes a far slower path.
+            flat_ND = features_RKD.flatten(0, -2).to(weight_VD.dtype)
+            return F.linear(flat_ND, weight_VD, bias_V).unflatten(0, features_RKD.shape[:-1])
         return torch.stack(
             [self._own(i)(features_RKD[..., i, :]) for i in range(self.config.num_heads)], dim=-2
         )

@@ -63,7 +63,7 @@ def main() -> int:
     stages = (
         Stage(
             "train",
-            "The target continues 2,048 pieces of Python's standard library itself; "
+            "The target continues 3,072 pieces of Python's standard library itself; "
             "4 heads learn from that text to guess its next tokens.",
             "3 minutes",
             (HEADS / "medusa_heads.json", HEADS / "medusa_lm_head.safetensors"),

@@ -83,3 +83,16 @@ def test_config_round_trip_and_unknown_keys() -> None:
     assert HeadsConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ValueError, match="unknown heads configuration keys"):
         HeadsConfig.from_dict({"num_head": 3})
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_all_heads_at_once_equal_head_by_head(tiny_llama: TinyLlama, num_layers: int) -> None:
+    heads = MedusaHeads.from_target(tiny_llama(), HeadsConfig(num_heads=3, num_layers=num_layers))
+    hidden_RD = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    for seed in (1, 2):  # the second time with weights written to in place
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            at_once = heads.features(hidden_RD)
+        torch.testing.assert_close(at_once, heads.features(hidden_RD).detach())
