@@ -11,7 +11,7 @@ however unequal their luck.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,6 +67,10 @@ class ScoreRecorder:
         """Note what one token was drawn from."""
         self.scores.append(scores_1V)
         self.logits.append(logits_1V)
+
+    def given(self, name: Literal["scores", "logits"]) -> tuple[Tensor, ...]:
+        """One tensor a token, to hand out: no longer inference tensors."""
+        return tuple(tensor.clone() for tensor in getattr(self, name))
 
 
 class Row:

@@ -225,6 +225,7 @@ class _Stacks:
             if used < self.stacks[stack].shape[0]:
                 self.stacks[stack] = self.stacks[stack][:used].clone()
 
+    @torch.inference_mode(False)  # a cache outlives the loop that lets it grow
     def reserve(self, slots: int) -> None:
         if slots <= self.capacity:
             return
@@ -247,6 +248,7 @@ class _Stacks:
                 place = destination_BA.to(stack.device)[None, :, None, :, None].expand(shape)
                 stack.scatter_(3, place, stack.gather(3, source))
 
+    @torch.inference_mode(False)
     def select_batch(self, rows: Sequence[int]) -> None:
         for i, stack in enumerate(self.stacks):
             index = torch.tensor(list(rows), device=stack.device)

@@ -31,19 +31,19 @@ def test_measures_once_and_marks_the_fastest(
 
     # What lies on disk decides from now on.
     (kept,) = cache.rglob("*.json")
-    costs = json.loads(kept.read_text()) | {"static:8": 1e-9}
+    costs = json.loads(kept.read_text()) | {"static:7": 1e-9}
     kept.write_text(json.dumps(costs))
     tree = tmp_path / "tree.json"
     assert main([heads, "--write", str(tree)]) == 0
     shown = capsys.readouterr().out
     (marked,) = (line for line in shown.splitlines() if "<- auto" in line)
-    assert "static:8" in marked and f"static:8 written to {tree}" in shown
+    assert "static:7" in marked and f"static:7 written to {tree}" in shown
     statistics = load_heads(heads, TargetModel.from_pretrained(str(speaker / "target"))).statistics
     assert statistics is not None
-    assert read_choices(tree) == [list(choice) for choice in statistics.choices(8)]
+    assert read_choices(tree) == [list(choice) for choice in statistics.choices(7)]
 
     assert main([heads, "--refresh"]) == 0
-    assert json.loads(kept.read_text())["static:8"] > 1e-9
+    assert json.loads(kept.read_text())["static:7"] > 1e-9
 
 
 def test_several_contexts_and_a_batch(
@@ -59,7 +59,7 @@ def test_several_contexts_and_a_batch(
     ("flags", "message"),
     [
         (["nowhere"], "expected a heads checkpoint"),
-        (["{}/heads", "--context", "500"], "do not fit the target's 512 positions: 448 at most"),
+        (["{}/heads", "--context", "500"], "do not fit the target's 512 positions: 449 at most"),
         (["{}/heads", "--context", "0"], "at least 1"),
         (["{}/heads", "--batch-size", "0"], "at least 1"),
         (["{}/heads", "--write", "{}/no/tree.json"], "expected a folder at"),

@@ -254,3 +254,17 @@ def test_stop_strings(medusa: MedusaModel, as_config: bool) -> None:
     assert torch.equal(got, expected)
     with pytest.raises(ValueError, match="tokenizer="):
         medusa.generate(**INPUTS, **options)
+
+
+def test_transformers_goes_on_from_a_cache_that_grew_while_decoding(medusa: MedusaModel) -> None:
+    options: Any = {"do_sample": False, "return_dict_in_generate": True}
+    first: Any = medusa.generate(**INPUTS, max_new_tokens=300, **options)
+    model: Any = medusa.target.model
+    second = model.generate(
+        first.sequences,
+        attention_mask=torch.ones_like(first.sequences),
+        past_key_values=first.past_key_values,
+        max_new_tokens=20,
+        do_sample=False,
+    )
+    assert torch.equal(second, plain(medusa, max_new_tokens=320, do_sample=False))
