@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -25,7 +24,7 @@ from tqdm.auto import tqdm
 
 from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.model import MedusaModel
-from medusa_heads.inference.stats import GenerationStats
+from medusa_heads.inference.timed_run import WARM_UP_TOKENS, Method, Run, fastest_threads, run_once
 from medusa_heads.inference.tree_plan import TreeSpec
 
 PLAIN = "transformers generate"
@@ -33,16 +32,6 @@ PROMPT_LOOKUP = "transformers prompt lookup"
 MEDUSA = "medusa heads, tree"
 # The draft length that transformers' documentation uses for prompt lookup.
 PROMPT_LOOKUP_TOKENS = 10
-WARM_UP_TOKENS = 24
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to decode: `generate` has transformers' signature and returns the sequences [1, T]."""
-
-    name: str
-    generate: Callable[..., Any]
-    stats: Callable[[], GenerationStats] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,20 +51,6 @@ DEFAULT_SETTINGS = (
     Setting("greedy", "float32", (PLAIN, MEDUSA)),
     Setting("sampled", "float32", (PLAIN, MEDUSA)),
 )
-
-
-@dataclass
-class Run:
-    """One method on one prompt."""
-
-    tokens: list[int]
-    seconds: float
-    forwards: int
-    phases: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return len(self.tokens) / self.seconds
 
 
 def benchmark(
@@ -168,22 +143,6 @@ def benchmark(
     }
 
 
-def fastest_threads(model: Any, prompt: Sequence[int]) -> int:
-    """One thread or all that torch would use, whichever decodes plainly the faster: the forward of
-    one token of a small model is over before a second thread has woken up."""
-    most = torch.get_num_threads()
-    if model.device.type != "cpu" or most == 1:
-        return most
-    method = Method(PLAIN, model.generate)
-    seconds: dict[int, list[float]] = {1: [], most: []}
-    for _ in range(4):
-        for count, times in seconds.items():
-            torch.set_num_threads(count)
-            done = run(method, model, prompt, 0, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
-            times.append(done.seconds / len(done.tokens))
-    return min(seconds, key=lambda count: statistics.median(seconds[count][1:]))
-
-
 def available_methods(medusa: MedusaModel) -> list[Method]:
     """Plain decoding first: it is what the others are compared with."""
     model: Any = medusa.target.model
@@ -216,12 +175,14 @@ def measure(
     kwargs = {**decoding, "pad_token_id": pad if pad is not None else 0}
     for method in methods:
         warm_up = min(WARM_UP_TOKENS, max_new_tokens)
-        run(method, model, prompts[0], seed, max_new_tokens=warm_up, **kwargs)
+        run_once(method, model, prompts[0], seed, max_new_tokens=warm_up, **kwargs)
     runs: dict[str, list[Run]] = {method.name: [] for method in methods}
     for index, prompt in enumerate(prompts):
         turn = index % len(methods)
         for method in [*methods[turn:], *methods[:turn]]:
-            done = run(method, model, prompt, seed + index, max_new_tokens=max_new_tokens, **kwargs)
+            done = run_once(
+                method, model, prompt, seed + index, max_new_tokens=max_new_tokens, **kwargs
+            )
             runs[method.name].append(done)
             on_run()
     reference = runs[methods[0].name]
@@ -232,26 +193,6 @@ def measure(
         "new_tokens": max_new_tokens,
         "methods": [{"name": name, **summarise(done, reference)} for name, done in runs.items()],
     }
-
-
-def run(
-    method: Method, model: Any, prompt: Sequence[int], seed: int, **generate_kwargs: Any
-) -> Run:
-    """One timed generation, seeded; what it runs of the target is counted from outside."""
-    input_ids_1T = torch.tensor([list(prompt)], device=model.device)
-    mask_1T = torch.ones_like(input_ids_1T)
-    torch.manual_seed(seed)
-    with _forwards(model) as forwards:
-        _synchronize(model)
-        started = time.perf_counter()
-        output = method.generate(input_ids_1T, attention_mask=mask_1T, **generate_kwargs)
-        _synchronize(model)
-        seconds = time.perf_counter() - started
-    phases = {}
-    if method.stats is not None:
-        stats = method.stats()
-        phases = dict(stats.seconds) | {"other": seconds - sum(stats.seconds.values())}
-    return Run(output[0, len(prompt) :].tolist(), seconds, forwards["count"], phases)
 
 
 def summarise(runs: Sequence[Run], reference: Sequence[Run]) -> dict[str, Any]:
@@ -289,17 +230,6 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 
 @contextmanager
-def _forwards(model: Any) -> Iterator[Counter[str]]:
-    """Count the target's forwards within the block, whoever asks for them."""
-    counts: Counter[str] = Counter(count=0)
-    hook = model.register_forward_hook(lambda *_: counts.update(count=1))
-    try:
-        yield counts
-    finally:
-        hook.remove()
-
-
-@contextmanager
 def _no_loading_bars() -> Iterator[None]:
     """Loading a model draws a bar of its own through ours: not within the block."""
     from transformers.utils import logging
@@ -311,11 +241,6 @@ def _no_loading_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _synchronize(model: Any) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
 
 
 def _check_length(
