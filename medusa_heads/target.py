@@ -6,8 +6,10 @@ Shapes: B batch, T tokens, N tree nodes, S cache slots, D hidden, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,18 +60,24 @@ class TargetModel:
         Raises:
             ValueError: nothing loadable stands at `name_or_path`.
         """
+        name = str(name_or_path)
+        # No hub id looks like this: the hub need not be asked, several times, for many seconds.
+        path_like = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if path_like and not Path(name).expanduser().is_dir():
+            raise ValueError(f"expected a causal language model in a folder {name!r}, found none")
         from transformers import AutoModelForCausalLM
 
         model: Any
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(name_or_path), dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
-            )
+            with _quiet_hub():
+                model = AutoModelForCausalLM.from_pretrained(
+                    name, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
+                )
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"expected a causal language model (a hub id or a local folder) at "
-                f"{str(name_or_path)!r}: {reason}"
+                f"{name!r}: {reason}"
             ) from error
         if device is not None:
             model.to(device)
@@ -214,6 +222,18 @@ class TargetModel:
             if isinstance(tensor, Tensor):
                 _hash_tensor(digest, tensor.detach())
         return digest.hexdigest()
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """The hub's client reports every failed attempt; the error that follows says it once."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:
