@@ -96,6 +96,7 @@ def benchmark(
     machine = describe_machine()  # before our own work adds to the load
 
     def load(dtype: str) -> MedusaModel:
+        torch.set_num_threads(machine["threads"])
         loaded = MedusaModel.from_pretrained(
             checkpoint, target=target, tree="none", dtype=getattr(torch, dtype), device=device
         )

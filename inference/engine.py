@@ -51,6 +51,7 @@ def decode(
     started = time.perf_counter()
     refuse_unsupported(generation_config, model_kwargs)
     padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
+    _check_positions(model_kwargs.get("position_ids"), padding)
     if capability(target) == "chain" and (len(padding) > 1 or any(padding)):
         raise UnsupportedArchitecture(
             f"{target.config.model_type} goes by cache slots, which a batch does not keep in step",
@@ -78,14 +79,19 @@ def decode(
         with stats.phase("prefill"):
             slots = int(generation_config.max_length or 0) + drafter.num_nodes
             cache = _own_cache(target, model_kwargs, batch, slots)
-            state = DecodingState(rows, cache, padding)
+            state = DecodingState(rows, cache, padding, generation_config.max_length)
             logits_BV = _prefill(target, input_ids_BT, generation_config, model_kwargs)
+            # Read at once: a logits processor may run the model itself.
+            hidden_B1D = last_hidden()[:, -1:]
+            if cache.get_seq_length() != input_ids_BT.shape[1]:
+                raise ValueError(
+                    f"the given cache and the {input_ids_BT.shape[1]} given tokens make "
+                    f"{cache.get_seq_length()} tokens: pass the whole text, not only what is new"
+                )
         with stats.phase("walk"):
             # The prompt's last token is a tree of one node, verified by the prefill.
             prompt = TokenTree.root_only(input_ids_BT[:, -1])
-            _finish_step(
-                state, rule(prompt, logits_BV[:, None], rows), last_hidden()[:, -1:], stats
-            )
+            _finish_step(state, rule(prompt, logits_BV[:, None], rows), hidden_B1D, stats)
         # Cheaper than no_grad by several percent of a small target's step. Not where accelerate
         # moves weights in the middle of a forward: they would be left as inference tensors.
         with torch.inference_mode(not hasattr(target.model, "_hf_hook")):
@@ -97,9 +103,9 @@ def decode(
     stats.tokens = sum(len(row.tokens) for row in rows)
     stats.total_seconds = time.perf_counter() - started
     sequences_BT = _sequences(input_ids_BT, rows, generation_config)
+    cache.set_length(max(state.lengths))  # also a caller's own cache ends with what was committed
     if not generation_config.return_dict_in_generate:
         return sequences_BT
-    cache.set_length(state.lengths[0])
     output: Any = GenerateDecoderOnlyOutput(
         sequences=sequences_BT,  # type: ignore[arg-type]
         # Rows of a batch end at different lengths and leave the cache as they end.
@@ -122,11 +128,12 @@ def _step(
         tree = drafter.propose(state)
     with stats.phase("target"):
         logits_BNV = target.verify(tree, state.cache, state.tree_mask(tree))
+        hidden_BND = last_hidden()
     with stats.phase("walk"):
         paths = rule(tree, logits_BNV, state.rows)
     with stats.phase("cache"):
         state.keep(paths)
-        _finish_step(state, paths, last_hidden(), stats)
+        _finish_step(state, paths, hidden_BND, stats)
 
 
 def _finish_step(
@@ -138,6 +145,9 @@ def _finish_step(
     stats.steps += sum(1 for path in paths if path)
     stats.accepted.update(len(path) - 1 for path in paths if path)
     state.advance(hidden_BND, paths)
+
+
+_READ_HERE = ("attention_mask", "position_ids", "cache_position")
 
 
 def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -154,7 +164,14 @@ def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
         f"cache_implementation={config.cache_implementation!r}": config.cache_implementation
         not in (None, "dynamic", "dynamic_full"),
-        "inputs_embeds": model_kwargs.get("inputs_embeds") is not None,
+        "penalty_alpha": getattr(config, "penalty_alpha", None) is not None,
+        "dola_layers": getattr(config, "dola_layers", None) is not None,
+    }
+    # What the model would read in every forward, but is not handed on with a tree.
+    refusals |= {
+        name: True
+        for name, value in model_kwargs.items()
+        if isinstance(value, Tensor) and name not in _READ_HERE
     }
     if refused := [name for name, asked in refusals.items() if asked]:
         raise ValueError(
@@ -210,6 +227,20 @@ def _left_padding(input_ids_BT: Tensor, attention_mask_BT: Tensor | None) -> lis
             "attention_mask must be 0 only on the left of a row: pad with padding_side='left'"
         )
     return padding_B.tolist()
+
+
+def _check_positions(position_ids_BT: Tensor | None, padding: list[int]) -> None:
+    """Positions that generate() makes itself pass; others would be forgotten after the prompt."""
+    if position_ids_BT is None:
+        return
+    positions_T = torch.arange(position_ids_BT.shape[-1], device=position_ids_BT.device)
+    padding_B1 = torch.tensor(padding, device=position_ids_BT.device)[:, None]
+    own_BT = positions_T - padding_B1
+    if position_ids_BT.ndim != 2 or ((position_ids_BT != own_BT) & (own_BT >= 0)).any():
+        raise ValueError(
+            "tree decoding counts positions from the first token of the text: leave position_ids "
+            "out, or call the target's own generate()"
+        )
 
 
 def _sequences(prompt_BT: Tensor, rows: list[Row], config: GenerationConfig) -> Tensor:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from transformers import (
 
 from medusa_heads.checkpoint import load_heads, read_sidecar
 from medusa_heads.compiled import CompiledTarget
+from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.inference.acceptance import make_rule
 from medusa_heads.inference.capability import capability
@@ -71,6 +73,13 @@ class MedusaModel:
         self.target = target if isinstance(target, TargetModel) else TargetModel(target)
         if compile and not isinstance(self.target, CompiledTarget):
             self.target = CompiledTarget(self.target.model, compile_backend)
+        devices = set((getattr(self.target.model, "hf_device_map", None) or {}).values())
+        if len(devices) > 1:
+            raise UnsupportedArchitecture(
+                f"the target is spread over {sorted(map(str, devices))}, heads follow one device",
+                "load it on one device, without device_map",
+            )
+        self._lock = Lock()
         self._chain_only = capability(self.target) == "chain"
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
@@ -88,11 +97,9 @@ class MedusaModel:
             ValueError: an unknown form, or a tree that does not fit the heads.
         """
         if tree == "auto":
-            tree = (
-                best_tree(self.target, self.heads, self.statistics)
-                if self.statistics is not None
-                else UNMEASURED_TREE
-            )
+            tree = UNMEASURED_TREE
+            if self.statistics is not None and not self._chain_only:
+                tree = best_tree(self.target, self.heads, self.statistics)
         self.tree = tree
         self.drafter = make_drafter(
             tree,
@@ -202,24 +209,28 @@ class MedusaModel:
         Raises:
             ValueError: called through another model than this one's target.
         """
+        if synced_gpus:
+            raise ValueError("tree decoding does not keep sharded processes in step: gather first")
         if model is not self.target.model:
             raise ValueError(
                 "these heads are attached to another model: call generate() on their own target"
             )
-        self.last_stats = GenerationStats()
-        return decode(
-            self.target,
-            self.drafter,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            streamer=streamer,
-            acceptance=self.acceptance,
-            acceptance_settings=self.acceptance_settings,
-            stats=self.last_stats,
-            **model_kwargs,
-        )
+        # One text at a time: hidden states are read off the target as it runs.
+        with self._lock:
+            self.last_stats = GenerationStats()
+            return decode(
+                self.target,
+                self.drafter,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                streamer=streamer,
+                acceptance=self.acceptance,
+                acceptance_settings=self.acceptance_settings,
+                stats=self.last_stats,
+                **model_kwargs,
+            )
 
 
 def _stop_strings(
@@ -232,11 +243,11 @@ def _stop_strings(
 
 
 def _named_target(checkpoint: str | os.PathLike[str]) -> str:
-    name = read_sidecar(checkpoint).get("target", {}).get("name_or_path")
+    name = (read_sidecar(checkpoint).get("target") or {}).get("name_or_path")
     if not name:
         raise ValueError(
             f"the checkpoint {str(checkpoint)!r} does not name its target: pass target="
         )
-    # A relative path was relative to where training ran; try it beside the checkpoint as well.
+    # A relative path was relative to where training ran; try it from the checkpoint as well.
     beside = Path(checkpoint) / name
     return str(beside) if not Path(name).exists() and beside.exists() else name

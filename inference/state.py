@@ -151,13 +151,22 @@ class DecodingState:
         hidden_BD: the target's hidden state that yielded it.
     """
 
-    def __init__(self, rows: list[Row], cache: RowCache, padding: Sequence[int]) -> None:
+    def __init__(
+        self,
+        rows: list[Row],
+        cache: RowCache,
+        padding: Sequence[int],
+        max_length: int | None = None,
+    ) -> None:
         self.rows = rows
         self.cache = cache
         self.lengths = [row.length for row in rows]
         self.roots_B: Tensor
         self.hidden_BD: Tensor
         self._padding = list(padding)
+        # No node beyond the text's last position can be committed, and models that learn their
+        # positions have none there: such nodes are verified at the last one.
+        self._last_position = None if max_length is None else max_length - 1
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def tree_mask(self, tree: TokenTree) -> TreeMask:
@@ -174,6 +183,8 @@ class DecodingState:
         visible_BNS = valid_BS[:, None].repeat(1, tree.num_nodes, 1)
         visible_BNS[:, :, past : past + tree.num_nodes] = tree.ancestors_BNN
         positions_BN = (lengths_B - padding_B)[:, None] + tree.depth_BN
+        if self._last_position is not None:
+            positions_BN = positions_BN.minimum((self._last_position - padding_B)[:, None])
         return TreeMask(visible_BNS, positions_BN, past, padding_B)
 
     def _one_row_mask(self, tree: TokenTree, past: int) -> TreeMask:
@@ -189,9 +200,13 @@ class DecodingState:
         visible[:, :, -nodes:] = tree.ancestors_BNN
         bias[:, :, -nodes:] = additive(tree.ancestors_BNN, bias.dtype)
         edge = visible.shape[2] - past - nodes
-        return TreeMask(
-            visible[:, :, edge:], tree.depth_BN + past, past, bias_BNS=bias[:, :, edge:]
-        )
+        bias_BNS = bias[:, :, edge:]
+        if device.type != "cpu":
+            bias_BNS = bias_BNS.clone()  # GPU kernels want an aligned beginning
+        positions_BN = tree.depth_BN + past
+        if self._last_position is not None:
+            positions_BN = positions_BN.clamp_max(self._last_position)
+        return TreeMask(visible[:, :, edge:], positions_BN, past, bias_BNS=bias_BNS)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the tree just verified, keep each row's accepted path (node 0 first)."""

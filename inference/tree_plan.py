@@ -46,7 +46,9 @@ def make_drafter(
         ValueError: an unknown form, or a tree that does not fit the heads.
     """
     temperatures = statistics.temperatures if statistics else None
-    kind, _, argument = str(tree).partition(":") if isinstance(tree, int | str) else ("", "", "")
+    words = str(tree) if isinstance(tree, int | str) else ""
+    # A path may hold a colon too.
+    kind, _, argument = (words, "", "") if words.endswith(".json") else words.partition(":")
     if kind == "dynamic" and not chain_only:
         nodes = _count(tree, argument)
         return DynamicMedusaDrafter(heads, nodes, temperatures=temperatures)

@@ -15,6 +15,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,6 +25,7 @@ import torch
 import transformers
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.inference.acceptance import SampleThenMatch
 from medusa_heads.inference.drafters.medusa import DynamicMedusaDrafter, MedusaDrafter
@@ -104,7 +106,11 @@ def tune(
     path = measurement_folder() / f"{_key(target, heads, context, batch_size)}.json"
     costs = None if refresh else _read(path)
     if costs is None or not set(expected) <= set(costs):
-        costs = measure_step_seconds(target, heads, statistics, list(expected), context, batch_size)
+        # Uncompiled where the target would compile: every size would be a graph of its own.
+        with target.uncompiled() if isinstance(target, CompiledTarget) else nullcontext():
+            costs = measure_step_seconds(
+                target, heads, statistics, list(expected), context, batch_size
+            )
         _write(path, costs)
     return [TreeSize(tree, costs[tree], tokens) for tree, tokens in expected.items()]
 
@@ -176,6 +182,7 @@ def _key(target: TargetModel, heads: MedusaHeads, context: int, batch_size: int)
         "target": target.config.to_dict() | {"_name_or_path": None},
         "heads": heads.config.to_dict(),
         "dtype": str(target.dtype),
+        "attention": target.config._attn_implementation,
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
         else f"{platform.machine()} {platform.processor()} {os.cpu_count()} cores",

@@ -228,8 +228,10 @@ class CompiledTarget(TargetModel):
         if self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         with cache.tree_slots(mask.first_slot, tree.num_nodes, tree.tokens_BN.device):
+            # Batch sizes, capacities and tree sizes are graphs of their own, and all wanted.
+            many = torch._dynamo.config.patch(recompile_limit=256)
             try:
-                logits_BNV: Tensor = self._forward(
+                logits_BNV: Tensor = many(self._forward)(
                     input_ids=tree.tokens_BN.contiguous(),
                     position_ids=mask.query_positions_BN,
                     attention_mask=explicit_masks(self.config, mask, self.dtype),

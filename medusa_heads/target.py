@@ -63,8 +63,13 @@ class TargetModel:
         name = str(name_or_path)
         # No hub id looks like this: the hub need not be asked, several times, for many seconds.
         path_like = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if path_like and not Path(name).expanduser().is_dir():
-            raise ValueError(f"expected a causal language model in a folder {name!r}, found none")
+        if path_like:
+            name = str(Path(name).expanduser())
+            if not Path(name).is_dir():
+                raise ValueError(
+                    f"expected a causal language model in a folder {name!r}, found none"
+                )
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
         model: Any
@@ -73,8 +78,10 @@ class TargetModel:
                 model = AutoModelForCausalLM.from_pretrained(
                     name, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
                 )
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(
                 f"expected a causal language model (a hub id or a local folder) at "
                 f"{name!r}: {reason}"

@@ -101,11 +101,17 @@ def main() -> int:
 
 
 def heads_key() -> str:
-    """The configuration, the target's files, this package, the Python whose library is the text."""
+    """The configuration, the target's files, this package's sources, and the Python whose library
+    is the text."""
     digest = hashlib.sha256(f"{metadata.version('medusa-heads')} {corpus_version()}".encode())
-    for file in (CONFIG, *sorted(path for path in TARGET.iterdir() if path.is_file())):
+    sources = [file for room in ("medusa_heads", "training", "inference") for file in _python(room)]
+    for file in (CONFIG, *sorted(path for path in TARGET.iterdir() if path.is_file()), *sources):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def _python(room: str) -> list[Path]:
+    return sorted(Path(room).rglob("*.py"))
 
 
 def report_key() -> str:
@@ -123,7 +129,9 @@ def corpus_version() -> str:
 
 def is_done(stage: Stage) -> bool:
     """Whether the stage finished before, from the same inputs, and its files are still there."""
-    return all(path.is_file() for path in stage.made) and _done().get(stage.name) == stage.key()
+    if not all(path.is_file() for path in (*stage.made, HEADS / "medusa_lm_head.safetensors")):
+        return False
+    return bool(_done().get(stage.name) == stage.key())
 
 
 def remember(stage: Stage) -> None:

@@ -63,9 +63,13 @@ def load_corpus(name: str, split: Literal["train", "held_out"] = "train") -> Dat
         except FileNotFoundError as error:
             raise ValueError(f"the folder {name!r} was not written by save_to_disk") from error
         if isinstance(found, DatasetDict):
-            if "train" not in found:
-                raise ValueError(f"{name!r} has the splits {sorted(found)}, expected 'train'")
-            return found["train"]
+            wanted = ("train",) if split == "train" else ("held_out", "test", "validation")
+            splits = [known for known in wanted if known in found]
+            if not splits:
+                raise ValueError(
+                    f"{name!r} has the splits {sorted(found)}, expected one of {list(wanted)}"
+                )
+            return found[splits[0]]
         return found
     if not path.stat().st_size:
         raise ValueError(f"the corpus {name!r} is empty: give one with text in it")

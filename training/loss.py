@@ -94,7 +94,14 @@ def linear_cross_entropy(
     # Left on, autocast would cast the whole matrix anew for every chunk.
     with torch.autocast(device, enabled=False):
         loss: Tensor = _LinearCrossEntropy.apply(
-            features_ND, weight_VD, bias_V, labels_N, weights_N, compute, rows
+            features_ND,
+            weight_VD,
+            bias_V,
+            labels_N,
+            weights_N,
+            compute,
+            rows,
+            torch.is_grad_enabled(),
         )
     return loss
 
@@ -110,9 +117,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights_N: Tensor,
         compute: torch.dtype,
         chunk_rows: int,
+        learning: bool,
     ) -> Tensor:
         exact = torch.promote_types(torch.float32, compute)
-        want_features, want_weight, want_bias = ctx.needs_input_grad[:3]
+        # Under no_grad autograd still says that gradients are needed.
+        wanted = (need and learning for need in ctx.needs_input_grad[:3])
+        want_features, want_weight, want_bias = wanted
         matrix_VD = weight_VD.to(compute)
         grad_ND = torch.zeros_like(features_ND) if want_features else None
         grad_VD = torch.zeros_like(weight_VD, dtype=exact) if want_weight else None
@@ -158,7 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grads = (
             None if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors
         )
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 @torch.no_grad()

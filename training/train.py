@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import PreTrainedModel, TrainingArguments, set_seed
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.json"
 RUN_FILE = "run.yaml"
+TRAIN: Literal["train"] = "train"
+HELD_OUT: Literal["held_out"] = "held_out"
 
 
 def train_heads(
@@ -155,8 +157,8 @@ def _prepare(
     if eval_dataset is None and dataset == "stdlib":
         eval_dataset = load_corpus("stdlib", "held_out")
     corpora = [
-        load_corpus(corpus) if isinstance(corpus, str) else corpus
-        for corpus in (dataset, eval_dataset)
+        load_corpus(corpus, split) if isinstance(corpus, str) else corpus
+        for corpus, split in ((dataset, TRAIN), (eval_dataset, HELD_OUT))
         if corpus is not None
     ]
     if any("text" in corpus.column_names for corpus in corpora):

@@ -89,6 +89,8 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
     Raises:
         ValueError: a setting, a file, the checkpoint or its target is unusable.
     """
+    if arguments.threads is not None and arguments.threads < 1:
+        raise ValueError(f"threads must be at least 1, got {arguments.threads}")
     if unknown := [dtype for dtype in arguments.dtypes if dtype not in DTYPES]:
         raise ValueError(f"expected dtypes among {', '.join(DTYPES)}, got {unknown[0]!r}")
     from medusa_heads.checkpoint import read_sidecar

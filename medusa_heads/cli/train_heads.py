@@ -62,7 +62,7 @@ def _train(argv: Sequence[str] | None) -> None:
     corpus = load_corpus(to_data.dataset)
     held_out = None
     if to_data.eval_dataset is not None:
-        held_out = load_corpus(to_data.eval_dataset)
+        held_out = load_corpus(to_data.eval_dataset, "held_out")
     elif to_data.dataset == "stdlib":
         held_out = load_corpus("stdlib", "held_out")
     target = TargetModel.from_pretrained(

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
     MaxTimeCriteria,
@@ -268,3 +270,65 @@ def test_transformers_goes_on_from_a_cache_that_grew_while_decoding(medusa: Medu
         do_sample=False,
     )
     assert torch.equal(second, plain(medusa, max_new_tokens=320, do_sample=False))
+
+
+def test_drafts_never_look_beyond_the_context() -> None:
+    """Learned positions end with the context: a tree near its end must not ask for more."""
+    config = GPT2Config(
+        vocab_size=24, n_embd=32, n_layer=2, n_head=2, n_positions=64, eos_token_id=None
+    )
+    torch.manual_seed(0)
+    model: Any = GPT2LMHeadModel(config).eval()
+    model.generation_config.pad_token_id = 0
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=3))
+    near_end = MedusaModel(model, heads, tree="cartesian:2,2,2")
+    ids = torch.randint(1, 24, (2, 50), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    for rows in (1, 2):
+        inputs: Any = {"attention_mask": mask[:rows], "max_new_tokens": 14, "do_sample": False}
+        got: Any = near_end.generate(ids[:rows] * mask[:rows], **inputs)
+        assert torch.equal(got, model.generate(ids[:rows] * mask[:rows], **inputs))
+
+
+def test_a_callers_own_cache_ends_with_what_was_committed(medusa: MedusaModel) -> None:
+    cache = medusa.target.new_cache()
+    options: Any = {"do_sample": False, "past_key_values": cache}
+    first: Any = medusa.generate(**INPUTS, max_new_tokens=15, **options)
+    assert cache.get_seq_length() == first.shape[1] - 1
+    second: Any = medusa.generate(
+        first, attention_mask=torch.ones_like(first), max_new_tokens=25, **options
+    )
+    assert torch.equal(second, plain(medusa, max_new_tokens=40, do_sample=False))
+
+
+def test_only_the_new_tokens_beside_a_cache_are_refused(medusa: MedusaModel) -> None:
+    first: Any = medusa.generate(**INPUTS, max_new_tokens=15, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="pass the whole text"):
+        medusa.generate(
+            first.sequences[:, -1:],
+            attention_mask=torch.ones_like(first.sequences),
+            past_key_values=first.past_key_values,
+            max_new_tokens=5,
+        )
+
+
+def test_a_processor_that_runs_the_model_itself(medusa: MedusaModel) -> None:
+    options: Any = {"max_new_tokens": 30, "do_sample": False, "guidance_scale": 1.5}
+    got: Any = medusa.generate(**INPUTS, **options)
+    assert torch.equal(got, plain(medusa, **options))
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"position_ids": torch.arange(5, 17)[None]}, "position_ids"),
+        ({"inputs_embeds": torch.zeros(1, 12, 64)}, "inputs_embeds"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+    ],
+)
+def test_inputs_that_would_be_forgotten_are_refused(
+    medusa: MedusaModel, extra: Any, named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        medusa.generate(**INPUTS, max_new_tokens=4, **extra)
