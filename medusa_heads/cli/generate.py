@@ -55,6 +55,12 @@ def generate(arguments: GenerateArguments) -> None:
     options = generation_options(arguments, tokenizer)
     warn_if_lossy(model)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    length, limit = inputs["input_ids"].shape[1], model.target.max_positions
+    if limit is not None and length + arguments.max_new_tokens > limit:
+        raise ValueError(
+            f"{length} tokens of prompt and {arguments.max_new_tokens} new ones do not fit the "
+            f"target's context of {limit}: shorten the prompt, or lower --max_new_tokens"
+        )
     torch.manual_seed(arguments.seed)
     model.generate(
         **inputs.to(model.target.device),

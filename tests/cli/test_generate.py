@@ -63,6 +63,10 @@ def test_prompt_from_standard_input(
         (["{}/heads", "--prompt", ""], "the prompt is empty"),
         (["{}/heads", "--prompt", "x", "--target", "nowhere"], "expected a causal language model"),
         (["{}/heads", "--prompt", "x", "--tree", "0"], "tree"),
+        (
+            ["{}/heads", "--prompt", "x", "--max-new-tokens", "9999"],
+            "do not fit the target's context",
+        ),
         (["{}/heads", "--prompt", "x", "--temprature", "1"], "did you mean '--temperature'"),
         (["--prompt", "x"], "--checkpoint is missing"),
         (["{}/heads", "--prompt", "x", "--tau", "1"], "lossless acceptance has no setting"),
