@@ -17,3 +17,15 @@ class UnsupportedArchitecture(ValueError):
         super().__init__(f"{reason}: {suggestion}")
         self.reason = reason
         self.suggestion = suggestion
+
+
+def at_least(arguments: object, least: int, *names: str) -> None:
+    """Check settings: each named attribute is `least` or more.
+
+    Raises:
+        ValueError: the first one that is not, by name.
+    """
+    for name in names:
+        value = getattr(arguments, name)
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")

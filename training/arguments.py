@@ -6,6 +6,8 @@ Field names follow transformers where it has the same thing.
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from medusa_heads.errors import at_least
+
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
@@ -63,7 +65,7 @@ class DataArguments:
     )
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_length")
+        at_least(self, 1, "max_length")
         if not 0 < self.eval_share < 1:
             raise ValueError(f"eval_share must lie between 0 and 1, got {self.eval_share}")
 
@@ -85,7 +87,7 @@ class HeadsArguments:
     )
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "num_heads", "num_layers")
+        at_least(self, 1, "num_heads", "num_layers")
         if not 0 < self.head_loss_decay <= 1:
             raise ValueError(f"head_loss_decay must lie in (0, 1], got {self.head_loss_decay}")
 
@@ -94,48 +96,6 @@ class HeadsArguments:
         from medusa_heads.config import HeadsConfig
 
         return HeadsConfig(self.num_heads, self.num_layers, self.vocab_matrix)
-
-
-@dataclass
-class DistillArguments:
-    """Training on the target's own continuations of the corpus instead of on the corpus."""
-
-    self_distill: bool = field(
-        default=False,
-        metadata={"help": "Let the target continue prompts from the corpus and learn from that."},
-    )
-    num_prompts: int = field(default=2048, metadata={"help": "Prompts drawn from the corpus."})
-    num_eval_prompts: int = field(
-        default=128, metadata={"help": "Prompts drawn from the held-out text."}
-    )
-    prompt_length: int = field(default=64, metadata={"help": "Tokens of a prompt."})
-    continuation_length: int = field(
-        default=128, metadata={"help": "Tokens the target writes after each prompt."}
-    )
-    greedy_share: float = field(
-        default=0.5,
-        metadata={"help": "Share of prompts continued greedily; the others are sampled."},
-    )
-    temperature: float = field(default=0.7, metadata={"help": "Temperature of the sampled share."})
-    generation_batch_size: int = field(
-        default=128, metadata={"help": "Prompts continued at the same time."}
-    )
-    generation_workers: int = field(
-        default=1, metadata={"help": "Processes that share the prompts, on a CPU."}
-    )
-    distill_cache: str | None = field(
-        default=None,
-        metadata={"help": "Folder that keeps the continuations. Default: OUTPUT_DIR/distilled."},
-    )
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "num_prompts", "num_eval_prompts", "prompt_length")
-        _at_least(self, 1, "continuation_length", "generation_batch_size")
-        _at_least(self, 1, "generation_workers")
-        if not 0 <= self.greedy_share <= 1:
-            raise ValueError(f"greedy_share must lie in [0, 1], got {self.greedy_share}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
 
 
 @dataclass
@@ -202,8 +162,8 @@ class OptimisationArguments:
     )
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "per_device_train_batch_size", "per_device_eval_batch_size")
-        _at_least(self, 1, "gradient_accumulation_steps")
+        at_least(self, 1, "per_device_train_batch_size", "per_device_eval_batch_size")
+        at_least(self, 1, "gradient_accumulation_steps")
         if not 0 <= self.warmup_share < 1:
             raise ValueError(f"warmup_share must lie in [0, 1), got {self.warmup_share}")
         if self.learning_rate is not None and self.learning_rate <= 0:
@@ -276,10 +236,3 @@ def _extra_fields(given: dict[str, Any] | str | None, known: set[str]) -> dict[s
                 f"training_args: transformers.TrainingArguments has no field {name!r}{hint}"
             )
     return given
-
-
-def _at_least(arguments: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(arguments, name)
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")

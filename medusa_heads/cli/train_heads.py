@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
+from medusa_heads.inference.regenerate_arguments import DistillArguments
 from medusa_heads.training.arguments import (
     DataArguments,
-    DistillArguments,
     HeadsArguments,
     OptimisationArguments,
     TargetArguments,

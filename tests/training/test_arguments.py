@@ -8,7 +8,6 @@ import pytest
 from medusa_heads.config import HeadsConfig
 from medusa_heads.training.arguments import (
     DataArguments,
-    DistillArguments,
     HeadsArguments,
     OptimisationArguments,
     TargetArguments,
@@ -68,9 +67,6 @@ def test_heads_arguments_make_a_heads_config() -> None:
         (DataArguments, {"eval_share": 1.0}, "eval_share must lie between 0 and 1"),
         (HeadsArguments, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
         (HeadsArguments, {"head_loss_decay": 0.0}, "head_loss_decay must lie in"),
-        (DistillArguments, {"num_prompts": 0}, "num_prompts must be at least 1"),
-        (DistillArguments, {"greedy_share": 1.5}, "greedy_share must lie in"),
-        (DistillArguments, {"temperature": 0.0}, "temperature must be above 0"),
         (OptimisationArguments, {"gradient_accumulation_steps": 0}, "must be at least 1"),
         (OptimisationArguments, {"warmup_share": 1.0}, "warmup_share must lie in"),
         (OptimisationArguments, {"learning_rate": 0.0}, "learning_rate must be above 0"),
