@@ -21,7 +21,7 @@ from transformers import (
 from medusa_heads.checkpoint import load_heads, read_sidecar
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.heads import MedusaHeads
+from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.acceptance import make_rule
 from medusa_heads.inference.capability import capability
 from medusa_heads.inference.engine import decode
@@ -61,7 +61,7 @@ class MedusaModel:
     def __init__(
         self,
         target: TargetModel | PreTrainedModel,
-        heads: MedusaHeads,
+        heads: DraftHeads,
         *,
         statistics: HeadStatistics | None = None,
         tree: TreeSpec = "auto",

@@ -16,8 +16,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from medusa_heads.heads import MedusaHeads
-from medusa_heads.inference.drafters.medusa import DynamicMedusaDrafter, MedusaDrafter
+from medusa_heads.files import replace_file
+from medusa_heads.heads import DraftHeads, HydraHeads
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.dynamic import DynamicDrafter
+from medusa_heads.inference.drafters.hydra import HydraDrafter
+from medusa_heads.inference.drafters.medusa import MedusaDrafter
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.tree import TreeShape, cartesian_choices
 
@@ -27,12 +31,12 @@ TreeSpec = int | str | Choices
 
 def make_drafter(
     tree: TreeSpec,
-    heads: MedusaHeads,
+    heads: DraftHeads,
     statistics: HeadStatistics | None,
     *,
     chain_only: bool = False,
     with_log_probs: bool = False,
-) -> MedusaDrafter | DynamicMedusaDrafter:
+) -> Drafter:
     """The drafter that `tree` asks for; every form but `auto`.
 
     Args:
@@ -51,10 +55,12 @@ def make_drafter(
     kind, _, argument = (words, "", "") if words.endswith(".json") else words.partition(":")
     if kind == "dynamic" and not chain_only:
         nodes = _count(tree, argument)
-        return DynamicMedusaDrafter(heads, nodes, temperatures=temperatures)
+        return DynamicDrafter(heads, nodes, temperatures=temperatures)
     shape = TreeShape.from_choices(_choices(tree, kind, argument, heads, statistics))
     if chain_only:
         shape = shape.chain()
+    if isinstance(heads, HydraHeads):
+        return HydraDrafter(heads, shape, temperatures=temperatures)
     return MedusaDrafter(heads, shape, temperatures=temperatures, with_log_probs=with_log_probs)
 
 
@@ -77,13 +83,11 @@ def read_choices(path: str | os.PathLike[str]) -> list[list[int]]:
 
 def write_choices(path: str | os.PathLike[str], choices: Choices) -> None:
     """Write rank paths as FasterDecoding reads them; beside the place first, then renamed."""
-    staged = Path(path).with_name(f".{Path(path).name}.part")
-    staged.write_text(json.dumps([list(choice) for choice in choices]) + "\n", encoding="utf-8")
-    os.replace(staged, path)
+    replace_file(path, json.dumps([list(choice) for choice in choices]) + "\n")
 
 
 def _choices(
-    tree: TreeSpec, kind: str, argument: str, heads: MedusaHeads, statistics: HeadStatistics | None
+    tree: TreeSpec, kind: str, argument: str, heads: DraftHeads, statistics: HeadStatistics | None
 ) -> Choices:
     depth = heads.config.num_heads
     if not isinstance(tree, int | str):

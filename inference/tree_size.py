@@ -26,9 +26,10 @@ import transformers
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from medusa_heads.compiled import CompiledTarget
-from medusa_heads.heads import MedusaHeads
+from medusa_heads.files import replace_file
+from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.acceptance import SampleThenMatch
-from medusa_heads.inference.drafters.medusa import DynamicMedusaDrafter, MedusaDrafter
+from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.state import DecodingState, Row, StopCheck
 from medusa_heads.inference.tree_plan import make_drafter
 from medusa_heads.statistics import HeadStatistics
@@ -63,7 +64,7 @@ class TreeSize:
 
 def best_tree(
     target: TargetModel,
-    heads: MedusaHeads,
+    heads: DraftHeads,
     statistics: HeadStatistics,
     *,
     context: int = DEFAULT_CONTEXT,
@@ -76,7 +77,7 @@ def best_tree(
 
 def tune(
     target: TargetModel,
-    heads: MedusaHeads,
+    heads: DraftHeads,
     statistics: HeadStatistics,
     *,
     context: int = DEFAULT_CONTEXT,
@@ -127,7 +128,7 @@ def expected_tokens(statistics: HeadStatistics) -> dict[str, float]:
 @torch.inference_mode()
 def measure_step_seconds(
     target: TargetModel,
-    heads: MedusaHeads,
+    heads: DraftHeads,
     statistics: HeadStatistics,
     trees: Sequence[str],
     context: int,
@@ -158,7 +159,7 @@ def measure_step_seconds(
 
 def _time_step(
     target: TargetModel,
-    drafter: MedusaDrafter | DynamicMedusaDrafter,
+    drafter: Drafter,
     rule: SampleThenMatch,
     state: DecodingState,
 ) -> float:
@@ -175,7 +176,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _key(target: TargetModel, heads: MedusaHeads, context: int, batch_size: int) -> str:
+def _key(target: TargetModel, heads: DraftHeads, context: int, batch_size: int) -> str:
     """What a step's time depends on."""
     device: Any = target.device
     facts = {
@@ -215,8 +216,6 @@ def _read(path: Path) -> dict[str, float] | None:
 def _write(path: Path, costs: Mapping[str, float]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_name(f".{path.name}.{os.getpid()}")
-        staged.write_text(json.dumps(dict(costs), indent=2) + "\n", encoding="utf-8")
-        os.replace(staged, path)
+        replace_file(path, json.dumps(dict(costs), indent=2) + "\n")
     except OSError:
         return  # a read-only home: measured again next time

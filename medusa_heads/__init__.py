@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from medusa_heads.config import HeadsConfig
-    from medusa_heads.heads import MedusaHeads
+    from medusa_heads.heads import HydraHeads, MedusaHeads, new_heads
     from medusa_heads.inference.model import MedusaModel
     from medusa_heads.target import TargetModel
     from medusa_heads.training.train import train_heads
@@ -17,18 +17,22 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HeadsConfig",
+    "HydraHeads",
     "MedusaHeads",
     "MedusaModel",
     "TargetModel",
     "__version__",
+    "new_heads",
     "train_heads",
 ]
 
 _HOMES = {
     "HeadsConfig": "medusa_heads.config",
+    "HydraHeads": "medusa_heads.heads",
     "MedusaHeads": "medusa_heads.heads",
     "MedusaModel": "medusa_heads.inference.model",
     "TargetModel": "medusa_heads.target",
+    "new_heads": "medusa_heads.heads",
     "train_heads": "medusa_heads.training.train",
 }
 

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import MedusaHeads
+from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
 
@@ -38,7 +39,7 @@ FORMAT_VERSION = 1
 class LoadedHeads:
     """What a checkpoint folder held."""
 
-    heads: MedusaHeads
+    heads: DraftHeads
     statistics: HeadStatistics | None
     sidecar: dict[str, Any]
 
@@ -58,7 +59,7 @@ def provenance(extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 def save_heads(
     folder: str | os.PathLike[str],
-    heads: MedusaHeads,
+    heads: DraftHeads,
     target: TargetModel,
     *,
     statistics: HeadStatistics | None = None,
@@ -75,7 +76,7 @@ def save_heads(
     folder.mkdir(parents=True, exist_ok=True)
     stored = dtype or target.dtype
     tensors = {
-        name: tensor.detach().to(device="cpu", dtype=stored).contiguous()
+        name: tensor.detach().to("cpu", stored if tensor.is_floating_point() else None).contiguous()
         for name, tensor in heads.state_dict().items()
     }
     config = heads.config
@@ -146,8 +147,9 @@ def load_heads(folder: str | os.PathLike[str], target: TargetModel) -> LoadedHea
             raise ValueError(f"{Path(folder) / SIDECAR_FILE} has no {part!r} part: it is damaged")
     _check_fingerprint(sidecar["target"], target)
     config = HeadsConfig.from_dict(sidecar["heads"])
-    heads = MedusaHeads.from_target(target, config)
-    _load_weights(heads, Path(folder) / WEIGHTS_FILE)
+    tensors = _read_weights(Path(folder) / WEIGHTS_FILE)
+    heads = new_heads(target, config, tensors.get("draft_tokens"))
+    _load_weights(heads, tensors, Path(folder) / WEIGHTS_FILE)
     heads.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     stored = sidecar.get("statistics")
     statistics = HeadStatistics.from_dict(stored) if stored else None
@@ -166,16 +168,19 @@ def _check_fingerprint(expected: Mapping[str, Any], target: TargetModel) -> None
         )
 
 
-def _load_weights(heads: MedusaHeads, path: Path) -> None:
+def _read_weights(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not path.is_file():
         raise ValueError(f"expected the heads' weights at {str(path)!r}, found none")
     try:
-        tensors = load_file(path)
+        return dict(load_file(path))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error}): download or train it anew") from error
+
+
+def _load_weights(heads: DraftHeads, tensors: dict[str, Tensor], path: Path) -> None:
     own = heads.state_dict()
     missing, surplus = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
     if missing or surplus:

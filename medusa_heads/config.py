@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+HeadsKind = Literal["medusa", "hydra"]
 VocabMatrix = Literal["shared", "own"]
+
+RankPath = tuple[int, ...]
+"""A node of a tree by ranks: (0, 2) is head 0's best token, then head 1's third best."""
+
+IGNORED = -100
+"""Label of a token that nothing learns from: a prompt's, padding's."""
 
 
 def head_offset(head: int) -> int:
@@ -21,39 +28,56 @@ def head_offset(head: int) -> int:
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """Shape of a set of Medusa heads (Cai et al. 2024, arXiv:2401.10774, section 2.1).
+    """Shape of a set of heads.
 
     Args:
+        kind: `"medusa"`, heads that predict independently of each other (Cai et al. 2024,
+            arXiv:2401.10774, section 2.1), or `"hydra"`, sequential heads that also see the tokens
+            drafted before theirs (Ankner et al. 2024, arXiv:2402.05109).
         num_heads: K, how many tokens beyond the target's own next token are predicted.
         num_layers: residual blocks in each head.
         vocab_matrix: `"shared"` projects with the target's own frozen lm_head; `"own"` gives each
             head a trainable copy of it.
-        hidden_size: D of the target; filled in by `MedusaHeads.from_target`.
-        vocab_size: V of the target; filled in by `MedusaHeads.from_target`.
+        draft_vocab_size: how many tokens the heads can draft; None for all of the target's. Which
+            ones is stored with the heads.
+        prefix_attention: of hydra heads: a layer of their own attends over the text so far.
+        hidden_size: D of the target; filled in by `from_target`.
+        vocab_size: V of the target; filled in by `from_target`.
 
     Raises:
-        ValueError: a size below one, or an unknown `vocab_matrix`.
+        ValueError: a size below one, an unknown word, or parts that do not go together.
     """
 
+    kind: HeadsKind = "medusa"
     num_heads: int = 4
     num_layers: int = 1
     vocab_matrix: VocabMatrix = "shared"
+    draft_vocab_size: int | None = None
+    prefix_attention: bool = False
     hidden_size: int | None = None
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers", "hidden_size", "vocab_size"):
+        for name in ("num_heads", "num_layers", "draft_vocab_size", "hidden_size", "vocab_size"):
             value = getattr(self, name)
-            optional = name in ("hidden_size", "vocab_size")
-            if optional and value is None:
+            if name not in ("num_heads", "num_layers") and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if self.vocab_matrix not in get_args(VocabMatrix):
-            raise ValueError(
-                f"vocab_matrix must be one of {list(get_args(VocabMatrix))}, "
-                f"got {self.vocab_matrix!r}"
-            )
+        for name, known in (("kind", HeadsKind), ("vocab_matrix", VocabMatrix)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(
+                    f"{name} must be one of {list(get_args(known))}, got {getattr(self, name)!r}"
+                )
+        if self.prefix_attention and self.kind != "hydra":
+            raise ValueError("prefix_attention is a part of hydra heads: set kind to 'hydra' too")
+        if None not in (self.draft_vocab_size, self.vocab_size):
+            assert self.draft_vocab_size is not None and self.vocab_size is not None
+            if self.draft_vocab_size > self.vocab_size:
+                raise ValueError(
+                    f"draft_vocab_size {self.draft_vocab_size} is more than the target's "
+                    f"{self.vocab_size} tokens: leave it out to draft all of them"
+                )
 
     def for_target(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
         """This configuration with the target's sizes filled in.
@@ -73,6 +97,13 @@ class HeadsConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are written to a checkpoint."""
         return asdict(self)
+
+    @property
+    def num_candidates(self) -> int:
+        """How many tokens a head can draft."""
+        size = self.draft_vocab_size or self.vocab_size
+        assert size is not None
+        return size
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HeadsConfig:

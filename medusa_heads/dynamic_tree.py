@@ -1,9 +1,12 @@
 """The best tree for this very step: best-first expansion over the heads' probabilities.
 
-Shapes: B batch, K heads, R ranks, N tree nodes (root included), F frontier, C all candidates.
+Shapes: B batch, F frontier, J tokens of a path, R ranks, N tree nodes (root included), C all
+candidates, S measured positions, K heads.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,42 +15,57 @@ from medusa_heads.tree import TokenTree
 
 DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
 DYNAMIC_SIZES = (3, 7, 11, 15, 23, 31, 47, 63)  # drafted nodes measured when heads are trained
+DYNAMIC_WIDTH = 10  # paths that sequential heads are asked to continue at each level
 
 
 def best_first_tree(
-    roots_B: Tensor, candidates_BKR: Tensor, log_probs_BKR: Tensor, num_drafted: int
+    roots_B: Tensor,
+    guess: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+    num_drafted: int,
+    num_levels: int,
+    width: int | None = None,
 ) -> TokenTree:
     """The tree of `num_drafted` nodes with the largest expected number of accepted tokens.
 
-    Heads predict independently of each other, so a path's probability is the product of its nodes'.
-    A child is never likelier than its parent, hence the likeliest `num_drafted` paths form a tree,
-    and each level need keep no more than that many. All rows are expanded at once, level by level:
-    no loop over nodes.
+    A path's probability is the product of its nodes'. A child is never likelier than its parent,
+    hence the likeliest `num_drafted` paths form a tree, and each level need keep no more than that
+    many. All rows are expanded at once, level by level: no loop over nodes.
 
     Args:
         roots_B: last committed token of each row.
-        candidates_BKR: each head's best tokens, best first.
-        log_probs_BKR: their log-probabilities.
-        num_drafted: nodes besides the root; at most the K levels' sum of R**level.
+        guess: see guesses.py.
+        num_drafted: nodes besides the root; at most as many as the guesses make.
+        num_levels: the deepest path.
+        width: of each level only so many paths, the likeliest, are asked to go on; where asking
+            costs, little is lost by it. Default: all that could matter.
 
     Returns:
         A tree per row, all of the same size; nodes in order of depth.
     """
-    batch, heads, ranks = candidates_BKR.shape
-    device = roots_B.device
+    batch, device = len(roots_B), roots_B.device
     scores_BF = torch.zeros(batch, 1, device=device)
     places_BF = torch.zeros(batch, 1, dtype=torch.long, device=device)  # among all candidates
+    paths_BFJ = roots_B[:, None, None]
     scores, parents, tokens, depths = [scores_BF], [places_BF - 1], [roots_B[:, None]], [0]
     added = 1
-    for level in range(heads):
-        expanded_BFR = scores_BF[:, :, None] + log_probs_BKR[:, level, None, :].float()
+    for level in range(num_levels):
+        tokens_BFR, log_probs_BFR = guess(level, paths_BFJ)
+        ranks = tokens_BFR.shape[2]
+        expanded_BFR = scores_BF[:, :, None] + log_probs_BFR.float()
         kept = min(num_drafted, expanded_BFR.shape[1] * ranks)
         scores_BF, flat_BF = expanded_BFR.flatten(1).topk(kept, dim=1)
-        parents.append(places_BF.gather(1, flat_BF // ranks))
-        tokens.append(candidates_BKR[:, level].gather(1, flat_BF % ranks))
-        places_BF = torch.arange(added, added + kept, device=device).expand(batch, -1)
+        above_BF = flat_BF // ranks
+        parents.append(places_BF.gather(1, above_BF))
+        tokens_BF = tokens_BFR.flatten(1).gather(1, flat_BF)
+        tokens.append(tokens_BF)
         scores.append(scores_BF)
         depths += [level + 1] * kept
+        # topk sorts: the likeliest come first.
+        wide = min(width or kept, kept)
+        places_BF = torch.arange(added, added + wide, device=device).expand(batch, -1)
+        scores_BF = scores_BF[:, :wide]
+        index_BFJ = above_BF[:, :wide, None].expand(-1, -1, level + 1)
+        paths_BFJ = torch.cat([paths_BFJ.gather(1, index_BFJ), tokens_BF[:, :wide, None]], dim=2)
         added += kept
     depth_C = torch.tensor(depths, device=device)
     # Where a child is as likely as its parent (probability 1), the parent must come first.
@@ -64,7 +82,7 @@ def best_first_tree(
         tokens_BN=torch.cat(tokens, dim=1).gather(1, chosen_BN),
         parents_BN=parents_BN,
         depth_BN=depth_C[chosen_BN],
-        ancestors_BNN=_ancestors(above_BN, heads),
+        ancestors_BNN=_ancestors(above_BN, num_levels),
         log_probs_BN=path_scores_BN - path_scores_BN.gather(1, above_BN),
     )
 
@@ -83,28 +101,25 @@ def _ancestors(above_BN: Tensor, max_depth: int) -> Tensor:
     return ancestors_BNN
 
 
-def expected_tokens_per_step(
-    log_probs_SKR: Tensor, ranks_SK: Tensor, num_drafted: int, chunk: int = 1024
-) -> float:
-    """1 + the mean number of accepted nodes of dynamic trees at measured positions.
+def accepted_by_size(tree: TokenTree, true_BK: Tensor, sizes: Sequence[int]) -> list[int]:
+    """How many drafted nodes of best-first trees of each size would have been accepted.
+
+    The likeliest n nodes of a larger tree are the tree of n nodes, so one proposal answers for all
+    sizes.
 
     Args:
-        log_probs_SKR: at S positions, each head's calibrated log-probabilities, best first.
-        ranks_SK: the rank of the true token under each head.
-        num_drafted: nodes of each tree besides the root.
-        chunk: positions handled at a time, which bounds memory and nothing else.
+        tree: the largest tree.
+        true_BK: the tokens that did follow the root.
+        sizes: drafted nodes.
+
+    Returns:
+        Accepted nodes of all rows together, by size.
     """
-    positions, heads, ranks = log_probs_SKR.shape
-    accepted = 0
-    for start in range(0, positions, chunk):
-        log_probs_BKR = log_probs_SKR[start : start + chunk]
-        true_BK = ranks_SK[start : start + chunk]
-        batch = len(log_probs_BKR)
-        own_ranks_BKR = torch.arange(ranks, device=true_BK.device).expand(batch, heads, ranks)
-        roots_B = true_BK.new_zeros(batch)
-        tree = best_first_tree(roots_B, own_ranks_BKR, log_probs_BKR, num_drafted)
-        right_BN = tree.tokens_BN == true_BK.gather(1, (tree.depth_BN - 1).clamp_min(0))
-        right_BN[:, 0] = True
-        kept_BN = ~(~right_BN[:, None] & tree.ancestors_BNN).any(-1)
-        accepted += int(kept_BN[:, 1:].sum())
-    return 1 + accepted / positions
+    assert tree.log_probs_BN is not None
+    right_BN = tree.tokens_BN == true_BK.gather(1, (tree.depth_BN - 1).clamp_min(0))
+    right_BN[:, 0] = True
+    kept_BN = ~(~right_BN[:, None] & tree.ancestors_BNN).any(-1)
+    path_scores_BN = (tree.log_probs_BN[:, None] * tree.ancestors_BNN).sum(-1)
+    order_BN = (path_scores_BN - 1e-6 * tree.depth_BN).argsort(dim=1, descending=True, stable=True)
+    kept_by_rank_BN = kept_BN.gather(1, order_BN)
+    return [int(kept_by_rank_BN[:, 1 : size + 1].sum()) for size in sizes]

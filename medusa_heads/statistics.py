@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-Path = tuple[int, ...]
+from medusa_heads.config import RankPath
 
 MAX_RANK = 16  # deeper ranks are too rare to enter any tree that pays
 MAX_NODES = 256  # the largest tree a checkpoint's statistics describe
@@ -43,7 +43,7 @@ class HeadStatistics:
         num_heads: int,
         positions: int,
         top_k_hits: Sequence[Sequence[int]],
-        paths: Sequence[tuple[Path, int]],
+        paths: Sequence[tuple[RankPath, int]],
         temperatures: Sequence[float] | None = None,
         dynamic_tokens_per_step: Mapping[int, float] | None = None,
     ) -> None:
@@ -71,9 +71,9 @@ class HeadStatistics:
             [int((complete_SK[:, i] < k).sum()) for k in range(1, MAX_RANK + 1)]
             for i in range(complete_SK.shape[1])
         ]
-        counts: Counter[Path] = Counter()
+        counts: Counter[RankPath] = Counter()
         for ranks in complete_SK.tolist():
-            path: Path = ()
+            path: RankPath = ()
             for rank in ranks:
                 if rank >= MAX_RANK:
                     break
@@ -89,7 +89,7 @@ class HeadStatistics:
         """For each head, the share of positions whose true token was among its top k."""
         return [hits[k - 1] / self.positions for hits in self.top_k_hits]
 
-    def choices(self, num_nodes: int) -> list[Path]:
+    def choices(self, num_nodes: int) -> list[RankPath]:
         """Paths of the best static tree of `num_nodes` nodes (the root not counted), best first.
 
         Fewer are returned where the measured text never went further.
@@ -143,7 +143,7 @@ class HeadStatistics:
                 f"head statistics need one temperature above 0 for each of {read.num_heads} heads, "
                 f"got {read.temperatures}"
             )
-        known: set[Path] = {()}
+        known: set[RankPath] = {()}
         for path, _ in read.paths:
             if path[:-1] not in known or len(path) > read.num_heads or min(path) < 0:
                 raise ValueError(f"head statistics hold the path {list(path)} without its parent")
@@ -151,7 +151,7 @@ class HeadStatistics:
         return read
 
 
-def simulate_tokens_per_step(ranks: Iterable[Tensor], choices: Sequence[Path]) -> float:
+def simulate_tokens_per_step(ranks: Iterable[Tensor], choices: Sequence[RankPath]) -> float:
     """Tokens per step that a static tree would have reached on measured sequences.
 
     Each sequence's ranks [T, K] are walked as decoding would walk them: at a position, descend
@@ -165,7 +165,7 @@ def simulate_tokens_per_step(ranks: Iterable[Tensor], choices: Sequence[Path]) -
         rows = ranks_TK.tolist()
         t = 0
         while t < len(rows) and min(rows[t]) >= 0:
-            path: Path = ()
+            path: RankPath = ()
             for rank in rows[t]:
                 if (*path, rank) not in tree:
                     break

@@ -101,6 +101,10 @@ class TargetModel:
         """The model's lm_head, a linear module."""
         return self.model.get_output_embeddings()
 
+    def get_input_embeddings(self) -> Any:
+        """The model's token embeddings."""
+        return self.model.get_input_embeddings()
+
     @property
     def config(self) -> Any:
         """The configuration of the text decoder (of a multimodal model, its text part)."""

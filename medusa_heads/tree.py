@@ -24,7 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-Path = tuple[int, ...]
+from medusa_heads.config import RankPath
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TreeShape:
         depth: length of each node's path.
     """
 
-    def __init__(self, choices: Sequence[Path]) -> None:
+    def __init__(self, choices: Sequence[RankPath]) -> None:
         self.choices = list(choices)
         index = {(): 0} | {path: i for i, path in enumerate(self.choices, start=1)}
         self.parents = [-1] + [index[path[:-1]] for path in self.choices]
@@ -151,7 +151,7 @@ class TreeShape:
         return {}
 
 
-def cartesian_choices(ranks_per_head: Sequence[int]) -> list[Path]:
+def cartesian_choices(ranks_per_head: Sequence[int]) -> list[RankPath]:
     """Every combination of the first `ranks_per_head[i]` candidates of each head i.
 
     Source: Medusa (arXiv:2401.10774), section 2.1.2.
@@ -161,8 +161,8 @@ def cartesian_choices(ranks_per_head: Sequence[int]) -> list[Path]:
     """
     if any(count < 1 for count in ranks_per_head):
         raise ValueError(f"every head needs at least 1 candidate, got {list(ranks_per_head)}")
-    choices: list[Path] = []
-    level: list[Path] = [()]
+    choices: list[RankPath] = []
+    level: list[RankPath] = [()]
     for count in ranks_per_head:
         level = [(*path, rank) for path in level for rank in range(count)]
         choices += level

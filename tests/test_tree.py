@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_heads.tree import Path, TokenTree, TreeShape, cartesian_choices
+from medusa_heads.config import RankPath
+from medusa_heads.tree import TokenTree, TreeShape, cartesian_choices
 
 # The tree in the docstring of medusa_heads/tree.py:
 #   0:the --- 1:cat --- 3:sat --- 6:on
@@ -66,7 +67,7 @@ def test_cartesian_choices() -> None:
         ([(-1,)], "at least 0"),
     ],
 )
-def test_bad_choices_are_refused(choices: list[Path], message: str) -> None:
+def test_bad_choices_are_refused(choices: list[RankPath], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TreeShape.from_choices(choices)
 
@@ -77,7 +78,7 @@ def test_cartesian_refuses_zero_candidates() -> None:
 
 
 @st.composite
-def prefix_closed_paths(draw: st.DrawFn) -> list[Path]:
+def prefix_closed_paths(draw: st.DrawFn) -> list[RankPath]:
     paths = draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)))
     closed = {path[:end] for path in paths for end in range(1, len(path) + 1)}
     return draw(st.permutations(sorted(closed)))
@@ -85,7 +86,7 @@ def prefix_closed_paths(draw: st.DrawFn) -> list[Path]:
 
 @settings(deadline=None, max_examples=100)
 @given(prefix_closed_paths())
-def test_every_tree_is_well_formed(choices: list[Path]) -> None:
+def test_every_tree_is_well_formed(choices: list[RankPath]) -> None:
     shape = TreeShape.from_choices(choices)
     assert sorted(shape.choices) == sorted(choices)
     assert shape.parents[0] == -1 and shape.depth[0] == 0

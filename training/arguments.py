@@ -74,6 +74,10 @@ class DataArguments:
 class HeadsArguments:
     """What the heads look like."""
 
+    kind: Literal["medusa", "hydra"] = field(
+        default="medusa",
+        metadata={"help": "medusa: independent heads; hydra: each also sees the drafts before it."},
+    )
     num_heads: int = field(
         default=4, metadata={"help": "Heads; each looks one token further ahead."}
     )
@@ -81,6 +85,16 @@ class HeadsArguments:
     vocab_matrix: Literal["shared", "own"] = field(
         default="shared",
         metadata={"help": "Project with the target's lm_head, or with a trained copy a head."},
+    )
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Draft only so many tokens, the training text's commonest. Default: all."
+        },
+    )
+    prefix_attention: bool = field(
+        default=False,
+        metadata={"help": "Of hydra: a layer of its own attends over the text so far."},
     )
     head_loss_decay: float = field(
         default=0.8, metadata={"help": "Head i counts decay**i in the loss."}
@@ -95,7 +109,14 @@ class HeadsArguments:
         """The same as a HeadsConfig."""
         from medusa_heads.config import HeadsConfig
 
-        return HeadsConfig(self.num_heads, self.num_layers, self.vocab_matrix)
+        return HeadsConfig(
+            kind=self.kind,
+            num_heads=self.num_heads,
+            num_layers=self.num_layers,
+            vocab_matrix=self.vocab_matrix,
+            draft_vocab_size=self.draft_vocab_size,
+            prefix_attention=self.prefix_attention,
+        )
 
 
 @dataclass

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from medusa_heads.heads import MedusaHeads
-from medusa_heads.training.rows import IGNORED
+from medusa_heads.config import IGNORED
+from medusa_heads.heads import DraftHeads
+from medusa_heads.training.rows import SupervisedRows
 
 # Logits held at a time. On a CPU a chunk should stay near the caches, on a GPU it should fill it.
 CHUNK_LOGITS_CPU = 1 << 20
@@ -25,9 +26,9 @@ CHUNK_LOGITS_GPU = 1 << 26
 
 
 def heads_loss(
-    heads: MedusaHeads,
-    hidden_RD: Tensor,
-    labels_RK: Tensor,
+    heads: DraftHeads,
+    features_RKD: Tensor,
+    rows: SupervisedRows,
     *,
     decay: float = 0.8,
     num_items: Tensor | int,
@@ -36,15 +37,15 @@ def heads_loss(
 
     Args:
         heads: whose parameters get the gradients.
-        hidden_RD: the target's hidden states at the supervised rows.
-        labels_RK: true token of each head, -100 where it has none.
+        features_RKD: what the heads made of the supervised rows.
+        rows: their labels.
         decay: weight of head i + 1 relative to head i.
         num_items: the divisor, counted over ALL micro-batches of an optimiser step.
 
     Returns:
         A scalar in fp32; 0 with zero gradients where nothing is supervised.
     """
-    features_RKD = heads.features(hidden_RD)
+    labels_RK = heads.draft_ids(rows.labels_RK)
     num_heads = labels_RK.shape[1]
     exponents_K = torch.arange(num_heads, device=labels_RK.device, dtype=torch.float32)
     weights_RK = torch.pow(decay, exponents_K).expand(labels_RK.shape)
@@ -172,29 +173,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 @torch.no_grad()
-def head_ranks(heads: MedusaHeads, hidden_RD: Tensor, labels_RK: Tensor, max_rank: int) -> Tensor:
+def head_ranks(heads: DraftHeads, hidden_RD: Tensor, rows: SupervisedRows, max_rank: int) -> Tensor:
     """The rank each head gave the true token: 0 for its top-1, `max_rank` for all at or beyond.
 
-    Equal logits, common in bf16, rank by token id. Chunked over rows like the loss.
+    Equal logits, common in bf16, rank by token id; a token that the heads cannot draft ranks last.
+    Chunked over rows like the loss.
 
     Returns:
-        ranks_RK, int64, -100 where `labels_RK` is.
+        ranks_RK, int64, -100 where the rows' labels are.
     """
+    labels_RK = rows.labels_RK
+    drafted_RK = heads.draft_ids(labels_RK)
     ranks_RK = torch.full_like(labels_RK, IGNORED)
-    rows = _chunk_rows(heads.vocab_matrix(0)[0])
-    for start in range(0, len(labels_RK), rows):
-        chunk = slice(start, start + rows)
-        features_CKD = heads.features(hidden_RD[chunk])
+    size = _chunk_rows(heads.vocab_matrix(0)[0])
+    for start in range(0, len(labels_RK), size):
+        chunk = slice(start, start + size)
+        features_CKD = heads.features(hidden_RD[chunk], rows.tokens_RK[chunk])
         for i in range(labels_RK.shape[1]):
             weight_VD, bias_V = heads.vocab_matrix(i)
-            label_C1 = labels_RK[chunk, i : i + 1]
-            known_C = (label_C1 != IGNORED).squeeze(1)
-            label_C1 = label_C1.clamp(min=0)
+            known_C = labels_RK[chunk, i] != IGNORED
+            drafted_C1 = drafted_RK[chunk, i : i + 1]
+            label_C1 = drafted_C1.clamp(min=0)
             logits_CV = F.linear(features_CKD[:, i].to(weight_VD.dtype), weight_VD, bias_V)
             true_C1 = logits_CV.gather(1, label_C1)
             tokens_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
             ahead_CV = (logits_CV > true_C1) | ((logits_CV == true_C1) & (tokens_V < label_C1))
             rank_C = ahead_CV.sum(dim=1).clamp(max=max_rank)
+            rank_C = rank_C.where(drafted_C1[:, 0] != IGNORED, max_rank)
             ranks_RK[chunk, i] = rank_C.where(known_C, IGNORED)
     return ranks_RK
 

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from medusa_heads.checkpoint import provenance, save_heads
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import MedusaHeads
+from medusa_heads.files import replace_file
+from medusa_heads.heads import DraftHeads, frequent_tokens, new_heads
 from medusa_heads.target import TargetModel
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.calibration import calibrate
@@ -29,6 +30,7 @@ from medusa_heads.training.data import (
 )
 from medusa_heads.training.metrics import rank_statistics
 from medusa_heads.training.trainer import HeadsTrainer
+from medusa_heads.training.vocabulary import count_tokens
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -54,7 +56,7 @@ def train_heads(
     head_loss_decay: float = 0.8,
     resume_from_checkpoint: str | None = None,
     record: Mapping[str, Any] | None = None,
-) -> MedusaHeads:
+) -> DraftHeads:
     """Train heads and write a checkpoint folder with their measured statistics.
 
     `output_dir` gets the checkpoint, `metrics.json` (held-out figures), `run.yaml` (what was run on
@@ -100,7 +102,11 @@ def train_heads(
     )
 
     set_seed(args.seed)
-    heads = MedusaHeads.from_target(target, config)
+    draft_tokens = None
+    if config.draft_vocab_size is not None:
+        counts_V = count_tokens(rows, target.vocab_size)
+        draft_tokens = frequent_tokens(counts_V, config.draft_vocab_size)
+    heads = new_heads(target, config, draft_tokens)
     before = target.weights_digest()
     trainer = HeadsTrainer(heads, target, args, rows, held_out, head_loss_decay=head_loss_decay)
     outcome = trainer.train(resume_from_checkpoint=checkpoint)
@@ -128,8 +134,8 @@ def train_heads(
             **(measured.metrics or {}),
             "steps": trainer.state.global_step,
         }
-        _write(output / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
-        _write(output / RUN_FILE, _to_yaml(history))
+        replace_file(output / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
+        replace_file(output / RUN_FILE, _to_yaml(history))
     return heads
 
 
@@ -194,10 +200,3 @@ def _to_yaml(content: Mapping[str, Any]) -> str:
     # Through JSON: provenance is plain data, and nothing else should get in.
     text: str = yaml.safe_dump(json.loads(json.dumps(content)), sort_keys=False)
     return text
-
-
-def _write(path: Path, text: str) -> None:
-    """Beside its place first, then renamed: a reader never sees half a file."""
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import EvalPrediction, ProgressCallback, Trainer, TrainingArguments
 
-from medusa_heads.heads import MedusaHeads
+from medusa_heads.config import IGNORED
+from medusa_heads.heads import DraftHeads
 from medusa_heads.statistics import MAX_RANK
 from medusa_heads.target import TargetModel
 from medusa_heads.training.data import collate
 from medusa_heads.training.loss import head_ranks, heads_loss
 from medusa_heads.training.metrics import describe, rank_metrics
-from medusa_heads.training.rows import IGNORED, gather_hidden, supervised_rows
+from medusa_heads.training.rows import SupervisedRows, encode_rows, supervised_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,13 +34,21 @@ class HeadsObjective(nn.Module):
 
     accepts_loss_kwargs = True  # the divisor is given: the Trainer must not average once more
 
-    def __init__(self, heads: MedusaHeads, decay: float) -> None:
+    def __init__(self, heads: DraftHeads, decay: float) -> None:
         super().__init__()
         self.heads = heads
         self.decay = decay
 
-    def forward(self, hidden_RD: Tensor, labels_RK: Tensor, num_items: Tensor | int) -> Tensor:
-        return heads_loss(self.heads, hidden_RD, labels_RK, decay=self.decay, num_items=num_items)
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        inputs: Mapping[str, Tensor],
+        rows: SupervisedRows,
+        num_items: Tensor | int,
+    ) -> Tensor:
+        hidden_RD = encode_rows(self.heads, hidden_BTD, inputs, rows)
+        features_RKD = self.heads.features(hidden_RD, rows.tokens_RK)
+        return heads_loss(self.heads, features_RKD, rows, decay=self.decay, num_items=num_items)
 
 
 class HeadsTrainer(Trainer):
@@ -60,7 +69,7 @@ class HeadsTrainer(Trainer):
 
     def __init__(
         self,
-        heads: MedusaHeads,
+        heads: DraftHeads,
         target: TargetModel,
         args: TrainingArguments,
         train_dataset: Dataset,
@@ -95,10 +104,10 @@ class HeadsTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The heads' loss over `num_items_in_batch` generated tokens, those of the whole step."""
-        hidden_RD, labels_RK, _ = self._supervised(inputs)
+        hidden_BTD, rows = self._supervised(inputs)
         counted = num_items_in_batch is not None
         items = num_items_in_batch if counted else (inputs["labels"] != IGNORED).sum()
-        loss = model(hidden_RD, labels_RK, items)
+        loss = model(hidden_BTD, inputs, rows, items)
         if counted and self.args.average_tokens_across_devices:
             # The count is over all processes, and DDP averages gradients: undo the average.
             loss = loss * self.accelerator.num_processes
@@ -115,22 +124,26 @@ class HeadsTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         labels_BT = inputs["labels"]
         with torch.no_grad(), self.compute_loss_context_manager():
-            hidden_RD, labels_RK, rows_R = self._supervised(inputs)
-            loss = model(hidden_RD, labels_RK, (labels_BT != IGNORED).sum())
+            hidden_BTD, rows = self._supervised(inputs)
+            loss = model(hidden_BTD, inputs, rows, (labels_BT != IGNORED).sum())
             if prediction_loss_only:
                 return loss, None, None
             heads = self.accelerator.unwrap_model(model).heads
-            ranks_RK = head_ranks(heads, hidden_RD, labels_RK, MAX_RANK)
-        ranks_BTK = labels_BT.new_full((*labels_BT.shape, labels_RK.shape[1]), IGNORED)
-        ranks_BTK.view(-1, labels_RK.shape[1])[rows_R] = ranks_RK
+            hidden_RD = encode_rows(heads, hidden_BTD, inputs, rows)
+            ranks_RK = head_ranks(heads, hidden_RD, rows, MAX_RANK)
+        ranks_BTK = labels_BT.new_full((*labels_BT.shape, ranks_RK.shape[1]), IGNORED)
+        ranks_BTK.view(-1, ranks_RK.shape[1])[rows.positions_R] = ranks_RK
         return loss, ranks_BTK, labels_BT
 
-    def _supervised(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden_RD, labels_RK and rows_R of a batch: the target runs, then rows are gathered."""
+    def _supervised(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, SupervisedRows]:
+        """The target's hidden states of a batch, and where heads learn from them."""
         num_heads = self.accelerator.unwrap_model(self.model).heads.config.num_heads
-        rows_R, labels_RK = supervised_rows(inputs["labels"], num_heads)
-        hidden_BTD = self.target.hidden(inputs["input_ids"], inputs["attention_mask"])
-        return gather_hidden(hidden_BTD, rows_R), labels_RK, rows_R
+        positions_BT = inputs.get("position_ids")
+        rows = supervised_rows(inputs["input_ids"], inputs["labels"], num_heads, positions_BT)
+        hidden_BTD = self.target.hidden(
+            inputs["input_ids"], inputs.get("attention_mask"), positions_BT
+        )
+        return hidden_BTD, rows
 
 
 class ReadableProgress(ProgressCallback):

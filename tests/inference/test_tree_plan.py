@@ -11,7 +11,8 @@ import torch
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.inference import tree_size
-from medusa_heads.inference.drafters.medusa import DynamicMedusaDrafter, MedusaDrafter
+from medusa_heads.inference.drafters.dynamic import DynamicDrafter
+from medusa_heads.inference.drafters.medusa import MedusaDrafter
 from medusa_heads.inference.tree_plan import TreeSpec, make_drafter, read_choices, write_choices
 from medusa_heads.inference.tree_size import CACHE_VARIABLE, TreeSize, best_tree, tune
 from medusa_heads.statistics import HeadStatistics
@@ -60,7 +61,7 @@ def test_static_trees_come_from_statistics(
 
 def test_dynamic_trees(heads: MedusaHeads, statistics: HeadStatistics) -> None:
     drafter = make_drafter("dynamic:20", heads, statistics)
-    assert isinstance(drafter, DynamicMedusaDrafter)
+    assert isinstance(drafter, DynamicDrafter)
     assert drafter.num_nodes == 21
 
 

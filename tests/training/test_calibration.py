@@ -7,7 +7,6 @@ import torch
 from datasets import Dataset
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
-from medusa_heads.dynamic_tree import best_first_tree, expected_tokens_per_step
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.training.calibration import calibrate
 from tests.conftest import TinyLlama
@@ -30,27 +29,3 @@ def test_the_true_temperature_is_found(tiny_llama: TinyLlama, temperature: float
     statistics = HeadStatistics.from_ranks(torch.zeros(4, 1, dtype=torch.long))
     calibrate(statistics, heads, target, rows)
     assert statistics.temperatures[0] == pytest.approx(temperature, rel=0.12)
-
-
-def test_expected_tokens_match_a_walk_by_hand() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits_SKR = torch.randn(50, 3, 5, generator=generator)
-    log_probs_SKR = logits_SKR.log_softmax(-1).sort(descending=True).values
-    ranks_SK = torch.randint(0, 6, (50, 3), generator=generator)
-    accepted = 0
-    for s in range(50):
-        tokens = torch.arange(5).expand(1, 3, 5)
-        tree = best_first_tree(torch.zeros(1).long(), tokens, log_probs_SKR[s : s + 1], 12)
-        node = 0
-        for rank in ranks_SK[s].tolist():
-            children = [
-                c
-                for c in range(1, 13)
-                if tree.parents_BN[0, c] == node and tree.tokens_BN[0, c] == rank
-            ]
-            if not children:
-                break
-            node = children[0]
-            accepted += 1
-    measured = expected_tokens_per_step(log_probs_SKR, ranks_SK, 12, chunk=7)
-    assert measured == pytest.approx(1 + accepted / 50)

@@ -1,0 +1,32 @@
+"""The kinds of heads, one file each, and the registry that finds them by name."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads.base import DraftHeads, HasVocabulary, frequent_tokens
+from medusa_heads.heads.hydra import HydraHeads
+from medusa_heads.heads.medusa import MedusaHeads
+
+__all__ = [
+    "KINDS",
+    "DraftHeads",
+    "HasVocabulary",
+    "HydraHeads",
+    "MedusaHeads",
+    "frequent_tokens",
+    "new_heads",
+]
+
+KINDS: dict[str, type[DraftHeads]] = {cls.kind: cls for cls in (MedusaHeads, HydraHeads)}
+
+
+def new_heads(
+    target: HasVocabulary,
+    config: HeadsConfig | None = None,
+    draft_tokens: Tensor | None = None,
+) -> DraftHeads:
+    """Fresh heads of the kind that `config` names; see `DraftHeads.from_target`."""
+    config = config or HeadsConfig()
+    return KINDS[config.kind].from_target(target, config, draft_tokens)

@@ -1,0 +1,261 @@
+"""What all kinds of heads have in common: their target's vocabulary, whole or reduced.
+
+Shapes: R rows (any leading dimensions), B batch, T tokens, K heads, D hidden, V vocabulary (of the
+heads, which may be smaller than the target's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medusa_heads.config import IGNORED, HeadsConfig
+
+AnyHeads = TypeVar("AnyHeads", bound="DraftHeads")
+
+
+class HasVocabulary(Protocol):
+    """What heads need of a target: a TargetModel, or any transformers causal LM."""
+
+    def get_output_embeddings(self) -> Any:
+        """The lm_head: a module with `weight` [V, D] and `bias` [V] or None."""
+
+
+class ResBlock(nn.Module):
+    """`x + SiLU(W x + b)`, the identity while W and b are zero, as they start."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        return x_RD + F.silu(self.linear(x_RD))
+
+
+class DraftHeads(nn.Module):
+    """K heads over a frozen target. Head i predicts token t + 2 + i from h_t.
+
+    Fresh heads predict exactly what the target's lm_head does. The state dict holds what is trained
+    and nothing of the target: `{i}.{l}...` of each head's blocks, with own vocabulary matrices
+    `{i}.{L}.weight` [V, D] (and `{i}.{L}.bias` [V] where the target's lm_head has one), and with a
+    reduced vocabulary `draft_tokens` [V].
+
+    Attributes:
+        config: the heads' shape.
+        draft_tokens: token id of each entry of a reduced vocabulary, ascending; else None.
+    """
+
+    kind: str
+    sequential = False  # whether a head also sees the tokens drafted before its own
+    draft_tokens: Tensor | None
+
+    def __init__(self, config: HeadsConfig) -> None:
+        if config.hidden_size is None or config.vocab_size is None:
+            raise ValueError(
+                "the heads' hidden_size and vocab_size are not known yet: use "
+                f"{type(self).__name__}.from_target(target, config), which reads them off the "
+                "target"
+            )
+        assert config.kind == self.kind
+        super().__init__()
+        self.config = config
+        self._shared: tuple[Tensor, Tensor | None] | None = None
+        tokens_V = None
+        if config.draft_vocab_size is not None:
+            tokens_V = torch.arange(config.draft_vocab_size)
+        self.register_buffer("draft_tokens", tokens_V)
+        for i in range(config.num_heads):
+            blocks = self._blocks(i)
+            if config.vocab_matrix == "own":
+                blocks.append(nn.Linear(config.hidden_size, config.num_candidates, bias=False))
+            # Named "0", "1", ... as in FasterDecoding's checkpoints.
+            self.add_module(str(i), nn.Sequential(*blocks))
+
+    def _blocks(self, head: int) -> list[nn.Module]:
+        """The residual blocks of a head: `config.num_layers` of them."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_target(
+        cls: type[AnyHeads],
+        target: HasVocabulary,
+        config: HeadsConfig | None = None,
+        draft_tokens: Tensor | None = None,
+    ) -> AnyHeads:
+        """Fresh fp32 heads on the target's device; each predicts exactly what its lm_head does.
+
+        Args:
+            target: whose sizes, vocabulary and device the heads take.
+            config: their shape.
+            draft_tokens: the tokens that can be drafted, `config.draft_vocab_size` ids; see
+                `frequent_tokens`.
+
+        Raises:
+            ValueError: `config` or `draft_tokens` do not fit the target or each other.
+        """
+        weight_VD, bias_V = vocabulary(target)
+        vocab_size, hidden_size = weight_VD.shape
+        config = (config or HeadsConfig(kind=cls.kind)).for_target(hidden_size, vocab_size)  # type: ignore[arg-type]
+        heads = cls(config).to(device=weight_VD.device, dtype=torch.float32)
+        heads._choose(draft_tokens)
+        heads.share(target)
+        if config.vocab_matrix == "own":
+            for i in range(config.num_heads):
+                out = heads._own(i)
+                with torch.no_grad():
+                    out.weight.copy_(heads._drafted(weight_VD))
+                if bias_V is not None:
+                    out.bias = nn.Parameter(heads._drafted(bias_V).to(out.weight.dtype, copy=True))
+        return heads
+
+    def _choose(self, draft_tokens: Tensor | None) -> None:
+        size = self.config.draft_vocab_size
+        if size is None and draft_tokens is None:
+            return
+        if size is None or draft_tokens is None or draft_tokens.shape != (size,):
+            got = None if draft_tokens is None else list(draft_tokens.shape)
+            raise ValueError(
+                f"a reduced vocabulary needs draft_vocab_size and as many draft_tokens, got {size} "
+                f"and {got}: choose them with frequent_tokens"
+            )
+        ordered_V = draft_tokens.to(torch.long).unique()
+        if (
+            len(ordered_V) < size
+            or ordered_V[0] < 0
+            or ordered_V[-1] >= (self.config.vocab_size or 0)
+        ):
+            raise ValueError(
+                f"draft_tokens must be {size} different ids from 0 to "
+                f"{(self.config.vocab_size or 0) - 1}"
+            )
+        assert self.draft_tokens is not None
+        self.draft_tokens.copy_(ordered_V)
+
+    def share(self, target: HasVocabulary) -> None:
+        """Project with this target's vocabulary matrix. It stays the target's: neither a parameter
+        of the heads nor part of their state dict.
+
+        Raises:
+            ValueError: the target's sizes are not those the heads were made for.
+        """
+        weight_VD, bias_V = vocabulary(target)
+        vocab_size, hidden_size = weight_VD.shape
+        self.config = self.config.for_target(hidden_size, vocab_size)
+        if self.config.vocab_matrix == "shared":
+            shared_V = None if bias_V is None else self._drafted(bias_V)
+            self._shared = (self._drafted(weight_VD), shared_V)
+
+    def encode(
+        self, hidden_BTD: Tensor, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None
+    ) -> Tensor:
+        """What stands for the hidden states of whole texts before heads see them, [B, T, D].
+
+        Args:
+            hidden_BTD: the target's hidden states.
+            input_ids_BT: the texts, padded on the right.
+            position_ids_BT: where several documents are packed in a row, each counted from 0.
+        """
+        return hidden_BTD
+
+    def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
+        """Outputs of the residual blocks, before the vocabulary: (..., D) -> (..., K, D).
+
+        Args:
+            hidden_RD: hidden states h_t, as `encode` left them.
+            tokens_RK: what follows in the text: `tokens[..., j]` is token t + 1 + j. Head i sees
+                those up to j = i, if it is sequential.
+        """
+        raise NotImplementedError
+
+    def forward(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
+        """Logits of every head over its own vocabulary: (..., D) -> (..., K, V)."""
+        features_RKD = self.features(hidden_RD, tokens_RK)
+        if self.config.vocab_matrix == "shared":
+            return self.project(0, features_RKD)
+        return torch.stack(
+            [self.project(i, features_RKD[..., i, :]) for i in range(self.config.num_heads)], dim=-2
+        )
+
+    def project(self, head: int, features_RD: Tensor) -> Tensor:
+        """Logits of head `head` from its features: (..., D) -> (..., V)."""
+        weight_VD, bias_V = self.vocab_matrix(head)
+        # In two dimensions: with odd strides in three, a product takes a far slower path.
+        flat_ND = features_RD.flatten(0, -2).to(weight_VD.dtype)
+        return F.linear(flat_ND, weight_VD, bias_V).unflatten(0, features_RD.shape[:-1])
+
+    def vocab_matrix(self, head: int) -> tuple[Tensor, Tensor | None]:
+        """Weight [V, D] and bias [V] or None with which head `head` projects."""
+        if self.config.vocab_matrix == "own":
+            out = self._own(head)
+            return out.weight, out.bias
+        if self._shared is None:
+            raise ValueError(
+                "these heads share their target's vocabulary matrix: call heads.share(target) first"
+            )
+        return self._shared
+
+    def draft_ids(self, tokens: Tensor) -> Tensor:
+        """Where token ids stand in the heads' vocabulary, IGNORED where they do not."""
+        if self.draft_tokens is None:
+            return tokens
+        places = torch.searchsorted(self.draft_tokens, tokens.contiguous())
+        places = places.clamp_max(len(self.draft_tokens) - 1)
+        return places.where(self.draft_tokens[places] == tokens, IGNORED)
+
+    def token_ids(self, draft_ids: Tensor) -> Tensor:
+        """The target's token ids of places in the heads' vocabulary."""
+        return draft_ids if self.draft_tokens is None else self.draft_tokens[draft_ids]
+
+    def heads(self) -> Iterator[Any]:
+        """The heads in order: sequences of blocks."""
+        return (self._modules[str(i)] for i in range(self.config.num_heads))
+
+    def _own(self, head: int) -> nn.Linear:
+        out = self.get_submodule(f"{head}.{self.config.num_layers}")
+        assert isinstance(out, nn.Linear)
+        return out
+
+    def _drafted(self, of_all: Tensor) -> Tensor:
+        """Of the target's rows, one a token, those of the heads' vocabulary."""
+        if self.draft_tokens is None:
+            return of_all
+        return of_all[self.draft_tokens.to(of_all.device)]
+
+
+def vocabulary(target: HasVocabulary) -> tuple[Tensor, Tensor | None]:
+    """The lm_head's weight [V, D] and bias [V] or None.
+
+    Raises:
+        ValueError: it is quantised, or not a matrix.
+    """
+    lm_head = target.get_output_embeddings()
+    weight_VD = getattr(lm_head, "weight", None)
+    if (
+        not isinstance(weight_VD, Tensor)
+        or weight_VD.ndim != 2
+        or not weight_VD.is_floating_point()
+    ):
+        raise ValueError(
+            "the target must have an unquantised lm_head of shape [vocab_size, hidden_size], got "
+            f"{type(lm_head).__name__}: load the target with its lm_head left out of quantisation"
+        )
+    bias_V = getattr(lm_head, "bias", None)
+    return weight_VD.detach(), None if bias_V is None else bias_V.detach()
+
+
+def frequent_tokens(counts_V: Tensor, size: int) -> Tensor:
+    """The `size` most frequent token ids, ascending: a reduced vocabulary (FR-Spec, Zhao et al.
+    2025, arXiv:2502.14856). Of equally frequent ones the lower id is taken.
+
+    Raises:
+        ValueError: `size` is not between 1 and the vocabulary's.
+    """
+    if not 1 <= size <= len(counts_V):
+        raise ValueError(f"draft_vocab_size must lie between 1 and {len(counts_V)}, got {size}")
+    return counts_V.argsort(descending=True, stable=True)[:size].sort().values

@@ -1,0 +1,66 @@
+"""Medusa heads: each guesses from the target's last hidden state alone.
+
+Shapes: R rows (any leading dimensions), K heads, D hidden.
+Source: Cai et al. 2024, "Medusa", arXiv:2401.10774, section 2.1.1.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads.base import DraftHeads, ResBlock
+
+
+class MedusaHeads(DraftHeads):
+    """K independent heads of residual blocks: `{i}.{l}.linear.weight` [D, D], `.bias` [D]."""
+
+    kind = "medusa"
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__(config)
+        self._stack: tuple[list[tuple[int, int]], list[tuple[Tensor, Tensor]]] | None = None
+        # Kept, because finding them anew costs more than a head's own work on a small target.
+        self._all_parameters = tuple(self.parameters())
+
+    def _blocks(self, head: int) -> list[nn.Module]:
+        assert self.config.hidden_size is not None
+        return [ResBlock(self.config.hidden_size) for _ in range(self.config.num_layers)]
+
+    def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
+        """See DraftHeads. `tokens_RK` plays no part: these heads do not see each other."""
+        hidden_RD = hidden_RD.to(self._all_parameters[0].dtype)
+        if hidden_RD.ndim == 2 and not torch.is_grad_enabled():
+            return self._features_at_once(hidden_RD)
+        features = []
+        for head in self.heads():
+            x_RD = hidden_RD
+            for block in islice(head, self.config.num_layers):
+                x_RD = block(x_RD)
+            features.append(x_RD)
+        return torch.stack(features, dim=-2)
+
+    def _features_at_once(self, hidden_RD: Tensor) -> Tensor:
+        """One product for the blocks of all heads: while decoding, calls cost more than sums."""
+        x_KRD = hidden_RD.expand(self.config.num_heads, -1, -1)
+        for weight_KDD, bias_K1D in self._stacked():
+            x_KRD = x_KRD + F.silu(torch.baddbmm(bias_K1D, x_KRD, weight_KDD))
+        return x_KRD.transpose(0, 1)
+
+    def _stacked(self) -> list[tuple[Tensor, Tensor]]:
+        """Every layer's weights [K, D, D], transposed, and biases [K, 1, D]; made anew when a
+        parameter was written to or moved."""
+        state = [(tensor.data_ptr(), tensor._version) for tensor in self._all_parameters]
+        if self._stack is None or self._stack[0] != state:
+            blocks = [list(islice(head, self.config.num_layers)) for head in self.heads()]
+            layers = []
+            for layer in zip(*blocks, strict=True):
+                weight_KDD = torch.stack([block.linear.weight.T for block in layer]).contiguous()
+                bias_K1D = torch.stack([block.linear.bias[None] for block in layer])
+                layers.append((weight_KDD, bias_K1D))
+            self._stack = (state, layers)
+        return self._stack[1]
