@@ -125,6 +125,11 @@ class Row:
             self._written = self.length
         return self._ids_1C[:, : self.length]
 
+    def behind(self, length: int) -> list[int]:
+        """The committed tokens after the row's first `length`, which hold at least the prompt."""
+        assert length >= self._prompt_length
+        return self.tokens[length - self._prompt_length :]
+
     def commit(self, token: int) -> bool:
         """Append a token of the target; whether the row ends with it."""
         assert not self.done
@@ -147,6 +152,7 @@ class DecodingState:
         rows: the rows still being decoded.
         cache: the target's cache; holds every committed token but the last.
         lengths: slots in use, by row.
+        padding: slots of left padding, by row.
         roots_B: the last committed token, the next tree's node 0.
         hidden_BD: the target's hidden state that yielded it.
     """
@@ -163,7 +169,7 @@ class DecodingState:
         self.lengths = [row.length for row in rows]
         self.roots_B: Tensor
         self.hidden_BD: Tensor
-        self._padding = list(padding)
+        self.padding = list(padding)
         # No node beyond the text's last position can be committed, and models that learn their
         # positions have none there: such nodes are verified at the last one.
         self._last_position = None if max_length is None else max_length - 1
@@ -174,10 +180,10 @@ class DecodingState:
         past, device = max(self.lengths), tree.tokens_BN.device
         self.cache.set_length(past)
         capacity = self.cache.fixed_capacity
-        if len(self.rows) == 1 and not self._padding[0] and capacity is None:
+        if len(self.rows) == 1 and not self.padding[0] and capacity is None:
             return self._one_row_mask(tree, past)
         lengths_B = torch.tensor(self.lengths, device=device)
-        padding_B = torch.tensor(self._padding, device=device)
+        padding_B = torch.tensor(self.padding, device=device)
         slots_S = torch.arange(capacity or past + tree.num_nodes, device=device)
         valid_BS = (slots_S >= padding_B[:, None]) & (slots_S < lengths_B[:, None])
         visible_BNS = valid_BS[:, None].repeat(1, tree.num_nodes, 1)
@@ -210,23 +216,7 @@ class DecodingState:
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the tree just verified, keep each row's accepted path (node 0 first)."""
-        written_at = max(self.lengths)
-        longest = max(len(path) for path in paths)
-        source, destination = [], []
-        for path, length in zip(paths, self.lengths, strict=True):
-            # Shorter paths repeat their last move, which changes nothing; a finished row has none,
-            # and moves a row onto itself.
-            moves = [(written_at + node, length + i) for i, node in enumerate(path)]
-            moves = moves or [(0, 0)]
-            moves += [moves[-1]] * (longest - len(moves))
-            source.append([move[0] for move in moves])
-            destination.append([move[1] for move in moves])
-        if source != destination:
-            device = self.roots_B.device
-            self.cache.move_rows(
-                torch.tensor(source, device=device), torch.tensor(destination, device=device)
-            )
-        self.lengths = [n + len(path) for n, path in zip(self.lengths, paths, strict=True)]
+        self.lengths = self.cache.keep_paths(paths, self.lengths)
 
     def advance(self, hidden_BND: Tensor, paths: Sequence[Sequence[int]]) -> None:
         """Take each path's last node as the new state, and let finished rows go; from a cache of
@@ -244,5 +234,5 @@ class DecodingState:
             self.hidden_BD = self.hidden_BD[active]
             self.roots_B = self.roots_B[active]
             self.lengths = [self.lengths[i] for i in active]
-            self._padding = [self._padding[i] for i in active]
+            self.padding = [self.padding[i] for i in active]
         self.rows = [self.rows[i] for i in active]

@@ -44,6 +44,8 @@ class TreeMask:
         first_slot: where the tree begins in the cache.
         padding_B: slots of left padding in each row, None where no row has any.
         bias_BNS: the mask of causal layers as numbers, where the caller keeps them ready.
+        written_positions_BP: where P nodes of the same tree, written to the slots before
+            `first_slot` in earlier forwards, stand in their texts.
     """
 
     visible_BNS: Tensor
@@ -51,6 +53,7 @@ class TreeMask:
     first_slot: int
     padding_B: Tensor | None = None
     bias_BNS: Tensor | None = None
+    written_positions_BP: Tensor | None = None
 
     @cached_property
     def key_positions_BS(self) -> Tensor:
@@ -60,6 +63,9 @@ class TreeMask:
         if self.padding_B is not None:
             positions_BS -= self.padding_B[:, None]
         positions_BS[:, self.first_slot : self.first_slot + nodes] = self.query_positions_BN
+        if self.written_positions_BP is not None:
+            written = self.written_positions_BP.shape[1]
+            positions_BS[:, self.first_slot - written : self.first_slot] = self.written_positions_BP
         return positions_BS
 
 

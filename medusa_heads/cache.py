@@ -169,6 +169,35 @@ class RowCache(Cache):
         for layer in self.row_layers:
             layer.length = length
 
+    def keep_paths(self, paths: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
+        """Of the nodes of a tree, written for all rows behind the longest one, keep a path of each
+        row, moved to that row's own end.
+
+        Args:
+            paths: nodes in order, for each row; none for a row that keeps nothing.
+            lengths: slots in use before the tree, by row.
+
+        Returns:
+            The lengths afterwards.
+        """
+        written_at = max(lengths)
+        longest = max(len(path) for path in paths)
+        source, destination = [], []
+        for path, length in zip(paths, lengths, strict=True):
+            # Shorter paths repeat their last move, which changes nothing; a row without a path has
+            # none, and moves a row onto itself.
+            moves = [(written_at + node, length + i) for i, node in enumerate(path)]
+            moves = moves or [(0, 0)]
+            moves += [moves[-1]] * (longest - len(moves))
+            source.append([move[0] for move in moves])
+            destination.append([move[1] for move in moves])
+        if source != destination:
+            device = next(layer.device for layer in self.row_layers)
+            self.move_rows(
+                torch.tensor(source, device=device), torch.tensor(destination, device=device)
+            )
+        return [n + len(path) for n, path in zip(lengths, paths, strict=True)]
+
     def move_rows(self, source_BA: Tensor, destination_BA: Tensor) -> None:
         """Copy, in every layer, row b's slots `source_BA[b]` to `destination_BA[b]`."""
         self._stacks.move_rows(source_BA, destination_BA)

@@ -126,6 +126,15 @@ class TargetModel:
         value = getattr(self.config, "max_position_embeddings", None)
         return value if isinstance(value, int) and value > 0 else None
 
+    def check_length(self, tokens: int, what: str = "text") -> None:
+        """Raises ValueError where so many tokens of `what` do not fit the target's context."""
+        limit = self.max_positions
+        if limit is not None and tokens > limit:
+            raise ValueError(
+                f"{tokens} tokens ({what}) do not fit the target's context of {limit}: ask for "
+                "fewer new tokens or shorter text"
+            )
+
     @property
     def device(self) -> torch.device:
         """Where the input goes."""
@@ -174,9 +183,14 @@ class TargetModel:
     def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
         """Logits [B, N, V] of every node, in ONE forward. The nodes' rows are appended to the cache
         in node order; the caller keeps the accepted ones."""
+        return self.read(tree.tokens_BN, cache, mask)
+
+    def read(self, tokens_BN: Tensor, cache: RowCache, mask: TreeMask) -> Tensor:
+        """Logits [B, N, V] of new tokens that see what the mask says; their rows are appended to
+        the cache."""
         with tree_attention(mask):
             return self.model(
-                input_ids=tree.tokens_BN,
+                input_ids=tokens_BN,
                 position_ids=mask.query_positions_BN,
                 past_key_values=cache,
                 use_cache=True,
@@ -188,10 +202,12 @@ class TargetModel:
         input_ids_BT: Tensor,
         attention_mask_BT: Tensor | None = None,
         position_ids_BT: Tensor | None = None,
+        cache: RowCache | None = None,
     ) -> Tensor:
         """What the lm_head would read at every position, [B, T, D], without running it.
 
-        The hook hands the lm_head zero positions, so no [B, T, V] logits are ever made.
+        The hook hands the lm_head zero positions, so no [B, T, V] logits are ever made. Where a
+        cache is given, the text is appended to it.
         """
         seen: list[Tensor] = []
 
@@ -204,7 +220,7 @@ class TargetModel:
         if position_ids_BT is not None:
             inputs["position_ids"] = position_ids_BT
         try:
-            self.model(**inputs, use_cache=False)
+            self.model(**inputs, past_key_values=cache, use_cache=cache is not None)
         finally:
             hook.remove()
         return seen[0]
