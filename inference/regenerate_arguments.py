@@ -1,4 +1,7 @@
-"""The flags and YAML keys of text that the target writes itself. Light: nothing here imports torch."""
+"""The flags and YAML keys of text that the target writes itself.
+
+Light: nothing here imports torch or transformers.
+"""
 
 from dataclasses import dataclass, field
 

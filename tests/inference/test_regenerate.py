@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import LlamaForCausalLM
 
-from medusa_heads.inference import regenerate as module
+from medusa_heads.inference.regeneration import transformers_backend
 from medusa_heads.inference.regenerate import regenerate
 from medusa_heads.target import TargetModel
 
@@ -124,7 +124,7 @@ def test_the_second_call_reads_instead_of_generating(
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the model ran")
 
-    monkeypatch.setattr(module, "_generate", never)
+    monkeypatch.setattr(transformers_backend, "_generate", never)
     assert run(target, prompts, tmp_path)[:] == first[:]
     with pytest.raises(AssertionError, match="the model ran"):
         run(target, prompts, tmp_path, seed=1)

@@ -1,0 +1,1 @@
+"""The target answers prompts itself: what is asked, who answers, what is kept, what is counted."""

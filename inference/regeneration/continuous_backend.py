@@ -1,0 +1,155 @@
+"""The target answers through transformers' continuous batching: rows come and go one by one.
+
+Shapes: R requests in a forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+)
+
+from medusa_heads.inference.regeneration.answers import (
+    SERVER_ERROR,
+    Answer,
+    Finished,
+    Sampling,
+    as_answer,
+)
+from medusa_heads.inference.regeneration.draws import draw
+from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.inference.regeneration.transformers_backend import describe_target, end_tokens
+from medusa_heads.target import TargetModel
+
+_GREEDY = -1.0  # instead of a number in [0, 1): take the likeliest token
+
+
+class ContinuousBackend:
+    """transformers' continuous batching, with each row's own random numbers.
+
+    Args:
+        target: as loaded. On a GPU transformers changes to flash attention where it can.
+        batch_size: requests that are under way at the same time.
+
+    Raises:
+        ValueError: a size below one.
+    """
+
+    def __init__(self, target: TargetModel, *, batch_size: int = 128) -> None:
+        if batch_size < 1:
+            raise ValueError(f"expected a batch_size of at least 1, got {batch_size}")
+        self.target = target
+        self.batch_size = batch_size
+        self.max_positions = target.max_positions
+
+    def describe(self) -> dict[str, Any]:
+        """The weights, bit for bit, and how the target decodes by default."""
+        return {"backend": "continuous"} | describe_target(self.target)
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        finished: Finished,
+        on_tokens: Callable[[int], object],
+    ) -> None:
+        """Answer the prompts, each starting as soon as another has ended.
+
+        Raises:
+            RuntimeError: transformers' generation thread died.
+        """
+        model: Any = self.target.model
+        ends = end_tokens(model)
+        config = copy.deepcopy(model.generation_config)
+        config.max_new_tokens = sampling.max_new_tokens
+        config.eos_token_id = sorted(ends) or -1
+        only_greedy = all(prompt.greedy for prompt in prompts)
+        config.do_sample = not only_greedy
+        if not only_greedy:
+            config.temperature = sampling.temperature
+        manager = model.init_continuous_batching(
+            config, ContinuousBatchingConfig(max_requests_per_batch=self.batch_size)
+        )
+        if not only_greedy:
+            processors = manager.logit_processor
+            processors.logits_processor.append(_RequestDraws(prompts, sampling))
+            processors.tensors_required += 1
+            processors.do_processing = True
+            config.do_sample = False  # the warpers of sampling are made by now
+        waiting = [*range(len(prompts))][::-1]
+        under_way = 0
+        manager.start()
+        try:
+            while waiting or under_way:
+                while waiting and under_way < 2 * self.batch_size:  # the next ones are at hand
+                    index = waiting.pop()
+                    manager.add_request(
+                        list(prompts[index].input_ids),
+                        request_id=str(index),
+                        max_new_tokens=sampling.max_new_tokens,
+                        eos_token_id=config.eos_token_id,
+                    )
+                    under_way += 1
+                result = manager.get_result(timeout=1)
+                if result is None:
+                    if not manager.is_running():
+                        raise RuntimeError("transformers' generation thread died")
+                    continue
+                under_way -= 1
+                answer = as_answer(result.generated_tokens, ends)
+                if result.error is not None:
+                    answer = Answer(failure=SERVER_ERROR, detail=result.error)
+                finished([(prompts[int(result.request_id)], answer)])
+        finally:
+            manager.stop(block=True, hard_stop=True)
+            manager.destroy()
+
+
+class _RequestDraws(ContinuousBatchingLogitsProcessor):
+    """RowDraws for requests: a request's number for its next token travels with it, as fp32."""
+
+    supported_kwargs: dict[str, type] = {}  # noqa: RUF012  (the base class wants it on the class)
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        self._prompts = prompts
+        self._draws = lru_cache(maxsize=1 << 14)(
+            lambda index: prompts[index].draws(sampling.seed, sampling.max_new_tokens)
+        )
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        """Where there is no request, nothing is drawn."""
+        numbers = torch.full_like(int32_tensor, _GREEDY, dtype=torch.float32)
+        int32_tensor.copy_(numbers.view(torch.int32))
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
+        """The number of each request's next token."""
+        numbers_R = [self._number(request.state) for request in requests_with_new_token]
+        return torch.tensor(numbers_R, dtype=torch.float32).view(torch.int32)
+
+    def _number(self, state: Any) -> float:
+        if not state.request_id.isdecimal():
+            return _GREEDY  # a rehearsal of transformers' own
+        index = int(state.request_id)
+        if self._prompts[index].greedy:
+            return _GREEDY
+        # Counted from the position, which is right also where a request was put off and taken up
+        # again. One token more than asked for may be made ahead of time; it is thrown away.
+        made = state.position_offset - len(self._prompts[index].input_ids)
+        draws = self._draws(index)
+        return float(draws[min(made, len(draws) - 1)])
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        """scores_RV, the drawn token's raised to infinity."""
+        uniform_R = tensor_arg[: scores.shape[0]].view(torch.float32)
+        drawn_R = draw(scores, uniform_R.clamp_min(0.0))
+        tokens_R = torch.where(uniform_R < 0, scores.argmax(dim=-1), drawn_R)
+        return scores.scatter(1, tokens_R[:, None], torch.inf)

@@ -1,0 +1,61 @@
+"""The target answers with heads attached: the same text in fewer forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from medusa_heads.inference.model import MedusaModel
+from medusa_heads.inference.regeneration.answers import Finished, Sampling
+from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.inference.regeneration.transformers_backend import (
+    describe_target,
+    generate_batch,
+    in_batches,
+)
+
+
+class HeadsBackend:
+    """A target with heads, lossless: token for token what its own `generate` answers in fp32.
+
+    Args:
+        model: target and heads; its acceptance rule must be the lossless one.
+        batch_size: rows decoded together.
+
+    Raises:
+        ValueError: a lossy acceptance rule, or a size below one.
+    """
+
+    def __init__(self, model: MedusaModel, *, batch_size: int = 8) -> None:
+        if model.acceptance != "lossless":
+            raise ValueError(
+                f"{model.acceptance} acceptance is lossy, and the text must be the target's own: "
+                "use lossless acceptance"
+            )
+        if batch_size < 1:
+            raise ValueError(f"expected a batch_size of at least 1, got {batch_size}")
+        self.model = model
+        self.batch_size = batch_size
+        self.max_positions = model.target.max_positions
+
+    def describe(self) -> dict[str, Any]:
+        """The target, bit for bit: lossless heads decide the speed alone."""
+        return {"backend": "heads"} | describe_target(self.model.target)
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        finished: Finished,
+        on_tokens: Callable[[int], object],
+    ) -> None:
+        """Answer the prompts, batch by batch."""
+        for batch in in_batches(prompts, self.batch_size):
+            answers = generate_batch(
+                self.model.target.model,
+                batch,
+                sampling,
+                on_tokens=on_tokens,
+                decode=self.model.decode,
+            )
+            finished(list(zip(batch, answers, strict=True)))
