@@ -219,8 +219,10 @@ class TargetModel:
         inputs: dict[str, Any] = {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT}
         if position_ids_BT is not None:
             inputs["position_ids"] = position_ids_BT
+        if cache is not None:
+            inputs["past_key_values"] = cache
         try:
-            self.model(**inputs, past_key_values=cache, use_cache=cache is not None)
+            self.model(**inputs, use_cache=cache is not None)
         finally:
             hook.remove()
         return seen[0]
