@@ -91,9 +91,9 @@ def train_heads(
         training_args or to_training_arguments(OptimisationArguments(), config.vocab_matrix)
     )
     args.output_dir = str(output)
-    checkpoint = _find_checkpoint(resume_from_checkpoint, output)
-    target = _as_target(target, args.device)
-    rows, held_out = _prepare(
+    checkpoint = find_checkpoint(resume_from_checkpoint, output)
+    target = as_target(target, args.device)
+    rows, held_out = prepare_sets(
         target, dataset, eval_dataset, tokenizer, max_length, eval_share, args.seed
     )
     facts = check_rows(rows, target, name="training set", heads_reached=1)
@@ -122,7 +122,7 @@ def train_heads(
                 "training_set": asdict(facts),
                 "held_out_set": asdict(held_out_facts),
                 "target_weights_sha256": before,
-                "training_arguments": _changed_arguments(args),
+                "training_arguments": changed_arguments(args),
                 **(record or {}),
             }
         )
@@ -135,11 +135,12 @@ def train_heads(
             "steps": trainer.state.global_step,
         }
         replace_file(output / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
-        replace_file(output / RUN_FILE, _to_yaml(history))
+        replace_file(output / RUN_FILE, to_yaml(history))
     return heads
 
 
-def _as_target(target: str | TargetModel | PreTrainedModel, device: torch.device) -> TargetModel:
+def as_target(target: str | TargetModel | PreTrainedModel, device: torch.device) -> TargetModel:
+    """The target, frozen and on the device of the run."""
     if isinstance(target, str):
         target = TargetModel.from_pretrained(target)
     elif not isinstance(target, TargetModel):
@@ -151,7 +152,7 @@ def _as_target(target: str | TargetModel | PreTrainedModel, device: torch.device
     return target
 
 
-def _prepare(
+def prepare_sets(
     target: TargetModel,
     dataset: Dataset | str,
     eval_dataset: Dataset | str | None,
@@ -160,6 +161,7 @@ def _prepare(
     eval_share: float,
     seed: int,
 ) -> tuple[Dataset, Dataset]:
+    """Rows to train on and held-out rows; arguments as those of `train_heads`."""
     if eval_dataset is None and dataset == "stdlib":
         eval_dataset = load_corpus("stdlib", "held_out")
     corpora = [
@@ -176,7 +178,8 @@ def _prepare(
     return prepared[0], prepared[1]
 
 
-def _find_checkpoint(name: str | None, output: Path) -> str | None:
+def find_checkpoint(name: str | None, output: Path) -> str | None:
+    """The checkpoint to go on from; `"last"` is the newest in `output`."""
     if name != "last":
         return name
     from transformers.trainer_utils import get_last_checkpoint
@@ -187,14 +190,15 @@ def _find_checkpoint(name: str | None, output: Path) -> str | None:
     return str(found)
 
 
-def _changed_arguments(args: TrainingArguments) -> dict[str, Any]:
+def changed_arguments(args: TrainingArguments) -> dict[str, Any]:
     """The training arguments that are not transformers' defaults, as plain values."""
     default = TrainingArguments(output_dir=args.output_dir).to_dict()
     plain = json.loads(json.dumps(args.to_dict(), default=str))
     return {name: value for name, value in plain.items() if value != default.get(name)}
 
 
-def _to_yaml(content: Mapping[str, Any]) -> str:
+def to_yaml(content: Mapping[str, Any]) -> str:
+    """Plain data as YAML, in the order given."""
     import yaml
 
     # Through JSON: provenance is plain data, and nothing else should get in.
