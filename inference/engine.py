@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -80,7 +81,11 @@ def decode(
             slots = int(generation_config.max_length or 0) + drafter.num_nodes
             cache = _own_cache(target, model_kwargs, batch, slots)
             state = DecodingState(rows, cache, padding, generation_config.max_length)
-            logits_BV = _prefill(target, input_ids_BT, generation_config, model_kwargs)
+            whole = target.capture_prompt() if drafter.reads_prompt else nullcontext([])
+            with whole as prompt_hidden:
+                if drafter.reads_prompt:
+                    model_kwargs.pop("logits_to_keep", None)
+                logits_BV = _prefill(target, input_ids_BT, generation_config, model_kwargs)
             # Read at once: a logits processor may run the model itself.
             hidden_B1D = last_hidden()[:, -1:]
             if cache.get_seq_length() != input_ids_BT.shape[1]:
@@ -92,6 +97,8 @@ def decode(
             # The prompt's last token is a tree of one node, verified by the prefill.
             prompt = TokenTree.root_only(input_ids_BT[:, -1])
             _finish_step(state, rule(prompt, logits_BV[:, None], rows), hidden_B1D, stats)
+            if prompt_hidden:
+                state.take_prompt(torch.cat(prompt_hidden, dim=1))
         # Cheaper than no_grad by several percent of a small target's step. Not where accelerate
         # moves weights in the middle of a forward: they would be left as inference tensors.
         with torch.inference_mode(not hasattr(target.model, "_hf_hook")):

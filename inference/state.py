@@ -155,6 +155,7 @@ class DecodingState:
         padding: slots of left padding, by row.
         roots_B: the last committed token, the next tree's node 0.
         hidden_BD: the target's hidden state that yielded it.
+        memories: what drafters keep of the text between two steps, each under a key of its own.
     """
 
     def __init__(
@@ -169,6 +170,8 @@ class DecodingState:
         self.lengths = [row.length for row in rows]
         self.roots_B: Tensor
         self.hidden_BD: Tensor
+        self.memories: dict[Any, Any] = {}
+        self._fresh: tuple[Tensor, list[list[int]]]
         self.padding = list(padding)
         # No node beyond the text's last position can be committed, and models that learn their
         # positions have none there: such nodes are verified at the last one.
@@ -224,6 +227,7 @@ class DecodingState:
         device = hidden_BND.device
         last_B = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
         batch_B = torch.arange(len(paths), device=device)
+        self._fresh = (hidden_BND, [list(path) for path in paths])
         self.hidden_BD = hidden_BND[batch_B, last_B]
         self.roots_B = torch.tensor([row.tokens[-1] for row in self.rows], device=device)
         active = [i for i, row in enumerate(self.rows) if not row.done]
@@ -231,8 +235,24 @@ class DecodingState:
             return
         if active and len(active) < len(self.rows):
             self.cache.select_batch(active)
+            self._fresh = (hidden_BND[active], [list(paths[i]) for i in active])
             self.hidden_BD = self.hidden_BD[active]
             self.roots_B = self.roots_B[active]
             self.lengths = [self.lengths[i] for i in active]
             self.padding = [self.padding[i] for i in active]
         self.rows = [self.rows[i] for i in active]
+
+    def take_prompt(self, hidden_BTD: Tensor) -> None:
+        """Count the whole prompt as fresh: its hidden states, or those of its end."""
+        if not self.rows:
+            return
+        end = hidden_BTD.shape[1]
+        missing = self.rows[0].length - len(self.rows[0].tokens) - end
+        starts = [max(padding - missing, 0) for padding in self.padding]
+        batch = [row.index for row in self.rows]
+        self._fresh = (hidden_BTD[batch], [list(range(start, end)) for start in starts])
+
+    def fresh(self) -> tuple[Tensor, list[list[int]]]:
+        """What the last step committed: the target's hidden states [B, N, D] of its tree, and in
+        them each row's accepted path, as many nodes as tokens were committed."""
+        return self._fresh

@@ -164,6 +164,22 @@ class TargetModel:
         finally:
             hook.remove()
 
+    @contextmanager
+    def capture_prompt(self) -> Iterator[list[Tensor]]:
+        """Within the block, the list collects what the lm_head would read at every position of each
+        forward [B, T, D], while it is run at the last one alone."""
+        seen: list[Tensor] = []
+
+        def take(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            seen.append(args[0])
+            return (args[0][:, -1:], *args[1:])
+
+        hook = self.get_output_embeddings().register_forward_pre_hook(take)
+        try:
+            yield seen
+        finally:
+            hook.remove()
+
     def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
         """An empty cache for this target. It grows as needed, whatever `slots` announces.
 

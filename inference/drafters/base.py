@@ -16,5 +16,8 @@ class Drafter(Protocol):
     def num_nodes(self) -> int:
         """The most nodes that a proposed tree has, the root included."""
 
+    reads_prompt: bool
+    """Whether the first proposal needs the hidden states of the whole prompt."""
+
     def propose(self, state: DecodingState) -> TokenTree:
         """A tree for every active row; node 0 holds `state.roots_B`."""

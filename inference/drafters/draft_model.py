@@ -53,6 +53,8 @@ class DraftModelDrafter:
             chains and a tree was asked for.
     """
 
+    reads_prompt = False
+
     def __init__(
         self,
         draft: TargetModel,

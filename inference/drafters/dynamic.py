@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from medusa_heads.dynamic_tree import DYNAMIC_RANKS, DYNAMIC_WIDTH, best_first_tree
 from medusa_heads.guesses import guesses
 from medusa_heads.heads import DraftHeads
-from medusa_heads.inference.drafters.hydra import encoded_hidden
+from medusa_heads.inference.drafters.prefix import encoded_hidden
 from medusa_heads.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class DynamicDrafter:
         if not 1 <= num_drafted <= most:
             raise ValueError(f"a dynamic tree here has 1 to {most} nodes, got {num_drafted}")
         self._heads = heads
+        self.reads_prompt = heads.config.prefix_attention
         self._num_drafted = num_drafted
         self._num_ranks = ranks
         self._width = width

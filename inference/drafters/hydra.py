@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from medusa_heads.guesses import guesses
-from medusa_heads.heads import DraftHeads, HydraHeads
+from medusa_heads.heads import HydraHeads
 from medusa_heads.inference.drafters.medusa import check_shape
+from medusa_heads.inference.drafters.prefix import encoded_hidden
 from medusa_heads.tree import TokenTree, TreeShape
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class HydraDrafter:
         check_shape(heads, shape)
         self.shape = shape
         self._heads = heads
+        self.reads_prompt = heads.config.prefix_attention
         self._temperatures = list(temperatures or [1.0] * heads.config.num_heads)
         self._levels: dict[torch.device, list[_Level]] = {}
 
@@ -118,8 +120,3 @@ def _levels(shape: TreeShape, device: torch.device) -> list[_Level]:
         )
         above = nodes
     return levels
-
-
-def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
-    """What the heads read at the last committed position of every active row, [B, D]."""
-    return state.hidden_BD

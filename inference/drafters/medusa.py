@@ -50,6 +50,7 @@ class MedusaDrafter:
         # Where each drafted node finds its token in the flattened [K, R] table of candidates.
         self._picks = [(len(path) - 1) * self._num_ranks + path[-1] for path in shape.choices]
         self._picks_N: Tensor | None = None
+        self.reads_prompt = False
 
     @property
     def num_nodes(self) -> int:

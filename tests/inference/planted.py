@@ -26,6 +26,8 @@ BUSHY = [
 class PlantedDrafter:
     """Trees shaped by `choices`; a level carries the reference with probability `share`."""
 
+    reads_prompt = False
+
     def __init__(
         self,
         references: Sequence[Sequence[int]],

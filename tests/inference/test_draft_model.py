@@ -126,6 +126,8 @@ def test_equal_to_generate(
 class Checked:
     """A drafter whose every proposal is held against the draft model without any cache."""
 
+    reads_prompt = False
+
     def __init__(self, drafter: DraftModelDrafter, draft: TargetModel, prompt_mask: Tensor) -> None:
         self.drafter, self.draft, self.mask_BT = drafter, draft, prompt_mask
         self.num_nodes = drafter.num_nodes

@@ -1,0 +1,111 @@
+"""What heads with a prefix layer read: that layer, run along the text as it grows.
+
+Shapes: B active rows, T tokens, P fresh positions (the most of any row), S positions held, A
+attention heads, E their width, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from medusa_heads.heads import DraftHeads, HydraHeads
+
+if TYPE_CHECKING:
+    from medusa_heads.inference.state import DecodingState, Row
+
+
+def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
+    """What the heads read at the last committed position of every active row, [B, D]."""
+    if not isinstance(heads, HydraHeads) or heads.prefix is None:
+        return state.hidden_BD
+    memory = state.memories.get(heads)
+    if memory is None:
+        memory = state.memories[heads] = PrefixMemory(heads, state.rows)
+    return memory.advance(state)
+
+
+class PrefixMemory:
+    """Keys and values of the prefix layer over the committed text of every row.
+
+    A row's positions lie at the left of its slots, without holes; what stands to the right of its
+    length is never seen and will be written over.
+
+    Args:
+        heads: with a prefix layer.
+        rows: of the batch.
+    """
+
+    def __init__(self, heads: HydraHeads, rows: list[Row]) -> None:
+        assert heads.prefix is not None
+        self._heads = heads
+        self._layer = heads.prefix
+        self._rows = list(rows)
+        self._lengths = [0] * len(rows)
+        self._held_2BASE: Tensor | None = None
+
+    def advance(self, state: DecodingState) -> Tensor:
+        """Take in what was committed since last time; the layer's output at its end, [B, D]."""
+        self._follow(state.rows)
+        hidden_BND, nodes = state.fresh()
+        longest = max(len(path) for path in nodes)
+        device = hidden_BND.device
+        # Rows with less to take in repeat their last position; it is written over next time.
+        padded = [[*path, *[path[-1]] * (longest - len(path))] for path in nodes]
+        index_BP = torch.tensor(padded, device=device)
+        hidden_BPD = hidden_BND.gather(
+            1, index_BP[:, :, None].expand(-1, -1, hidden_BND.shape[2])
+        ).to(self._layer.dtype)
+        following = [
+            _last_tokens(row, len(path)) + [0] * (longest - len(path))
+            for row, path in zip(state.rows, nodes, strict=True)
+        ]
+        following_BPD = self._heads.embed(torch.tensor(following, device=device))
+        lengths_B1 = torch.tensor(self._lengths, device=device)[:, None]
+        positions_BP = lengths_B1 + torch.arange(longest, device=device)
+        x_BPD, fresh_2BAPE = self._layer.keys_values(
+            hidden_BPD, following_BPD.to(self._layer.dtype), positions_BP
+        )
+        held_2BASE = self._write(fresh_2BAPE, positions_BP)
+        self._lengths = [n + len(path) for n, path in zip(self._lengths, nodes, strict=True)]
+        counts_B1 = torch.tensor([[len(path)] for path in nodes], device=device)
+        last_B1 = counts_B1 - 1
+        x_B1D = x_BPD.gather(1, last_B1[:, :, None].expand(-1, -1, x_BPD.shape[2]))
+        used = max(self._lengths)
+        slots_S = torch.arange(used, device=device)
+        visible_B11S = (slots_S < lengths_B1 + counts_B1)[:, None, None]
+        out_B1D = self._layer.attend(
+            x_B1D, lengths_B1 + last_B1, held_2BASE[:, :, :, :used], visible_B11S
+        )
+        return out_B1D[:, 0]
+
+    def _follow(self, rows: list[Row]) -> None:
+        """Let go of rows that have ended."""
+        if len(rows) == len(self._rows):
+            return
+        kept = [i for i, row in enumerate(self._rows) if any(row is other for other in rows)]
+        self._rows = [self._rows[i] for i in kept]
+        self._lengths = [self._lengths[i] for i in kept]
+        if self._held_2BASE is not None:
+            self._held_2BASE = self._held_2BASE[:, kept]
+
+    def _write(self, fresh_2BAPE: Tensor, positions_BP: Tensor) -> Tensor:
+        needed = max(self._lengths) + fresh_2BAPE.shape[3]
+        held = self._held_2BASE
+        if held is None or held.shape[3] < needed:
+            two, batch, heads, _, width = fresh_2BAPE.shape
+            room = fresh_2BAPE.new_zeros(two, batch, heads, needed + 256, width)
+            if held is not None:
+                room[:, :, :, : held.shape[3]] = held
+            held = self._held_2BASE = room
+        index = positions_BP[None, :, None, :, None].expand_as(fresh_2BAPE)
+        return held.scatter_(3, index, fresh_2BAPE)
+
+
+def _last_tokens(row: Row, count: int) -> list[int]:
+    if count <= len(row.tokens):
+        return row.tokens[-count:]
+    tokens: list[int] = row.ids_1T()[0, -count:].tolist()
+    return tokens
