@@ -75,7 +75,7 @@ def _train(argv: Sequence[str] | None) -> None:
         to_target.model_name_or_path, trust_remote_code=to_target.trust_remote_code
     )
     if to_distill.self_distill:
-        corpus, held_out = _distill(
+        corpus, held_out = distilled_rows(
             target, tokenizer, corpus, held_out, to_data, to_distill, to_optimise
         )
     train_heads(
@@ -96,7 +96,7 @@ def _train(argv: Sequence[str] | None) -> None:
         _report(Path(to_optimise.output_dir))
 
 
-def _distill(
+def distilled_rows(
     target: TargetModel,
     tokenizer: Any,
     corpus: Dataset,
