@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -81,8 +81,10 @@ def decode(
             slots = int(generation_config.max_length or 0) + drafter.num_nodes
             cache = _own_cache(target, model_kwargs, batch, slots)
             state = DecodingState(rows, cache, padding, generation_config.max_length)
-            whole = target.capture_prompt() if drafter.reads_prompt else nullcontext([])
-            with whole as prompt_hidden:
+            reading: AbstractContextManager[list[Tensor]] = nullcontext([])
+            if drafter.reads_prompt:
+                reading = target.capture_prompt()
+            with reading as prompt_hidden:
                 if drafter.reads_prompt:
                     model_kwargs.pop("logits_to_keep", None)
                 logits_BV = _prefill(target, input_ids_BT, generation_config, model_kwargs)

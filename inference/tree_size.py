@@ -142,9 +142,10 @@ def measure_step_seconds(
     stop = StopCheck(StoppingCriteriaList())
     rows = [Row(i, batch_size, ids_T, stop) for i, ids_T in enumerate(ids_BT)]
     state = DecodingState(rows, cache, [0] * batch_size)
-    with target.capture_hidden() as last_hidden:
+    with target.capture_prompt() as prompt_hidden:
         target.model(ids_BT, past_key_values=cache, use_cache=True)
-        state.hidden_BD = last_hidden()[:, -1].clone()
+    state.hidden_BD = prompt_hidden[0][:, -1].clone()
+    state.take_prompt(prompt_hidden[0][:, -2:])  # as if the last step had committed two tokens
     state.roots_B = ids_BT[:, -1]
     rule = SampleThenMatch(LogitsProcessorList(), do_sample=False)
     drafters = {tree: make_drafter(tree, heads, statistics) for tree in trees}
