@@ -4,6 +4,7 @@ Light: nothing here imports torch or transformers.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from medusa_heads.errors import at_least
 
@@ -48,3 +49,155 @@ class DistillArguments:
             raise ValueError(f"greedy_share must lie in [0, 1], got {self.greedy_share}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}")
+
+
+@dataclass
+class RegenerateArguments:
+    """What the target is asked, who answers, and where the answers go."""
+
+    model_name_or_path: str = field(
+        metadata={
+            "help": "The target: a hub id or a local folder. For a server, where its tokenizer and "
+            "configuration lie."
+        }
+    )
+    output_dir: str = field(
+        metadata={"help": "Folder for the dataset; train-heads takes it as --dataset."}
+    )
+    dataset: str = field(
+        default="stdlib",
+        metadata={
+            "help": "Where the prompts come from: whatever train-heads takes as --dataset. "
+            "Columns: messages (conversations), prompt, input_ids, or text (windows are drawn "
+            "from it)."
+        },
+    )
+    backend: Literal["transformers", "heads", "continuous", "server"] = field(
+        default="transformers",
+        metadata={
+            "help": "Who answers: the target's own generate, the target with --heads, "
+            "transformers' continuous batching, or an OpenAI-compatible server at --base_url."
+        },
+    )
+    num_prompts: int | None = field(
+        default=None,
+        metadata={"help": "Prompts asked. Default: every row; of running text 2048 windows."},
+    )
+    prompt_length: int = field(default=64, metadata={"help": "Tokens of a window of running text."})
+    max_new_tokens: int = field(default=256, metadata={"help": "Tokens of an answer at most."})
+    turns: Literal["last", "all"] = field(
+        default="last",
+        metadata={
+            "help": "Of a conversation, answer the assistant's last turn, or all of them, each "
+            "with the target's own earlier answers before it."
+        },
+    )
+    chat_template_kwargs: dict | str | None = field(
+        default=None,
+        metadata={"help": "Further variables of the chat template: a YAML mapping, or JSON."},
+    )
+    greedy_share: float = field(
+        default=0.5, metadata={"help": "Share of prompts answered greedily; the rest is sampled."}
+    )
+    temperature: float = field(default=0.7, metadata={"help": "Temperature of the sampled share."})
+    seed: int = field(default=0, metadata={"help": "Seed of windows and sampling."})
+    batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Prompts answered at the same time. Default: 128; with heads 8."},
+    )
+    num_workers: int = field(
+        default=1, metadata={"help": "Processes that share the prompts: transformers, on a CPU."}
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto", metadata={"help": "Of the target's weights; auto: as they are stored."}
+    )
+    device: str | None = field(
+        default=None, metadata={"help": "Such as cpu or cuda. Default: the GPU, if there is one."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run modelling code that comes with the target."}
+    )
+    heads: str | None = field(
+        default=None, metadata={"help": "Heads checkpoint, for the backend heads."}
+    )
+    base_url: str | None = field(
+        default=None, metadata={"help": "Of the server, such as http://localhost:8000/v1."}
+    )
+    model: str | None = field(
+        default=None,
+        metadata={"help": "The server's name for the target. Default: model_name_or_path."},
+    )
+    endpoint: Literal["auto", "completions", "chat"] = field(
+        default="auto",
+        metadata={
+            "help": "Of the server: completions (exact: prompts go as token ids), chat, or auto: "
+            "completions where the server takes token ids."
+        },
+    )
+    token_ids: bool = field(
+        default=False,
+        metadata={"help": "Have the server send the answers' token ids too (vLLM can)."},
+    )
+    concurrency: int = field(
+        default=16, metadata={"help": "Requests the server has at the same time."}
+    )
+    retries: int = field(
+        default=5, metadata={"help": "Of a request that the server could not serve just now."}
+    )
+    timeout: float = field(
+        default=600.0, metadata={"help": "Seconds of silence before a request has failed."}
+    )
+    api_key_variable: str = field(
+        default="OPENAI_API_KEY",
+        metadata={"help": "Environment variable that holds the server's API key, if it wants one."},
+    )
+    cache_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder that keeps finished answers. Default: OUTPUT_DIR/answers."},
+    )
+    strict: bool = field(
+        default=False,
+        metadata={"help": "Exit with an error if any answer failed or was skipped."},
+    )
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "prompt_length", "max_new_tokens", "num_workers", "concurrency")
+        at_least(self, 0, "retries")
+        for name in ("num_prompts", "batch_size"):
+            if getattr(self, name) is not None:
+                at_least(self, 1, name)
+        if not 0 <= self.greedy_share <= 1:
+            raise ValueError(f"greedy_share must lie in [0, 1], got {self.greedy_share}")
+        for name in ("temperature", "timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        needed = {"heads": "heads", "server": "base_url"}.get(self.backend)
+        if needed is not None and getattr(self, needed) is None:
+            raise ValueError(f"the backend {self.backend} needs --{needed}")
+        # What another backend would read is a misunderstanding, not a detail.
+        for backend, names in _ONLY.items():
+            for name in names if self.backend != backend else ():
+                if getattr(self, name) != self.__dataclass_fields__[name].default:
+                    raise ValueError(
+                        f"{name} is read by the backend {backend} alone, and this is "
+                        f"{self.backend}: leave it out, or set --backend {backend}"
+                    )
+        if self.backend == "server" and self.batch_size is not None:
+            raise ValueError("a server makes its own batches: set --concurrency, not batch_size")
+
+
+_ONLY = {
+    "transformers": ("num_workers",),
+    "heads": ("heads",),
+    "server": (
+        "base_url",
+        "model",
+        "endpoint",
+        "token_ids",
+        "concurrency",
+        "retries",
+        "timeout",
+        "api_key_variable",
+    ),
+}
+"""Settings of one backend only."""

@@ -43,7 +43,7 @@ class RowDraws(LogitsProcessor):
         self._draws_MB = torch.from_numpy(draws_BM.T.copy()).to(device)
         self._width = width
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """scores_BV of the token behind input_ids_BT, the drawn token's raised to infinity."""
         tokens_B = draw(scores, self._draws_MB[input_ids.shape[1] - self._width])
         return scores.scatter_(1, tokens_B[:, None], torch.inf)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,6 @@ class AnswerStore:
         columns = [table[name].to_pylist() for name in ("key", "failure", "detail", "remarks")]
         tokens = table["tokens"].combine_chunks()
         ends, values = tokens.offsets.to_numpy(), tokens.values.to_numpy().astype(np.int32)
-        spans = zip(ends[:-1], ends[1:], strict=True)
+        spans = pairwise(ends)
         for (start, end), key, failure, detail, remarks in zip(spans, *columns, strict=True):
             self._answers[key] = Answer(values[start:end], failure, detail, tuple(remarks))

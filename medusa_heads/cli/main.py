@@ -13,6 +13,7 @@ VERBS = {
     "chat": ("medusa_heads.cli.chat", "talk to a target with a heads checkpoint"),
     "tune": ("medusa_heads.cli.tune", "measure which tree this machine decodes fastest with"),
     "benchmark": ("medusa_heads.cli.benchmark", "measure a heads checkpoint against transformers"),
+    "regenerate": ("medusa_heads.cli.regenerate", "have the target answer prompts, to train on"),
 }
 
 

@@ -11,8 +11,8 @@ import torch
 from datasets import Dataset
 from transformers import LlamaForCausalLM
 
-from medusa_heads.inference.regeneration import transformers_backend
 from medusa_heads.inference.regenerate import regenerate
+from medusa_heads.inference.regeneration import transformers_backend
 from medusa_heads.target import TargetModel
 
 NEW = 12
