@@ -81,20 +81,9 @@ def save_heads(
         name: tensor.detach().to("cpu", stored if tensor.is_floating_point() else None).contiguous()
         for name, tensor in heads.state_dict().items()
     }
-    config = heads.config
-    foreign: dict[str, Any] = {
-        "base_model_name_or_path": target.name_or_path,
-        "hidden_size": config.hidden_size,
-        "medusa_fc_bias": True,
-        "medusa_num_heads": config.num_heads,
-        "medusa_num_layers": config.num_layers,
-        "vocab_size": config.vocab_size,
-    }
-    if config.vocab_matrix == "shared":
-        foreign["version"] = "2"  # FasterDecoding's mark for heads without vocabulary matrices
     sidecar = {
         "format_version": FORMAT_VERSION,
-        "heads": config.to_dict(),
+        "heads": heads.config.to_dict(),
         "target": {"name_or_path": target.name_or_path, **target.fingerprint()},
         "statistics": statistics.to_dict() if statistics else None,
         "provenance": dict(provenance or {}),
@@ -103,6 +92,7 @@ def save_heads(
     staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
         save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        foreign = _foreign_config(heads.config, target.name_or_path)
         for name, content in ((CONFIG_FILE, foreign), (SIDECAR_FILE, sidecar)):
             (staging / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for name in (WEIGHTS_FILE, CONFIG_FILE, SIDECAR_FILE):
@@ -111,6 +101,29 @@ def save_heads(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return folder
+
+
+def _foreign_config(config: HeadsConfig, base_model: str) -> dict[str, Any]:
+    """What other projects' loaders read; keys of Medusa's only where they could hold the heads."""
+    foreign: dict[str, Any] = {
+        "base_model_name_or_path": base_model,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+    }
+    if config.kind == "hydra":
+        return foreign | {
+            "hydra_num_heads": config.num_heads,
+            "hydra_num_layers": config.num_layers,
+        }
+    if config.draft_vocab_size is not None:
+        return foreign
+    if config.vocab_matrix == "shared":
+        foreign["version"] = "2"  # FasterDecoding's mark for heads without vocabulary matrices
+    return foreign | {
+        "medusa_fc_bias": True,
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+    }
 
 
 def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from medusa_heads.checkpoint import (
     save_heads,
 )
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import MedusaHeads
+from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
 from tests.conftest import TinyLlama
@@ -29,8 +29,10 @@ def target(tiny_llama: TinyLlama) -> TargetModel:
     return TargetModel(tiny_llama())
 
 
-def trained(target: TargetModel, **config: object) -> MedusaHeads:
-    heads = MedusaHeads.from_target(target, HeadsConfig(**config))  # type: ignore[arg-type]
+def trained(target: TargetModel, **config: object) -> DraftHeads:
+    size = config.get("draft_vocab_size")
+    tokens_V = torch.randperm(199)[:size] if isinstance(size, int) else None
+    heads = new_heads(target, HeadsConfig(**config), tokens_V)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -38,9 +40,19 @@ def trained(target: TargetModel, **config: object) -> MedusaHeads:
     return heads
 
 
-@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
-def test_round_trip(target: TargetModel, tmp_path: Path, vocab_matrix: str) -> None:
-    heads = trained(target, num_heads=3, num_layers=2, vocab_matrix=vocab_matrix)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"vocab_matrix": "shared"},
+        {"vocab_matrix": "own"},
+        {"vocab_matrix": "own", "draft_vocab_size": 20},
+        {"kind": "hydra", "draft_vocab_size": 20},
+        {"kind": "hydra", "prefix_attention": True},
+    ],
+    ids=str,
+)
+def test_round_trip(target: TargetModel, tmp_path: Path, config: dict[str, object]) -> None:
+    heads = trained(target, num_heads=3, num_layers=2, **config)
     statistics = HeadStatistics.from_ranks(torch.tensor([[0, 1, 0], [0, 0, 0]]))
     save_heads(tmp_path, heads, target, statistics=statistics, provenance=provenance({"seed": 4}))
     loaded = load_heads(tmp_path, target)
@@ -64,6 +76,14 @@ def test_folder_holds_heads_alone_in_field_names(target: TargetModel, tmp_path: 
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert config["medusa_num_heads"] == 2 and config["medusa_fc_bias"] is True
     assert "architectures" not in config and "model_type" not in config
+
+
+@pytest.mark.parametrize("config", [{"kind": "hydra"}, {"draft_vocab_size": 20}], ids=str)
+def test_heads_that_other_engines_cannot_hold_do_not_pose_as_medusas(
+    target: TargetModel, tmp_path: Path, config: dict[str, object]
+) -> None:
+    save_heads(tmp_path, trained(target, **config), target)
+    assert not any("medusa" in key for key in json.loads((tmp_path / CONFIG_FILE).read_text()))
 
 
 def test_weights_are_stored_in_the_targets_dtype(tiny_llama: TinyLlama, tmp_path: Path) -> None:
