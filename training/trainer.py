@@ -18,8 +18,10 @@ from medusa_heads.heads import DraftHeads
 from medusa_heads.statistics import MAX_RANK
 from medusa_heads.target import TargetModel
 from medusa_heads.training.data import collate
-from medusa_heads.training.loss import head_ranks, heads_loss
+from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.metrics import describe, rank_metrics
+from medusa_heads.training.ranks import head_ranks
+from medusa_heads.training.row_blocks import rows_loss
 from medusa_heads.training.rows import SupervisedRows, encode_rows, supervised_rows
 
 if TYPE_CHECKING:
@@ -47,8 +49,8 @@ class HeadsObjective(nn.Module):
         num_items: Tensor | int,
     ) -> Tensor:
         hidden_RD = encode_rows(self.heads, hidden_BTD, inputs, rows)
-        features_RKD = self.heads.features(hidden_RD, rows.tokens_RK)
-        return heads_loss(self.heads, features_RKD, rows, decay=self.decay, num_items=num_items)
+        objective = LossConfig(decay=self.decay)
+        return rows_loss(self.heads, hidden_RD, rows, objective=objective, num_items=num_items)
 
 
 class HeadsTrainer(Trainer):

@@ -1,0 +1,91 @@
+"""Blocks of rows: the same gradients, in memory that does not grow with the heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads.heads import DraftHeads
+from medusa_heads.training.loss_config import LossConfig
+from medusa_heads.training.row_blocks import rows_loss
+from tests.training.loss_cases import random_heads, random_hidden, random_rows, random_teacher
+
+R, K = 13, 3
+OBJECTIVE = LossConfig({"cross_entropy": 1.0, "reverse_kl": 0.5}, head_weights="acceptance")
+
+
+def results(heads: DraftHeads, block_rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """The loss and the gradients of hidden states and parameters, through .backward()."""
+    rows = random_rows(R, K)
+    hidden_RD = random_hidden(R, dtype=dtype).requires_grad_()
+    loss = rows_loss(
+        heads,
+        hidden_RD * 1.5,
+        rows,
+        objective=OBJECTIVE,
+        num_items=7,
+        teacher=random_teacher(rows, dtype=dtype),
+        block_rows=block_rows,
+    )
+    heads.zero_grad()
+    (2 * loss).backward()
+    assert hidden_RD.grad is not None
+    parameters = [parameter.grad for parameter in heads.parameters()]
+    return [loss.detach(), hidden_RD.grad, *(grad for grad in parameters if grad is not None)]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
+@pytest.mark.parametrize("block_rows", [1, 5])
+def test_blocks_of_any_size_give_the_same(kind: str, vocab_matrix: str, block_rows: int) -> None:
+    heads = random_heads(K, vocab_matrix, kind=kind, bias=True)
+    whole = results(heads, R, torch.float64)
+    assert len(whole) == 2 + len(list(heads.parameters()))
+    for ours, theirs in zip(results(heads, block_rows, torch.float64), whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_blocks_under_autocast_give_the_same_to_rounding() -> None:
+    heads = random_heads(K, "own", dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, blocks = (results(heads, size, torch.float32) for size in (R, 4))
+    for ours, theirs in zip(blocks, whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * float(theirs.abs().max()))
+
+
+def test_without_gradients_the_value_is_the_same() -> None:
+    heads, rows = random_heads(K), random_rows(R, K)
+    with torch.no_grad():
+        whole, blocks = (
+            rows_loss(heads, random_hidden(R), rows, num_items=1, block_rows=size)
+            for size in (R, 4)
+        )
+    assert not blocks.requires_grad
+    torch.testing.assert_close(blocks, whole)
+
+
+def test_parameters_that_do_not_learn_are_left_alone() -> None:
+    heads, rows = random_heads(K), random_rows(R, K)
+    frozen, *others = heads.parameters()
+    frozen.requires_grad_(False)
+    rows_loss(heads, random_hidden(R), rows, num_items=1, block_rows=4).backward()
+    assert frozen.grad is None
+    assert all(parameter.grad is not None for parameter in others)
+
+
+@pytest.mark.parametrize("num_heads", [1, 5])
+def test_what_is_kept_for_gradients_does_not_grow_with_rows(num_heads: int) -> None:
+    heads, count = random_heads(num_heads), 300
+    kept = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept = max(kept, tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        rows_loss(
+            heads, random_hidden(count), random_rows(count, num_heads), num_items=1, block_rows=10
+        ).backward()
+    assert 0 < kept <= 10 * num_heads * 6  # a block's features, not those of 300 rows

@@ -1,0 +1,120 @@
+"""The terms of the loss for a chunk of logits, with their slopes.
+
+Shapes: C pairs of a chunk, V vocabulary of the heads. A slope is d loss / d logits.
+
+With q = softmax(z) and z the logits over the temperature, the slopes in z are
+forward KL: q - p;  reverse KL: q (log q - log p - KL);  and with the overlap a = sum min(p, q), the
+derivative of which is q (below - sum q below) where `below` is 1 for q < p and else 0:
+total variation 1 - a: -da;  acceptance -log a: -da / a.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from medusa_heads.config import IGNORED
+from medusa_heads.training.loss_config import LossConfig
+from medusa_heads.training.teacher import Lesson
+
+# No overlap at all has no logarithm; fp32 can round a tiny one to zero.
+_LEAST_OVERLAP = 1e-30
+
+
+class ChunkTerms:
+    """Losses and slopes of chunk after chunk, over memory that is taken once.
+
+    Args:
+        objective: which terms.
+        like_CV: the largest chunk's logits: shape, dtype and device.
+    """
+
+    def __init__(self, objective: LossConfig, like_CV: Tensor) -> None:
+        self.objective = objective
+        self._log_q_CV = torch.empty_like(like_CV)
+
+    def measure(
+        self, logits_CV: Tensor, labels_C: Tensor, lesson: Lesson | None, slope: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Losses and slopes of a chunk; the next call overwrites them.
+
+        Args:
+            logits_CV: fp32; they are overwritten.
+            labels_C: true tokens. A pair without one, -100, has no cross-entropy. Where that is the
+                only term, its slope is undefined: callers give such a pair the weight 0.
+            lesson: the target's distributions, if a term needs them.
+            slope: whether slopes are wanted.
+
+        Returns:
+            losses_C, log_true_C (log q of the label, -inf where there is none), slope_CV or None.
+        """
+        objective = self.objective
+        known_C = labels_C != IGNORED
+        label_C1 = labels_C.where(known_C, 0)[:, None]
+        log_q_CV = self._log_q_CV[: len(logits_CV)]
+        torch.log_softmax(logits_CV, dim=-1, out=log_q_CV)
+        log_true_C = log_q_CV.gather(1, label_C1)[:, 0].where(known_C, -torch.inf)
+        weight = objective.weight("cross_entropy")
+        losses_C = (-weight * log_true_C).where(known_C, 0)
+        if lesson is None:
+            if not slope:
+                return losses_C, log_true_C, None
+            excess_CV = _excess(log_q_CV.exp_(), label_C1)
+            return losses_C, log_true_C, excess_CV if weight == 1 else excess_CV.mul_(weight)
+
+        slope_CV: Tensor | None = None
+        if weight and slope:
+            share_C = known_C.to(log_q_CV.dtype) * weight
+            slope_CV = _excess(log_q_CV.exp(), label_C1).mul_(share_C[:, None])
+        if objective.temperature != 1:
+            torch.log_softmax(logits_CV.div_(objective.temperature), dim=-1, out=log_q_CV)
+        # The logits have served: their memory takes q.
+        q_CV = torch.exp(log_q_CV, out=logits_CV)
+        taught_C, taught_CV = _taught(log_q_CV, q_CV, lesson, objective, slope)
+        losses_C += taught_C
+        if taught_CV is not None:
+            taught_CV /= objective.temperature
+            slope_CV = taught_CV if slope_CV is None else slope_CV.add_(taught_CV)
+        return losses_C, log_true_C, slope_CV
+
+
+def _excess(q_CV: Tensor, label_C1: Tensor) -> Tensor:
+    """Cross-entropy's slope, q - 1 at the label and q elsewhere, in place."""
+    return q_CV.scatter_add_(1, label_C1, q_CV.new_full(label_C1.shape, -1))
+
+
+def _taught(
+    log_q_CV: Tensor, q_CV: Tensor, lesson: Lesson, objective: LossConfig, slope: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Losses and slopes, in the logits over the temperature, of all terms with a p."""
+    losses_C = q_CV.new_zeros(len(q_CV))
+    slope_CV = None
+
+    def add(part_CV: Tensor) -> None:
+        nonlocal slope_CV
+        slope_CV = part_CV if slope_CV is None else slope_CV.add_(part_CV)
+
+    if weight := objective.weight("forward_kl"):
+        p_CV = lesson.p_UV[lesson.rows_C]
+        entropy_U = torch.linalg.vecdot(lesson.p_UV, lesson.log_p_UV)
+        losses_C += weight * (entropy_U[lesson.rows_C] - torch.linalg.vecdot(p_CV, log_q_CV))
+        if slope:
+            add(torch.sub(q_CV, p_CV, out=p_CV).mul_(weight))
+    if weight := objective.weight("reverse_kl"):
+        surplus_CV = torch.sub(log_q_CV, lesson.log_p_UV[lesson.rows_C], out=log_q_CV)
+        divergence_C = torch.linalg.vecdot(q_CV, surplus_CV)
+        losses_C += weight * divergence_C
+        if slope:
+            add((surplus_CV - divergence_C[:, None]).mul_(q_CV).mul_(weight))
+    if objective.needs_overlap:
+        p_CV = lesson.share_UV[lesson.rows_C]
+        below_CV = (q_CV < p_CV).to(q_CV.dtype)
+        overlap_C = torch.minimum(q_CV, p_CV, out=p_CV).sum(dim=-1).clamp_min(_LEAST_OVERLAP)
+        of_variation, of_acceptance = map(objective.weight, ("total_variation", "acceptance"))
+        losses_C += of_variation * (1 - overlap_C) - of_acceptance * overlap_C.log()
+        if slope:
+            drawn_C = torch.linalg.vecdot(q_CV, below_CV)
+            size_C = of_variation + of_acceptance / overlap_C
+            part_CV = torch.sub(drawn_C[:, None], below_CV, out=p_CV)
+            add(part_CV.mul_(q_CV).mul_(size_C[:, None]))
+    return losses_C, slope_CV
