@@ -39,38 +39,6 @@ class TargetArguments:
 
 
 @dataclass
-class DataArguments:
-    """Text to learn from."""
-
-    dataset: str = field(
-        default="stdlib",
-        metadata={
-            "help": "'stdlib' (the sources of Python's own standard library), a folder written by "
-            "datasets' save_to_disk, or a .jsonl or .txt file."
-        },
-    )
-    eval_dataset: str | None = field(
-        default=None,
-        metadata={
-            "help": "Held-out text, given like --dataset. Default: the held-out packages of "
-            "stdlib, or a share of the documents."
-        },
-    )
-    max_length: int = field(
-        default=512, metadata={"help": "Longest row in tokens; longer documents are cut."}
-    )
-    eval_share: float = field(
-        default=0.05,
-        metadata={"help": "Share of the documents held out where no eval_dataset is given."},
-    )
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "max_length")
-        if not 0 < self.eval_share < 1:
-            raise ValueError(f"eval_share must lie between 0 and 1, got {self.eval_share}")
-
-
-@dataclass
 class HeadsArguments:
     """What the heads look like."""
 

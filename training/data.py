@@ -1,151 +1,261 @@
-"""From a corpus to rows: token ids, and labels that say which tokens are learnt.
+"""From corpora to rows: token ids, and labels that say which tokens are learnt.
 
-A row is a document, or a part of one: `input_ids`, and `labels` of the same length, unshifted, -100
-where the text was not generated. Shapes: B batch, T tokens.
+A row is a document, a part of one, or with packing several: `input_ids`, and `labels` of the same
+length, unshifted, -100 where the text was not generated. Shapes: B batch, T tokens.
 """
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from medusa_heads.config import IGNORED
 from medusa_heads.target import TargetModel
-from medusa_heads.training.rows import IGNORED
+from medusa_heads.training.bad_rows import BadRows
+from medusa_heads.training.chat import ChatTemplate
+from medusa_heads.training.corpora import HELD_OUT, Corpus, as_corpus, is_stream, load_corpus
+from medusa_heads.training.data_arguments import STREAM_EVAL_ROWS, DataArguments
+from medusa_heads.training.packing import check_packing, pack_rows
+from medusa_heads.training.row_facts import RowFacts, RowLimits, check_length, check_rows
+from medusa_heads.training.streams import stream_rows
+from medusa_heads.training.tokenising import Tokeniser, token_features
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RowFacts:
-    """What was counted while a dataset was checked."""
+class TokenisedCorpus:
+    """Rows of a corpus, and what making them cost.
 
-    rows: int
-    tokens: int
-    supervised_tokens: int
-    sha256: str  # over the token ids and labels, row by row
-
-
-def load_corpus(name: str, split: Literal["train", "held_out"] = "train") -> Dataset:
-    """Read a corpus: `stdlib`, a folder written by `save_to_disk`, or a .jsonl, .json or .txt file.
-
-    Returns:
-        A dataset with a column `text` (one document a row), or with `input_ids` and `labels`.
-
-    Raises:
-        ValueError: nothing stands there, or it cannot be read.
+    Args:
+        corpus: they come from.
+        rows: columns `input_ids`, `labels` and `document` (which one the row is a part of).
+        cut_documents: how many were longer than the longest row and lost labels.
+        cut_tokens: how many labels.
     """
-    if name == "stdlib":
-        from medusa_heads.corpus import standard_library
 
-        return standard_library(split)
-    from datasets import Dataset, DatasetDict, load_from_disk
-    from datasets.exceptions import DatasetGenerationError
-
-    path = Path(name)
-    if not path.exists():
-        raise ValueError(
-            f"expected a corpus at {name!r}, found none: give 'stdlib', a folder written by "
-            "datasets' save_to_disk, or a .jsonl or .txt file"
-        )
-    if path.is_dir():
-        try:
-            found = load_from_disk(str(path))
-        except FileNotFoundError as error:
-            raise ValueError(f"the folder {name!r} was not written by save_to_disk") from error
-        if isinstance(found, DatasetDict):
-            wanted = ("train",) if split == "train" else ("held_out", "test", "validation")
-            splits = [known for known in wanted if known in found]
-            if not splits:
-                raise ValueError(
-                    f"{name!r} has the splits {sorted(found)}, expected one of {list(wanted)}"
-                )
-            return found[splits[0]]
-        return found
-    if not path.stat().st_size:
-        raise ValueError(f"the corpus {name!r} is empty: give one with text in it")
-    if path.suffix == ".txt":
-        return Dataset.from_list([{"text": path.read_text(encoding="utf-8")}])
-    if path.suffix not in (".jsonl", ".json"):
-        raise ValueError(f"expected a .jsonl or .txt file, got {name!r}")
-    try:
-        return Dataset.from_json(str(path))
-    except DatasetGenerationError as error:
-        reason = error.__cause__ or error
-        raise ValueError(f"{name!r} is not valid JSON lines ({reason})") from error
+    corpus: Corpus
+    rows: Dataset
+    cut_documents: int
+    cut_tokens: int
 
 
-def prepare_rows(
-    corpus: Dataset, tokenizer: PreTrainedTokenizerBase | None, max_length: int
-) -> Dataset:
-    """Rows of at most `max_length` tokens; a document's tokens are all labels of their own.
+@dataclass(frozen=True)
+class TrainingData:
+    """Rows to train on and rows to measure on, checked.
 
-    A dataset that already has `input_ids` and `labels` is taken as it is.
-
-    Returns:
-        Columns `input_ids`, `labels` and `document` (which one the row is a part of).
-
-    Raises:
-        ValueError: the corpus is empty, has other columns, or is text and there is no tokenizer.
+    Args:
+        rows: a table, or an endless stream; with packing they have `position_ids` too.
+        held_out: one document or part of one a row.
+        known_rows: `rows` before packing; of a stream, its first ones.
+        facts: of `known_rows`.
+        held_out_facts: of `held_out`.
+        corpora: what the rows come from, the corpus to train on first.
     """
-    if not len(corpus):
-        raise ValueError("the corpus is empty: give one with text in it")
-    columns = set(corpus.column_names)
-    if {"input_ids", "labels"} <= columns:
-        rows = corpus.select_columns(["input_ids", "labels"])
-        return rows.add_column("document", list(range(len(rows))))
-    if "text" not in columns:
-        raise ValueError(
-            "expected a corpus with a column 'text', or 'input_ids' and 'labels', "
-            f"got {sorted(columns)}"
-        )
-    if tokenizer is None:
-        raise ValueError("text needs the target's tokenizer, and none was found beside the target")
 
-    def cut(batch: Mapping[str, list[str]], documents: list[int]) -> dict[str, list[Any]]:
-        # verbose=False: a whole document may be longer than the model's maximum, its blocks are not
-        encoded = tokenizer(batch["text"], verbose=False)["input_ids"]
-        blocks = [
-            (ids[start : start + max_length], document)
-            for ids, document in zip(encoded, documents, strict=True)
-            for start in range(0, len(ids), max_length)
-        ]
+    rows: Dataset | IterableDataset
+    held_out: Dataset
+    known_rows: Dataset
+    facts: RowFacts
+    held_out_facts: RowFacts
+    corpora: Sequence[Corpus | TokenisedCorpus]
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether `rows` is a stream."""
+        return is_stream(self.rows)
+
+    def record(self) -> dict[str, Any]:
+        """For the story of a run. Of a stream, broken rows are counted as far as it was read."""
+        training = asdict(self.facts)
+        if self.is_stream:
+            training = {"first_rows_of_the_stream": training}
+        elif len(self.rows) != self.facts.rows:
+            training["packed_rows"] = len(self.rows)
         return {
-            "input_ids": [ids for ids, _ in blocks],
-            "labels": [ids for ids, _ in blocks],
-            "document": [document for _, document in blocks],
+            "training_set": training,
+            "held_out_set": asdict(self.held_out_facts),
+            "corpora": [_describe(corpus) for corpus in self.corpora],
         }
 
-    rows = corpus.map(
-        cut,
+
+def load_corpora(
+    settings: DataArguments,
+    dataset: Dataset | IterableDataset | None = None,
+    eval_dataset: Dataset | None = None,
+) -> tuple[Corpus, Corpus | None]:
+    """The corpus to train on and the one to measure on, as far as there is one.
+
+    Args:
+        settings: name the corpora.
+        dataset: in memory, instead of the one that the settings name.
+        eval_dataset: likewise.
+
+    Raises:
+        ValueError: one is not there or cannot be read.
+    """
+    if dataset is not None:
+        if settings.streaming:
+            dataset = dataset if is_stream(dataset) else dataset.to_iterable_dataset()
+        corpus = _in_memory(dataset, "dataset", settings)
+    else:
+        corpus = _load(settings, settings.dataset, settings.dataset_split, settings.streaming)
+    if eval_dataset is not None:
+        return corpus, _in_memory(eval_dataset, "eval_dataset", settings)
+    held_out = settings.eval_dataset
+    embedded = dataset is None and settings.dataset == ["stdlib"]
+    if held_out is None and (settings.eval_split is not None or embedded):
+        held_out = settings.dataset
+    if held_out is None:
+        return corpus, None
+    return corpus, _load(settings, held_out, settings.eval_split or HELD_OUT, False)
+
+
+def _load(settings: DataArguments, names: Sequence[str], split: str, streaming: bool) -> Corpus:
+    return load_corpus(
+        names,
+        split,
+        config=settings.dataset_config,
+        text_column=settings.text_column,
+        on_bad_row=settings.on_bad_row,
+        streaming=streaming,
+    )
+
+
+def _in_memory(rows: Dataset | IterableDataset, name: str, settings: DataArguments) -> Corpus:
+    bad_rows = BadRows(settings.on_bad_row, stream=is_stream(rows))
+    return as_corpus(rows, name, text_column=settings.text_column, bad_rows=bad_rows)
+
+
+def prepare_data(
+    target: TargetModel,
+    corpus: Corpus,
+    held_out: Corpus | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    settings: DataArguments,
+    *,
+    num_heads: int,
+    seed: int,
+    max_steps: int = -1,
+) -> TrainingData:
+    """Rows for a target, tokenised, masked, checked and, if wanted, packed.
+
+    Args:
+        target: whose vocabulary and context the rows must fit.
+        corpus: to train on.
+        held_out: to measure on. Default: a part of `corpus`.
+        tokenizer: default: the one beside the target.
+        settings: everything but the names of the corpora.
+        num_heads: so many tokens ahead must be known somewhere in the held-out set.
+        seed: of the draw of the held-out documents, and of a stream's order.
+        max_steps: of the run; a stream needs it.
+
+    Raises:
+        ValueError: something in the corpora or the settings cannot be used.
+    """
+    limits = RowLimits.of(target)
+    parts = [part for part in (corpus, held_out) if part is not None]
+    if any(part.format.name != "tokens" for part in parts):
+        check_length(settings.max_length, target)
+        tokenizer = tokenizer or find_tokenizer(target.name_or_path)
+    if settings.packing:
+        check_packing(target)
+    makers = [_tokeniser(part, tokenizer, settings, target) for part in parts]
+    tables = [
+        tokenise(part, maker, settings.dataset_num_proc)
+        for part, maker in zip(parts, makers, strict=True)
+        if not part.is_stream
+    ]
+    rows: Dataset | IterableDataset
+    if corpus.is_stream:
+        if max_steps <= 0:
+            raise ValueError("a stream has no known end: give max_steps to train so many steps")
+        rows, first_documents, known = stream_rows(
+            corpus,
+            makers[0],
+            limits,
+            held_out=(settings.eval_rows or STREAM_EVAL_ROWS) if held_out is None else 0,
+            shuffle_buffer=settings.shuffle_buffer,
+            seed=seed,
+            packing=settings.packing,
+        )
+        measured = tables[0].rows if first_documents is None else first_documents
+    else:
+        known, measured = tables[0].rows, tables[-1].rows
+        if held_out is None:
+            known, measured = hold_out(known, settings.eval_share, seed, settings.eval_rows)
+        rows = known
+    facts = check_rows(known, target, name="training set", heads_reached=1)
+    held_out_facts = check_rows(measured, target, name="held-out set", heads_reached=num_heads)
+    if settings.packing and not corpus.is_stream:
+        rows = pack_rows(known, settings.max_length)
+    streams = [part for part in parts if part.is_stream]
+    return TrainingData(rows, measured, known, facts, held_out_facts, [*streams, *tables])
+
+
+def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) -> TokenisedCorpus:
+    """The rows of a table. Rows that are tokens already are taken as they are.
+
+    Raises:
+        ValueError: broken rows, unless they may be left out, or none that is not.
+    """
+    if corpus.format.name == "tokens" and _are_token_ids(corpus.rows):
+        ready = corpus.rows.select_columns(["input_ids", "labels"])
+        return TokenisedCorpus(corpus, ready.add_column("document", list(range(len(ready)))), 0, 0)
+    made = corpus.rows.map(
+        tokeniser,
         batched=True,
         with_indices=True,
-        remove_columns=corpus.column_names,
+        remove_columns=corpus.rows.column_names,
+        features=token_features(),
         load_from_cache_file=False,
+        num_proc=num_proc,
         desc="Tokenising",
     )
+    problems = made.data.column("problem").combine_chunks()
+    broken = np.flatnonzero(problems.is_valid().to_numpy(zero_copy_only=False))
+    for row in made.select(broken):
+        place = row["place"] or corpus.place(row["document"])
+        corpus.bad_rows.add(place, row["problem"])
+    corpus.bad_rows.settle()
+    lost = np.asarray(made.data.column("lost"))
+    if lost.any():
+        logger.warning(
+            "%d documents of %s were longer than max_length %d: %d supervised tokens were cut off",
+            (lost > 0).sum(),
+            corpus.name,
+            tokeniser.max_length,
+            lost.sum(),
+        )
+    rows = made.select_columns(["input_ids", "labels", "document"])
+    if len(broken):
+        rows = rows.select(np.setdiff1d(np.arange(len(rows)), broken))
     if not len(rows):
         raise ValueError("the corpus is empty: give one with text in it")
-    return rows
+    return TokenisedCorpus(corpus, rows, int((lost > 0).sum()), int(lost.sum()))
 
 
-def hold_out(rows: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split into rows to train on and rows to measure on, by document.
+def hold_out(
+    rows: Dataset, share: float, seed: int, count: int | None = None
+) -> tuple[Dataset, Dataset]:
+    """Split into rows to train on and rows to measure on, by document: a share, or a count of them.
 
     Without a column `document` each row is one; only where all rows are of one document are they
     drawn row by row.
 
     Raises:
-        ValueError: there is only one row.
+        ValueError: there is only one row, or no more documents than are to be held out.
     """
     documents = np.arange(len(rows))
     if "document" in rows.column_names and len(set(rows["document"])) > 1:
@@ -156,75 +266,40 @@ def hold_out(rows: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
             "the corpus has a single row, so none can be held out: give more text or an "
             "eval_dataset"
         )
-    count = min(max(round(share * len(known)), 1), len(known) - 1)
+    if count is None:
+        count = min(max(round(share * len(known)), 1), len(known) - 1)
+    elif count >= len(known):
+        raise ValueError(
+            f"eval_rows {count} would hold out all {len(known)} documents: ask for fewer"
+        )
     drawn = np.random.default_rng(seed).permutation(known)[:count]
     held = np.isin(documents, drawn)
     return rows.select(np.flatnonzero(~held)), rows.select(np.flatnonzero(held))
 
 
-def check_rows(rows: Dataset, target: TargetModel, *, name: str, heads_reached: int) -> RowFacts:
-    """Read every row once and refuse what training could not use.
-
-    Args:
-        rows: columns `input_ids` and `labels`.
-        target: whose vocabulary and context the rows must fit.
-        name: what the messages call the dataset.
-        heads_reached: how many heads must have a true token at one position somewhere.
-
-    Raises:
-        ValueError: token ids outside the vocabulary, rows longer than the target's context, labels
-            that are shifted or of another length, or too little supervised text.
-    """
-    facts = {"rows": 0, "tokens": 0, "supervised_tokens": 0}
-    digest = hashlib.sha256()
-    longest_run = 0
-    for batch in rows.select_columns(["input_ids", "labels"]).with_format("numpy").iter(256):
-        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-            _check_row(ids, labels, target, f"row {facts['rows']} of the {name}")
-            supervised = labels != IGNORED
-            longest_run = max(longest_run, _longest_run(supervised))
-            digest.update(np.int64(len(ids)).tobytes())
-            digest.update(np.asarray(ids, np.int64).tobytes())
-            digest.update(np.asarray(labels, np.int64).tobytes())
-            facts["rows"] += 1
-            facts["tokens"] += len(ids)
-            facts["supervised_tokens"] += int(supervised.sum())
-    if not facts["supervised_tokens"]:
-        raise ValueError(f"the {name} has no supervised token: every label is {IGNORED}")
-    if longest_run < heads_reached + 1:
-        raise ValueError(
-            f"the {name} has no {heads_reached + 1} supervised tokens in a row "
-            f"(at most {longest_run}): give longer text or fewer heads"
-        )
-    return RowFacts(**facts, sha256=digest.hexdigest())
-
-
-def check_length(max_length: int, target: TargetModel) -> None:
-    """Raises ValueError where rows of `max_length` would not fit the target's context."""
-    limit = target.max_positions
-    if limit is not None and max_length > limit:
-        raise ValueError(
-            f"rows of {max_length} tokens are longer than the target's context of {limit} tokens: "
-            "ask for shorter ones"
-        )
-
-
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """A batch padded on the right: input_ids_BT, attention_mask_BT (0 is padding), labels_BT."""
+    """A batch padded on the right: input_ids_BT, labels_BT, and attention_mask_BT (0 is padding).
+
+    Packed rows have position_ids_BT in place of the mask, which would let documents see each other.
+    There, padding is a document of its own, behind the others.
+    """
     shape = (len(rows), max(len(row["input_ids"]) for row in rows))
-    input_ids_BT = torch.zeros(shape, dtype=torch.long)
-    attention_mask_BT = torch.zeros(shape, dtype=torch.long)
-    labels_BT = torch.full(shape, IGNORED)
+    packed = "position_ids" in rows[0]
+    batch = {
+        "input_ids": torch.zeros(shape, dtype=torch.long),
+        "labels": torch.full(shape, IGNORED),
+        "position_ids" if packed else "attention_mask": torch.zeros(shape, dtype=torch.long),
+    }
     for b, row in enumerate(rows):
         length = len(row["input_ids"])
-        input_ids_BT[b, :length] = torch.as_tensor(row["input_ids"])
-        attention_mask_BT[b, :length] = 1
-        labels_BT[b, :length] = torch.as_tensor(row["labels"])
-    return {
-        "input_ids": input_ids_BT,
-        "attention_mask": attention_mask_BT,
-        "labels": labels_BT,
-    }
+        batch["input_ids"][b, :length] = torch.as_tensor(row["input_ids"])
+        batch["labels"][b, :length] = torch.as_tensor(row["labels"])
+        if packed:
+            batch["position_ids"][b, :length] = torch.as_tensor(row["position_ids"])
+            batch["position_ids"][b, length:] = torch.arange(shape[1] - length)
+        else:
+            batch["attention_mask"][b, :length] = 1
+    return batch
 
 
 def find_tokenizer(
@@ -244,27 +319,48 @@ def find_tokenizer(
     return found
 
 
-def _check_row(ids: Any, labels: Any, target: TargetModel, where: str) -> None:
-    limit = target.max_positions
-    if len(ids) != len(labels):
-        raise ValueError(f"{where} has {len(ids)} input_ids but {len(labels)} labels")
-    if limit is not None and len(ids) > limit:
-        raise ValueError(
-            f"{where} has {len(ids)} tokens, more than the target's context of {limit}: "
-            "cut it, or ask for shorter rows"
+def _tokeniser(
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase | None,
+    settings: DataArguments,
+    target: TargetModel,
+) -> Tokeniser:
+    if corpus.format.name == "tokens":
+        return Tokeniser(corpus.format, None, settings.max_length)
+    if tokenizer is None:
+        raise ValueError("text needs the target's tokenizer, and none was found beside the target")
+    chat = None
+    if corpus.format.name == "messages" or settings.chat_template or tokenizer.chat_template:
+        chat = ChatTemplate(
+            tokenizer, settings.template_text(), settings.template_kwargs(), _stop_ids(target)
         )
-    if len(ids) and (ids.min() < 0 or ids.max() >= target.vocab_size):
-        raise ValueError(
-            f"{where} has token ids from {ids.min()} to {ids.max()}, the target's vocabulary has "
-            f"{target.vocab_size}: tokenise with the target's own tokenizer"
-        )
-    if ((labels != ids) & (labels != IGNORED)).any():
-        raise ValueError(
-            f"{where} has labels that are neither {IGNORED} nor its input_ids at the same place: "
-            "labels are not shifted here"
-        )
+    return Tokeniser(corpus.format, tokenizer, settings.max_length, chat)
 
 
-def _longest_run(mask: Any) -> int:
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
-    return int((edges[1::2] - edges[::2]).max(initial=0))
+def _stop_ids(target: TargetModel) -> tuple[int, ...]:
+    """The tokens at which the target's generate() stops."""
+    found = getattr(getattr(target.model, "generation_config", None), "eos_token_id", None)
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+def _are_token_ids(rows: Dataset) -> bool:
+    """Whether a table of token ids needs no look at each of them."""
+    kinds = [getattr(rows.features[name], "feature", None) for name in ("input_ids", "labels")]
+    return all("int" in str(getattr(kind, "dtype", "")) for kind in kinds) and not any(
+        rows.data.column(name).null_count for name in ("input_ids", "labels")
+    )
+
+
+def _describe(source: Corpus | TokenisedCorpus) -> dict[str, Any]:
+    corpus = source.corpus if isinstance(source, TokenisedCorpus) else source
+    facts: dict[str, Any] = {
+        "name": corpus.name,
+        "format": corpus.found_as,
+        "bad_rows": corpus.bad_rows.count,
+        "bad_row_examples": corpus.bad_rows.examples,
+    }
+    if isinstance(source, TokenisedCorpus):
+        facts |= {"cut_documents": source.cut_documents, "cut_tokens": source.cut_tokens}
+    return facts

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, TrainingArguments, set_seed
@@ -20,42 +20,33 @@ from medusa_heads.heads import DraftHeads, frequent_tokens, new_heads
 from medusa_heads.target import TargetModel
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.calibration import calibrate
-from medusa_heads.training.data import (
-    check_length,
-    check_rows,
-    find_tokenizer,
-    hold_out,
-    load_corpus,
-    prepare_rows,
-)
+from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
+from medusa_heads.training.data_arguments import DataArguments
 from medusa_heads.training.metrics import rank_statistics
 from medusa_heads.training.trainer import HeadsTrainer
 from medusa_heads.training.vocabulary import count_tokens
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
 METRICS_FILE = "metrics.json"
 RUN_FILE = "run.yaml"
-TRAIN: Literal["train"] = "train"
-HELD_OUT: Literal["held_out"] = "held_out"
 
 
 def train_heads(
     target: str | TargetModel | PreTrainedModel,
-    dataset: Dataset | str,
+    dataset: Dataset | IterableDataset | TrainingData | str | Sequence[str],
     *,
-    eval_dataset: Dataset | str | None = None,
+    eval_dataset: Dataset | str | Sequence[str] | None = None,
     config: HeadsConfig | None = None,
     output_dir: str | os.PathLike[str],
     training_args: TrainingArguments | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    max_length: int = 512,
-    eval_share: float = 0.05,
     head_loss_decay: float = 0.8,
     resume_from_checkpoint: str | None = None,
     record: Mapping[str, Any] | None = None,
+    **data_settings: Any,
 ) -> DraftHeads:
     """Train heads and write a checkpoint folder with their measured statistics.
 
@@ -64,19 +55,20 @@ def train_heads(
 
     Args:
         target: a hub id or path, or a model in memory. It is frozen, and proved unchanged.
-        dataset: rows with `input_ids` and `labels` (unshifted, -100 where the text was not
-            generated), or documents in a column `text`, or what `load_corpus` takes.
+        dataset: names of corpora (see `load_corpus`), or a dataset in memory, with conversations in
+            `messages`, with `prompt` and `completion`, with plain `text`, or with `input_ids` and
+            `labels` (unshifted, -100 where the text was not generated); or data that
+            `prepare_data` made.
         eval_dataset: held out, likewise. Default: `eval_share` of the documents.
         config: shape of the heads.
         output_dir: beats the one in `training_args`.
         training_args: of the run. Default: two epochs of AdamW without weight decay, cosine course
             with 5 % warm-up, peak rate 5e-3 with a shared vocabulary matrix and 1e-3 with own ones.
         tokenizer: for text. Default: the one beside the target.
-        max_length: rows cut from text have at most so many tokens.
-        eval_share: share of documents held out where no `eval_dataset` is given.
         head_loss_decay: head i counts decay**i in the loss.
         resume_from_checkpoint: a `checkpoint-*` folder, or `"last"` for the newest in `output_dir`.
         record: what else `run.yaml` and the checkpoint should remember.
+        data_settings: other fields of `DataArguments`: `max_length`, `packing`, `streaming`, ...
 
     Returns:
         The trained heads, fp32, attached to the target's vocabulary.
@@ -93,24 +85,30 @@ def train_heads(
     args.output_dir = str(output)
     checkpoint = find_checkpoint(resume_from_checkpoint, output)
     target = as_target(target, args.device)
-    rows, held_out = prepare_sets(
-        target, dataset, eval_dataset, tokenizer, max_length, eval_share, args.seed
-    )
-    facts = check_rows(rows, target, name="training set", heads_reached=1)
-    held_out_facts = check_rows(
-        held_out, target, name="held-out set", heads_reached=config.num_heads
-    )
+    if isinstance(dataset, TrainingData):
+        data = dataset
+    else:
+        data = prepare_sets(
+            target, dataset, eval_dataset, data_settings, tokenizer, config.num_heads, args
+        )
+    if data.is_stream:
+        # Each process reads the stream and takes its share: batches of rows of unequal lengths
+        # cannot be joined by one process and dealt out.
+        accelerator_config: Any = args.accelerator_config
+        args.accelerator_config = replace(accelerator_config, dispatch_batches=False)
 
     set_seed(args.seed)
     draft_tokens = None
     if config.draft_vocab_size is not None:
-        counts_V = count_tokens(rows, target.vocab_size)
+        counts_V = count_tokens(data.known_rows, target.vocab_size)
         draft_tokens = frequent_tokens(counts_V, config.draft_vocab_size)
     heads = new_heads(target, config, draft_tokens)
     before = target.weights_digest()
-    trainer = HeadsTrainer(heads, target, args, rows, held_out, head_loss_decay=head_loss_decay)
+    trainer = HeadsTrainer(
+        heads, target, args, data.rows, data.held_out, head_loss_decay=head_loss_decay
+    )
     outcome = trainer.train(resume_from_checkpoint=checkpoint)
-    measured = trainer.predict(held_out, metric_key_prefix="eval")
+    measured = trainer.predict(data.held_out, metric_key_prefix="eval")
     if target.weights_digest() != before:
         raise RuntimeError("the target's weights changed while its heads were trained")
 
@@ -119,15 +117,14 @@ def train_heads(
             {
                 "heads": heads.config.to_dict(),
                 "head_loss_decay": head_loss_decay,
-                "training_set": asdict(facts),
-                "held_out_set": asdict(held_out_facts),
+                **data.record(),
                 "target_weights_sha256": before,
                 "training_arguments": changed_arguments(args),
                 **(record or {}),
             }
         )
         statistics = rank_statistics(torch.as_tensor(measured.predictions))
-        calibrate(statistics, heads, target, held_out)
+        calibrate(statistics, heads, target, data.held_out)
         save_heads(output, heads, target, statistics=statistics, provenance=history)
         metrics = {
             **{name: value for name, value in outcome.metrics.items() if name != "total_flos"},
@@ -154,28 +151,31 @@ def as_target(target: str | TargetModel | PreTrainedModel, device: torch.device)
 
 def prepare_sets(
     target: TargetModel,
-    dataset: Dataset | str,
-    eval_dataset: Dataset | str | None,
+    dataset: Any,
+    eval_dataset: Any,
+    data_settings: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
-    max_length: int,
-    eval_share: float,
-    seed: int,
-) -> tuple[Dataset, Dataset]:
+    num_heads: int,
+    args: TrainingArguments,
+) -> TrainingData:
     """Rows to train on and held-out rows; arguments as those of `train_heads`."""
-    if eval_dataset is None and dataset == "stdlib":
-        eval_dataset = load_corpus("stdlib", "held_out")
-    corpora = [
-        load_corpus(corpus, split) if isinstance(corpus, str) else corpus
-        for corpus, split in ((dataset, TRAIN), (eval_dataset, HELD_OUT))
-        if corpus is not None
-    ]
-    if any("text" in corpus.column_names for corpus in corpora):
-        check_length(max_length, target)
-        tokenizer = tokenizer or find_tokenizer(target.name_or_path)
-    prepared = [prepare_rows(corpus, tokenizer, max_length) for corpus in corpora]
-    if len(prepared) == 1:
-        return hold_out(prepared[0], eval_share, seed)
-    return prepared[0], prepared[1]
+    given = {"dataset": dataset, "eval_dataset": eval_dataset}
+    in_memory = {name: value for name, value in given.items() if hasattr(value, "column_names")}
+    names = {
+        name: value for name, value in given.items() if value is not None and name not in in_memory
+    }
+    settings = DataArguments(**names, **data_settings)
+    corpus, held_out = load_corpora(settings, **in_memory)
+    return prepare_data(
+        target,
+        corpus,
+        held_out,
+        tokenizer,
+        settings,
+        num_heads=num_heads,
+        seed=args.seed,
+        max_steps=args.max_steps,
+    )
 
 
 def find_checkpoint(name: str | None, output: Path) -> str | None:

@@ -141,6 +141,8 @@ def coerce(value: Any, hint: Any, label: str) -> Any:
         plain = [option for option in options if option is not type(None) and option is not dict]
         return coerce(value, plain[0], label)
     if get_origin(hint) is list:
+        if isinstance(value, options[0]):
+            value = [value]  # one item needs no brackets, as it needs none on the command line
         if not isinstance(value, list):
             raise ValueError(f"{label} must be a list, got {value!r}")
         return [coerce(item, options[0], label) for item in value]

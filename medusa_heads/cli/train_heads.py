@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.inference.regenerate_arguments import DistillArguments
 from medusa_heads.training.arguments import (
-    DataArguments,
     HeadsArguments,
     OptimisationArguments,
     TargetArguments,
 )
+from medusa_heads.training.data_arguments import DataArguments
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from medusa_heads.target import TargetModel
+    from medusa_heads.training.corpora import Corpus
 
 ARGUMENTS = (
     TargetArguments,
@@ -55,16 +54,12 @@ def _train(argv: Sequence[str] | None) -> None:
 
     from medusa_heads.target import TargetModel
     from medusa_heads.training.arguments import to_training_arguments
-    from medusa_heads.training.data import find_tokenizer, load_corpus
+    from medusa_heads.training.data import find_tokenizer, load_corpora, prepare_data
+    from medusa_heads.training.sample import show_sample
     from medusa_heads.training.train import train_heads
 
     training_args = to_training_arguments(to_optimise, config.vocab_matrix)
-    corpus = load_corpus(to_data.dataset)
-    held_out = None
-    if to_data.eval_dataset is not None:
-        held_out = load_corpus(to_data.eval_dataset, "held_out")
-    elif to_data.dataset == "stdlib":
-        held_out = load_corpus("stdlib", "held_out")
+    corpus, held_out = load_corpora(to_data)
     target = TargetModel.from_pretrained(
         to_target.model_name_or_path,
         dtype=to_target.dtype,
@@ -78,16 +73,27 @@ def _train(argv: Sequence[str] | None) -> None:
         corpus, held_out = distilled_rows(
             target, tokenizer, corpus, held_out, to_data, to_distill, to_optimise
         )
-    train_heads(
+    data = prepare_data(
         target,
         corpus,
-        eval_dataset=held_out,
+        held_out,
+        tokenizer,
+        to_data,
+        num_heads=config.num_heads,
+        seed=to_optimise.seed,
+        max_steps=training_args.max_steps,
+    )
+    if training_args.process_index == 0:
+        from rich.console import Console
+
+        show_sample(data.rows, tokenizer, Console())
+    train_heads(
+        target,
+        data,
         config=config,
         output_dir=to_optimise.output_dir,
         training_args=training_args,
         tokenizer=tokenizer,
-        max_length=to_data.max_length,
-        eval_share=to_data.eval_share,
         head_loss_decay=to_heads.head_loss_decay,
         resume_from_checkpoint=to_optimise.resume_from_checkpoint,
         record={"data": asdict(to_data), "distillation": asdict(to_distill)},
@@ -99,31 +105,36 @@ def _train(argv: Sequence[str] | None) -> None:
 def distilled_rows(
     target: TargetModel,
     tokenizer: Any,
-    corpus: Dataset,
-    held_out: Dataset | None,
+    corpus: Corpus,
+    held_out: Corpus | None,
     to_data: DataArguments,
     to_distill: DistillArguments,
     to_optimise: OptimisationArguments,
-) -> tuple[Dataset, Dataset]:
+) -> tuple[Corpus, Corpus]:
     """The target's own continuations of prompts from both corpora, cached on disk."""
     from medusa_heads.corpus import prompt_windows
     from medusa_heads.inference.regenerate import regenerate
-    from medusa_heads.training.data import check_length, hold_out
+    from medusa_heads.training.corpora import as_corpus
+    from medusa_heads.training.data import hold_out
+    from medusa_heads.training.row_facts import check_length
 
     if tokenizer is None:
         raise ValueError("self_distill needs the target's tokenizer, and none lies beside it")
-    for text in (corpus, held_out):
-        if text is not None and "text" not in text.column_names:
+    for part in (corpus, held_out):
+        if part is not None and (part.format.name != "text" or part.is_stream):
             raise ValueError(
-                f"self_distill draws prompts from a column 'text', got {text.column_names}"
+                f"self_distill draws prompts from a table of plain text, got {part.found_as} in "
+                f"{part.name!r}"
             )
     check_length(to_distill.prompt_length + to_distill.continuation_length, target)
     if held_out is None:
-        corpus, held_out = hold_out(corpus, to_data.eval_share, to_optimise.seed)
+        texts = hold_out(corpus.rows, to_data.eval_share, to_optimise.seed, to_data.eval_rows)
+    else:
+        texts = corpus.rows, held_out.rows
     cache_dir = Path(to_distill.distill_cache or Path(to_optimise.output_dir) / "distilled")
     rows = []
     counts = (to_distill.num_prompts, to_distill.num_eval_prompts)
-    for text, count in zip((corpus, held_out), counts, strict=True):
+    for text, count in zip(texts, counts, strict=True):
         prompts = prompt_windows(
             text,
             tokenizer,
@@ -144,7 +155,7 @@ def distilled_rows(
                 num_workers=to_distill.generation_workers,
             )
         )
-    return rows[0], rows[1]
+    return as_corpus(rows[0], "distilled text"), as_corpus(rows[1], "distilled held-out text")
 
 
 def _report(folder: Path) -> None:

@@ -88,7 +88,7 @@ def test_flags_that_do_not_fit(argv: tuple[str, ...], message: str) -> None:
         ("num_steps: true", "num_steps must be of type int, got True"),
         ("learning_rate: fast", "learning_rate must be of type float, got 'fast'"),
         ("kind: medium", "kind must be one of"),
-        ("tags: x", "tags must be a list, got 'x'"),
+        ("tags: 3", "tags must be a list, got 3"),
         ("- a\n- b", "must hold 'key: value' lines, got a YAML list"),
         ("a: [", "not valid YAML"),
     ],

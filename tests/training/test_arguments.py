@@ -7,7 +7,6 @@ import pytest
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.training.arguments import (
-    DataArguments,
     HeadsArguments,
     OptimisationArguments,
     TargetArguments,
@@ -63,8 +62,6 @@ def test_heads_arguments_make_a_heads_config() -> None:
     ("kind", "values", "message"),
     [
         (TargetArguments, {"model_name_or_path": "x", "dtype": "half"}, "dtype must be one of"),
-        (DataArguments, {"max_length": 0}, "max_length must be at least 1, got 0"),
-        (DataArguments, {"eval_share": 1.0}, "eval_share must lie between 0 and 1"),
         (HeadsArguments, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
         (HeadsArguments, {"head_loss_decay": 0.0}, "head_loss_decay must lie in"),
         (OptimisationArguments, {"gradient_accumulation_steps": 0}, "must be at least 1"),

@@ -1,0 +1,69 @@
+"""Rows of a corpus that cannot be used: counted, named by place, never dropped in silence."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Literal
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 5
+"""So many broken rows are named; the others are counted."""
+
+
+class BadRow(ValueError):
+    """One row cannot be used; the message says why, as a part of a sentence."""
+
+
+@dataclass
+class BadRows:
+    """The tally of a corpus.
+
+    Args:
+        policy: `"error"` stops the run, `"skip"` leaves the rows out.
+        stream: the corpus has no end to wait for: stop at the first row, or warn as rows come.
+    """
+
+    policy: Literal["error", "skip"] = "error"
+    stream: bool = False
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+    _places: set[str] = field(default_factory=set)
+
+    def add(self, place: str, reason: str) -> None:
+        """Count a row that stands at `place` (`file:line`), once however often it is read.
+
+        Raises:
+            ValueError: it is a stream's, and the policy is `"error"`.
+        """
+        if place in self._places:
+            return
+        self._places.add(place)
+        self.count += 1
+        if self.count <= _NAMED:
+            self.examples.append(f"{place}: {reason}")
+        if self.stream and self.policy == "error":
+            self._places.clear()  # a stream read again stops again
+            self.settle()
+        elif self.stream and self.count <= _NAMED:
+            last = "; further ones are only counted" * (self.count == _NAMED)
+            logger.warning("left out a broken row: %s%s", self.examples[-1], last)
+
+    def settle(self) -> None:
+        """All rows are read: go on, with a warning where rows were left out, or stop.
+
+        Raises:
+            ValueError: by policy; the first rows are named.
+        """
+        if not self.count:
+            return
+        rows = "1 broken row" if self.count == 1 else f"{self.count} broken rows"
+        unnamed = self.count - len(self.examples)
+        named = "; ".join(self.examples) + f"; and {unnamed} more" * (unnamed > 0)
+        if self.policy == "error":
+            raise ValueError(
+                f"the corpus has {rows} ({named}): mend them, or leave them out with on_bad_row "
+                "'skip'"
+            )
+        logger.warning("left out %s: %s", rows, named)

@@ -1,0 +1,145 @@
+"""The flags and YAML keys of corpora. Light: nothing here imports torch or transformers."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from medusa_heads.errors import at_least
+
+STREAM_EVAL_ROWS = 256
+
+
+@dataclass
+class DataArguments:
+    """Text to learn from."""
+
+    dataset: list[str] = field(
+        default_factory=lambda: ["stdlib"],
+        metadata={
+            "help": "'stdlib' (the sources of Python's own standard library), a hub id, a folder "
+            "(of data files, or written by save_to_disk), or .jsonl, .json, .parquet, .csv or .txt "
+            "files; several names and globs are joined."
+        },
+    )
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "Configuration (subset) of a hub dataset."}
+    )
+    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
+    eval_dataset: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Held-out text, given like --dataset. Default: the held-out packages of "
+            "stdlib, or a share of the documents."
+        },
+    )
+    eval_split: str | None = field(
+        default=None,
+        metadata={
+            "help": "Split of eval_dataset (without one: of dataset) to hold out. Default: the "
+            "first there is of held_out, test and validation."
+        },
+    )
+    eval_share: float = field(
+        default=0.05,
+        metadata={"help": "Share of the documents held out where nothing else is given."},
+    )
+    eval_rows: int | None = field(
+        default=None,
+        metadata={
+            "help": "Documents held out instead of a share; of a stream the first "
+            f"(default {STREAM_EVAL_ROWS})."
+        },
+    )
+    text_column: str | None = field(
+        default=None, metadata={"help": "Column that holds plain text, if not 'text'."}
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata={"help": "A file with a Jinja chat template, instead of the tokenizer's own."},
+    )
+    chat_template_kwargs: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "What the chat template is told besides the messages, such as "
+            "enable_thinking, as a YAML mapping (on the command line: as JSON)."
+        },
+    )
+    max_length: int = field(
+        default=512,
+        metadata={
+            "help": "Longest row in tokens: longer text becomes several rows, a longer "
+            "conversation is cut on the right."
+        },
+    )
+    packing: bool = field(
+        default=False,
+        metadata={"help": "Fill rows with several documents, which do not see each other."},
+    )
+    on_bad_row: Literal["error", "skip"] = field(
+        default="error",
+        metadata={"help": "Stop at rows that cannot be used, or count them and go on."},
+    )
+    streaming: bool = field(
+        default=False,
+        metadata={"help": "Read the corpus while training, never all of it; needs max_steps."},
+    )
+    shuffle_buffer: int = field(
+        default=1000, metadata={"help": "Rows of a stream that are shuffled at a time; 1: none."}
+    )
+    dataset_num_proc: int | None = field(
+        default=None, metadata={"help": "Processes that tokenise; not for streams."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("dataset", "eval_dataset"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                setattr(self, name, [value])
+            elif value is not None and not value:
+                raise ValueError(f"{name} must name at least one corpus, got none")
+        optional = [n for n in ("eval_rows", "dataset_num_proc") if getattr(self, n) is not None]
+        at_least(self, 1, "max_length", "shuffle_buffer", *optional)
+        if not 0 < self.eval_share < 1:
+            raise ValueError(f"eval_share must lie between 0 and 1, got {self.eval_share}")
+        if self.on_bad_row not in ("error", "skip"):
+            raise ValueError(f"on_bad_row must be 'error' or 'skip', got {self.on_bad_row!r}")
+        if self.streaming and self.dataset_num_proc is not None:
+            raise ValueError("a stream is tokenised as it is read: leave dataset_num_proc out")
+        self.template_text()
+        self.template_kwargs()
+
+    def template_text(self) -> str | None:
+        """What stands in the file `chat_template`.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        if self.chat_template is None:
+            return None
+        try:
+            return Path(self.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"expected a file with a Jinja template at {self.chat_template!r} (chat_template): "
+                f"{error}"
+            ) from error
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """`chat_template_kwargs` as a mapping.
+
+        Raises:
+            ValueError: it is none.
+        """
+        import json
+
+        given = self.chat_template_kwargs
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"chat_template_kwargs must be a JSON object, got {given!r}"
+                ) from error
+        if given is not None and not isinstance(given, dict):
+            raise ValueError(f"chat_template_kwargs must map names to values, got {given!r}")
+        return given or {}

@@ -1,0 +1,136 @@
+"""Corpora larger than memory: rows that are read, tokenised, mixed and packed while training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from medusa_heads.training.corpora import Corpus
+from medusa_heads.training.packing import pack_batch, packed_features
+from medusa_heads.training.row_facts import RowLimits
+from medusa_heads.training.tokenising import Tokeniser, token_features
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+FIRST_ROWS = 256
+"""So many rows of a stream are looked at before training."""
+
+# Little enough that training starts at once; packing has the shuffle buffer's worth to choose from.
+_TOKENISED_AT_ONCE = 64
+_PACKED_AT_ONCE = 512
+
+
+@dataclass
+class _Sieve:
+    """Lets rows through that can be used, and counts or refuses the others.
+
+    Called with batches of what a Tokeniser makes, from row `first` of a corpus on.
+    """
+
+    corpus: Corpus
+    limits: RowLimits
+    first: int
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        passed: dict[str, list[Any]] = {"input_ids": [], "labels": []}
+        for row, problem in enumerate(batch["problem"]):
+            place = batch["place"][row] or self.corpus.place(self.first + batch["document"][row])
+            if problem is not None:
+                self.corpus.bad_rows.add(place, problem)
+                continue
+            ids, labels = batch["input_ids"][row], batch["labels"][row]
+            self.limits.check(np.asarray(ids), np.asarray(labels), place)
+            passed["input_ids"].append(ids)
+            passed["labels"].append(labels)
+        return passed
+
+
+def stream_rows(
+    corpus: Corpus,
+    tokeniser: Tokeniser,
+    limits: RowLimits,
+    *,
+    held_out: int,
+    shuffle_buffer: int,
+    seed: int,
+    packing: bool,
+) -> tuple[IterableDataset, Dataset | None, Dataset]:
+    """An endless stream of rows to train on, and what is known of it.
+
+    It begins anew when the corpus ends. Read again from its start it gives the same rows in the
+    same order, which is what resuming builds on.
+
+    Args:
+        corpus: of a stream.
+        tokeniser: for its rows.
+        limits: that rows must fit.
+        held_out: documents at the start that are kept from it; 0 for none.
+        shuffle_buffer: rows mixed at a time; 1 leaves the order.
+        seed: of the mixing.
+        packing: join documents to rows of the tokeniser's `max_length`.
+
+    Returns:
+        The stream; the rows of the held-out documents, None if there are to be none; and the first
+        rows to train on, in order and not packed.
+
+    Raises:
+        ValueError: the corpus holds nothing beyond the held-out documents.
+    """
+    held = None
+    if held_out:
+        held = _table(_tokens(corpus, corpus.rows.take(held_out), tokeniser, limits, 0))
+    rows = _tokens(corpus, corpus.rows.skip(held_out), tokeniser, limits, held_out)
+    first = _table(rows.take(FIRST_ROWS))
+    if not len(first) or (held is not None and not len(held)):
+        raise ValueError(
+            f"the stream has no text beyond its first {held_out} documents, which are held out: "
+            "ask for fewer eval_rows, give an eval_dataset, or leave streaming off"
+        )
+    if shuffle_buffer > 1:
+        rows = rows.shuffle(seed=seed, buffer_size=shuffle_buffer)
+    if packing:
+        rows = rows.map(
+            partial(pack_batch, max_length=tokeniser.max_length),
+            batched=True,
+            batch_size=_PACKED_AT_ONCE,
+            remove_columns=["input_ids", "labels"],
+            features=packed_features(),
+        )
+    return rows.repeat(None), held, first
+
+
+def _tokens(
+    corpus: Corpus, rows: IterableDataset, tokeniser: Tokeniser, limits: RowLimits, first: int
+) -> IterableDataset:
+    from datasets import Features
+
+    features = token_features()
+    tokens = rows.map(
+        tokeniser,
+        batched=True,
+        batch_size=_TOKENISED_AT_ONCE,
+        with_indices=True,
+        remove_columns=list(next(iter(rows), {})),
+        features=features,
+    )
+    kept = ["input_ids", "labels"]
+    return tokens.map(
+        _Sieve(corpus, limits, first),
+        batched=True,
+        batch_size=_TOKENISED_AT_ONCE,
+        remove_columns=[name for name in features if name not in kept],
+        features=Features({name: features[name] for name in kept}),
+    )
+
+
+def _table(rows: IterableDataset) -> Dataset:
+    from datasets import Dataset
+
+    features = token_features()
+    kept = {name: features[name] for name in ("input_ids", "labels")}
+    return Dataset.from_list(list(rows), features=type(features)(kept))

@@ -1,0 +1,136 @@
+"""From a corpus's rows to rows of tokens: masks, end tokens, and the cut at the longest row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from medusa_heads.config import IGNORED
+from medusa_heads.training.bad_rows import BadRow
+from medusa_heads.training.chat import ChatTemplate, continuation
+from medusa_heads.training.formats import Completion, Conversation, Document, Format, Tokens
+from medusa_heads.training.readers import PLACE_COLUMN
+
+if TYPE_CHECKING:
+    from datasets import Features
+    from transformers import PreTrainedTokenizerBase
+
+Row = tuple[list[int], list[int]]
+"""input_ids, and labels of the same length, unshifted, -100 where the text was not generated."""
+
+
+@dataclass
+class Tokeniser:
+    """What `datasets.map` calls, in batches; it keeps nothing, so processes can share the work.
+
+    Args:
+        format: how a row is read.
+        tokenizer: the target's; None only for rows that are tokens already.
+        max_length: longer documents become several rows, longer answers are cut on the right.
+        chat: for conversations.
+    """
+
+    format: Format
+    tokenizer: PreTrainedTokenizerBase | None
+    max_length: int
+    chat: ChatTemplate | None = None
+
+    def __call__(
+        self, batch: Mapping[str, Sequence[Any]], documents: Sequence[int]
+    ) -> dict[str, list[Any]]:
+        """Columns of rows: the tokens, which row of the corpus each is a part of, why that one
+        cannot be used (then without tokens) and its place, and how many labels were cut off."""
+        made: dict[str, list[Any]] = {name: [] for name in token_features()}
+        names = list(batch)
+        for document, *values in zip(documents, *batch.values(), strict=True):
+            row, problem, lost = dict(zip(names, values, strict=True)), None, 0
+            try:
+                rows, lost = self._rows(row)
+            except BadRow as found:
+                rows, problem = [([], [])], str(found)
+            for place, (input_ids, labels) in enumerate(rows):
+                made["input_ids"].append(input_ids)
+                made["labels"].append(labels)
+                made["document"].append(document)
+                made["problem"].append(problem)
+                made["place"].append(row.get(PLACE_COLUMN) if problem else None)
+                made["lost"].append(lost if place == 0 else 0)
+        return made
+
+    def _rows(self, row: Mapping[str, Any]) -> tuple[list[Row], int]:
+        content = self.format.read(row)
+        if isinstance(content, Tokens):
+            return [(content.input_ids, content.labels)], 0
+        if isinstance(content, Document):
+            ids = self._ended(self._encode(content.text))
+            starts = range(0, len(ids), self.max_length)
+            blocks = [ids[start : start + self.max_length] for start in starts]
+            return [(block, block) for block in blocks], 0
+        if isinstance(content, Completion):
+            return self._cut([self._completion(content)])
+        assert isinstance(content, Conversation)
+        if self.chat is None:
+            raise BadRow("messages need a chat template, and the tokenizer has none")
+        return self._cut(self.chat.rows(content))
+
+    def _completion(self, content: Completion) -> Row:
+        prompt_ids = self._encode(content.prompt)
+        ids = self._encode(content.prompt + content.completion)
+        if ids[: len(prompt_ids)] != prompt_ids:
+            assert self.tokenizer is not None
+            joined = continuation(self.tokenizer, prompt_ids, content.completion, ids)
+            if joined is None:
+                raise BadRow(
+                    "the tokenizer merges the prompt with the completion, and the two cannot be "
+                    "taken apart: begin the completion with the space or line break between them"
+                )
+            ids = joined
+        ids = self._ended(ids)
+        return ids, [IGNORED] * len(prompt_ids) + ids[len(prompt_ids) :]
+
+    def _cut(self, rows: list[Row]) -> tuple[list[Row], int]:
+        """Rows of at most `max_length`, and how many labels that cost."""
+        kept, lost = [], 0
+        for ids, labels in rows:
+            lost += sum(label != IGNORED for label in labels[self.max_length :])
+            if any(label != IGNORED for label in labels[: self.max_length]):
+                kept.append((ids[: self.max_length], labels[: self.max_length]))
+        if not kept:
+            length = min(len(ids) for ids, _ in rows)
+            raise BadRow(
+                f"of its {length} tokens no answer is left within max_length {self.max_length}"
+            )
+        return kept, lost
+
+    def _encode(self, text: str) -> list[int]:
+        """Token ids with what the tokenizer puts before a text, and nothing behind it."""
+        assert self.tokenizer is not None
+        # verbose=False: a whole document may be longer than the model's maximum, its rows are not
+        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        if end is not None and ids[-1:] == [end] and not text.endswith(self.tokenizer.eos_token):
+            return ids[:-1]
+        return ids
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """With the token by which the target ends a text, if it has one."""
+        assert self.tokenizer is not None
+        end = self.tokenizer.eos_token_id
+        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def token_features() -> Features:
+    """Types of the columns that a Tokeniser makes."""
+    from datasets import Features, List, Value
+
+    return Features(
+        {
+            "input_ids": List(Value("int32")),
+            "labels": List(Value("int32")),
+            "document": Value("int64"),
+            "problem": Value("string"),
+            "place": Value("string"),
+            "lost": Value("int64"),
+        }
+    )
