@@ -115,7 +115,7 @@ def _foreign_config(config: HeadsConfig, base_model: str) -> dict[str, Any]:
             "hydra_num_heads": config.num_heads,
             "hydra_num_layers": config.num_layers,
         }
-    if config.draft_vocab_size is not None:
+    if config.draft_vocab_size is not None or config.prefix_attention:
         return foreign
     if config.vocab_matrix == "shared":
         foreign["version"] = "2"  # FasterDecoding's mark for heads without vocabulary matrices

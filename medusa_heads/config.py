@@ -40,7 +40,7 @@ class HeadsConfig:
             head a trainable copy of it.
         draft_vocab_size: how many tokens the heads can draft; None for all of the target's. Which
             ones is stored with the heads.
-        prefix_attention: of hydra heads: a layer of their own attends over the text so far.
+        prefix_attention: a layer of the heads' own attends over the text so far (prefix.py).
         hidden_size: D of the target; filled in by `from_target`.
         vocab_size: V of the target; filled in by `from_target`.
 
@@ -69,8 +69,6 @@ class HeadsConfig:
                 raise ValueError(
                     f"{name} must be one of {list(get_args(known))}, got {getattr(self, name)!r}"
                 )
-        if self.prefix_attention and self.kind != "hydra":
-            raise ValueError("prefix_attention is a part of hydra heads: set kind to 'hydra' too")
         if None not in (self.draft_vocab_size, self.vocab_size):
             assert self.draft_vocab_size is not None and self.vocab_size is not None
             if self.draft_vocab_size > self.vocab_size:

@@ -78,7 +78,9 @@ def test_folder_holds_heads_alone_in_field_names(target: TargetModel, tmp_path: 
     assert "architectures" not in config and "model_type" not in config
 
 
-@pytest.mark.parametrize("config", [{"kind": "hydra"}, {"draft_vocab_size": 20}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"kind": "hydra"}, {"draft_vocab_size": 20}, {"prefix_attention": True}], ids=str
+)
 def test_heads_that_other_engines_cannot_hold_do_not_pose_as_medusas(
     target: TargetModel, tmp_path: Path, config: dict[str, object]
 ) -> None:

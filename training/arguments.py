@@ -62,7 +62,7 @@ class HeadsArguments:
     )
     prefix_attention: bool = field(
         default=False,
-        metadata={"help": "Of hydra: a layer of its own attends over the text so far."},
+        metadata={"help": "A layer of the heads' own attends over the text so far."},
     )
     head_loss_decay: float = field(
         default=0.8, metadata={"help": "Head i counts decay**i in the loss."}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from medusa_heads.guesses import candidates
 from medusa_heads.heads import DraftHeads
+from medusa_heads.inference.drafters.prefix import encoded_hidden
 from medusa_heads.tree import TokenTree, TreeShape
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class MedusaDrafter:
         # Where each drafted node finds its token in the flattened [K, R] table of candidates.
         self._picks = [(len(path) - 1) * self._num_ranks + path[-1] for path in shape.choices]
         self._picks_N: Tensor | None = None
-        self.reads_prompt = False
+        self.reads_prompt = heads.config.prefix_attention
 
     @property
     def num_nodes(self) -> int:
@@ -64,12 +65,13 @@ class MedusaDrafter:
         roots_B1 = state.roots_B[:, None]
         if self._picks_N is None or self._picks_N.device != roots_B1.device:
             self._picks_N = torch.tensor(self._picks, device=roots_B1.device)
+        hidden_BD = encoded_hidden(self._heads, state)
         if not self._with_log_probs:
-            ids_BKR = self._heads(state.hidden_BD).topk(self._num_ranks, dim=-1).indices
+            ids_BKR = self._heads(hidden_BD).topk(self._num_ranks, dim=-1).indices
             drafted_BN = self._heads.token_ids(ids_BKR.flatten(1).index_select(1, self._picks_N))
             return self.shape.tree(torch.cat([roots_B1, drafted_BN], dim=1))
         tokens_BKR, log_probs_BKR = candidates(
-            self._heads, state.hidden_BD, self._num_ranks, self._temperatures
+            self._heads, hidden_BD, self._num_ranks, self._temperatures
         )
         drafted_BN = tokens_BKR.flatten(1).index_select(1, self._picks_N)
         drafted_log_probs_BN = log_probs_BKR.flatten(1).index_select(1, self._picks_N)

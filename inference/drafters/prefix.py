@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from medusa_heads.heads import DraftHeads, HydraHeads
+from medusa_heads.heads import DraftHeads
 
 if TYPE_CHECKING:
     from medusa_heads.inference.state import DecodingState, Row
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
     """What the heads read at the last committed position of every active row, [B, D]."""
-    if not isinstance(heads, HydraHeads) or heads.prefix is None:
+    if heads.prefix is None:
         return state.hidden_BD
     memory = state.memories.get(heads)
     if memory is None:
@@ -38,7 +38,7 @@ class PrefixMemory:
         rows: of the batch.
     """
 
-    def __init__(self, heads: HydraHeads, rows: list[Row]) -> None:
+    def __init__(self, heads: DraftHeads, rows: list[Row]) -> None:
         assert heads.prefix is not None
         self._heads = heads
         self._layer = heads.prefix

@@ -45,16 +45,14 @@ def run_regenerate(arguments: RegenerateArguments) -> None:
     from medusa_heads.inference.regeneration.answers import Sampling
     from medusa_heads.inference.regeneration.dialogues import read_dialogues
     from medusa_heads.inference.regeneration.output import check_output, write_output
-    from medusa_heads.training.data import find_tokenizer, load_corpus
+    from medusa_heads.inference.regeneration.tables import read_table
 
     disable_progress_bar()
     folder = Path(arguments.output_dir)
     check_output(folder)
     options = _template_options(arguments.chat_template_kwargs)
-    corpus = load_corpus(arguments.dataset)
-    tokenizer = find_tokenizer(
-        arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
-    )
+    corpus = read_table(arguments.dataset, arguments.dataset_split, config=arguments.dataset_config)
+    tokenizer = _tokenizer(arguments)
     dialogues = read_dialogues(
         corpus,
         tokenizer,
@@ -104,6 +102,18 @@ def _template_options(given: dict[str, Any] | str | None) -> dict[str, Any]:
     if given is not None and not isinstance(given, dict):
         raise ValueError(f"chat_template_kwargs must map names to values, got {given!r}")
     return given or {}
+
+
+def _tokenizer(arguments: RegenerateArguments) -> Any:
+    """The tokenizer beside the target, None where there is none: token ids need none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
+        )
+    except (OSError, ValueError):
+        return None
 
 
 def _target(arguments: RegenerateArguments) -> TargetModel:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_heads.config import IGNORED, HeadsConfig
+from medusa_heads.heads.prefix import PrefixLayer
 
 AnyHeads = TypeVar("AnyHeads", bound="DraftHeads")
 
@@ -43,8 +44,11 @@ class DraftHeads(nn.Module):
 
     Fresh heads predict exactly what the target's lm_head does. The state dict holds what is trained
     and nothing of the target: `{i}.{l}...` of each head's blocks, with own vocabulary matrices
-    `{i}.{L}.weight` [V, D] (and `{i}.{L}.bias` [V] where the target's lm_head has one), and with a
-    reduced vocabulary `draft_tokens` [V].
+    `{i}.{L}.weight` [V, D] (and `{i}.{L}.bias` [V] where the target's lm_head has one), with a
+    prefix layer `prefix.*`, and with a reduced vocabulary `draft_tokens` [V].
+
+    Where heads read tokens, they read the target's own embeddings, brought to unit scale: beside a
+    normalised hidden state the often tiny vectors would be learnt from far too slowly.
 
     Attributes:
         config: the heads' shape.
@@ -66,6 +70,8 @@ class DraftHeads(nn.Module):
         super().__init__()
         self.config = config
         self._shared: tuple[Tensor, Tensor | None] | None = None
+        self._embeddings_VD: Tensor | None = None
+        self._embedding_scale = 1.0
         tokens_V = None
         if config.draft_vocab_size is not None:
             tokens_V = torch.arange(config.draft_vocab_size)
@@ -76,6 +82,7 @@ class DraftHeads(nn.Module):
                 blocks.append(nn.Linear(config.hidden_size, config.num_candidates, bias=False))
             # Named "0", "1", ... as in FasterDecoding's checkpoints.
             self.add_module(str(i), nn.Sequential(*blocks))
+        self.prefix = PrefixLayer(config.hidden_size) if config.prefix_attention else None
 
     def _blocks(self, head: int) -> list[nn.Module]:
         """The residual blocks of a head: `config.num_layers` of them."""
@@ -138,11 +145,12 @@ class DraftHeads(nn.Module):
         self.draft_tokens.copy_(ordered_V)
 
     def share(self, target: HasVocabulary) -> None:
-        """Project with this target's vocabulary matrix. It stays the target's: neither a parameter
-        of the heads nor part of their state dict.
+        """Project with this target's vocabulary matrix, and read its token embeddings. They stay
+        the target's: neither parameters of the heads nor part of their state dict.
 
         Raises:
-            ValueError: the target's sizes are not those the heads were made for.
+            ValueError: the target's sizes are not those the heads were made for, or its embeddings
+                cannot be read where heads need them.
         """
         weight_VD, bias_V = vocabulary(target)
         vocab_size, hidden_size = weight_VD.shape
@@ -150,18 +158,35 @@ class DraftHeads(nn.Module):
         if self.config.vocab_matrix == "shared":
             shared_V = None if bias_V is None else self._drafted(bias_V)
             self._shared = (self._drafted(weight_VD), shared_V)
+        if self.sequential or self.prefix is not None:
+            self._embeddings_VD = embeddings(target, hidden_size)
+            norm = torch.linalg.vector_norm(self._embeddings_VD, dtype=torch.float32)
+            size = self._embeddings_VD.numel()
+            self._embedding_scale = float(size**0.5 / norm.clamp_min(1e-6))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings of tokens at unit scale: (...) -> (..., D)."""
+        assert self._embeddings_VD is not None, "share(target) comes first"
+        return F.embedding(tokens, self._embeddings_VD) * self._embedding_scale
 
     def encode(
         self, hidden_BTD: Tensor, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None
     ) -> Tensor:
-        """What stands for the hidden states of whole texts before heads see them, [B, T, D].
+        """What stands for the hidden states of whole texts before heads see them, [B, T, D]: with a
+        prefix layer, what that makes of h_t and the embedding of token t + 1. Behind the last token
+        stands none; what is made of that position is of no use.
 
         Args:
             hidden_BTD: the target's hidden states.
             input_ids_BT: the texts, padded on the right.
             position_ids_BT: where several documents are packed in a row, each counted from 0.
         """
-        return hidden_BTD
+        if self.prefix is None:
+            return hidden_BTD
+        dtype = self.prefix.dtype
+        following_BTD = self.embed(F.pad(input_ids_BT[:, 1:], (0, 1))).to(dtype)
+        encoded_BTD: Tensor = self.prefix(hidden_BTD.to(dtype), following_BTD, position_ids_BT)
+        return encoded_BTD
 
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """Outputs of the residual blocks, before the vocabulary: (..., D) -> (..., K, D).
@@ -247,6 +272,26 @@ def vocabulary(target: HasVocabulary) -> tuple[Tensor, Tensor | None]:
         )
     bias_V = getattr(lm_head, "bias", None)
     return weight_VD.detach(), None if bias_V is None else bias_V.detach()
+
+
+def embeddings(target: HasVocabulary, hidden_size: int) -> Tensor:
+    """The token embeddings [V, D].
+
+    Raises:
+        ValueError: they are quantised, or not as wide as the hidden state.
+    """
+    model: Any = target
+    weight_VD = getattr(model.get_input_embeddings(), "weight", None)
+    if (
+        not isinstance(weight_VD, Tensor)
+        or not weight_VD.is_floating_point()
+        or weight_VD.shape[1:] != (hidden_size,)
+    ):
+        raise ValueError(
+            "hydra heads and prefix attention need a target with unquantised token embeddings as "
+            f"wide as its hidden state of {hidden_size}: use kind 'medusa' without a prefix"
+        )
+    return weight_VD.detach()
 
 
 def frequent_tokens(counts_V: Tensor, size: int) -> Tensor:

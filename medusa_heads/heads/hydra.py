@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medusa_heads.config import HeadsConfig
-from medusa_heads.heads.base import DraftHeads, HasVocabulary, ResBlock
-from medusa_heads.heads.prefix import PrefixLayer
+from medusa_heads.heads.base import DraftHeads, ResBlock
 
 
 class WideBlock(nn.Module):
@@ -44,69 +42,16 @@ class WideBlock(nn.Module):
 class HydraHeads(DraftHeads):
     """K sequential heads: head i reads h_t and the embeddings of tokens t + 1 .. t + 1 + i.
 
-    `{i}.0.linear` and `{i}.0.res_connection` [D, D * (i + 2)], later blocks as Medusa's; `prefix.*`
-    where `config.prefix_attention` is set.
-
-    Embeddings are the target's own, brought to unit scale: beside a normalised hidden state the
-    often tiny vectors would be learnt from far too slowly.
+    `{i}.0.linear` and `{i}.0.res_connection` [D, D * (i + 2)], later blocks as Medusa's.
     """
 
     kind = "hydra"
     sequential = True
 
-    def __init__(self, config: HeadsConfig) -> None:
-        super().__init__(config)
-        assert config.hidden_size is not None
-        self.prefix = PrefixLayer(config.hidden_size) if config.prefix_attention else None
-        self._embeddings_VD: Tensor | None = None
-        self._embedding_scale = 1.0
-
     def _blocks(self, head: int) -> list[nn.Module]:
         assert self.config.hidden_size is not None
         later = [ResBlock(self.config.hidden_size) for _ in range(self.config.num_layers - 1)]
         return [WideBlock(self.config.hidden_size, head + 1), *later]
-
-    def share(self, target: HasVocabulary) -> None:
-        """See DraftHeads; the target's token embeddings are read too.
-
-        Raises:
-            ValueError: they are quantised, or not as wide as the hidden state.
-        """
-        super().share(target)
-        model: Any = target
-        embeddings_VD = getattr(model.get_input_embeddings(), "weight", None)
-        if (
-            not isinstance(embeddings_VD, Tensor)
-            or not embeddings_VD.is_floating_point()
-            or embeddings_VD.shape[1:] != (self.config.hidden_size,)
-        ):
-            raise ValueError(
-                "hydra heads need a target with unquantised token embeddings as wide as its hidden "
-                f"state of {self.config.hidden_size}: use kind 'medusa'"
-            )
-        self._embeddings_VD = embeddings_VD.detach()
-        norm = torch.linalg.vector_norm(self._embeddings_VD, dtype=torch.float32)
-        self._embedding_scale = float(self._embeddings_VD.numel() ** 0.5 / norm.clamp_min(1e-6))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The target's embeddings of tokens at unit scale: (...) -> (..., D)."""
-        assert self._embeddings_VD is not None, "share(target) comes first"
-        return F.embedding(tokens, self._embeddings_VD) * self._embedding_scale
-
-    def encode(
-        self, hidden_BTD: Tensor, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None
-    ) -> Tensor:
-        """See DraftHeads: the prefix layer over h_t and the embedding of token t + 1.
-
-        Behind the last token stands none; what is made of that position is of no use.
-        """
-        if self.prefix is None:
-            return hidden_BTD
-        following_BT = F.pad(input_ids_BT[:, 1:], (0, 1))
-        dtype = self.prefix.dtype
-        return self.prefix(
-            hidden_BTD.to(dtype), self.embed(following_BT).to(dtype), position_ids_BT
-        )
 
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """See DraftHeads.

@@ -25,7 +25,7 @@ class MedusaHeads(DraftHeads):
         super().__init__(config)
         self._stack: tuple[list[tuple[int, int]], list[tuple[Tensor, Tensor]]] | None = None
         # Kept, because finding them anew costs more than a head's own work on a small target.
-        self._all_parameters = tuple(self.parameters())
+        self._all_parameters = tuple(p for head in self.heads() for p in head.parameters())
 
     def _blocks(self, head: int) -> list[nn.Module]:
         assert self.config.hidden_size is not None

@@ -132,8 +132,3 @@ def test_embeddings_of_another_width_are_refused() -> None:
 
     with pytest.raises(ValueError, match="as wide as its hidden state of 8"):
         HydraHeads.from_target(Narrow(), HeadsConfig(kind="hydra"))
-
-
-def test_prefix_attention_belongs_to_hydra() -> None:
-    with pytest.raises(ValueError, match="part of hydra heads"):
-        HeadsConfig(prefix_attention=True)

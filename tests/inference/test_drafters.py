@@ -26,6 +26,7 @@ from tests.inference.planted import PlantedDrafter
 
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"kind": "medusa"},
+    "medusa, prefix": {"num_layers": 2, "prefix_attention": True},
     "medusa, own matrix, 50 tokens": {"vocab_matrix": "own", "draft_vocab_size": 50},
     "hydra": {"kind": "hydra", "num_layers": 2},
     "hydra, 50 tokens": {"kind": "hydra", "draft_vocab_size": 50},
@@ -152,7 +153,7 @@ class RereadingDrafter(PlantedDrafter):
 
     reads_prompt = True
 
-    def __init__(self, heads: HydraHeads, target: TargetModel, *args: Any) -> None:
+    def __init__(self, heads: DraftHeads, target: TargetModel, *args: Any) -> None:
         super().__init__(*args)
         self.heads, self.target = heads, target
         self.compared = 0
@@ -169,12 +170,12 @@ class RereadingDrafter(PlantedDrafter):
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_the_prefix_layer_reads_on_as_if_from_the_start(
-    tiny_llama: TinyLlama, chunk: int | None
+    tiny_llama: TinyLlama, kind: str, chunk: int | None
 ) -> None:
     model = tiny_llama().to(DEVICE)
-    heads = random_heads(model, kind="hydra", prefix_attention=True)
-    assert isinstance(heads, HydraHeads)
+    heads = random_heads(model, kind=kind, prefix_attention=True)
     target = TargetModel(model)
     generator = torch.Generator().manual_seed(5)
     ids_BT = torch.randint(199, (3, 9), generator=generator).to(DEVICE)
