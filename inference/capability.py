@@ -21,7 +21,8 @@ from transformers import StoppingCriteriaList
 
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.inference.state import DecodingState, Row, StopCheck
+from medusa_heads.inference.row import Row, StopCheck
+from medusa_heads.inference.state import DecodingState
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TreeShape
 

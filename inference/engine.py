@@ -20,7 +20,8 @@ from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, make_rule
 from medusa_heads.inference.capability import capability
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.state import DecodingState, Row, ScoreRecorder, StopCheck
+from medusa_heads.inference.row import Row, ScoreRecorder, StopCheck
+from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.stats import GenerationStats
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TokenTree

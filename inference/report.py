@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medusa_heads.files import replace_file
 from medusa_heads.statistics import HeadStatistics
 
 if TYPE_CHECKING:
@@ -74,12 +75,7 @@ def write_report(
     finally:
         staged.unlink(missing_ok=True)
     # The numbers last: where they are, the picture is too.
-    staged = path / f".{JSON_FILE}.{os.getpid()}"
-    try:
-        staged.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        os.replace(staged, json_file)
-    finally:
-        staged.unlink(missing_ok=True)
+    replace_file(json_file, json.dumps(report, indent=2) + "\n")
     return json_file, png_file
 
 

@@ -30,7 +30,8 @@ from medusa_heads.files import replace_file
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.acceptance import SampleThenMatch
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.state import DecodingState, Row, StopCheck
+from medusa_heads.inference.row import Row, StopCheck
+from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.tree_plan import make_drafter
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel

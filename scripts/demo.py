@@ -31,6 +31,7 @@ from rich.table import Table
 from medusa_heads.cli import train_heads
 from medusa_heads.cli.arguments import run_command
 from medusa_heads.cli.benchmark import BenchmarkArguments, run_benchmark
+from medusa_heads.files import replace_file
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = Path("configs/demo.yaml")
@@ -135,9 +136,7 @@ def is_done(stage: Stage) -> bool:
 
 
 def remember(stage: Stage) -> None:
-    staged = STAGES_FILE.with_suffix(".new")
-    staged.write_text(json.dumps(_done() | {stage.name: stage.key()}, indent=2) + "\n")
-    os.replace(staged, STAGES_FILE)
+    replace_file(STAGES_FILE, json.dumps(_done() | {stage.name: stage.key()}, indent=2) + "\n")
 
 
 def _done() -> dict[str, Any]:

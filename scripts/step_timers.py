@@ -17,7 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from medusa_heads import MedusaModel
 from medusa_heads.inference.acceptance import make_rule
-from medusa_heads.inference.state import DecodingState, Row, StopCheck
+from medusa_heads.inference.row import Row, StopCheck
+from medusa_heads.inference.state import DecodingState
 
 PHASES = ("target", "draft", "walk", "cache", "rest")
 STEPS = 8  # whose median a single timing is

@@ -20,7 +20,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from medusa_heads.inference.state import Row
+from medusa_heads.inference.row import Row
 from medusa_heads.tree import TokenTree
 
 # Warpers look at the scores of one position alone: neither at the text nor at other rows.

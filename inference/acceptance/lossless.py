@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from medusa_heads.inference.acceptance.base import looks_at_one_row
-from medusa_heads.inference.state import Row
+from medusa_heads.inference.row import Row
 from medusa_heads.tree import TokenTree
 
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from medusa_heads.inference.acceptance import SampleThenMatch
-from medusa_heads.inference.state import Row, StopCheck
+from medusa_heads.inference.row import Row, StopCheck
 from medusa_heads.tree import TokenTree, TreeShape
 
 VOCAB = 12

@@ -18,7 +18,7 @@ from transformers import (
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.inference.acceptance import RULES, make_rule
-from medusa_heads.inference.state import Row, StopCheck
+from medusa_heads.inference.row import Row, StopCheck
 from medusa_heads.tree import TokenTree, TreeShape
 from tests.conftest import TinyLlama
 
