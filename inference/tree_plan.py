@@ -60,7 +60,7 @@ def make_drafter(
     if chain_only:
         shape = shape.chain()
     if isinstance(heads, HydraHeads):
-        return HydraDrafter(heads, shape, temperatures=temperatures)
+        return HydraDrafter(heads, shape, temperatures=temperatures, with_log_probs=with_log_probs)
     return MedusaDrafter(heads, shape, temperatures=temperatures, with_log_probs=with_log_probs)
 
 

@@ -70,9 +70,7 @@ def _after_each_path(
     heads: HydraHeads, hidden_BD: Tensor, num_ranks: int, temperatures: Sequence[float]
 ) -> Guess:
     def guess(level: int, paths_BFJ: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_BFD = hidden_BD[:, None].expand(-1, paths_BFJ.shape[1], -1)
-        features_BFD = heads.head_features(level, hidden_BFD, paths_BFJ)
-        logits_BFV = heads.project(level, features_BFD)
+        logits_BFV = heads.after_paths(level, hidden_BD, paths_BFJ)
         return best(heads, logits_BFV, num_ranks, 1 / temperatures[level])
 
     return guess

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from medusa_heads.guesses import guesses
+from medusa_heads.guesses import best
 from medusa_heads.heads import HydraHeads
 from medusa_heads.inference.drafters.medusa import check_shape
 from medusa_heads.inference.drafters.prefix import encoded_hidden
@@ -48,6 +48,7 @@ class HydraDrafter:
         heads: sequential heads, on their target's device.
         shape: the tree.
         temperatures: of the heads' probabilities.
+        with_log_probs: give the nodes' draft probabilities too, for rules that compare with them.
 
     Raises:
         ValueError: the tree is deeper than there are heads, or wider than their vocabulary.
@@ -59,12 +60,14 @@ class HydraDrafter:
         shape: TreeShape,
         *,
         temperatures: Sequence[float] | None = None,
+        with_log_probs: bool = False,
     ) -> None:
         check_shape(heads, shape)
         self.shape = shape
         self._heads = heads
         self.reads_prompt = heads.config.prefix_attention
         self._temperatures = list(temperatures or [1.0] * heads.config.num_heads)
+        self._with_log_probs = with_log_probs
         self._levels: dict[torch.device, list[_Level]] = {}
 
     @property
@@ -82,22 +85,26 @@ class HydraDrafter:
         hidden_BD = encoded_hidden(self._heads, state)
         tokens_BN = state.roots_B.new_empty(batch, self.num_nodes)
         tokens_BN[:, 0] = state.roots_B
-        log_probs_BN = torch.zeros(batch, self.num_nodes, device=device)
+        log_probs_BN = torch.zeros(batch, self.num_nodes, device=device)  # the root is certain
         paths_BFJ = state.roots_B[:, None, None]
         for depth, level in enumerate(self._levels[device]):
             paths_BFJ = paths_BFJ.index_select(1, level.going_on_F)
-            guess = guesses(self._heads, hidden_BD, level.num_ranks, self._temperatures)
-            tokens_BFR, log_probs_BFR = guess(depth, paths_BFJ)
+            logits_BFV = self._heads.after_paths(depth, hidden_BD, paths_BFJ)
+            if self._with_log_probs:
+                tokens_BFR, log_probs_BFR = best(
+                    self._heads, logits_BFV, level.num_ranks, 1 / self._temperatures[depth]
+                )
+                drafted_log_probs_BN = log_probs_BFR.flatten(1).index_select(1, level.picks_N)
+                log_probs_BN[:, level.places_N] = drafted_log_probs_BN
+            else:
+                tokens_BFR = self._heads.token_ids(logits_BFV.topk(level.num_ranks).indices)
             drafted_BN = tokens_BFR.flatten(1).index_select(1, level.picks_N)
             tokens_BN[:, level.places_N] = drafted_BN
-            log_probs_BN[:, level.places_N] = log_probs_BFR.flatten(1).index_select(
-                1, level.picks_N
-            )
             above_N = level.picks_N // level.num_ranks
             paths_BFJ = torch.cat(
                 [paths_BFJ.index_select(1, above_N), drafted_BN[:, :, None]], dim=2
             )
-        return self.shape.tree(tokens_BN, log_probs_BN)
+        return self.shape.tree(tokens_BN, log_probs_BN if self._with_log_probs else None)
 
 
 def _levels(shape: TreeShape, device: torch.device) -> list[_Level]:

@@ -1,6 +1,7 @@
 """Hydra heads: each also sees the tokens that were drafted before its own.
 
-Shapes: R rows (any leading dimensions), B batch, T tokens, K heads, D hidden, W input width.
+Shapes: R rows (any leading dimensions), B batch, F paths, J tokens of a path, K heads, D hidden,
+V vocabulary, W input width.
 Source: Ankner et al. 2024, "Hydra: sequentially-dependent draft heads for Medusa decoding",
 arXiv:2402.05109, sections 3 and 4.
 """
@@ -77,3 +78,8 @@ class HydraHeads(DraftHeads):
         for block in islice(sequence, self.config.num_layers):
             x = block(x)
         return x
+
+    def after_paths(self, head: int, hidden_BD: Tensor, paths_BFJ: Tensor) -> Tensor:
+        """Logits [B, F, V] of one head after each of F drafted paths, roots included."""
+        hidden_BFD = hidden_BD[:, None].expand(-1, paths_BFJ.shape[1], -1)
+        return self.project(head, self.head_features(head, hidden_BFD, paths_BFJ))

@@ -64,7 +64,9 @@ def test_a_static_hydra_tree_follows_each_path(tiny_llama: TinyLlama) -> None:
     shape = TreeShape.from_choices([*cartesian_choices([3, 2, 2]), (3,), (4,), (4, 5)])
     hidden_BD = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
     roots_B = torch.tensor([17, 99])
-    tree = HydraDrafter(heads, shape).propose(state_at(hidden_BD, roots_B))
+    tree = HydraDrafter(heads, shape, with_log_probs=True).propose(state_at(hidden_BD, roots_B))
+    plain = HydraDrafter(heads, shape).propose(state_at(hidden_BD, roots_B))
+    assert torch.equal(plain.tokens_BN, tree.tokens_BN)
     for b in range(2):
         for node, choice in enumerate(shape.choices, start=1):
             path = [int(roots_B[b])]
