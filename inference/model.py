@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medusa_heads.adapter import ADAPTER_FOLDER, load_adapter
 from medusa_heads.checkpoint import load_heads, read_sidecar
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.assisted import AssistedModel
@@ -94,14 +95,19 @@ class MedusaModel(AssistedModel):
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
         compile: bool = False,
+        merge_adapter: bool = False,
         **target_kwargs: Any,
     ) -> MedusaModel:
-        """Load a heads checkpoint and its target.
+        """Load a heads checkpoint and its target, and the adapter they were trained with if any.
+
+        An adapter makes another model of the target: lossless then means the text of the target
+        with its adapter. A target that is loaded here gets it; one in memory must carry it.
 
         Args:
             checkpoint: folder written by train-heads.
             target: a model in memory, or a hub id or path; by default the one the heads name.
             tree, acceptance, acceptance_settings, compile: see the class.
+            merge_adapter: add the adapter to the target's matrices: faster, and in bf16 rounded.
             target_kwargs: passed on when the target is loaded, such as `dtype` or `device_map`.
 
         Raises:
@@ -109,8 +115,11 @@ class MedusaModel(AssistedModel):
         """
         if target is None:
             target = _named_target(checkpoint)
+        adapted = None
         if isinstance(target, str | os.PathLike):
             target = TargetModel.from_pretrained(str(target), **target_kwargs)
+            if read_sidecar(checkpoint).get("adapter") is not None:
+                adapted = load_adapter(target.model, Path(checkpoint) / ADAPTER_FOLDER)
         elif target_kwargs:
             raise ValueError(
                 f"{sorted(target_kwargs)} apply to a target that is loaded here, but one in memory "
@@ -118,6 +127,13 @@ class MedusaModel(AssistedModel):
             )
         view = target if isinstance(target, TargetModel) else TargetModel(target)
         loaded = load_heads(checkpoint, view)
+        if merge_adapter:
+            if adapted is None:
+                raise ValueError(
+                    "merge_adapter merges an adapter that is loaded here, and there is none: "
+                    "leave it out"
+                )
+            adapted.merge_and_unload()
         return cls(
             view,
             loaded.heads,

@@ -4,6 +4,7 @@ medusa_lm_head.safetensors   the heads, FasterDecoding's key names
 config.json                  what FasterDecoding-style loaders read
 medusa_heads.json            configuration, target fingerprint, statistics, provenance
 custom_generate/             makes the folder a decoding method for transformers' generate()
+adapter/                     of heads trained together with a LoRA adapter: peft's two files
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from medusa_heads.adapter import ADAPTER_FOLDER, adapter_digest, save_adapter
 from medusa_heads.config import HeadsConfig
 from medusa_heads.custom_generate import write_custom_generate
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 WEIGHTS_FILE = "medusa_lm_head.safetensors"
 CONFIG_FILE = "config.json"
@@ -67,10 +72,12 @@ def save_heads(
     statistics: HeadStatistics | None = None,
     provenance: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
+    adapter: PeftModel | None = None,
 ) -> Path:
     """Write a checkpoint folder, beside its place first and then renamed, file by file.
 
-    Weights are stored in `dtype`, by default the target's own.
+    Weights are stored in `dtype`, by default the target's own. An `adapter` that the heads were
+    trained together with is stored beside them; from then on they are only loaded with it.
     """
     from safetensors.torch import save_file
 
@@ -85,6 +92,7 @@ def save_heads(
         "format_version": FORMAT_VERSION,
         "heads": heads.config.to_dict(),
         "target": {"name_or_path": target.name_or_path, **target.fingerprint()},
+        "adapter": None,
         "statistics": statistics.to_dict() if statistics else None,
         "provenance": dict(provenance or {}),
     }
@@ -92,10 +100,18 @@ def save_heads(
     staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
         save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        names = [WEIGHTS_FILE, CONFIG_FILE, SIDECAR_FILE]
+        if adapter is not None:
+            save_adapter(staging / ADAPTER_FOLDER, adapter, target.name_or_path, stored)
+            sha256 = adapter_digest(target.model)
+            sidecar["adapter"] = {"folder": ADAPTER_FOLDER, "sha256": sha256}
+            (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
+            of_adapter = sorted((staging / ADAPTER_FOLDER).iterdir())
+            names = [str(path.relative_to(staging)) for path in of_adapter] + names
         foreign = _foreign_config(heads.config, target.name_or_path)
         for name, content in ((CONFIG_FILE, foreign), (SIDECAR_FILE, sidecar)):
             (staging / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        for name in (WEIGHTS_FILE, CONFIG_FILE, SIDECAR_FILE):
+        for name in names:
             os.replace(staging / name, folder / name)
         write_custom_generate(folder)
     finally:
@@ -155,13 +171,16 @@ def load_heads(folder: str | os.PathLike[str], target: TargetModel) -> LoadedHea
     """Load heads onto their target, in its dtype and on its device.
 
     Raises:
-        ValueError: a missing, damaged or ill-fitting checkpoint, or another target's.
+        ValueError: a missing, damaged or ill-fitting checkpoint, or another target's, or one whose
+            heads belong to an adapter that the target does not carry.
     """
     sidecar = read_sidecar(folder)
     for part in ("heads", "target"):
         if not isinstance(sidecar.get(part), dict):
             raise ValueError(f"{Path(folder) / SIDECAR_FILE} has no {part!r} part: it is damaged")
     _check_fingerprint(sidecar["target"], target)
+    if sidecar.get("adapter") is not None:
+        _check_adapter(sidecar["adapter"], target, folder)
     config = HeadsConfig.from_dict(sidecar["heads"])
     tensors = _read_weights(Path(folder) / WEIGHTS_FILE)
     heads = new_heads(target, config, tensors.get("draft_tokens"))
@@ -182,6 +201,20 @@ def _check_fingerprint(expected: Mapping[str, Any], target: TargetModel) -> None
             f"these heads were trained for another target ({expected.get('name_or_path')!r}): "
             f"expected {wanted}, got {found}; pass the target they belong to"
         )
+
+
+def _check_adapter(
+    expected: Mapping[str, Any], target: TargetModel, folder: str | os.PathLike[str]
+) -> None:
+    got = adapter_digest(target.model)
+    if got == expected.get("sha256"):
+        return
+    carried = "no adapter" if got is None else "another adapter"
+    raise ValueError(
+        f"these heads were trained together with an adapter of the target, and this target carries "
+        f"{carried}: apply {str(Path(folder) / ADAPTER_FOLDER)!r} with peft.PeftModel."
+        "from_pretrained, or let MedusaModel.from_pretrained load the target"
+    )
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
