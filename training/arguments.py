@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from medusa_heads.config import HeadsConfig
 
+# Fields of OptimisationArguments that transformers.TrainingArguments has not, or means otherwise.
+OF_THE_RUN = ("resume_from_checkpoint", "overwrite_output_dir", "early_stopping_patience")
 SHARED_LEARNING_RATE = 5e-3
 OWN_LEARNING_RATE = 1e-3
 
@@ -121,18 +123,33 @@ class OptimisationArguments:
         default=None,
         metadata={
             "help": "Steps between two evaluations (below 1: a share of the run). "
-            "Default: once an epoch."
+            "Default: with each checkpoint."
         },
     )
     save_steps: float | None = field(
         default=None,
         metadata={
             "help": "Steps between two resumable checkpoints (below 1: a share of the run). "
-            "Default: once an epoch."
+            "Default: with each evaluation, or once an epoch."
         },
     )
     save_total_limit: int | None = field(
-        default=1, metadata={"help": "Resumable checkpoints kept."}
+        default=1,
+        metadata={"help": "Resumable checkpoints kept; the best and the newest always are."},
+    )
+    load_best_model_at_end: bool = field(
+        default=True, metadata={"help": "End with the best evaluated heads, not with the last."}
+    )
+    metric_for_best_model: Literal["tokens_per_step_32", "tokens_per_step_16", "loss"] = field(
+        default="tokens_per_step_32",
+        metadata={
+            "help": "What is best: tokens per step on held-out text, simulated with the best tree "
+            "of so many nodes, or the loss."
+        },
+    )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={"help": "Stop after so many evaluations without a new best. Default: never."},
     )
     report_to: str = field(
         default="none", metadata={"help": "Trackers: none, wandb, tensorboard, ..."}
@@ -140,7 +157,14 @@ class OptimisationArguments:
     run_name: str | None = field(default=None, metadata={"help": "The run's name at a tracker."})
     resume_from_checkpoint: str | None = field(
         default=None,
-        metadata={"help": "A checkpoint folder, or 'last' for the newest in output_dir."},
+        metadata={
+            "help": "A checkpoint folder; 'last' for the newest in output_dir; 'auto' for the "
+            "same, or a run from the start where there is none."
+        },
+    )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={"help": "Remove the checkpoints that an earlier run left in output_dir."},
     )
     training_args: dict | str | None = field(
         default=None,
@@ -153,6 +177,13 @@ class OptimisationArguments:
     def __post_init__(self) -> None:
         at_least(self, 1, "per_device_train_batch_size", "per_device_eval_batch_size")
         at_least(self, 1, "gradient_accumulation_steps")
+        if self.early_stopping_patience is not None:
+            at_least(self, 1, "early_stopping_patience")
+            if not self.load_best_model_at_end:
+                raise ValueError(
+                    "early_stopping_patience ends with the best heads: leave "
+                    "load_best_model_at_end on"
+                )
         if not 0 <= self.warmup_share < 1:
             raise ValueError(f"warmup_share must lie in [0, 1), got {self.warmup_share}")
         if self.learning_rate is not None and self.learning_rate <= 0:
@@ -178,12 +209,15 @@ def to_training_arguments(
 
     values = asdict(arguments)
     extra = _extra_fields(values.pop("training_args"), {f.name for f in fields(TrainingArguments)})
-    values.pop("resume_from_checkpoint")
+    for name in OF_THE_RUN:
+        values.pop(name)
     values["warmup_steps"] = values.pop("warmup_share")
     if values["learning_rate"] is None:
         values["learning_rate"] = default_learning_rate(vocab_matrix)
-    for kind in ("eval", "save"):
-        every = values.pop(f"{kind}_steps")
+    steps = {kind: values.pop(f"{kind}_steps") for kind in ("eval", "save")}
+    for kind, other in (("eval", "save"), ("save", "eval")):
+        # The best heads are among those that were both evaluated and saved: one follows the other.
+        every = steps[other] if steps[kind] is None else steps[kind]
         values[f"{kind}_strategy"] = "epoch" if every is None else "steps"
         if every is not None:
             values[f"{kind}_steps"] = every

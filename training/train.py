@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, TrainingArguments, set_seed
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from medusa_heads.checkpoint import provenance, save_heads
 from medusa_heads.config import HeadsConfig
@@ -20,9 +20,12 @@ from medusa_heads.heads import DraftHeads, frequent_tokens, new_heads
 from medusa_heads.target import TargetModel
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.calibration import calibrate
+from medusa_heads.training.callbacks import Interruptions, StopInTime
 from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
 from medusa_heads.training.data_arguments import DataArguments
 from medusa_heads.training.metrics import rank_statistics
+from medusa_heads.training.resumable import clear_checkpoints, find_checkpoint
+from medusa_heads.training.run_record import changed_arguments, check_same_run, write_run
 from medusa_heads.training.trainer import HeadsTrainer
 from medusa_heads.training.vocabulary import count_tokens
 
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 METRICS_FILE = "metrics.json"
-RUN_FILE = "run.yaml"
 
 
 def train_heads(
@@ -45,6 +47,8 @@ def train_heads(
     tokenizer: PreTrainedTokenizerBase | None = None,
     head_loss_decay: float = 0.8,
     resume_from_checkpoint: str | None = None,
+    overwrite_output_dir: bool = False,
+    early_stopping_patience: int | None = None,
     record: Mapping[str, Any] | None = None,
     **data_settings: Any,
 ) -> DraftHeads:
@@ -66,7 +70,10 @@ def train_heads(
             with 5 % warm-up, peak rate 5e-3 with a shared vocabulary matrix and 1e-3 with own ones.
         tokenizer: for text. Default: the one beside the target.
         head_loss_decay: head i counts decay**i in the loss.
-        resume_from_checkpoint: a `checkpoint-*` folder, or `"last"` for the newest in `output_dir`.
+        resume_from_checkpoint: a `checkpoint-*` folder; `"last"` for the newest whole one in
+            `output_dir`; `"auto"` for the same, or a run from the start where there is none.
+        overwrite_output_dir: a run from the start may remove the checkpoints of an earlier one.
+        early_stopping_patience: stop after so many evaluations without new best heads.
         record: what else `run.yaml` and the checkpoint should remember.
         data_settings: other fields of `DataArguments`: `max_length`, `packing`, `streaming`, ...
 
@@ -76,6 +83,7 @@ def train_heads(
     Raises:
         ValueError: a target, dataset or setting that cannot be used; the message says which.
         RuntimeError: the target's weights changed, which a fault of this program would be.
+        SystemExit: the process got SIGTERM; a checkpoint was written first.
     """
     config = config or HeadsConfig()
     output = Path(output_dir)
@@ -84,6 +92,8 @@ def train_heads(
     )
     args.output_dir = str(output)
     checkpoint = find_checkpoint(resume_from_checkpoint, output)
+    if checkpoint is None:
+        clear_checkpoints(output, overwrite=overwrite_output_dir)
     target = as_target(target, args.device)
     if isinstance(dataset, TrainingData):
         data = dataset
@@ -104,16 +114,9 @@ def train_heads(
         draft_tokens = frequent_tokens(counts_V, config.draft_vocab_size)
     heads = new_heads(target, config, draft_tokens)
     before = target.weights_digest()
-    trainer = HeadsTrainer(
-        heads, target, args, data.rows, data.held_out, head_loss_decay=head_loss_decay
-    )
-    outcome = trainer.train(resume_from_checkpoint=checkpoint)
-    measured = trainer.predict(data.held_out, metric_key_prefix="eval")
-    if target.weights_digest() != before:
-        raise RuntimeError("the target's weights changed while its heads were trained")
 
-    if trainer.is_world_process_zero():
-        history = provenance(
+    def story() -> dict[str, Any]:
+        return provenance(
             {
                 "heads": heads.config.to_dict(),
                 "head_loss_decay": head_loss_decay,
@@ -123,6 +126,29 @@ def train_heads(
                 **(record or {}),
             }
         )
+
+    if checkpoint is not None:
+        check_same_run(checkpoint, story())
+    callbacks: list[TrainerCallback] = [Interruptions()]
+    if early_stopping_patience is not None:
+        callbacks.append(StopInTime(early_stopping_patience))
+    trainer = HeadsTrainer(
+        heads,
+        target,
+        args,
+        data.rows,
+        data.held_out,
+        head_loss_decay=head_loss_decay,
+        record=story,
+        callbacks=callbacks,
+    )
+    outcome = trainer.train(resume_from_checkpoint=checkpoint)
+    measured = trainer.predict(data.held_out, metric_key_prefix="eval")
+    if target.weights_digest() != before:
+        raise RuntimeError("the target's weights changed while its heads were trained")
+
+    if trainer.is_world_process_zero():
+        history = story()
         statistics = rank_statistics(torch.as_tensor(measured.predictions))
         calibrate(statistics, heads, target, data.held_out)
         save_heads(output, heads, target, statistics=statistics, provenance=history)
@@ -130,9 +156,10 @@ def train_heads(
             **{name: value for name, value in outcome.metrics.items() if name != "total_flos"},
             **(measured.metrics or {}),
             "steps": trainer.state.global_step,
+            "best_step": trainer.state.best_global_step,
         }
         replace_file(output / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
-        replace_file(output / RUN_FILE, to_yaml(history))
+        write_run(output, history)
     return heads
 
 
@@ -176,31 +203,3 @@ def prepare_sets(
         seed=args.seed,
         max_steps=args.max_steps,
     )
-
-
-def find_checkpoint(name: str | None, output: Path) -> str | None:
-    """The checkpoint to go on from; `"last"` is the newest in `output`."""
-    if name != "last":
-        return name
-    from transformers.trainer_utils import get_last_checkpoint
-
-    found = get_last_checkpoint(str(output)) if output.is_dir() else None
-    if found is None:
-        raise ValueError(f"nothing to resume: {str(output)!r} has no checkpoint-* folder")
-    return str(found)
-
-
-def changed_arguments(args: TrainingArguments) -> dict[str, Any]:
-    """The training arguments that are not transformers' defaults, as plain values."""
-    default = TrainingArguments(output_dir=args.output_dir).to_dict()
-    plain = json.loads(json.dumps(args.to_dict(), default=str))
-    return {name: value for name, value in plain.items() if value != default.get(name)}
-
-
-def to_yaml(content: Mapping[str, Any]) -> str:
-    """Plain data as YAML, in the order given."""
-    import yaml
-
-    # Through JSON: provenance is plain data, and nothing else should get in.
-    text: str = yaml.safe_dump(json.loads(json.dumps(content)), sort_keys=False)
-    return text

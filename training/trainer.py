@@ -5,13 +5,13 @@ Shapes: B batch, T tokens, R supervised rows, K heads, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import EvalPrediction, ProgressCallback, Trainer, TrainingArguments
+from transformers import EvalPrediction, ProgressCallback, TrainingArguments
 
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads
@@ -21,6 +21,7 @@ from medusa_heads.training.data import collate
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.metrics import describe, rank_metrics
 from medusa_heads.training.ranks import head_ranks
+from medusa_heads.training.resumable import ResumableTrainer
 from medusa_heads.training.row_blocks import rows_loss
 from medusa_heads.training.rows import SupervisedRows, encode_rows, supervised_rows
 
@@ -53,7 +54,7 @@ class HeadsObjective(nn.Module):
         return rows_loss(self.heads, hidden_RD, rows, objective=objective, num_items=num_items)
 
 
-class HeadsTrainer(Trainer):
+class HeadsTrainer(ResumableTrainer):
     """Trains heads on what a frozen target sees.
 
     The target is no part of the model: no checkpoint holds any of it, no optimiser knows it. During
@@ -66,6 +67,7 @@ class HeadsTrainer(Trainer):
         train_dataset: columns `input_ids` and `labels`.
         eval_dataset: likewise, held out.
         head_loss_decay: head i counts decay**i in the loss.
+        record: gives what the `run.yaml` in each checkpoint says.
         kwargs: further arguments of transformers.Trainer.
     """
 
@@ -78,6 +80,7 @@ class HeadsTrainer(Trainer):
         eval_dataset: Dataset | None = None,
         *,
         head_loss_decay: float = 0.8,
+        record: Callable[[], Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         if args.n_gpu > 1:
@@ -85,6 +88,7 @@ class HeadsTrainer(Trainer):
             args._n_gpu = 1
         target.freeze()
         self.target = target
+        self.record = record
         super().__init__(
             model=HeadsObjective(heads, head_loss_decay),
             args=args,

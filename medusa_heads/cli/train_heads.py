@@ -96,6 +96,8 @@ def _train(argv: Sequence[str] | None) -> None:
         tokenizer=tokenizer,
         head_loss_decay=to_heads.head_loss_decay,
         resume_from_checkpoint=to_optimise.resume_from_checkpoint,
+        overwrite_output_dir=to_optimise.overwrite_output_dir,
+        early_stopping_patience=to_optimise.early_stopping_patience,
         record={"data": asdict(to_data), "distillation": asdict(to_distill)},
     )
     if training_args.process_index == 0:

@@ -28,7 +28,8 @@ def test_the_run_is_what_the_flags_say(tmp_path: Path) -> None:
     assert (args.learning_rate, args.lr_scheduler_type, args.weight_decay) == (5e-3, "cosine", 0)
     assert (args.warmup_steps, args.max_grad_norm, args.optim) == (0.1, 0.5, "adamw_torch_fused")
     assert (args.seed, args.data_seed, args.bf16, args.disable_tqdm) == (5, 5, True, False)
-    assert (args.eval_strategy, args.eval_steps, args.save_strategy) == ("steps", 0.25, "epoch")
+    assert (args.eval_strategy, args.eval_steps, args.save_strategy) == ("steps", 0.25, "steps")
+    assert args.save_steps == 0.25  # the best heads are evaluated and saved
     assert args.report_to == [] and not args.remove_unused_columns
 
 
