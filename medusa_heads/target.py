@@ -137,8 +137,10 @@ class TargetModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the input goes."""
-        return self.model.device
+        """Where the input goes; weights that accelerate keeps elsewhere come there to be used."""
+        hook = getattr(self.get_input_embeddings(), "_hf_hook", None)
+        execution = getattr(hook, "execution_device", None)
+        return self.model.device if execution is None else torch.device(execution)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -261,8 +263,13 @@ class TargetModel:
 
     def weights_digest(self) -> str:
         """sha256 over every weight and buffer, bit for bit: equal before and after training."""
+        state = self.model.state_dict()
+        if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+            from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+            state = get_state_dict_offloaded_model(self.model)
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
+        for name, tensor in sorted(state.items()):
             digest.update(name.encode())
             if isinstance(tensor, Tensor):
                 _hash_tensor(digest, tensor.detach())

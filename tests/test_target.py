@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from medusa_heads.errors import UnsupportedArchitecture
@@ -70,3 +71,12 @@ def test_flash_attention_is_refused_by_name(tiny_llama: TinyLlama) -> None:
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(UnsupportedArchitecture, match="attn_implementation='sdpa'"):
         TargetModel(model).new_cache()
+
+
+def test_a_target_whose_weights_accelerate_keeps_elsewhere(tiny_llama: TinyLlama) -> None:
+    whole, model = TargetModel(tiny_llama()), tiny_llama()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    offloaded = TargetModel(model)
+    assert model.device.type == "meta" and offloaded.device.type == "cpu"
+    assert offloaded.weights_digest() == whole.weights_digest()
+    assert model.device.type == "meta"
