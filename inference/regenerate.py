@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -43,10 +43,12 @@ class Regenerated:
         rows: `input_ids`, and `labels` that equal them on answers and are -100 elsewhere, in the
             order of the corpus.
         accounting: what became of every answer that was asked for.
+        described: everything but the prompts that decided the answers, as plain values.
     """
 
     rows: Dataset
     accounting: Accounting
+    described: dict[str, Any]
 
 
 def regenerate(
@@ -128,7 +130,8 @@ def answer_dialogues(
         raise ValueError("expected at least one prompt, got none")
     if not 0.0 <= greedy_share <= 1.0:
         raise ValueError(f"expected a greedy_share between 0 and 1, got {greedy_share}")
-    store = AnswerStore(Path(cache_dir), backend.describe() | {"sampling": asdict(sampling)})
+    described = backend.describe() | {"sampling": asdict(sampling)}
+    store = AnswerStore(Path(cache_dir), described)
     maker = PromptMaker(greedy_share)
     accounting = Accounting(asked=sum(dialogue.turns for dialogue in dialogues))
     silent: set[int] = set()  # places of dialogues that an answer is missing in
@@ -165,7 +168,7 @@ def answer_dialogues(
     accounting.check()
     if not accounting.done:
         raise ValueError(f"not one answer: {accounting}. The first: {accounting.problems[0]}")
-    return Regenerated(_dataset(dialogues), accounting)
+    return Regenerated(_dataset(dialogues), accounting, described)
 
 
 def _check_length(prompt_tokens: int, sampling: Sampling, limit: int | None) -> None:

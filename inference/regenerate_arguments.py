@@ -67,10 +67,14 @@ class RegenerateArguments:
     dataset: str = field(
         default="stdlib",
         metadata={
-            "help": "Where the prompts come from: whatever train-heads takes as --dataset. "
-            "Columns: messages (conversations), prompt, input_ids, or text (windows are drawn "
-            "from it)."
+            "help": "Where the prompts come from: 'stdlib', a .jsonl, .json, .parquet, .csv or "
+            ".txt file, a folder, or a hub id. Columns: messages (conversations), prompt, "
+            "input_ids, or text (windows are drawn from it)."
         },
+    )
+    dataset_split: str = field(default="train", metadata={"help": "Split of the dataset."})
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "Configuration (subset) of a hub dataset."}
     )
     backend: Literal["transformers", "heads", "continuous", "server"] = field(
         default="transformers",

@@ -5,7 +5,6 @@ Shapes: R requests in a forward, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -29,6 +28,7 @@ from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.transformers_backend import describe_target, end_tokens
 from medusa_heads.target import TargetModel
 
+_CPU_PAGE = 32  # tokens
 _GREEDY = -1.0  # instead of a number in [0, 1): take the likeliest token
 
 
@@ -68,16 +68,16 @@ class ContinuousBackend:
         """
         model: Any = self.target.model
         ends = end_tokens(model)
-        config = copy.deepcopy(model.generation_config)
-        config.max_new_tokens = sampling.max_new_tokens
-        config.eos_token_id = sorted(ends) or -1
         only_greedy = all(prompt.greedy for prompt in prompts)
-        config.do_sample = not only_greedy
+        options: dict[str, Any] = {"do_sample": False}
         if not only_greedy:
-            config.temperature = sampling.temperature
-        manager = model.init_continuous_batching(
-            config, ContinuousBatchingConfig(max_requests_per_batch=self.batch_size)
+            options = {"do_sample": True, "temperature": sampling.temperature}
+        # With the defaults that generate() fills in, such as its top_k.
+        config, _ = model._prepare_generation_config(
+            None, max_new_tokens=sampling.max_new_tokens, eos_token_id=sorted(ends) or -1, **options
         )
+        longest = max(len(prompt.input_ids) for prompt in prompts) + sampling.max_new_tokens
+        manager = model.init_continuous_batching(config, self._batching(longest))
         if not only_greedy:
             processors = manager.logit_processor
             processors.logits_processor.append(_RequestDraws(prompts, sampling))
@@ -111,6 +111,18 @@ class ContinuousBackend:
         finally:
             manager.stop(block=True, hard_stop=True)
             manager.destroy()
+
+    def _batching(self, longest: int) -> ContinuousBatchingConfig:
+        sizes: dict[str, Any] = {}
+        if self.target.device.type == "cpu":
+            # Else transformers takes and fills over half of the machine's memory, for many seconds.
+            pages = -(-longest // _CPU_PAGE)
+            sizes = {
+                "page_size": _CPU_PAGE,
+                "num_blocks": self.batch_size * pages,
+                "max_batch_tokens": max(self.batch_size, longest),
+            }
+        return ContinuousBatchingConfig(max_requests_per_batch=self.batch_size, **sizes)
 
 
 class _RequestDraws(ContinuousBatchingLogitsProcessor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from medusa_heads.config import IGNORED
@@ -212,7 +213,8 @@ def read_dialogues(
     tools = corpus["tools"] if "tools" in columns else [None] * len(corpus)
     dialogues: list[Dialogue] = []
     for row, (asked, available) in enumerate(zip(corpus[column], tools, strict=True)):
-        if isinstance(asked, str):
+        if column == "prompt" and isinstance(asked, str | None):
+            asked = asked or ""
             dialogues.append(TokenDialogue(row, tokenizer(asked, verbose=False)["input_ids"]))
             continue
         if not tokenizer.chat_template:
@@ -236,6 +238,11 @@ def _needed(tokenizer: PreTrainedTokenizerBase | None, column: str) -> PreTraine
 
 
 def _messages(asked: Any, where: str) -> Messages:
+    if isinstance(asked, str):  # tables whose messages are of unequal kinds hold them as JSON
+        with suppress(json.JSONDecodeError):
+            asked = json.loads(asked)
+    if asked is None:
+        return []
     if not isinstance(asked, list) or not all(isinstance(said, Mapping) for said in asked):
         raise ValueError(
             f"{where}: expected a text, or a list of messages with role and content, got {asked!r}"

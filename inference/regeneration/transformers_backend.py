@@ -137,6 +137,7 @@ def _generate(
     on_tokens: Callable[[int], object],
     decode: Decode | None,
 ) -> list[Answer]:
+    device = TargetModel(model).device
     greedy = prompts[0].greedy
     assert all(prompt.greedy == greedy for prompt in prompts)
     ends = end_tokens(model)
@@ -160,7 +161,7 @@ def _generate(
             seed=sampling.seed,
             max_new_tokens=sampling.max_new_tokens,
             width=width,
-            device=model.device,
+            device=device,
         )
         options = {"do_sample": True, "temperature": sampling.temperature}
         decode = partial(_with_own_draws, decode or _plain_decode, draws)
@@ -170,8 +171,8 @@ def _generate(
     # inference tensors.
     with torch.inference_mode(not hasattr(model, "_hf_hook")):
         output_BT = model.generate(
-            input_ids_BT.to(model.device),
-            attention_mask=mask_BT.to(model.device),
+            input_ids_BT.to(device),
+            attention_mask=mask_BT.to(device),
             max_new_tokens=sampling.max_new_tokens,
             pad_token_id=pad,
             stopping_criteria=StoppingCriteriaList([count]),

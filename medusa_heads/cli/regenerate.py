@@ -76,7 +76,7 @@ def run_regenerate(arguments: RegenerateArguments) -> None:
     )
     record: dict[str, Any] = {
         "target": {"name_or_path": arguments.model_name_or_path},
-        "backend": backend.describe(),
+        "answers": result.described,
         "settings": asdict(arguments),
     }
     if target is not None:
