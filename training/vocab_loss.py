@@ -51,6 +51,7 @@ class Recipe:
         compute: dtype of the products; softmax and sums run in fp32 (fp64 for fp64).
         chunk: pairs at a time.
         learning: whether gradients are wanted. Under no_grad autograd still says that they are.
+        cap: logits x become `cap * tanh(x / cap)`, as some targets' own do; None: they stay.
     """
 
     objective: LossConfig
@@ -58,6 +59,7 @@ class Recipe:
     compute: torch.dtype
     chunk: int
     learning: bool
+    cap: float | None = None
 
     @property
     def exact(self) -> torch.dtype:
@@ -122,10 +124,17 @@ def _chunks(
             z_CV.copy_(low_CV)
         if bias_V is not None:
             z_CV += bias_V.to(z_CV.dtype)
+        steepness_CV = None
+        if recipe.cap is not None:
+            z_CV.div_(recipe.cap).tanh_()
+            steepness_CV = 1 - z_CV.square()
+            z_CV.mul_(recipe.cap)
         lesson = None
         if recipe.lessons is not None:
             lesson = recipe.lessons.of(pairs.positions_N[chunk])
         losses_C, log_true_C, slope_CV = terms.measure(z_CV, pairs.labels_N[chunk], lesson, slope)
+        if slope_CV is not None and steepness_CV is not None:
+            slope_CV.mul_(steepness_CV)
         if slope_CV is not None and slope_CV.dtype != recipe.compute:
             slope_CV = low_CV.copy_(slope_CV)
         yield chunk, x_CD, losses_C, log_true_C, slope_CV
