@@ -17,7 +17,7 @@ from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads
 from medusa_heads.statistics import MAX_RANK
 from medusa_heads.target import TargetModel
-from medusa_heads.training.data import collate
+from medusa_heads.training.hidden_states import HiddenStates
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.metrics import describe, rank_metrics
 from medusa_heads.training.ranks import head_ranks
@@ -68,6 +68,7 @@ class HeadsTrainer(ResumableTrainer):
         eval_dataset: likewise, held out.
         head_loss_decay: head i counts decay**i in the loss.
         record: gives what the `run.yaml` in each checkpoint says.
+        trained: the module that learns, with the heads as `heads`. Default: they and their loss.
         kwargs: further arguments of transformers.Trainer.
     """
 
@@ -81,6 +82,7 @@ class HeadsTrainer(ResumableTrainer):
         *,
         head_loss_decay: float = 0.8,
         record: Callable[[], Mapping[str, Any]] | None = None,
+        trained: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         if args.n_gpu > 1:
@@ -89,10 +91,11 @@ class HeadsTrainer(ResumableTrainer):
         target.freeze()
         self.target = target
         self.record = record
+        self.hidden_states = hidden_states or HiddenStates(target)
         super().__init__(
-            model=HeadsObjective(heads, head_loss_decay),
+            model=HeadsObjective(heads, head_loss_decay) if trained is None else trained,
             args=args,
-            data_collator=collate,
+            data_collator=self.hidden_states.collate,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             compute_metrics=_compute_metrics,
@@ -101,6 +104,8 @@ class HeadsTrainer(ResumableTrainer):
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(ReadableProgress)
+        for callback in self.hidden_states.callbacks:
+            self.add_callback(callback)
 
     def compute_loss(
         self,
@@ -110,10 +115,9 @@ class HeadsTrainer(ResumableTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The heads' loss over `num_items_in_batch` generated tokens, those of the whole step."""
-        hidden_BTD, rows = self._supervised(inputs)
         counted = num_items_in_batch is not None
         items = num_items_in_batch if counted else (inputs["labels"] != IGNORED).sum()
-        loss = model(hidden_BTD, inputs, rows, items)
+        loss = self._loss(model, inputs, items)
         if counted and self.args.average_tokens_across_devices:
             # The count is over all processes, and DDP averages gradients: undo the average.
             loss = loss * self.accelerator.num_processes
@@ -130,8 +134,7 @@ class HeadsTrainer(ResumableTrainer):
         inputs = self._prepare_inputs(inputs)
         labels_BT = inputs["labels"]
         with torch.no_grad(), self.compute_loss_context_manager():
-            hidden_BTD, rows = self._supervised(inputs)
-            loss = model(hidden_BTD, inputs, rows, (labels_BT != IGNORED).sum())
+            loss, hidden_BTD, rows = self._measure(model, inputs, (labels_BT != IGNORED).sum())
             if prediction_loss_only:
                 return loss, None, None
             heads = self.accelerator.unwrap_model(model).heads
@@ -141,15 +144,23 @@ class HeadsTrainer(ResumableTrainer):
         ranks_BTK.view(-1, ranks_RK.shape[1])[rows.positions_R] = ranks_RK
         return loss, ranks_BTK, labels_BT
 
+    def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
+        """The loss of a batch, over so many tokens."""
+        return self._measure(model, inputs, items)[0]
+
+    def _measure(
+        self, model: nn.Module, inputs: dict[str, Any], items: Any
+    ) -> tuple[Tensor, Tensor, SupervisedRows]:
+        """The loss of a batch, and what the heads read where."""
+        hidden_BTD, rows = self._supervised(inputs)
+        return model(hidden_BTD, inputs, rows, items), hidden_BTD, rows
+
     def _supervised(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, SupervisedRows]:
         """The target's hidden states of a batch, and where heads learn from them."""
         num_heads = self.accelerator.unwrap_model(self.model).heads.config.num_heads
         positions_BT = inputs.get("position_ids")
         rows = supervised_rows(inputs["input_ids"], inputs["labels"], num_heads, positions_BT)
-        hidden_BTD = self.target.hidden(
-            inputs["input_ids"], inputs.get("attention_mask"), positions_BT
-        )
-        return hidden_BTD, rows
+        return self.hidden_states.of(inputs), rows
 
 
 class ReadableProgress(ProgressCallback):

@@ -1,0 +1,387 @@
+"""Joint training (Medusa-2): an adapter in the target learns together with the heads.
+
+Shapes: B batch, T tokens, R supervised rows, N positions with a supervised next token, K heads,
+D hidden.
+Source: Cai et al. 2024, "Medusa", arXiv:2401.10774, sections 2.2.2 and 2.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from medusa_heads.heads import DraftHeads
+from medusa_heads.target import TargetModel
+from medusa_heads.training.joint_config import JointConfig
+from medusa_heads.training.loss_config import LossConfig
+from medusa_heads.training.own_loss import OwnRows, own_losses, own_rows
+from medusa_heads.training.row_blocks import rows_loss
+from medusa_heads.training.rows import SupervisedRows, encode_rows, supervised_rows
+from medusa_heads.training.teacher import Teacher
+from medusa_heads.training.trainer import HeadsTrainer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftModel
+    from transformers import TrainerControl, TrainerState
+    from transformers.trainer_utils import EvalLoopOutput
+
+HEADS_TO_ADAPTER_RATE = 4  # the paper's
+OWN_FIGURES = ("target_loss", "target_loss_before", "target_kl")
+
+
+@contextmanager
+def adapted(target: TargetModel, config: JointConfig) -> Iterator[PeftModel]:
+    """Within the block the target carries a fresh adapter, which changes nothing until it learns.
+    Afterwards it is as it was.
+
+    Raises:
+        ValueError: it carries one already, or the names of modules are unknown or the lm_head's.
+    """
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if any(isinstance(module, BaseTunerLayer) for module in target.model.modules()):
+        raise ValueError(
+            "joint training gives the target an adapter, and it carries one already: merge that "
+            "first"
+        )
+    modules = config.target_modules
+    lora = LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float serves as well
+        lora_dropout=config.lora_dropout,
+        target_modules=modules if isinstance(modules, str) else list(modules),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model = get_peft_model(target.model, lora)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the target takes no adapter at {modules!r}: {reason}") from error
+    try:
+        for part in (target.get_output_embeddings(), target.get_input_embeddings()):
+            if isinstance(part, BaseTunerLayer):
+                raise ValueError(
+                    "an adapter in the lm_head or the token embeddings would change what heads "
+                    f"share with the target: leave them out of {modules!r}"
+                )
+        yield model
+    finally:
+        model.unload()
+
+
+class AdapterWeights(nn.Module):
+    """The weights that learn within the target, without the target: for the optimiser, for DDP and
+    for checkpoints. Of the target's modules only the adapter's dropout, and layers that drop their
+    activations, know of training; the others stay in evaluation mode.
+    """
+
+    def __init__(self, model: PeftModel) -> None:
+        super().__init__()
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                self.register_parameter(name.replace(".", "/"), parameter)
+        # In a tuple, so that they do not become submodules.
+        self._dropouts = tuple(
+            module
+            for name, module in model.named_modules()
+            if ".lora_dropout." in name and isinstance(module, nn.Dropout)
+        )
+        self._layers = tuple(
+            m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)
+        )
+
+    def train(self, mode: bool = True) -> AdapterWeights:
+        """As in nn.Module, for the adapter's parts within the target."""
+        super().train(mode)
+        for dropout in self._dropouts:
+            dropout.train(mode)
+        for layer in self._layers:
+            layer.training = mode  # of the layer alone: what lies within it stays as it is
+        return self
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The target's hidden states of a batch.
+
+    Attributes:
+        now_BTD: with its adapter; gradients flow through them.
+        before_BTD: without.
+    """
+
+    now_BTD: Tensor
+    before_BTD: Tensor | None
+
+
+class JointObjective(nn.Module):
+    """Heads and adapter together with their loss: what the Trainer wraps. Its state dict is theirs
+    alone; the target is held beside it."""
+
+    accepts_loss_kwargs = True  # the divisor is given: the Trainer must not average once more
+
+    def __init__(
+        self,
+        heads: DraftHeads,
+        target: TargetModel,
+        model: PeftModel,
+        config: JointConfig,
+        heads_objective: LossConfig,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.adapter = AdapterWeights(model)
+        self.config = config
+        self.heads_objective = heads_objective
+        terms = {"cross_entropy": config.lm_weight, "forward_kl": config.kl_weight}
+        self.own_objective = LossConfig({name: weight for name, weight in terms.items() if weight})
+        self._beside = (target, model)  # in a tuple, so that the target does not become a part
+        self.lm_head = Teacher.from_target(target)
+
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """Let the target's layers drop their activations and make them anew; asked by Trainer."""
+        self._beside[0].model.activation_checkpointing_enable(**options)
+
+    def forward(
+        self,
+        inputs: Mapping[str, Tensor],
+        rows: SupervisedRows,
+        num_items: Tensor | int,
+        heads_alone: bool = False,
+    ) -> Tensor:
+        """The loss; gradients of the heads' part flow into the adapter through the hidden states,
+        unless the heads learn alone."""
+        if heads_alone:
+            hidden_BTD = self._beside[0].hidden(*_texts(inputs))
+            return self._heads_loss(hidden_BTD, inputs, rows, num_items)
+        reading = self.read(inputs, before=self.own_objective.needs_teacher)
+        own = own_rows(inputs["labels"], inputs.get("position_ids"))
+        return self.loss(reading, self.own_losses(reading, own), inputs, rows, num_items)
+
+    def read(self, inputs: Mapping[str, Tensor], *, before: bool) -> Reading:
+        """Run the target, with its adapter and, if wanted, without."""
+        target, model = self._beside
+        before_BTD = None
+        if before:
+            # First, because peft takes the adapter's requires_grad away while it is disabled.
+            with model.disable_adapter():
+                before_BTD = target.hidden(*_texts(inputs))
+        return Reading(target.hidden_with_grad(*_texts(inputs)), before_BTD)
+
+    def own_losses(self, reading: Reading, rows: OwnRows) -> Tensor:
+        """losses_N of the target's own predictions, weighted."""
+        return own_losses(
+            self.lm_head, reading.now_BTD, rows, self.own_objective, reading.before_BTD
+        )[0]
+
+    @torch.no_grad()
+    def measure(self, reading: Reading, rows: OwnRows) -> tuple[Tensor, Tensor]:
+        """losses_N, and figures_N3: the target's own loss with the adapter and without, and
+        KL(before || now)."""
+        assert reading.before_BTD is not None
+        both = LossConfig({"cross_entropy": 1.0, "forward_kl": 1.0})
+        sums_N, log_true_N = own_losses(
+            self.lm_head, reading.now_BTD, rows, both, reading.before_BTD
+        )
+        plain = LossConfig()
+        before_N, _ = own_losses(self.lm_head, reading.before_BTD, rows, plain, None)
+        figures_N3 = torch.stack([-log_true_N, before_N, sums_N + log_true_N], dim=1)
+        weights = self.config.lm_weight, self.config.kl_weight
+        losses_N = weights[0] * figures_N3[:, 0] + weights[1] * figures_N3[:, 2]
+        return losses_N, figures_N3
+
+    def loss(
+        self,
+        reading: Reading,
+        own_losses_N: Tensor,
+        inputs: Mapping[str, Tensor],
+        rows: SupervisedRows,
+        num_items: Tensor | int,
+    ) -> Tensor:
+        """The whole: the target's own part and the heads'."""
+        items = num_items.clamp(min=1) if isinstance(num_items, Tensor) else max(num_items, 1)
+        own = own_losses_N.sum() / items
+        return own + self._heads_loss(reading.now_BTD, inputs, rows, num_items)
+
+    def _heads_loss(
+        self,
+        hidden_BTD: Tensor,
+        inputs: Mapping[str, Tensor],
+        rows: SupervisedRows,
+        num_items: Tensor | int,
+    ) -> Tensor:
+        teacher = None
+        if self.heads_objective.needs_teacher:
+            teacher = self.lm_head.reading(hidden_BTD.detach())
+        # The same weight while they learn alone: Adam's memory of the gradients' size stays right.
+        return self.config.heads_weight * rows_loss(
+            self.heads,
+            encode_rows(self.heads, hidden_BTD, inputs, rows),
+            rows,
+            objective=self.heads_objective,
+            num_items=num_items,
+            teacher=teacher,
+        )
+
+
+class JointTrainer(HeadsTrainer):
+    """Trains heads, and after a warm-up an adapter of their target with them.
+
+    Evaluation measures what HeadsTrainer's does, and the target's own loss per token:
+    `eval_target_loss` with the adapter, `eval_target_loss_before` without, and `eval_target_kl`,
+    how far its predictions have moved.
+
+    Args:
+        heads: trained in place.
+        target: on the same device, carrying `model`'s adapter.
+        model: what `adapted` gave.
+        args: of the run; its learning rate is the heads'.
+        train_dataset: columns `input_ids` and `labels`.
+        eval_dataset: likewise, held out.
+        config: of the adapter and the loss.
+        objective: the heads' part of the loss.
+        kwargs: further arguments of HeadsTrainer.
+    """
+
+    def __init__(
+        self,
+        heads: DraftHeads,
+        target: TargetModel,
+        model: PeftModel,
+        args: TrainingArguments,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | None = None,
+        *,
+        config: JointConfig,
+        objective: LossConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        joint = JointObjective(heads, target, model, config, objective or LossConfig())
+        super().__init__(heads, target, args, train_dataset, eval_dataset, trained=joint, **kwargs)
+        joint.adapter.requires_grad_(True)  # which freezing the target took away
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "joint training runs on one device or under DDP: FSDP and DeepSpeed would shard "
+                "the adapter apart from the target that it sits in"
+            )
+        self.joint = joint
+        self._own_sums: list[Tensor] = []
+        if not args.disable_tqdm:
+            self.add_callback(OwnLossLine)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Two groups, each with its own rate: the heads, then the adapter."""
+        if self.optimizer is None:
+            optimizer_cls, options = self.get_optimizer_cls_and_kwargs(self.args)
+            rate = self.joint.config.learning_rate
+            if rate is None:
+                rate = self.args.learning_rate / HEADS_TO_ADAPTER_RATE
+            heads = [p for p in self.joint.heads.parameters() if p.requires_grad]
+            self.optimizer = optimizer_cls(
+                [
+                    {"params": heads, "weight_decay": self.args.weight_decay},
+                    {
+                        "params": list(self.joint.adapter.parameters()),
+                        "weight_decay": self.args.weight_decay,
+                        "lr": rate,
+                    },
+                ],
+                **options,
+            )
+        return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        """The run's course; where it is a function of the step, the adapter's rate rises again from
+        its own first step on."""
+        fresh = self.lr_scheduler is None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if fresh and isinstance(scheduler, LambdaLR):
+            course = scheduler.lr_lambdas[0]
+            first = self.joint.config.warmup(num_training_steps)
+            rise = max(self.args.get_warmup_steps(num_training_steps), 1)
+
+            def of_adapter(step: int) -> float:
+                return float(course(step)) * min(max((step - first) / rise, 0.0), 1.0)
+
+            scheduler.lr_lambdas[1:] = [of_adapter]
+            group = scheduler.optimizer.param_groups[1]
+            group["lr"] = scheduler.base_lrs[1] * of_adapter(0)
+        return scheduler
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As in transformers, with the target's own losses among the metrics."""
+        self._own_sums.clear()
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._own_sums and output.metrics is not None:
+            tokens, *sums = torch.cat(self._own_sums).double().sum(dim=0).tolist()
+            prefix = kwargs.get("metric_key_prefix", "eval")
+            for name, total in zip(OWN_FIGURES, sums, strict=True):
+                output.metrics[f"{prefix}_{name}"] = total / max(tokens, 1)
+        return output
+
+    def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
+        alone = self.state.global_step < self.joint.config.warmup(self.state.max_steps)
+        loss: Tensor = model(inputs, self._rows(inputs), items, heads_alone=alone)
+        return loss
+
+    def _measure(
+        self, model: nn.Module, inputs: dict[str, Any], items: Any
+    ) -> tuple[Tensor, Tensor, SupervisedRows]:
+        rows, own = self._rows(inputs), own_rows(inputs["labels"], inputs.get("position_ids"))
+        reading = self.joint.read(inputs, before=True)
+        losses_N, figures_N3 = self.joint.measure(reading, own)
+        batch, tokens = inputs["labels"].shape
+        sums_B4 = figures_N3.new_zeros(batch, 1 + len(OWN_FIGURES))
+        figures_N4 = torch.cat([torch.ones_like(figures_N3[:, :1]), figures_N3], dim=1)
+        sums_B4.index_add_(0, own.positions_N // tokens, figures_N4)
+        # Row by row, because the last rows of the last batch may be there twice.
+        self._own_sums.append(self.accelerator.gather_for_metrics(sums_B4).cpu())
+        loss = self.joint.loss(reading, losses_N, inputs, rows, items)
+        return loss, reading.now_BTD, rows
+
+    def _rows(self, inputs: Mapping[str, Tensor]) -> SupervisedRows:
+        num_heads = self.joint.heads.config.num_heads
+        positions_BT = inputs.get("position_ids")
+        return supervised_rows(inputs["input_ids"], inputs["labels"], num_heads, positions_BT)
+
+
+class OwnLossLine(TrainerCallback):
+    """A readable line of how the target itself does, after each evaluation."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write it, where these are the figures of an evaluation."""
+        if state.is_world_process_zero and logs is not None and "eval_target_loss" in logs:
+            tqdm.write(describe_own(logs))
+
+
+def describe_own(metrics: Mapping[str, Any]) -> str:
+    """The target's own held-out loss, with and without the adapter."""
+    now, before = metrics["eval_target_loss"], metrics["eval_target_loss_before"]
+    return (
+        f"the target's own held-out loss {now:.4f}, without adapter {before:.4f} "
+        f"({now / before - 1:+.2%}), KL {metrics['eval_target_kl']:.4f}"
+    )
+
+
+def _texts(inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What the target reads of a batch."""
+    return inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids")
