@@ -23,8 +23,7 @@ from medusa_heads.dynamic_tree import (
 from medusa_heads.guesses import guesses
 from medusa_heads.heads import DraftHeads
 from medusa_heads.statistics import HeadStatistics
-from medusa_heads.target import TargetModel
-from medusa_heads.training.data import collate
+from medusa_heads.training.hidden_states import HiddenStates
 from medusa_heads.training.rows import encode_rows, supervised_rows
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ _LOGITS_AT_ONCE = 1 << 24
 
 @torch.no_grad()
 def calibrate(
-    statistics: HeadStatistics, heads: DraftHeads, target: TargetModel, held_out: Dataset
+    statistics: HeadStatistics, heads: DraftHeads, hidden_states: HiddenStates, held_out: Dataset
 ) -> None:
     """Fit the temperatures by held-out likelihood, and measure dynamic trees with them.
 
@@ -51,7 +50,7 @@ def calibrate(
     elsewhere. Its temperature is therefore fitted on positions where the true tokens were among the
     earlier heads' best two. Tokens that the heads cannot draft say nothing of their temperature.
     """
-    hidden_SD, tokens_SK, labels_SK = _positions(heads, target, held_out)
+    hidden_SD, tokens_SK, labels_SK = _positions(heads, hidden_states, held_out)
     if not len(labels_SK):
         return
     size = heads.config.num_heads * heads.config.num_candidates
@@ -82,21 +81,21 @@ def calibrate(
 
 
 def _positions(
-    heads: DraftHeads, target: TargetModel, held_out: Dataset
+    heads: DraftHeads, hidden_states: HiddenStates, held_out: Dataset
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of held-out positions where every head has a true token: hidden_SD, tokens_SK, labels_SK."""
     supervised = sum(sum(label != IGNORED for label in row) for row in held_out["labels"])
     every = -(-supervised // MAX_POSITIONS)
     parts = []
     for start in range(0, len(held_out), _BATCH):
-        batch = collate([held_out[i] for i in range(start, min(start + _BATCH, len(held_out)))])
-        batch = {name: tensor.to(target.device) for name, tensor in batch.items()}
+        chosen = range(start, min(start + _BATCH, len(held_out)))
+        batch = hidden_states.collate([held_out[i] for i in chosen])
+        batch = {name: tensor.to(hidden_states.target.device) for name, tensor in batch.items()}
         packed_BT = batch.get("position_ids")
         rows = supervised_rows(
             batch["input_ids"], batch["labels"], heads.config.num_heads, packed_BT
         )
-        hidden_BTD = target.hidden(batch["input_ids"], batch.get("attention_mask"), packed_BT)
-        hidden_RD = encode_rows(heads, hidden_BTD, batch, rows)
+        hidden_RD = encode_rows(heads, hidden_states.of(batch), batch, rows)
         taken_R = (rows.labels_RK != IGNORED).all(dim=1).nonzero().flatten()[::every]
         parts.append((hidden_RD[taken_R], rows.tokens_RK[taken_R], rows.labels_RK[taken_R]))
     hidden_SD, tokens_SK, labels_SK = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -19,6 +19,8 @@ from medusa_heads.files import replace_file
 from medusa_heads.heads import DraftHeads, frequent_tokens, new_heads
 from medusa_heads.target import TargetModel
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
+from medusa_heads.training.cache_arguments import CacheArguments
+from medusa_heads.training.cache_setup import open_hidden_states
 from medusa_heads.training.calibration import calibrate
 from medusa_heads.training.callbacks import Interruptions, StopInTime
 from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
@@ -49,6 +51,7 @@ def train_heads(
     resume_from_checkpoint: str | None = None,
     overwrite_output_dir: bool = False,
     early_stopping_patience: int | None = None,
+    hidden_cache: CacheArguments | None = None,
     record: Mapping[str, Any] | None = None,
     **data_settings: Any,
 ) -> DraftHeads:
@@ -74,6 +77,7 @@ def train_heads(
             `output_dir`; `"auto"` for the same, or a run from the start where there is none.
         overwrite_output_dir: a run from the start may remove the checkpoints of an earlier one.
         early_stopping_patience: stop after so many evaluations without new best heads.
+        hidden_cache: whether the target's hidden states are kept on disk; default: they are not.
         record: what else `run.yaml` and the checkpoint should remember.
         data_settings: other fields of `DataArguments`: `max_length`, `packing`, `streaming`, ...
 
@@ -129,6 +133,15 @@ def train_heads(
 
     if checkpoint is not None:
         check_same_run(checkpoint, story())
+    hidden_states = open_hidden_states(
+        hidden_cache or CacheArguments(),
+        target,
+        data,
+        heads.config,
+        args,
+        target_weights_sha256=before,
+        resumed=checkpoint is not None,
+    )
     callbacks: list[TrainerCallback] = [Interruptions()]
     if early_stopping_patience is not None:
         callbacks.append(StopInTime(early_stopping_patience))
@@ -140,17 +153,21 @@ def train_heads(
         data.held_out,
         head_loss_decay=head_loss_decay,
         record=story,
+        hidden_states=hidden_states,
         callbacks=callbacks,
     )
-    outcome = trainer.train(resume_from_checkpoint=checkpoint)
-    measured = trainer.predict(data.held_out, metric_key_prefix="eval")
+    try:
+        outcome = trainer.train(resume_from_checkpoint=checkpoint)
+        measured = trainer.predict(data.held_out, metric_key_prefix="eval")
+    finally:
+        hidden_states.flush()
     if target.weights_digest() != before:
         raise RuntimeError("the target's weights changed while its heads were trained")
 
     if trainer.is_world_process_zero():
         history = story()
         statistics = rank_statistics(torch.as_tensor(measured.predictions))
-        calibrate(statistics, heads, target, data.held_out)
+        calibrate(statistics, heads, hidden_states, data.held_out)
         save_heads(output, heads, target, statistics=statistics, provenance=history)
         metrics = {
             **{name: value for name, value in outcome.metrics.items() if name != "total_flos"},

@@ -69,6 +69,7 @@ class HeadsTrainer(ResumableTrainer):
         head_loss_decay: head i counts decay**i in the loss.
         record: gives what the `run.yaml` in each checkpoint says.
         trained: the module that learns, with the heads as `heads`. Default: they and their loss.
+        hidden_states: where the target's come from. Default: the target, run on every batch.
         kwargs: further arguments of transformers.Trainer.
     """
 
@@ -83,6 +84,7 @@ class HeadsTrainer(ResumableTrainer):
         head_loss_decay: float = 0.8,
         record: Callable[[], Mapping[str, Any]] | None = None,
         trained: nn.Module | None = None,
+        hidden_states: HiddenStates | None = None,
         **kwargs: Any,
     ) -> None:
         if args.n_gpu > 1:

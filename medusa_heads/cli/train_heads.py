@@ -20,6 +20,7 @@ from medusa_heads.training.arguments import (
     OptimisationArguments,
     TargetArguments,
 )
+from medusa_heads.training.cache_arguments import CacheArguments
 from medusa_heads.training.data_arguments import DataArguments
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ ARGUMENTS = (
     DataArguments,
     HeadsArguments,
     DistillArguments,
+    CacheArguments,
     OptimisationArguments,
 )
 
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(argv: Sequence[str] | None) -> None:
-    to_target, to_data, to_heads, to_distill, to_optimise = parse_arguments(
+    to_target, to_data, to_heads, to_distill, to_cache, to_optimise = parse_arguments(
         ARGUMENTS,
         argv,
         prog="train-heads",
@@ -98,6 +100,7 @@ def _train(argv: Sequence[str] | None) -> None:
         resume_from_checkpoint=to_optimise.resume_from_checkpoint,
         overwrite_output_dir=to_optimise.overwrite_output_dir,
         early_stopping_patience=to_optimise.early_stopping_patience,
+        hidden_cache=to_cache,
         record={"data": asdict(to_data), "distillation": asdict(to_distill)},
     )
     if training_args.process_index == 0:

@@ -9,6 +9,7 @@ from datasets import Dataset
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.training.calibration import calibrate
+from medusa_heads.training.hidden_states import HiddenStates
 from tests.conftest import TinyLlama
 
 
@@ -27,5 +28,5 @@ def test_the_true_temperature_is_found(tiny_llama: TinyLlama, temperature: float
     ids = torch.multinomial(probs_V, 120 * 40, replacement=True, generator=generator).view(120, 40)
     rows = Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()})
     statistics = HeadStatistics.from_ranks(torch.zeros(4, 1, dtype=torch.long))
-    calibrate(statistics, heads, target, rows)
+    calibrate(statistics, heads, HiddenStates(target), rows)
     assert statistics.temperatures[0] == pytest.approx(temperature, rel=0.12)
