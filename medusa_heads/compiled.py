@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CAPACITY_STEP = 512  # capacities are rounded up, so that few of them, and few graphs, exist
+_CACHES_KEPT = 4  # of different shapes: each holds its memory, and a graph that knows it
 
 
 class _Slots:
@@ -216,9 +217,12 @@ class CompiledTarget(TargetModel):
         """An empty cache with room for `slots`; kept and used again, since the graph knows it."""
         super().new_cache()
         capacity = -(-max(slots, 1) // _CAPACITY_STEP) * _CAPACITY_STEP
-        cache = self._caches.get((batch_size, capacity))
+        cache = self._caches.pop((batch_size, capacity), None)
         if cache is None:
-            cache = self._caches[batch_size, capacity] = StaticRowCache(self.config, capacity)
+            cache = StaticRowCache(self.config, capacity)
+            while len(self._caches) >= _CACHES_KEPT:
+                del self._caches[next(iter(self._caches))]  # the one longest unused
+        self._caches[batch_size, capacity] = cache
         cache.set_length(0)
         return cache
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads.compiled import CompiledTarget
 from tests.conftest import TinyLlama
 
 SMALL: dict[str, Any] = {
@@ -96,3 +97,17 @@ def test_its_cache_is_handed_out_as_a_copy(tiny_llama: TinyLlama) -> None:
         first.sequences, past_key_values=first.past_key_values, max_new_tokens=25, **options
     )
     assert torch.equal(second, whole)
+
+
+def test_caches_are_used_again_and_only_so_many_are_kept(tiny_llama: TinyLlama) -> None:
+    target = CompiledTarget(tiny_llama(), "eager")
+    first = target.new_cache(1, 10)
+    assert target.new_cache(1, 12) is first  # the same capacity
+    for batch in (2, 3, 4):
+        target.new_cache(batch, 10)
+    assert target.new_cache(1, 10) is first  # now the one used last
+    target.new_cache(5, 10)
+    assert target.new_cache(1, 10) is first
+    for batch in (6, 7, 8, 9):
+        target.new_cache(batch, 10)
+    assert target.new_cache(1, 10) is not first
