@@ -31,6 +31,9 @@ class BadRows:
     examples: list[str] = field(default_factory=list)
     _places: set[str] = field(default_factory=set)
 
+    def __deepcopy__(self, memo: object) -> BadRows:
+        return self  # datasets copies what its streams read with, and there is one tally
+
     def add(self, place: str, reason: str) -> None:
         """Count a row that stands at `place` (`file:line`), once however often it is read.
 

@@ -31,9 +31,9 @@ def saved_dataset(folder: Path, splits: Sequence[str]) -> Dataset:
 
     try:
         found = load_from_disk(str(folder))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"the folder {str(folder)!r} cannot be read as a saved dataset ({error})"
+            f"the folder {str(folder)!r} cannot be read as a saved dataset ({error!r})"
         ) from error
     if not isinstance(found, DatasetDict):
         return found

@@ -88,7 +88,7 @@ def _read(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, dict[str, Any]]]
     if name.endswith(".parquet"):
         return _read_parquet(file)
     if name.endswith(".csv"):
-        return _read_csv(file)
+        return _read_csv(file, bad_rows)
     if name.endswith(".txt"):
         return _read_text(file)
     if name.endswith(".json") and _begins_with_bracket(file):
@@ -107,7 +107,7 @@ def _read_json_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, dict[
                 continue  # a blank line is no row
             place = f"{file}:{number}"
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                row = json.loads(line.strip().decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError:
                 bad_rows.add(place, "not UTF-8")
             except json.JSONDecodeError as error:
@@ -138,19 +138,20 @@ def _read_json_array(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, dict[
             bad_rows.add(place, f"a JSON {type(row).__name__}, expected an object")
 
 
-def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_csv(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
     # Not through a table library: those take texts such as "NA" or "7" for something else.
     with _open(file) as content:
         try:
-            lines = (line.decode("utf-8") for line in content)
-            reader = csv.DictReader(lines)
-            if reader.fieldnames:
-                reader.fieldnames[0] = reader.fieldnames[0].removeprefix("\ufeff")  # type: ignore[index]
+            reader = csv.reader(line.decode("utf-8") for line in content)
+            header = [name.removeprefix("\ufeff") for name in next(reader, [])]
             before = reader.line_num
-            for row in reader:
-                # Fields beyond the header's are filed under None, which no format asks for.
-                yield f"{file}:{before + 1}", {str(key): value for key, value in row.items()}
-                before = reader.line_num
+            for fields in reader:
+                place, before = f"{file}:{before + 1}", reader.line_num
+                if len(fields) == len(header):
+                    yield place, dict(zip(header, fields, strict=True))
+                elif fields:  # a blank line is no row
+                    reason = f"fields: {len(fields)}, where the header has {len(header)}"
+                    bad_rows.add(place, reason)
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{str(file)!r} is not valid CSV ({error})") from error
 

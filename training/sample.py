@@ -36,7 +36,9 @@ def show_sample(
     supervised = [label != IGNORED for label in labels]
     start = max(supervised.index(True) - _BEFORE, 0) if any(supervised) else 0
     stop = min(start + _SHOWN_TOKENS, len(ids))
-    text = Text("... " if start else "", style="dim")
+    text = Text()
+    if start:
+        text.append("... ", style="dim")
     parts = itertools.groupby(range(start, stop), key=lambda t: (supervised[t], t - positions[t]))
     document = start - positions[start]
     for (learnt, first), part in parts:

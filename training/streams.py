@@ -129,8 +129,9 @@ def _tokens(
 
 
 def _table(rows: IterableDataset) -> Dataset:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
+    found = list(rows)
     features = token_features()
-    kept = {name: features[name] for name in ("input_ids", "labels")}
-    return Dataset.from_list(list(rows), features=type(features)(kept))
+    kept = Features({name: features[name] for name in ("input_ids", "labels")})
+    return Dataset.from_dict({name: [row[name] for row in found] for name in kept}, features=kept)

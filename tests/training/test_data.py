@@ -1,26 +1,22 @@
 """From corpora to rows, and the corpora and rows that are refused."""
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from medusa_heads.corpus import HELD_OUT
 from medusa_heads.target import TargetModel
 from medusa_heads.training.data import (
-    check_length,
-    check_rows,
+    TrainingData,
     collate,
     find_tokenizer,
     hold_out,
-    load_corpus,
-    prepare_rows,
+    load_corpora,
+    prepare_data,
 )
+from medusa_heads.training.data_arguments import DataArguments
 
 
 @pytest.fixture
@@ -33,25 +29,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
-def one_row(ids: list[int], labels: list[int] | None = None) -> Dataset:
-    return Dataset.from_list([{"input_ids": ids, "labels": ids if labels is None else labels}])
-
-
-def test_documents_are_cut_into_blocks_and_never_joined(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    corpus = Dataset.from_list([{"text": "w1 w2 w3 w4 w5"}, {"text": ""}, {"text": "w6 w7"}])
-    rows = prepare_rows(corpus, tokenizer, max_length=3)
-    assert rows["input_ids"][:] == [[1, 2, 3], [4, 5], [6, 7]]
-    assert rows["labels"][:] == rows["input_ids"][:]
-    assert rows["document"][:] == [0, 0, 2]
-
-
-def test_rows_that_are_ready_are_taken_as_they_are() -> None:
-    rows = prepare_rows(one_row([1, 2, 3], [-100, 2, 3]), None, max_length=2)
-    assert rows[0] == {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "document": 0}
-
-
 def test_the_batch_is_padded_on_the_right() -> None:
     batch = collate(
         [
@@ -61,6 +38,18 @@ def test_the_batch_is_padded_on_the_right() -> None:
     )
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, 7], [8, -100, -100]]
+
+
+def test_packed_rows_have_positions_and_no_mask() -> None:
+    batch = collate(
+        [
+            {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "position_ids": [0, 1, 0]},
+            {"input_ids": [8], "labels": [8], "position_ids": [0]},
+        ]
+    )
+    assert set(batch) == {"input_ids", "labels", "position_ids"}
+    assert batch["position_ids"].tolist() == [[0, 1, 0], [0, 0, 1]]
     assert batch["labels"].tolist() == [[-100, 6, 7], [8, -100, -100]]
 
 
@@ -91,105 +80,105 @@ def test_a_single_document_is_held_out_in_part() -> None:
         hold_out(rows.select([0]), 0.05, seed=0)
 
 
-def test_rows_are_counted_and_fingerprinted(
-    target: TargetModel, make_rows: Callable[..., Dataset]
+def test_a_count_of_documents_is_held_out() -> None:
+    rows = Dataset.from_list([{"input_ids": [i], "document": i // 2} for i in range(10)])
+    assert [len(part) for part in hold_out(rows, 0.05, seed=0, count=3)] == [4, 6]
+    with pytest.raises(ValueError, match="eval_rows 5 would hold out all 5 documents"):
+        hold_out(rows, 0.05, seed=0, count=5)
+
+
+def words(count: int, first: int = 1) -> str:
+    return " ".join(f"w{(first + i) % 60}" for i in range(count))
+
+
+def prepared(
+    target: TargetModel, tokenizer: Any, rows: list[dict[str, Any]], **settings: Any
+) -> TrainingData:
+    given = DataArguments(**{"max_length": 16, **settings})
+    corpus, held_out = load_corpora(given, Dataset.from_list(rows))
+    return prepare_data(target, corpus, held_out, tokenizer, given, num_heads=2, seed=0)
+
+
+def test_what_was_read_is_recorded(
+    target: TargetModel, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = make_rows(3, length=10, prompt=4)
-    facts = check_rows(rows, target, name="training set", heads_reached=1)
-    assert (facts.rows, facts.tokens, facts.supervised_tokens) == (3, 30, 18)
-    again = check_rows(rows, target, name="training set", heads_reached=1)
-    other = check_rows(
-        make_rows(3, length=10, prompt=5), target, name="training set", heads_reached=1
-    )
-    assert facts == again and facts.sha256 != other.sha256
+    rows = [{"prompt": words(3), "completion": " " + words(9, i)} for i in range(6)]
+    rows += [
+        {"prompt": words(4), "completion": " " + words(20)},
+        {"prompt": "w1", "completion": ""},
+    ]
+    rows += [{"prompt": words(16), "completion": " w1"}]
+    data = prepared(target, tokenizer, rows, on_bad_row="skip", eval_rows=2)
+    record = data.record()
+    [corpus] = record["corpora"]
+    assert (record["training_set"]["rows"], record["held_out_set"]["rows"]) == (5, 2)
+    assert (corpus["name"], corpus["format"]) == ("dataset", "prompt + completion")
+    assert (corpus["bad_rows"], corpus["cut_documents"], corpus["cut_tokens"]) == (2, 1, 8)
+    assert corpus["bad_row_examples"] == [
+        "dataset row 8: 'completion' is empty",
+        "dataset row 9: of its 17 tokens no answer is left within max_length 16",
+    ]
+    assert "1 documents of dataset were longer than max_length 16: 8 supervised" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"2 broken rows \(dataset row 8: .*; dataset row 9: of its"
+    ):
+        prepared(target, tokenizer, rows)
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (one_row([1, 2, 61]), "token ids from 1 to 61, the target's vocabulary has 61"),
-        (one_row([1, -2, 3]), "token ids from -2 to 3"),
-        (one_row([1] * 65), "row 0 of the training set has 65 tokens, more than the target's"),
-        (one_row([1, 2, 3], [-100] * 3), "no supervised token"),
-        (one_row([1, 2, 3], [2, 3, -100]), "labels are not shifted here"),
-        (one_row([1, 2, 3], [1, 2]), "3 input_ids but 2 labels"),
-        (one_row([1, 2, 3, 4], [-100, 2, -100, 4]), "no 4 supervised tokens in a row"),
-    ],
-)
-def test_rows_that_training_cannot_use(rows: Dataset, message: str, target: TargetModel) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_rows(rows, target, name="training set", heads_reached=3)
-
-
-def test_a_length_beyond_the_targets_context(target: TargetModel) -> None:
-    check_length(64, target)
-    with pytest.raises(ValueError, match="65 tokens are longer than the target's context of 64"):
-        check_length(65, target)
-
-
-@pytest.mark.parametrize(
-    ("corpus", "message"),
-    [
-        (Dataset.from_list([]), "the corpus is empty"),
-        (Dataset.from_list([{"text": ""}]), "the corpus is empty"),
-        (Dataset.from_list([{"words": "a"}]), "expected a corpus with a column 'text'"),
-    ],
-)
-def test_corpora_without_text(
-    corpus: Dataset, message: str, tokenizer: PreTrainedTokenizerFast
+def test_processes_share_the_tokenising(
+    target: TargetModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        prepare_rows(corpus, tokenizer, max_length=8)
+    rows = [{"text": words(40, i)} for i in range(6)]
+    alone = prepared(target, tokenizer, rows)
+    shared = prepared(target, tokenizer, rows, dataset_num_proc=2)
+    assert alone.facts == shared.facts and alone.held_out_facts == shared.held_out_facts
 
 
-def test_text_without_a_tokenizer() -> None:
+def test_packing_fills_rows_and_leaves_the_held_out_ones(
+    target: TargetModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [{"text": words(3 + i % 5, i)} for i in range(30)]
+    loose = prepared(target, tokenizer, rows)
+    data = prepared(target, tokenizer, rows, packing=True)
+    assert data.facts == loose.facts
+    assert data.record()["training_set"]["packed_rows"] == len(data.rows) < len(loose.rows) / 2
+    assert "position_ids" not in data.held_out.column_names
+    lengths = [len(row["input_ids"]) for row in data.rows]
+    assert max(lengths) <= 16 and sum(lengths) == data.facts.tokens
+
+
+def test_a_corpus_without_text(target: TargetModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="the corpus is empty: give one with text"):
+        prepared(target, tokenizer, [{"text": ""}], on_bad_row="skip")
+    with pytest.raises(ValueError, match="longer than the target's context of 64 tokens"):
+        prepared(target, tokenizer, [{"text": "w1"}], max_length=65)
+
+
+def test_text_without_a_tokenizer(target: TargetModel) -> None:
     assert find_tokenizer("") is None
     with pytest.raises(ValueError, match="text needs the target's tokenizer"):
-        prepare_rows(Dataset.from_list([{"text": "a"}]), None, max_length=8)
+        prepared(target, None, [{"text": "a"}])
 
 
-def _as_jsonl(path: Path) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a b", "c")))
-
-
-def _as_split(path: Path) -> None:
-    DatasetDict({"train": Dataset.from_list([{"text": "a b"}, {"text": "c"}])}).save_to_disk(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "write", "texts"),
-    [
-        ("a.jsonl", _as_jsonl, ["a b", "c"]),
-        ("a.txt", lambda path: path.write_text("a b\n\nc"), ["a b\n\nc"]),
-        ("folder", _as_split, ["a b", "c"]),
-    ],
-)
-def test_corpora_are_read_from_files(
-    name: str, write: Callable[[Path], Any], texts: list[str], tmp_path: Path
+def test_conversations_without_a_template(
+    target: TargetModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    write(tmp_path / name)
-    assert load_corpus(str(tmp_path / name))["text"][:] == texts
+    turns = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    with pytest.raises(ValueError, match="the tokenizer has no chat template, which conversations"):
+        prepared(target, tokenizer, [{"messages": turns}])
+    halves = {"prompt": turns[:1], "completion": turns[1:]}
+    with pytest.raises(ValueError, match="messages need a chat template, and the tokenizer has no"):
+        prepared(target, tokenizer, [halves])
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("missing.jsonl", None, "found none"),
-        ("empty.txt", "", "is empty"),
-        ("table.csv", "a,b", "expected a .jsonl or .txt file"),
-        ("broken.jsonl", '{"text": "a"}\n{"text": ', "not valid JSON lines"),
-    ],
-)
-def test_files_that_are_no_corpus(
-    name: str, content: str | None, message: str, tmp_path: Path
-) -> None:
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        load_corpus(str(tmp_path / name))
+def test_the_embedded_corpus_brings_its_held_out_part() -> None:
+    assert load_corpora(DataArguments())[1] is not None
 
 
-def test_the_embedded_corpus_keeps_its_held_out_packages_apart() -> None:
-    train, held_out = load_corpus("stdlib"), load_corpus("stdlib", "held_out")
-    assert {path.split("/")[0] for path in held_out["path"]} == set(HELD_OUT)
-    assert not {path.split("/")[0] for path in train["path"]} & set(HELD_OUT)
+def test_the_held_out_set_can_be_a_split(tmp_path: Any) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
+    corpus, held_out = load_corpora(DataArguments(dataset=[str(tmp_path)], eval_split="test"))
+    assert held_out is not None
+    assert [corpus.rows["text"][0], held_out.rows["text"][0]] == ["train", "test"]
+    assert load_corpora(DataArguments(dataset=[str(tmp_path)]))[1] is None
