@@ -182,6 +182,22 @@ class TargetModel:
         finally:
             hook.remove()
 
+    @contextmanager
+    def instead_of_logits(self) -> Iterator[Callable[[], Tensor]]:
+        """Within the block forwards make no logits; the returned function gives what the lm_head
+        would have read [B, T, D], with its gradients."""
+        last: list[Tensor] = []
+
+        def take(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            last[:] = [args[0]]
+            return (args[0][:, :0], *args[1:])
+
+        hook = self.get_output_embeddings().register_forward_pre_hook(take)
+        try:
+            yield lambda: last[0]
+        finally:
+            hook.remove()
+
     def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
         """An empty cache for this target. It grows as needed, whatever `slots` announces.
 

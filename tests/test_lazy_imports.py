@@ -23,7 +23,7 @@ def test_import_loads_nothing_heavy() -> None:
     assert fresh(program).strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["main", "train_heads"])
+@pytest.mark.parametrize("module", ["main", "train_heads", "train_draft"])
 def test_help_loads_nothing_heavy(module: str) -> None:
     program = f"""
 import sys

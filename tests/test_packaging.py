@@ -103,7 +103,9 @@ def test_installed_wheel_adds_one_import_name(wheel: Path, tmp_path: Path) -> No
     assert len(files) == len(set(files))
     assert {name.split("/")[0] for name in files} == {"..", "medusa_heads", metadata}
     scripts = {name for name in files if name.startswith("..")}
-    assert scripts == {"../../../bin/medusa-heads", "../../../bin/train-heads"}
+    assert scripts == {
+        f"../../../bin/{name}" for name in ("medusa-heads", "train-draft", "train-heads")
+    }
 
     statement = (
         "import medusa_heads.training, medusa_heads.inference.drafters as d; print(d.__file__)"

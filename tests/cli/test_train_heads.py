@@ -16,7 +16,11 @@ from medusa_heads.cli.arguments import read_config
 from medusa_heads.cli.train_heads import ARGUMENTS, main
 from medusa_heads.target import TargetModel
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted(
+    path
+    for path in (Path(__file__).parents[2] / "configs").glob("*.yaml")
+    if not path.name.startswith("draft-")  # train-draft's
+)
 WORDS = 50
 
 

@@ -1,0 +1,140 @@
+"""The flags and YAML keys of train-draft alone. Light: nothing here imports torch or transformers.
+
+Target, corpora and the course of the run have the flags of train-heads.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from medusa_heads.errors import at_least
+from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from medusa_heads.training.loss_config import LossConfig
+
+DraftMetric = Literal["acceptance", "agreement", "tokens_per_step_2", "tokens_per_step_4", "loss"]
+BUILT_LEARNING_RATE = 1e-3
+GIVEN_LEARNING_RATE = 1e-4
+
+
+@dataclass
+class DraftArguments:
+    """What the draft model begins as, and how it learns."""
+
+    draft_model: str | None = field(
+        default=None,
+        metadata={"help": "Train this model (a hub id or a folder) instead of building one."},
+    )
+    draft_layers: int | None = field(
+        default=None,
+        metadata={
+            "help": "Layers of the draft model, taken evenly from the target's. Default: a "
+            "quarter of them."
+        },
+    )
+    draft_hidden_size: int | None = field(
+        default=None,
+        metadata={"help": "Begin with random weights of this width, not with the target's own."},
+    )
+    divergence: Literal[
+        "forward_kl", "reverse_kl", "total_variation", "acceptance", "cross_entropy"
+    ] = field(
+        default="forward_kl",
+        metadata={
+            "help": "Between the target's distribution and the draft's; cross_entropy: learn from "
+            "the text alone."
+        },
+    )
+    cross_entropy_share: float = field(
+        default=0.0,
+        metadata={"help": "Share of cross-entropy on the text in the loss, next to divergence."},
+    )
+    distillation_temperature: float = field(
+        default=1.0, metadata={"help": "Of both distributions in the divergence."}
+    )
+    on_policy_share: float = field(
+        default=0.0,
+        metadata={"help": "Share of batches that the draft model writes itself (DistillSpec)."},
+    )
+    on_policy_temperature: float = field(default=1.0, metadata={"help": "At which it writes them."})
+    on_policy_refresh: int = field(
+        default=50, metadata={"help": "Steps after which it writes anew."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.draft_model is not None and (self.draft_layers or self.draft_hidden_size):
+            raise ValueError(
+                "draft_model names a finished shape: leave draft_layers and draft_hidden_size out"
+            )
+        for name in ("draft_layers", "draft_hidden_size"):
+            if getattr(self, name) is not None:
+                at_least(self, 1, name)
+        at_least(self, 1, "on_policy_refresh")
+        for name in ("distillation_temperature", "on_policy_temperature"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not 0 <= self.on_policy_share <= 1:
+            raise ValueError(f"on_policy_share must lie in [0, 1], got {self.on_policy_share}")
+        if not 0 <= self.cross_entropy_share < 1:
+            raise ValueError(
+                f"cross_entropy_share must lie in [0, 1), got {self.cross_entropy_share}: for "
+                "nothing else set divergence to cross_entropy"
+            )
+        if self.divergence == "cross_entropy" and self.on_policy_share:
+            raise ValueError(
+                "the draft model's own text is no truth to learn by cross_entropy: choose another "
+                "divergence, or leave on_policy_share out"
+            )
+
+    def objective(self) -> "LossConfig":
+        """The terms of the loss."""
+        from medusa_heads.training.loss_config import LossConfig
+
+        terms: dict[str, float] = {self.divergence: 1 - self.cross_entropy_share}
+        if self.cross_entropy_share:
+            terms["cross_entropy"] = terms.get("cross_entropy", 0) + self.cross_entropy_share
+        return LossConfig(terms, temperature=self.distillation_temperature)
+
+
+@dataclass
+class DraftOptimisationArguments(OptimisationArguments):
+    """The training run, with what is best for a draft model."""
+
+    output_dir: str = field(
+        default="runs/draft",
+        metadata={"help": "Folder for the draft model and all that belongs to it."},
+    )
+    learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": f"Peak rate. Default: {BUILT_LEARNING_RATE}, or {GIVEN_LEARNING_RATE} for a "
+            "draft_model that was trained before."
+        },
+    )
+    metric_for_best_model: DraftMetric = field(  # type: ignore[assignment]
+        default="acceptance",
+        metadata={
+            "help": "What is best on held-out text: the chance that a drawn draft is accepted, how "
+            "often the likeliest tokens agree, simulated tokens per step, or the loss."
+        },
+    )
+
+
+def draft_training_arguments(
+    arguments: DraftOptimisationArguments, *, given: bool
+) -> "TrainingArguments":
+    """The run as transformers.TrainingArguments.
+
+    Args:
+        arguments: of the run.
+        given: the draft model was trained before, and wants the lower learning rate.
+
+    Raises:
+        ValueError: as `to_training_arguments`.
+    """
+    rate = GIVEN_LEARNING_RATE if given else BUILT_LEARNING_RATE
+    return to_training_arguments(
+        replace(arguments, learning_rate=arguments.learning_rate or rate), "own"
+    )

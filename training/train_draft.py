@@ -1,0 +1,180 @@
+"""Train a draft model for a target: one call from text to a folder that transformers loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+
+from medusa_heads.checkpoint import provenance
+from medusa_heads.draft_checkpoint import save_draft
+from medusa_heads.files import replace_file
+from medusa_heads.target import TargetModel
+from medusa_heads.training.callbacks import Interruptions, StopInTime
+from medusa_heads.training.data import TrainingData, find_tokenizer
+from medusa_heads.training.draft_arguments import (
+    DraftArguments,
+    DraftOptimisationArguments,
+    draft_training_arguments,
+)
+from medusa_heads.training.draft_metrics import CHAINS
+from medusa_heads.training.draft_model import begin_draft
+from medusa_heads.training.draft_trainer import DraftTrainer
+from medusa_heads.training.own_text import OwnText
+from medusa_heads.training.resumable import clear_checkpoints, find_checkpoint
+from medusa_heads.training.run_record import changed_arguments, check_same_run, write_run
+from medusa_heads.training.train import METRICS_FILE, as_target, prepare_sets
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+
+def train_draft(
+    target: str | TargetModel | PreTrainedModel,
+    dataset: Dataset | IterableDataset | TrainingData | str | Sequence[str],
+    *,
+    eval_dataset: Dataset | str | Sequence[str] | None = None,
+    draft: DraftArguments | None = None,
+    output_dir: str | os.PathLike[str],
+    training_args: TrainingArguments | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    resume_from_checkpoint: str | None = None,
+    overwrite_output_dir: bool = False,
+    early_stopping_patience: int | None = None,
+    record: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    **data_settings: Any,
+) -> PreTrainedModel:
+    """Distil a draft model from a target and write it as a folder that transformers loads.
+
+    Args:
+        target: a model, or its hub id or path. It stays frozen.
+        dataset: best the target's own text: see `train_heads`, whose arguments these are.
+        eval_dataset: held out, likewise.
+        draft: what it begins as, and how it learns.
+        output_dir: beats the one in `training_args`.
+        training_args: of the run. Default: those of `draft_training_arguments`.
+        tokenizer: for text, and to lie beside the draft model. Default: the target's.
+        resume_from_checkpoint, overwrite_output_dir, early_stopping_patience: as in `train_heads`.
+        record: what else `run.yaml` should remember.
+        trust_remote_code: run the code that comes with a draft model that was named.
+        data_settings: other fields of `DataArguments`: `max_length`, `packing`, `streaming`, ...
+
+    Returns:
+        The best checkpoint by held-out acceptance, fp32.
+
+    Raises:
+        ValueError: a target, dataset or setting that cannot be used; the message says which.
+        RuntimeError: the target's weights changed, which a fault of this program would be.
+        SystemExit: the process got SIGTERM; a checkpoint was written first.
+    """
+    draft = draft or DraftArguments()
+    output = Path(output_dir)
+    args = copy.copy(
+        training_args
+        or draft_training_arguments(
+            DraftOptimisationArguments(), given=draft.draft_model is not None
+        )
+    )
+    args.output_dir = str(output)
+    checkpoint = find_checkpoint(resume_from_checkpoint, output)
+    if checkpoint is None:
+        clear_checkpoints(output, overwrite=overwrite_output_dir)
+    target = as_target(target, args.device)
+    tokenizer = tokenizer or find_tokenizer(target.name_or_path)
+    if isinstance(dataset, TrainingData):
+        data = dataset
+    else:
+        data = prepare_sets(
+            target, dataset, eval_dataset, data_settings, tokenizer, CHAINS[-1], args
+        )
+    if data.is_stream:
+        # Each process reads the stream and takes its share, as for heads.
+        accelerator_config: Any = args.accelerator_config
+        args.accelerator_config = replace(accelerator_config, dispatch_batches=False)
+
+    set_seed(args.seed)
+    model = begin_draft(
+        target,
+        draft_model=draft.draft_model,
+        num_layers=draft.draft_layers,
+        hidden_size=draft.draft_hidden_size,
+        trust_remote_code=trust_remote_code,
+    )
+    before = target.weights_digest()
+
+    def story() -> dict[str, Any]:
+        return provenance(
+            {
+                "draft": asdict(draft),
+                "draft_parameters": model.num_parameters(),
+                "target_parameters": target.model.num_parameters(),
+                **data.record(),
+                "target_weights_sha256": before,
+                "training_arguments": changed_arguments(args),
+                **(record or {}),
+            }
+        )
+
+    if checkpoint is not None:
+        check_same_run(checkpoint, story())
+    callbacks: list[TrainerCallback] = [Interruptions()]
+    if early_stopping_patience is not None:
+        callbacks.append(StopInTime(early_stopping_patience))
+    trainer = DraftTrainer(
+        model,
+        target,
+        args,
+        data.rows,
+        data.held_out,
+        objective=draft.objective(),
+        own_text=_own_text(draft, model, data.known_rows, args),
+        record=story,
+        callbacks=callbacks,
+    )
+    outcome = trainer.train(resume_from_checkpoint=checkpoint)
+    measured = trainer.predict(data.held_out, metric_key_prefix="eval").metrics or {}
+    if target.weights_digest() != before:
+        raise RuntimeError("the target's weights changed while its draft model was trained")
+
+    if trainer.is_world_process_zero():
+        history = story()
+        figures = {
+            name.removeprefix("eval_"): value
+            for name, value in measured.items()
+            if name.startswith(("eval_acceptance", "eval_agreement", "eval_tokens_per_step"))
+        }
+        save_draft(output, model, target, tokenizer=tokenizer, measured=figures, provenance=history)
+        metrics = {
+            **{name: value for name, value in outcome.metrics.items() if name != "total_flos"},
+            **measured,
+            "steps": trainer.state.global_step,
+            "best_step": trainer.state.best_global_step,
+        }
+        replace_file(output / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
+        write_run(output, history)
+    return model
+
+
+def _own_text(
+    draft: DraftArguments, model: PreTrainedModel, rows: Dataset, args: TrainingArguments
+) -> OwnText | None:
+    if not draft.on_policy_share:
+        return None
+    return OwnText(
+        TargetModel(model),
+        rows,
+        share=draft.on_policy_share,
+        refresh=draft.on_policy_refresh,
+        batches_a_step=args.gradient_accumulation_steps,
+        batch_size=args.per_device_train_batch_size,
+        temperature=draft.on_policy_temperature,
+        seed=args.seed * 1_000_003 + args.process_index,
+    )
