@@ -66,7 +66,8 @@ def open_hidden_states(
             "or hidden_cache off"
         )
     kept: KeptPositions = "all" if config.prefix_attention else "learnt"
-    folder = Path(settings.hidden_cache_dir or Path(args.output_dir) / DEFAULT_FOLDER)
+    default = Path(args.output_dir or ".") / DEFAULT_FOLDER
+    folder = Path(settings.hidden_cache_dir or default)
     plans: dict[CacheKey, RowPlan] = {}
     expected: dict[CacheKey, int] = {}
     sets: list[tuple[Dataset, int]] = [

@@ -34,6 +34,7 @@ INDEX_FILE = "index.json"
 FORMAT_VERSION = 1
 SHARD_BYTES = 1 << 28
 _SHARD = re.compile(r"\d{6}-[0-9a-f]{8}\.safetensors")
+_LEFTOVER = re.compile(r"\..*\.part|\.tmp\w+")  # ours, and those of safetensors itself
 _OPEN_SHARDS = 128  # far below what a process may hold open
 _LEFTOVER_SECONDS = 3600  # a shard is written in far less: its writer is dead
 
@@ -158,9 +159,9 @@ class HiddenCache:
 
     def remove_leftovers(self) -> None:
         """Remove what killed processes left of shards."""
-        for path in self.folder.glob("*.part"):
+        for path in self.folder.glob(".*"):
             try:
-                if time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
+                if _LEFTOVER.fullmatch(path.name) and _age(path) > _LEFTOVER_SECONDS:
                     path.unlink()
             except FileNotFoundError:
                 pass  # another process was quicker
@@ -205,6 +206,7 @@ class HiddenCache:
         Raises:
             OSError: the disk is full, or the folder is gone.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         if not self._pending:
@@ -215,6 +217,8 @@ class HiddenCache:
         try:
             save_file(self._pending, beside, metadata={"cache": self.key.name()})
             os.replace(beside, path)
+        except SafetensorError as error:
+            raise OSError(f"{path} could not be written: {error}") from error
         finally:
             beside.unlink(missing_ok=True)
         self._scanned.add(path)
@@ -271,7 +275,7 @@ class HiddenCache:
             found = getattr(torch, index["dtype"])
             if found not in _SAFETENSORS_NAMES:
                 raise ValueError(f"hidden states of dtype {index['dtype']!r}")
-            return found  # type: ignore[no-any-return]
+            return found
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CacheError(f"{path} is no index of hidden states ({error})") from error
 
@@ -289,6 +293,11 @@ def all_finite(hidden: Tensor) -> bool:
     and which no finite hidden states of a usable target bring to overflow."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return bool(hidden.sum(dtype=wide).isfinite())
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was last written."""
+    return time.time() - path.stat().st_mtime
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
