@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from medusa_heads.config import HeadsConfig
     from medusa_heads.heads import HydraHeads, MedusaHeads, new_heads
+    from medusa_heads.inference.draft_model import DraftedModel
     from medusa_heads.inference.model import MedusaModel
     from medusa_heads.target import TargetModel
     from medusa_heads.training.train import train_heads
+    from medusa_heads.training.train_draft import train_draft
 
     __version__: str
 
 __all__ = [
+    "DraftedModel",
     "HeadsConfig",
     "HydraHeads",
     "MedusaHeads",
@@ -23,16 +26,19 @@ __all__ = [
     "TargetModel",
     "__version__",
     "new_heads",
+    "train_draft",
     "train_heads",
 ]
 
 _HOMES = {
+    "DraftedModel": "medusa_heads.inference.draft_model",
     "HeadsConfig": "medusa_heads.config",
     "HydraHeads": "medusa_heads.heads",
     "MedusaHeads": "medusa_heads.heads",
     "MedusaModel": "medusa_heads.inference.model",
     "TargetModel": "medusa_heads.target",
     "new_heads": "medusa_heads.heads",
+    "train_draft": "medusa_heads.training.train_draft",
     "train_heads": "medusa_heads.training.train",
 }
 

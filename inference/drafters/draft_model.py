@@ -75,7 +75,10 @@ class DraftModelDrafter:
                 "let it draft a chain",
             )
         self._ranks = min(DYNAMIC_RANKS, vocab_size) if width > 1 else 1
-        most = self._ranks + (depth - 1) * width * self._ranks
+        most, read = 0, 1
+        for _ in range(depth):
+            offered = read * self._ranks
+            most, read = most + offered, min(width, offered)
         num_drafted = depth * width if num_drafted is None else num_drafted
         if not 1 <= num_drafted <= most:
             raise ValueError(

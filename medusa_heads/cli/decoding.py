@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from medusa_heads.inference.assisted import AssistedModel
+    from medusa_heads.inference.draft_model import DraftedModel
     from medusa_heads.inference.model import MedusaModel
     from medusa_heads.inference.stats import GenerationStats
 
@@ -98,11 +101,43 @@ def load_model(arguments: ModelArguments, **options: Any) -> tuple[MedusaModel, 
         ValueError: checkpoint, target or device is unusable.
         OSError: no tokenizer beside the target.
     """
+    from medusa_heads.inference.model import MedusaModel
+
+    return _load(
+        arguments, MedusaModel.from_pretrained, arguments.checkpoint, arguments.target, options
+    )
+
+
+def load_drafted_model(
+    arguments: ModelArguments, draft: str, target: str | None, **options: Any
+) -> tuple[DraftedModel, Any]:
+    """A target with a draft model, as `load_model` loads one with heads.
+
+    Args:
+        arguments: how to load them.
+        draft: hub id or folder of the draft model.
+        target: likewise; by default the one the draft names.
+        options: of DraftedModel, such as `tree`.
+
+    Raises:
+        ValueError: draft model, target or device is unusable.
+        OSError: no tokenizer beside the target.
+    """
+    from medusa_heads.inference.draft_model import DraftedModel
+
+    return _load(arguments, DraftedModel.from_pretrained, draft, target, options)
+
+
+def _load(
+    arguments: ModelArguments,
+    load: Callable[..., Any],
+    checkpoint: str,
+    target: str | None,
+    options: dict[str, Any],
+) -> tuple[Any, Any]:
     import torch
     from transformers import AutoTokenizer, logging
     from transformers.utils.logging import disable_progress_bar
-
-    from medusa_heads.inference.model import MedusaModel
 
     logging.set_verbosity_error()
     disable_progress_bar()
@@ -113,9 +148,9 @@ def load_model(arguments: ModelArguments, **options: Any) -> tuple[MedusaModel, 
             raise ValueError(f"expected a device such as cpu or cuda: {error}") from error
         if kind == "cuda" and not torch.cuda.is_available():
             raise ValueError("device cuda was asked for, and torch finds no GPU here: leave it out")
-    model = MedusaModel.from_pretrained(
-        arguments.checkpoint,
-        target=arguments.target,
+    model = load(
+        checkpoint,
+        target=target,
         dtype=arguments.dtype,
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
@@ -167,7 +202,7 @@ def generation_options(arguments: DecodingArguments, tokenizer: Any) -> dict[str
     return options
 
 
-def warn_if_lossy(model: MedusaModel) -> None:
+def warn_if_lossy(model: AssistedModel) -> None:
     """One line on standard error where the output is not the target's."""
     if model.acceptance != "lossless":
         print(

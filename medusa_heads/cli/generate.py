@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import (
@@ -12,15 +13,26 @@ from medusa_heads.cli.decoding import (
     decoder_options,
     describe,
     generation_options,
+    load_drafted_model,
     load_model,
     warn_if_lossy,
 )
+
+if TYPE_CHECKING:
+    from medusa_heads.inference.assisted import AssistedModel
 
 
 @dataclass
 class GenerateArguments(DecodingArguments):
     """What to generate."""
 
+    draft_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "draft with this language model (a hub id or a folder); the checkpoint then "
+            "is the target itself"
+        },
+    )
     prompt: str | None = field(
         default=None, metadata={"help": "text to continue; without it, standard input is read"}
     )
@@ -51,7 +63,7 @@ def generate(arguments: GenerateArguments) -> None:
 
     from medusa_heads.cli.streaming import StepStreamer
 
-    model, tokenizer = load_model(arguments, **decoder_options(arguments))
+    model, tokenizer = _load(arguments)
     options = generation_options(arguments, tokenizer)
     warn_if_lossy(model)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
@@ -69,3 +81,19 @@ def generate(arguments: GenerateArguments) -> None:
     )
     if arguments.stats:
         print(describe(model.last_stats), file=sys.stderr)
+
+
+def _load(arguments: GenerateArguments) -> tuple[AssistedModel, Any]:
+    """The target with what drafts for it: heads, or a draft model."""
+    from medusa_heads.draft_checkpoint import is_draft
+
+    options = decoder_options(arguments)
+    if arguments.draft_model is not None:
+        if arguments.target is not None:
+            raise ValueError(
+                "with draft_model, the first argument is the target: leave out --target"
+            )
+        return load_drafted_model(arguments, arguments.draft_model, arguments.checkpoint, **options)
+    if is_draft(arguments.checkpoint):
+        return load_drafted_model(arguments, arguments.checkpoint, arguments.target, **options)
+    return load_model(arguments, **options)

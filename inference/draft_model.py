@@ -1,0 +1,137 @@
+"""A target with a draft model attached."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa_heads.draft_checkpoint import check_vocabulary, load_draft, read_draft_sidecar
+from medusa_heads.inference.assisted import AssistedModel
+from medusa_heads.inference.drafters.draft_model import DraftModelDrafter
+from medusa_heads.target import TargetModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEFAULT_DEPTH = 4  # tokens that a chain drafts where nothing else is said
+_NODES_A_PATH = 6  # of a tree, for each path that is read at a time
+
+
+class DraftedModel(AssistedModel):
+    """A target for which a small model drafts.
+
+    Args:
+        target: the causal LM; it is not modified.
+        draft: a causal LM with the target's token ids; put into evaluation mode.
+        tree: `"chain"` or `"chain:6"`, the draft's likeliest tokens in a row; `"dynamic:12"`, the
+            12 likeliest nodes of a tree; `"auto"` is `"chain"`.
+        depth: tokens that a chain without a number, or a tree, is deep.
+        acceptance, acceptance_settings, compile, compile_backend: see AssistedModel.
+
+    Raises:
+        ValueError: another vocabulary, or a tree that cannot be drafted.
+        UnsupportedArchitecture: one of the models cannot be decoded exactly with drafts.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel | PreTrainedModel,
+        draft: TargetModel | PreTrainedModel,
+        *,
+        tree: str = "auto",
+        depth: int = DEFAULT_DEPTH,
+        acceptance: str = "lossless",
+        acceptance_settings: Mapping[str, float] | None = None,
+        compile: bool = False,
+        compile_backend: str | Callable[..., Any] = "inductor",
+    ) -> None:
+        super().__init__(
+            target,
+            acceptance=acceptance,
+            acceptance_settings=acceptance_settings,
+            compile=compile,
+            compile_backend=compile_backend,
+        )
+        self.draft = draft if isinstance(draft, TargetModel) else TargetModel(draft)
+        self.draft.model.eval()
+        check_vocabulary(self.draft, self.target)
+        self.use_tree(tree, depth)
+
+    def use_tree(self, tree: str, depth: int = DEFAULT_DEPTH) -> None:
+        """Draft this from now on; `self.tree` says what it is.
+
+        Raises:
+            ValueError: an unknown form, or more nodes than the draft model will offer.
+        """
+        kind, _, number = ("chain", "", "") if tree == "auto" else tree.partition(":")
+        if number and not (number.isdigit() and int(number)):
+            raise ValueError(f"a draft has at least 1 token, got {tree!r}")
+        if kind == "chain" or (kind == "dynamic" and number and self._chain_only):
+            shape = {"depth": int(number) if kind == "chain" and number else depth}
+        elif kind == "dynamic" and number:
+            nodes = int(number)
+            width = max(2, -(-nodes // _NODES_A_PATH))
+            shape = {"depth": depth, "width": width, "num_drafted": nodes}
+        else:
+            raise ValueError(
+                f"a draft model's tree must be auto, chain, chain:N or dynamic:N, got {tree!r}"
+            )
+        self.drafter = DraftModelDrafter(self.draft, self.target.vocab_size, **shape)
+        self.tree = f"chain:{shape['depth']}" if "width" not in shape else tree
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        draft: str | os.PathLike[str],
+        *,
+        target: str | TargetModel | PreTrainedModel | None = None,
+        tree: str = "auto",
+        depth: int = DEFAULT_DEPTH,
+        acceptance: str = "lossless",
+        acceptance_settings: Mapping[str, float] | None = None,
+        compile: bool = False,
+        **target_kwargs: Any,
+    ) -> DraftedModel:
+        """Load a draft model and its target.
+
+        Args:
+            draft: a hub id, or a folder such as train-draft writes.
+            target: a model in memory, or a hub id or path; by default the one the draft names.
+            tree, depth, acceptance, acceptance_settings, compile: see the class.
+            target_kwargs: passed on when the target is loaded, such as `dtype` or `device`.
+
+        Raises:
+            ValueError: one of them is missing or damaged, or they have different vocabularies.
+        """
+        if target is None:
+            target = _named_target(draft)
+        if isinstance(target, str | os.PathLike):
+            view = TargetModel.from_pretrained(str(target), **target_kwargs)
+        elif target_kwargs:
+            raise ValueError(
+                f"{sorted(target_kwargs)} apply to a target that is loaded here, but one in memory "
+                "was given: leave them out"
+            )
+        else:
+            view = target if isinstance(target, TargetModel) else TargetModel(target)
+        trusted = bool(target_kwargs.get("trust_remote_code"))
+        return cls(
+            view,
+            load_draft(draft, view, trust_remote_code=trusted),
+            tree=tree,
+            depth=depth,
+            acceptance=acceptance,
+            acceptance_settings=acceptance_settings,
+            compile=compile,
+        )
+
+
+def _named_target(draft: str | os.PathLike[str]) -> str:
+    name = (read_draft_sidecar(draft).get("target") or {}).get("name_or_path")
+    if not name:
+        raise ValueError(f"the draft model {str(draft)!r} does not name its target: pass target=")
+    # A relative path was relative to where training ran; try it from the draft as well.
+    beside = Path(draft) / name
+    return str(beside) if not Path(name).exists() and beside.exists() else str(name)

@@ -1,0 +1,114 @@
+"""The command train-draft: a whole run on a tiny target, mistakes, and what can be done with it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from medusa_heads.cli.arguments import read_config
+from medusa_heads.cli.generate import main as generate
+from medusa_heads.cli.train_draft import ARGUMENTS, main
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("draft-*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    with path.open("w") as file:
+        for d in range(30):
+            lines = (
+                "".join(chr(40 + (d + line * 3 + i) % 80) for i in range(9)) for line in range(6)
+            )
+            file.write(json.dumps({"text": "\n".join(lines)}) + "\n")
+    return path
+
+
+def flags(speaker: Path, corpus: Path, output: Path, *more: str) -> list[str]:
+    given = ["--model_name_or_path", str(speaker / "target"), "--dataset", str(corpus)]
+    given += ["--output_dir", str(output), "--max_length", "32", "--max_steps", "2"]
+    given += ["--training_args", '{"use_cpu": true, "disable_tqdm": true}']
+    return [*given, *more]
+
+
+@pytest.fixture(scope="module")
+def draft(speaker: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("draft") / "run"
+    more = ["--draft_layers", "1", "--on_policy_share", "0.5"]
+    assert main(flags(speaker, corpus, output, *more)) == 0
+    return output
+
+
+def test_a_run_leaves_an_ordinary_model_and_its_story(draft: Path, speaker: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(draft)
+    assert model.config.num_hidden_layers == 1
+    tokenizer = AutoTokenizer.from_pretrained(draft)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(speaker / "target").get_vocab()
+    story = yaml.safe_load((draft / "run.yaml").read_text())
+    assert story["draft"]["on_policy_share"] == 0.5 and story["training_set"]["rows"] > 0
+    measured = json.loads((draft / "draft_model.json").read_text())["measured"]
+    assert 0 < measured["acceptance"] < 1 and measured["tokens_per_step_8"] >= 1
+
+
+def test_what_was_trained_drafts_for_its_target(
+    draft: Path, speaker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--prompt", "def f(", "--max-new-tokens", "24", "--stats"]
+    assert generate([str(speaker / "heads"), "--tree", "none", *options]) == 0
+    plain = capsys.readouterr().out
+    assert generate([str(draft), *options]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == plain and "tokens per step" in printed.err
+    named = [str(speaker / "target"), "--draft_model", str(draft), "--tree", "dynamic:6"]
+    assert generate([*named, *options]) == 0
+    assert capsys.readouterr().out == plain
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--draft_model", "./nowhere"], "expected a causal language model"),
+        (["--draft_layers", "9"], "the target has 2 layers, 9 of them"),
+        (["--draft_layer", "1"], "did you mean '--draft_layers'?"),
+        (["--divergence", "sideways"], "invalid choice: 'sideways'"),
+        (["--save_steps", "2", "--eval_steps", "3"], "multiple"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    more: list[str],
+    sentence: str,
+    speaker: Path,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(flags(speaker, corpus, tmp_path / "run", *more)) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("train-draft: error: ") and sentence in message
+    assert not (tmp_path / "run" / "draft_model.json").exists()
+
+
+def test_help_answers_without_the_heavy_imports(tmp_path: Path) -> None:
+    code = (
+        "import sys; from medusa_heads.cli.train_draft import main\n"
+        "try: main(['--help'])\n"
+        "finally: assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--on_policy_share" in done.stdout and "--draft-layers" in done.stdout
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_is_read(path: Path) -> None:
+    values = read_config(path, ARGUMENTS)
+    for kind in ARGUMENTS:
+        names = {name for name in kind.__dataclass_fields__ if name in values}
+        kind(**{name: values[name] for name in names})
+    assert values["model_name_or_path"]

@@ -1,0 +1,108 @@
+"""A target with a draft model attached: its words for drafts, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads import DraftedModel, TargetModel
+from medusa_heads.draft_checkpoint import save_draft
+from medusa_heads.inference.assisted import AssistedModel
+from tests.conftest import TinyLlama
+
+PROMPT = torch.arange(1, 12)[None]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_llama: TinyLlama) -> tuple[Any, Any]:
+    """A target, and a draft that knows most of it."""
+    target, draft = tiny_llama(num_layers=2), tiny_llama(num_layers=2)
+    noise = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=noise))
+    return target, draft
+
+
+@pytest.mark.parametrize(
+    ("tree", "nodes"), [("auto", 5), ("chain", 5), ("chain:2", 3), ("dynamic:9", 10)]
+)
+def test_the_words_for_drafts(pair: tuple[Any, Any], tree: str, nodes: int) -> None:
+    target, draft = pair
+    model = DraftedModel(target, draft, tree=tree)
+    assert isinstance(model, AssistedModel) and model.drafter.num_nodes == nodes
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}
+    expected = target.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **settings)
+    got = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **settings)
+    assert isinstance(got, torch.Tensor) and torch.equal(got, expected)
+    assert model.last_stats.tokens_per_step > 1.2
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ("static:4", "auto, chain, chain:N or dynamic:N, got 'static:4'"),
+        ("dynamic", "auto, chain, chain:N or dynamic:N"),
+        ("chain:0", "at least 1 token"),
+        ("chain:x", "at least 1 token"),
+        ("dynamic:99999", "got 99999"),
+    ],
+)
+def test_other_words_are_refused(pair: tuple[Any, Any], tree: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        DraftedModel(*pair, tree=tree)
+
+
+def test_another_vocabulary_is_refused(pair: tuple[Any, Any], tiny_llama: TinyLlama) -> None:
+    with pytest.raises(ValueError, match="a vocabulary of 150 tokens, the target one of 199"):
+        DraftedModel(pair[0], tiny_llama(vocab_size=150))
+
+
+def test_a_folder_that_names_its_target_needs_nothing_else(
+    pair: tuple[Any, Any], tmp_path: Path
+) -> None:
+    target, draft = pair
+    target.save_pretrained(tmp_path / "target")
+    loaded = TargetModel.from_pretrained(str(tmp_path / "target"))
+    save_draft(tmp_path / "draft", draft, loaded)
+    model = DraftedModel.from_pretrained(tmp_path / "draft")
+    got = model.generate(PROMPT, do_sample=False, max_new_tokens=20)
+    assert isinstance(got, torch.Tensor) and got.shape == (1, 31)
+    assert model.last_stats.tokens_per_step > 1.2
+    # A plain model folder names none.
+    with pytest.raises(ValueError, match="does not name its target"):
+        DraftedModel.from_pretrained(tmp_path / "target")
+    DraftedModel.from_pretrained(tmp_path / "target", target=loaded)
+    with pytest.raises(ValueError, match="leave them out"):
+        DraftedModel.from_pretrained(tmp_path / "draft", target=loaded, dtype="float32")
+
+
+def test_sampling_with_the_same_seed_gives_the_same_text(pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+    model = DraftedModel(target, draft)
+    settings: dict[str, Any] = {"do_sample": True, "temperature": 0.5, "max_new_tokens": 40}
+    torch.manual_seed(3)
+    expected = target.generate(PROMPT, **settings)
+    torch.manual_seed(3)
+    got = model.generate(PROMPT, **settings)
+    assert isinstance(got, torch.Tensor) and torch.equal(got, expected)
+
+
+def test_a_compiled_target_reads_the_same_drafts(pair: tuple[Any, Any]) -> None:
+    """Finished rows stay in its batch, and in the draft's."""
+    target, draft = pair
+    model = DraftedModel(target, draft, compile=True, compile_backend="eager")
+    ids_BT = torch.randint(1, 199, (3, 9), generator=torch.Generator().manual_seed(1))
+    settings: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": 30,
+        "eos_token_id": list(range(3, 30)),
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids_BT),
+    }
+    got = model.generate(ids_BT, **settings)
+    assert isinstance(got, torch.Tensor)
+    assert torch.equal(got, target.generate(ids_BT, **settings))
