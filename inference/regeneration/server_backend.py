@@ -9,18 +9,9 @@ that.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
-from threading import Lock
 from typing import Any, Literal
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
-
-from urllib3 import PoolManager, ProxyManager, Retry, Timeout
-from urllib3.exceptions import HTTPError
 
 from medusa_heads.inference.regeneration.answers import (
     BROKEN_TEXT,
@@ -34,15 +25,18 @@ from medusa_heads.inference.regeneration.answers import (
     Sampling,
 )
 from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.inference.regeneration.server_connection import (
+    SHOWN,
+    DeathWatch,
+    ServerConnection,
+    Unreachable,
+    words,
+)
 
 Endpoint = Literal["auto", "completions", "chat"]
 
-_RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
-_NOT_FOR_US = (401, 403)
 _UNKNOWN_HERE = (400, 404, 405, 415, 422, 501)  # the server has no such endpoint, or no ids there
-_LONGEST_PAUSE = 30.0  # seconds between two tries
 _DEAD_AFTER = 16  # failures in a row, of whatever kind, and not one answer between them
-_SHOWN = 200  # characters of a server's own words
 
 
 class ServerBackend:
@@ -82,23 +76,8 @@ class ServerBackend:
         timeout: float = 600.0,
         api_key_variable: str = "OPENAI_API_KEY",
     ) -> None:
-        url = urlsplit(base_url)
-        if url.scheme not in ("http", "https") or not url.netloc:
-            raise ValueError(
-                f"expected a base_url such as http://localhost:8000/v1, got {base_url!r}"
-            )
-        if url.username or url.password:
-            raise ValueError(
-                f"base_url holds a password: put the key into the variable {api_key_variable}"
-            )
-        if concurrency < 1 or retries < 0 or timeout <= 0:
-            raise ValueError(
-                "expected a concurrency of at least 1, retries of at least 0 and a timeout above "
-                f"0, got {concurrency}, {retries} and {timeout}"
-            )
         if endpoint not in ("auto", "completions", "chat"):
             raise ValueError(f"endpoint must be auto, completions or chat, got {endpoint!r}")
-        self.base_url = base_url.rstrip("/")
         self.model = model
         self.max_positions = max_positions
         self._tokenizer = tokenizer
@@ -107,23 +86,19 @@ class ServerBackend:
         self._chosen: Endpoint = endpoint
         self._token_ids = token_ids
         self._concurrency = concurrency
-        self._key_variable = api_key_variable
-        retry = Retry(
-            total=retries,
-            read=min(retries, 2),  # of requests that had reached it, and may have run into timeout
-            status_forcelist=_RETRIED,
-            allowed_methods=None,  # POST too: an answer asked for twice does no harm
-            backoff_factor=0.5,
-            backoff_max=_LONGEST_PAUSE,
-            backoff_jitter=0.5,
-            raise_on_status=False,
+        self._connection = ServerConnection(
+            base_url,
+            concurrency=concurrency,
+            retries=retries,
+            timeout=timeout,
+            api_key_variable=api_key_variable,
         )
-        proxy = getproxies().get(url.scheme)
-        pool = PoolManager
-        if proxy and not proxy_bypass(url.hostname or ""):
-            pool = partial(ProxyManager, proxy)  # type: ignore[assignment]
-        self._pool = pool(maxsize=concurrency, block=True, retries=retry, timeout=Timeout(timeout))
-        self._dead = _DeathWatch(_DEAD_AFTER)
+        self._dead = DeathWatch(_DEAD_AFTER)
+
+    @property
+    def base_url(self) -> str:
+        """Where the server is."""
+        return self._connection.base_url
 
     def describe(self) -> dict[str, Any]:
         """The server and its name for the target; which weights it holds, only it knows."""
@@ -165,15 +140,15 @@ class ServerBackend:
     def _choose_endpoint(self, prompt: Prompt, sampling: Sampling) -> Endpoint:
         request = self._request("completions", prompt, sampling)
         try:
-            status, reply = self._post("completions", request)
-        except _Unreachable as error:
+            status, reply = self._connection.post("completions", request)
+        except Unreachable as error:
             raise ValueError(f"no server answers at {self.base_url} ({error})") from error
         if status not in _UNKNOWN_HERE:
             return "completions"
         if prompt.messages is None:
             raise ValueError(
                 f"{self.base_url} takes no token ids under /completions ({status}: "
-                f"{_words(reply)}), and prompts without messages cannot be asked otherwise"
+                f"{words(reply)}), and prompts without messages cannot be asked otherwise"
             )
         return "chat"
 
@@ -197,12 +172,14 @@ class ServerBackend:
 
     def _ask(self, prompt: Prompt, sampling: Sampling) -> Answer:
         try:
-            status, reply = self._post(self._path, self._request(self._endpoint, prompt, sampling))
-        except _Unreachable as error:
+            status, reply = self._connection.post(
+                self._path, self._request(self._chosen, prompt, sampling)
+            )
+        except Unreachable as error:
             self._dead.failed(f"no server answers at {self.base_url} ({error})", at_once=True)
             return Answer(failure=SERVER_ERROR, detail=str(error))
         if status != 200:
-            detail = f"{status}: {_words(reply)}"
+            detail = f"{status}: {words(reply)}"
             self._dead.failed(f"{self.base_url} answers nothing but errors ({detail})")
             return Answer(failure=SERVER_ERROR, detail=detail)
         try:
@@ -216,27 +193,6 @@ class ServerBackend:
     @property
     def _path(self) -> str:
         return "chat/completions" if self._chosen == "chat" else "completions"
-
-    def _post(self, path: str, request: dict[str, Any]) -> tuple[int, Any]:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self._key_variable):
-            headers["Authorization"] = f"Bearer {key}"
-        try:
-            response = self._pool.request(
-                "POST", f"{self.base_url}/{path}", body=json.dumps(request), headers=headers
-            )
-        except HTTPError as error:
-            raise _Unreachable(type(getattr(error, "reason", None) or error).__name__) from error
-        try:
-            reply = json.loads(response.data)
-        except ValueError:
-            reply = response.data.decode("utf-8", "replace")
-        if response.status in _NOT_FOR_US:
-            raise ValueError(
-                f"{self.base_url} refuses access ({response.status}): put the API key into the "
-                f"environment variable {self._key_variable}"
-            )
-        return response.status, reply
 
     def _read(self, prompt: Prompt, reply: Any) -> Answer:
         choice = reply["choices"][0]
@@ -255,7 +211,7 @@ class ServerBackend:
         if not tokens:
             tokens = self._tokens(prompt, text)
             if tokens is None:
-                return Answer(failure=BROKEN_TEXT, detail=text[:_SHOWN])
+                return Answer(failure=BROKEN_TEXT, detail=text[:SHOWN])
             made = usage.get("completion_tokens")
             if made not in (None, len(tokens), len(tokens) + ended):
                 remarks.append(OTHER_TOKENS)
@@ -287,38 +243,3 @@ class ServerBackend:
             "input_ids"
         ]
         return encoded
-
-
-class _Unreachable(Exception):
-    """No answer came, after all retries."""
-
-
-class _DeathWatch:
-    """Notices when a server has gone for good: asking on would take hours and bring nothing."""
-
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
-        self._in_a_row = 0
-        self._lived = False
-        self._lock = Lock()
-
-    def answered(self) -> None:
-        with self._lock:
-            self._in_a_row, self._lived = 0, True
-
-    def failed(self, what: str, *, at_once: bool = False) -> None:
-        """Count it. `at_once`: a server that never answered is not waited for."""
-        with self._lock:
-            self._in_a_row += 1
-            if self._in_a_row >= self._patience or (at_once and not self._lived):
-                raise ValueError(
-                    f"{what}: what was answered is kept, and the same command goes on from there"
-                )
-
-
-def _words(reply: Any) -> str:
-    """What a server says is wrong."""
-    if isinstance(reply, dict):
-        error = reply.get("error", reply)
-        reply = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(reply).split())[:_SHOWN]
