@@ -31,6 +31,13 @@ class MedusaHeads(DraftHeads):
         assert self.config.hidden_size is not None
         return [ResBlock(self.config.hidden_size) for _ in range(self.config.num_layers)]
 
+    def train(self, mode: bool = True) -> MedusaHeads:
+        """See nn.Module."""
+        # Fused optimisers write to parameters without leaving a trace in their versions.
+        self._stack = None
+        super().train(mode)
+        return self
+
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """See DraftHeads. `tokens_RK` plays no part: these heads do not see each other."""
         hidden_RD = hidden_RD.to(self._all_parameters[0].dtype)

@@ -142,6 +142,17 @@ def test_evaluation_measures_ranks_of_the_true_tokens(
     assert 1 <= metrics["eval_tokens_per_step_16"] <= metrics["eval_tokens_per_step_32"] <= 4
 
 
+def test_evaluation_sees_what_a_fused_optimiser_has_just_written(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    heads = fresh(target)
+    args = arguments(tmp_path, optim="adamw_torch_fused", eval_strategy="steps", eval_steps=2)
+    trainer = HeadsTrainer(heads, target, args, make_rows(8), make_rows(4))
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(set(losses)) == 3 and losses[0] > losses[2]
+
+
 def test_bf16_autocast_trains(target: TargetModel, make_rows: Rows, tmp_path: Path) -> None:
     heads = fresh(target)
     trainer = HeadsTrainer(heads, target, arguments(tmp_path, bf16=True), make_rows(8))
