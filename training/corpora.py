@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
@@ -90,11 +90,9 @@ def load_corpus(
     Raises:
         ValueError: nothing stands there, or it cannot be read.
     """
-    names = [name] if isinstance(name, str) else list(name)
     bad_rows = BadRows(on_bad_row, stream=streaming)
     parts = [
-        _load_one(one, split, config, text_column, bad_rows, streaming)
-        for one in _expand(itertools.chain.from_iterable(_split_list(n) for n in names))
+        _load_one(one, split, config, text_column, bad_rows, streaming) for one in find_names(name)
     ]
     bad_rows.settle()
     for corpus in parts:
@@ -139,26 +137,41 @@ def is_stream(rows: Dataset | IterableDataset) -> bool:
     return not isinstance(rows, Dataset)
 
 
+def find_names(name: str | Sequence[str]) -> list[str]:
+    """Names of corpora one by one: lists taken apart, globs replaced by the files they match.
+
+    Raises:
+        ValueError: a name, a path or a file's, behind which nothing stands.
+    """
+    names = [name] if isinstance(name, str) else list(name)
+    found = []
+    for one in itertools.chain.from_iterable(_split_list(given) for given in names):
+        path = Path(one).expanduser()
+        if path.exists():
+            found.append(one)
+        elif any(sign in one for sign in "*?["):
+            files = sorted(glob(str(path), recursive=True))
+            if not files:
+                raise ValueError(f"expected a corpus at {one!r}, found no such file")
+            found += files
+        elif one.startswith((".", "/", "~")) or one.count("/") > 1 or has_known_suffix(one):
+            raise ValueError(
+                f"expected a corpus at {one!r}, found none: give 'stdlib', a hub id, a folder, or "
+                f"a file of the kinds {', '.join(SUFFIXES)}"
+            )
+        else:
+            found.append(one)
+    return found
+
+
 def _split_list(name: str) -> list[str]:
     """`a.jsonl,b.jsonl` and `a.jsonl b.jsonl` are two names, unless a file is called so."""
-    if Path(name).exists():
+    if Path(name).expanduser().exists():
         return [name]
     names = [part for part in re.split(r"[,\s]+", name) if part]
     if not names:
         raise ValueError("expected the name of a corpus, got an empty one")
     return names
-
-
-def _expand(names: Iterable[str]) -> Iterator[str]:
-    """Names with globs replaced by the files they match, in order."""
-    for name in names:
-        if not any(sign in name for sign in "*?[") or Path(name).exists():
-            yield name
-            continue
-        files = sorted(glob(str(Path(name).expanduser()), recursive=True))
-        if not files:
-            raise ValueError(f"expected a corpus at {name!r}, found no such file")
-        yield from files
 
 
 def _load_one(
@@ -188,11 +201,6 @@ def _load_one(
     elif path.is_dir():
         files = files_of_split(path, splits)
         return _from_files(files, name, text_column, bad_rows, streaming)
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1 or has_known_suffix(name):
-        raise ValueError(
-            f"expected a corpus at {name!r}, found none: give 'stdlib', a hub id, a folder, or a "
-            f"file of the kinds {', '.join(SUFFIXES)}"
-        )
     else:
         rows = load_hub_dataset(name, splits, config, streaming)
     corpus = as_corpus(rows, name, text_column=text_column, bad_rows=bad_rows)

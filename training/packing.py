@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -74,6 +75,7 @@ def pack_rows(rows: Dataset, max_length: int) -> Dataset:
         remove_columns=["members"],
         features=packed_features(),
         load_from_cache_file=False,
+        new_fingerprint=uuid4().hex,  # else all rows would be hashed for one
         desc="Packing",
     )
 

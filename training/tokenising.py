@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from medusa_heads.config import IGNORED
 from medusa_heads.training.bad_rows import BadRow
 from medusa_heads.training.chat import ChatTemplate, continuation
+from medusa_heads.training.corpora import Corpus
 from medusa_heads.training.formats import Completion, Conversation, Document, Format, Tokens
 from medusa_heads.training.readers import PLACE_COLUMN
 
 if TYPE_CHECKING:
-    from datasets import Features
+    from datasets import Dataset, Features
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Row = tuple[list[int], list[int]]
 """input_ids, and labels of the same length, unshifted, -100 where the text was not generated."""
@@ -120,6 +126,65 @@ class Tokeniser:
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
+@dataclass(frozen=True)
+class TokenisedCorpus:
+    """Rows of a corpus, and what making them cost.
+
+    Args:
+        corpus: they come from.
+        rows: columns `input_ids`, `labels` and `document` (which one the row is a part of).
+        cut_documents: how many were longer than the longest row and lost labels.
+        cut_tokens: how many labels.
+    """
+
+    corpus: Corpus
+    rows: Dataset
+    cut_documents: int
+    cut_tokens: int
+
+
+def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) -> TokenisedCorpus:
+    """The rows of a table. Rows that are tokens already are taken as they are.
+
+    Raises:
+        ValueError: broken rows, unless they may be left out, or none that is not.
+    """
+    if corpus.format.name == "tokens" and _are_token_ids(corpus.rows):
+        ready = corpus.rows.select_columns(["input_ids", "labels"])
+        return TokenisedCorpus(corpus, ready.add_column("document", list(range(len(ready)))), 0, 0)
+    made = corpus.rows.map(
+        tokeniser,
+        batched=True,
+        with_indices=True,
+        remove_columns=corpus.rows.column_names,
+        features=token_features(),
+        load_from_cache_file=False,
+        num_proc=num_proc,
+        desc="Tokenising",
+    )
+    problems = made.data.column("problem").combine_chunks()
+    broken = np.flatnonzero(problems.is_valid().to_numpy(zero_copy_only=False))
+    for row in made.select(broken):
+        place = row["place"] or corpus.place(row["document"])
+        corpus.bad_rows.add(place, row["problem"])
+    corpus.bad_rows.settle()
+    lost = np.asarray(made.data.column("lost"))
+    if lost.any():
+        logger.warning(
+            "%d documents of %s were longer than max_length %d: %d supervised tokens were cut off",
+            (lost > 0).sum(),
+            corpus.name,
+            tokeniser.max_length,
+            lost.sum(),
+        )
+    rows = made.select_columns(["input_ids", "labels", "document"])
+    if len(broken):
+        rows = rows.select(np.setdiff1d(np.arange(len(rows)), broken))
+    if not len(rows):
+        raise ValueError("the corpus is empty: give one with text in it")
+    return TokenisedCorpus(corpus, rows, int((lost > 0).sum()), int(lost.sum()))
+
+
 def token_features() -> Features:
     """Types of the columns that a Tokeniser makes."""
     from datasets import Features, List, Value
@@ -133,4 +198,12 @@ def token_features() -> Features:
             "place": Value("string"),
             "lost": Value("int64"),
         }
+    )
+
+
+def _are_token_ids(rows: Dataset) -> bool:
+    """Whether a table of token ids needs no look at each of them."""
+    kinds = [getattr(rows.features[name], "feature", None) for name in ("input_ids", "labels")]
+    return all("int" in str(getattr(kind, "dtype", "")) for kind in kinds) and not any(
+        rows.data.column(name).null_count for name in ("input_ids", "labels")
     )

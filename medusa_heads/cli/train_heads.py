@@ -54,6 +54,11 @@ def _train(argv: Sequence[str] | None) -> None:
     )
     config = to_heads.config()
 
+    from medusa_heads.training.corpora import find_names
+
+    # A mistyped path is answered before torch is loaded, which takes seconds.
+    find_names([*to_data.dataset, *(to_data.eval_dataset or [])])
+
     from medusa_heads.target import TargetModel
     from medusa_heads.training.arguments import to_training_arguments
     from medusa_heads.training.data import find_tokenizer, load_corpora, prepare_data

@@ -27,7 +27,8 @@ def learnt(tokenizer: Any, template: str, messages: list[Any], **more: Any) -> l
     for input_ids, labels in chat.rows(Conversation(messages)):
         assert len(input_ids) == len(labels)
         assert all(label in (-100, token) for token, label in zip(input_ids, labels, strict=True))
-        texts, before = [], -100
+        texts: list[list[int]] = []
+        before = -100
         for label in labels:
             if label != -100:
                 if before == -100:

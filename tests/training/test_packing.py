@@ -127,7 +127,7 @@ def test_a_target_that_lets_documents_see_each_other_is_refused_by_name() -> Non
 
 def test_half_precision_is_not_taken_for_a_leak() -> None:
     target = small("llama")
-    target.model.to(torch.bfloat16)
+    target.model.bfloat16()
     check_packing(target)
 
 

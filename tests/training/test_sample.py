@@ -12,10 +12,10 @@ from tests.training import templates
 
 def shown(rows: Any, tokenizer: Any, color: bool = False) -> str:
     stream = io.StringIO()
-    system = "standard" if color else None
-    show_sample(
-        rows, tokenizer, Console(file=stream, width=80, force_terminal=color, color_system=system)
+    console = Console(
+        file=stream, width=80, force_terminal=color, color_system="standard" if color else None
     )
+    show_sample(rows, tokenizer, console)
     return stream.getvalue()
 
 

@@ -7,8 +7,7 @@ from datasets import Dataset
 
 from medusa_heads.training.chat import ChatTemplate
 from medusa_heads.training.corpora import as_corpus
-from medusa_heads.training.data import tokenise
-from medusa_heads.training.tokenising import Tokeniser
+from medusa_heads.training.tokenising import Tokeniser, tokenise
 from tests.training import templates
 
 
