@@ -3,7 +3,8 @@
 Shapes: C pairs of a chunk, V vocabulary of the heads. A slope is d loss / d logits.
 
 With q = softmax(z) and z the logits over the temperature, the slopes in z are
-forward KL: q - p;  reverse KL: q (log q - log p - KL);  and with the overlap a = sum min(p, q), the
+forward KL: q - p;  reverse KL: q (log q - log p - KL);  with m = (p + q) / 2,
+Jensen-Shannon: q (log q - log m - KL(q || m)) / 2;  and with the overlap a = sum min(p, q), the
 derivative of which is q (below - sum q below) where `below` is 1 for q < p and else 0:
 total variation 1 - a: -da;  acceptance -log a: -da / a.
 """
@@ -100,6 +101,16 @@ def _taught(
         losses_C += weight * (entropy_U[lesson.rows_C] - torch.linalg.vecdot(p_CV, log_q_CV))
         if slope:
             add(torch.sub(q_CV, p_CV, out=p_CV).mul_(weight))
+    if weight := objective.weight("jensen_shannon"):
+        p_CV = lesson.p_UV[lesson.rows_C]
+        # Where both have underflown to 0, nothing is left to weigh the logarithm with.
+        log_m_CV = ((p_CV + q_CV) / 2).clamp_min_(torch.finfo(q_CV.dtype).tiny).log_()
+        of_p_C = torch.linalg.vecdot(p_CV, lesson.log_p_UV[lesson.rows_C] - log_m_CV)
+        surplus_CV = torch.sub(log_q_CV, log_m_CV, out=log_m_CV)
+        of_q_C = torch.linalg.vecdot(q_CV, surplus_CV)
+        losses_C += weight / 2 * (of_p_C + of_q_C)
+        if slope:
+            add((surplus_CV - of_q_C[:, None]).mul_(q_CV).mul_(weight / 2))
     if weight := objective.weight("reverse_kl"):
         surplus_CV = torch.sub(log_q_CV, lesson.log_p_UV[lesson.rows_C], out=log_q_CV)
         divergence_C = torch.linalg.vecdot(q_CV, surplus_CV)

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
     from medusa_heads.training.loss_config import LossConfig
 
+Divergence = Literal[
+    "forward_kl",
+    "reverse_kl",
+    "jensen_shannon",
+    "total_variation",
+    "acceptance",
+    "cross_entropy",
+]
 DraftMetric = Literal["acceptance", "agreement", "tokens_per_step_2", "tokens_per_step_4", "loss"]
 BUILT_LEARNING_RATE = 1e-3
 GIVEN_LEARNING_RATE = 1e-4
@@ -38,9 +46,7 @@ class DraftArguments:
         default=None,
         metadata={"help": "Begin with random weights of this width, not with the target's own."},
     )
-    divergence: Literal[
-        "forward_kl", "reverse_kl", "total_variation", "acceptance", "cross_entropy"
-    ] = field(
+    divergence: Divergence = field(
         default="forward_kl",
         metadata={
             "help": "Between the target's distribution and the draft's; cross_entropy: learn from "

@@ -9,7 +9,14 @@ from typing import Literal, get_args
 
 HeadWeights = Literal["decay", "acceptance"]
 
-TERMS = ("cross_entropy", "forward_kl", "reverse_kl", "total_variation", "acceptance")
+TERMS = (
+    "cross_entropy",
+    "forward_kl",
+    "reverse_kl",
+    "jensen_shannon",
+    "total_variation",
+    "acceptance",
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,8 @@ class LossConfig:
     once it has read all text before it.
 
     - `cross_entropy`: -log q(true token) (Cai et al. 2024, arXiv:2401.10774, equation 1)
-    - `forward_kl`: KL(p || q); `reverse_kl`: KL(q || p); `total_variation`: sum |p - q| / 2
+    - `forward_kl`: KL(p || q); `reverse_kl`: KL(q || p); `jensen_shannon`: half of
+      KL(p || m) + KL(q || m) with m = (p + q) / 2; `total_variation`: sum |p - q| / 2
       (compared for drafting by Zhou et al. 2023, DistillSpec, arXiv:2310.08461)
     - `acceptance`: -log sum min(p, q), the log of the chance that a token drawn from q is accepted
       (Samarin et al. 2026, LK losses, arXiv:2602.23881)

@@ -141,7 +141,9 @@ def plain_terms(
     q_V = (z_V / objective.temperature).softmax(0)
     q_W = torch.zeros_like(p_W).index_put((torch.tensor(tokens),), q_V)
     p_V = p_W[tokens] / p_W[tokens].sum()
+    m_V = (p_V + q_V) / 2
     terms = {
+        "jensen_shannon": ((p_V * (p_V / m_V).log()).sum() + (q_V * (q_V / m_V).log()).sum()) / 2,
         "forward_kl": (p_V * (p_V / q_V).log()).sum(),
         "reverse_kl": (q_V * (q_V / p_V).log()).sum(),
         "total_variation": (p_W - q_W).abs().sum() / 2,

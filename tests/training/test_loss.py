@@ -35,7 +35,7 @@ OBJECTIVES = {
     **{name: LossConfig({name: 1.0}) for name in TERMS},
     "warm": LossConfig({"forward_kl": 0.5, "acceptance": 2.0}, temperature=1.7),
     "cool": LossConfig({"cross_entropy": 0.5, "reverse_kl": 0.5}, temperature=0.6),
-    "all": LossConfig(dict(zip(TERMS, (0.3, 0.7, 0.2, 1.5, 0.4), strict=True)), decay=0.5),
+    "all": LossConfig(dict(zip(TERMS, (0.3, 0.7, 0.2, 0.6, 1.5, 0.4), strict=True)), decay=0.5),
     "by acceptance": LossConfig(head_weights="acceptance", smoothing=0.3),
     "all by acceptance": LossConfig(dict.fromkeys(TERMS, 0.5), head_weights="acceptance"),
 }
