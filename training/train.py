@@ -106,10 +106,7 @@ def train_heads(
             target, dataset, eval_dataset, data_settings, tokenizer, config.num_heads, args
         )
     if data.is_stream:
-        # Each process reads the stream and takes its share: batches of rows of unequal lengths
-        # cannot be joined by one process and dealt out.
-        accelerator_config: Any = args.accelerator_config
-        args.accelerator_config = replace(accelerator_config, dispatch_batches=False)
+        read_streams_apart(args)
 
     set_seed(args.seed)
     draft_tokens = None
@@ -191,6 +188,13 @@ def as_target(target: str | TargetModel | PreTrainedModel, device: torch.device)
     if target.device.type != device.type and getattr(target.model, "hf_device_map", None) is None:
         target.model.to(device)  # type: ignore[arg-type]
     return target
+
+
+def read_streams_apart(args: TrainingArguments) -> None:
+    """Each process reads the stream and takes its share: batches of rows of unequal lengths cannot
+    be joined by one process and dealt out."""
+    accelerator_config: Any = args.accelerator_config
+    args.accelerator_config = replace(accelerator_config, dispatch_batches=False)
 
 
 def prepare_sets(

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from medusa_heads.training.draft_trainer import DraftTrainer
 from medusa_heads.training.own_text import OwnText
 from medusa_heads.training.resumable import clear_checkpoints, find_checkpoint
 from medusa_heads.training.run_record import changed_arguments, check_same_run, write_run
-from medusa_heads.training.train import METRICS_FILE, as_target, prepare_sets
+from medusa_heads.training.train import METRICS_FILE, as_target, prepare_sets, read_streams_apart
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -96,9 +96,7 @@ def train_draft(
             target, dataset, eval_dataset, data_settings, tokenizer, CHAINS[-1], args
         )
     if data.is_stream:
-        # Each process reads the stream and takes its share, as for heads.
-        accelerator_config: Any = args.accelerator_config
-        args.accelerator_config = replace(accelerator_config, dispatch_batches=False)
+        read_streams_apart(args)
 
     set_seed(args.seed)
     model = begin_draft(
