@@ -28,13 +28,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
-from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import ModelArguments, load_model
 from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.prompts import held_out_prompts
+from scripts.random_target import random_target
 from scripts.step_timers import PHASES, bare_step, generation, plain_step, timed_attention
 
 
@@ -131,32 +132,15 @@ def profile(arguments: ProfileArguments) -> dict[str, Any]:
 
 
 def random_model(arguments: ProfileArguments) -> MedusaModel:
-    """A Llama of the given size with random weights, and fresh heads."""
-    parts = str(arguments.random_target).split("x")
-    if not 3 <= len(parts) <= 4 or not all(part.isdigit() and int(part) for part in parts):
-        raise ValueError(
-            f"expected WIDTHxLAYERSxHEADS or WIDTHxLAYERSxHEADSxKV_HEADS, such as 768x12x12, got "
-            f"{arguments.random_target!r}"
-        )
-    width, layers, heads, *kv_heads = map(int, parts)
-    if width % heads or (kv_heads and heads % kv_heads[0]):
-        raise ValueError(f"the heads do not divide the width evenly in {arguments.random_target!r}")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=width,
-        intermediate_size=-(-width * 8 // 3 // 64) * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads[0] if kv_heads else heads,
-        max_position_embeddings=1 << 17,
-        tie_word_embeddings=True,
+    """A random target of the given size, and fresh heads."""
+    target = random_target(
+        str(arguments.random_target),
+        arguments.vocabulary,
+        dtype=arguments.dtype,
+        device=arguments.device,
     )
-    llama: Any = LlamaForCausalLM(config).to(getattr(torch, arguments.dtype))
-    target = TargetModel(llama.to(arguments.device or "cpu"))
-    target.freeze()
-    heads_of_it = MedusaHeads.from_target(target, HeadsConfig(num_heads=4))
-    return MedusaModel(target, heads_of_it, tree=arguments.tree)
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=4))
+    return MedusaModel(target, heads, tree=arguments.tree)
 
 
 def profile_context(

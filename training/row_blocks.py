@@ -22,7 +22,7 @@ from medusa_heads.training.rows import SupervisedRows
 from medusa_heads.training.teacher import Teacher
 
 # Features of a block: rows times heads times hidden size.
-BLOCK_FEATURES_CPU = 1 << 22
+BLOCK_FEATURES_CPU = 1 << 21
 BLOCK_FEATURES_GPU = 1 << 25
 LEAST_BLOCK = 64
 
@@ -99,19 +99,17 @@ class _Blocks(torch.autograd.Function):
                 before = sums[i]
                 exact = torch.promote_types(torch.float32, grad.dtype)
                 sums[i] = grad.to(exact) if before is None else before.add_(grad)
-        ctx.save_for_backward(
-            grad_RD,
-            *(
-                None if total is None else total.to(parameter.dtype)
-                for total, parameter in zip(sums, parameters, strict=True)
-            ),
-        )
+        # Not among autograd's saved tensors, so that backward can scale them where they are.
+        ctx.grads = [grad_RD]
+        for total, parameter in zip(sums, parameters, strict=True):
+            ctx.grads.append(None if total is None else total.to(parameter.dtype))
         return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        grads = (
-            None if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors
-        )
-        return (None, None, *grads)
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise RuntimeError("the gradients of rows_loss are handed out once: no second backward")
+        scaled = (None if taken is None else taken.mul_(grad.to(taken.dtype)) for taken in grads)
+        return (None, None, *scaled)
