@@ -33,7 +33,8 @@ class StopInTime(EarlyStoppingCallback):
         """Take the count of the checkpoint; where the patience had run out, stop at once."""
         super().on_train_begin(args, state, control, **kwargs)
         # An entry must be there: saving fails on a callback that the checkpoint did not know.
-        before = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        states: Any = state.stateful_callbacks
+        before = states.setdefault(type(self).__name__, self.state())
         name = "early_stopping_patience_counter"
         self.early_stopping_patience_counter = before["attributes"][name]
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
@@ -73,7 +74,7 @@ class Interruptions(TrainerCallback):
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
         self._told = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, self._handler_before or signal.SIG_DFL)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -115,9 +116,11 @@ class Interruptions(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Hand SIGTERM back."""
+        """Hand SIGTERM back, also one that came too late to stop a step."""
         if self._handler_before is not None:
             signal.signal(signal.SIGTERM, self._handler_before)
+            if self._told:
+                signal.raise_signal(signal.SIGTERM)
 
 
 def _anywhere(flag: bool, device: torch.device) -> bool:
