@@ -143,7 +143,7 @@ class AssistedModel:
             self.last_stats = GenerationStats()
             return decode(
                 self.target,
-                self.drafter,
+                self._drafter_for(input_ids.shape[0]),
                 input_ids,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
@@ -154,6 +154,10 @@ class AssistedModel:
                 stats=self.last_stats,
                 **model_kwargs,
             )
+
+    def _drafter_for(self, batch_size: int) -> Drafter:
+        """The drafter of a call with so many rows."""
+        return self.drafter
 
 
 def _stop_strings(

@@ -65,6 +65,7 @@ def benchmark(
     tree: TreeSpec = "auto",
     device: str | None = None,
     threads: int | None = None,
+    trust_remote_code: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Measure a heads checkpoint against transformers' own decoding.
@@ -81,6 +82,7 @@ def benchmark(
         device: where to run; by default where transformers loads the target.
         threads: CPU threads; by default as many as plain decoding is fastest with, tried for each
             dtype, so that all methods are compared at the best that plain decoding can do.
+        trust_remote_code: run the Python code that the target's repository brings.
         progress: show a progress bar, in generated sequences.
 
     Returns:
@@ -98,7 +100,12 @@ def benchmark(
     def load(dtype: str) -> MedusaModel:
         torch.set_num_threads(machine["threads"])
         loaded = MedusaModel.from_pretrained(
-            checkpoint, target=target, tree="none", dtype=getattr(torch, dtype), device=device
+            checkpoint,
+            target=target,
+            tree="none",
+            dtype=getattr(torch, dtype),
+            device=device,
+            trust_remote_code=trust_remote_code,
         )
         _check_length(loaded, prompts, max_new_tokens)
         torch.set_num_threads(threads or fastest_threads(loaded.target.model, prompts[0]))

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.adapter import ADAPTER_FOLDER, load_adapter
 from medusa_heads.checkpoint import load_heads, read_sidecar
+from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.assisted import AssistedModel
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.by_rows import ByRowsDrafter, rounded_up
 from medusa_heads.inference.tree_plan import TreeSpec, make_drafter
 from medusa_heads.inference.tree_size import best_tree
 from medusa_heads.statistics import HeadStatistics
@@ -69,15 +72,40 @@ class MedusaModel(AssistedModel):
     def use_tree(self, tree: TreeSpec) -> None:
         """Draft this tree from now on; `self.tree` says which it is, also where `auto` chose.
 
+        What `auto` chose is for one row. A batch is measured when it first comes, and drafts with
+        the tree that its number of rows decodes fastest with, whatever `self.tree` says.
+
         Raises:
             ValueError: an unknown form, or a tree that does not fit the heads.
         """
+        measured = self.statistics is not None and not self._chain_only
+        self._by_rows: dict[int, Drafter] = {}  # where batches choose for themselves
+        self._chooses = tree == "auto" and measured
         if tree == "auto":
-            tree = UNMEASURED_TREE
-            if self.statistics is not None and not self._chain_only:
-                tree = best_tree(self.target, self.heads, self.statistics)
+            tree = self._fastest(1) if measured else UNMEASURED_TREE
         self.tree = tree
-        self.drafter = make_drafter(
+        self.drafter = self._make_drafter(tree)
+
+    def _drafter_for(self, batch_size: int) -> Drafter:
+        if not self._chooses or batch_size == 1:
+            return self.drafter
+        rows = rounded_up(batch_size)
+        # Rows of a compiled target stay to the end, and what has read the prompt must go on.
+        if isinstance(self.target, CompiledTarget) or self.drafter.reads_prompt:
+            return self._drafter_for_rows(rows)
+        return ByRowsDrafter(self._drafter_for_rows, rows)
+
+    def _drafter_for_rows(self, rows: int) -> Drafter:
+        if rows not in self._by_rows:
+            self._by_rows[rows] = self._make_drafter(self._fastest(rows))
+        return self._by_rows[rows]
+
+    def _fastest(self, rows: int) -> str:
+        assert self.statistics is not None
+        return best_tree(self.target, self.heads, self.statistics, batch_size=rows)
+
+    def _make_drafter(self, tree: TreeSpec) -> Drafter:
+        return make_drafter(
             tree,
             self.heads,
             self.statistics,
@@ -114,7 +142,7 @@ class MedusaModel(AssistedModel):
             ValueError: checkpoint or target missing, damaged, or not belonging together.
         """
         if target is None:
-            target = _named_target(checkpoint)
+            target = named_target(checkpoint)
         adapted = None
         if isinstance(target, str | os.PathLike):
             target = TargetModel.from_pretrained(str(target), **target_kwargs)
@@ -145,7 +173,12 @@ class MedusaModel(AssistedModel):
         )
 
 
-def _named_target(checkpoint: str | os.PathLike[str]) -> str:
+def named_target(checkpoint: str | os.PathLike[str]) -> str:
+    """Hub id or path of the target that a checkpoint names.
+
+    Raises:
+        ValueError: not a checkpoint, or it names none.
+    """
     name = (read_sidecar(checkpoint).get("target") or {}).get("name_or_path")
     if not name:
         raise ValueError(

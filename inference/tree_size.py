@@ -41,6 +41,8 @@ CACHE_VARIABLE = "MEDUSA_HEADS_CACHE"
 SIZES = (1, 3, 7, 11, 15, 23, 31, 47, 63)
 DEFAULT_CONTEXT = 256
 _REPEATS = 7
+_SECONDS = 5.0  # where seven rounds take longer, fewer are measured, but at least two
+_MOST_NODES = 1024
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,9 @@ def tune(
             f"the target's context of {target.max_positions} leaves no room to measure"
         )
     expected = expected_tokens(statistics)
+    # More nodes than this in all rows together pay on no machine, and take long to measure.
+    most = max(_MOST_NODES // batch_size, 1)
+    expected = {tree: tokens for tree, tokens in expected.items() if _nodes(tree) <= most}
     path = measurement_folder() / f"{_key(target, heads, context, batch_size)}.json"
     costs = None if refresh else _read(path)
     if costs is None or not set(expected) <= set(costs):
@@ -124,6 +129,10 @@ def expected_tokens(statistics: HeadStatistics) -> dict[str, float]:
     dynamic = {f"dynamic:{n}": e for n, e in statistics.dynamic_tokens_per_step.items()}
     # Drafting nothing is a choice too: on some machines every tree costs more than it brings.
     return {"none": 1.0} | static | dynamic
+
+
+def _nodes(tree: str) -> int:
+    return int(tree.partition(":")[2] or 0) + 1
 
 
 @torch.inference_mode()
@@ -151,7 +160,10 @@ def measure_step_seconds(
     rule = SampleThenMatch(LogitsProcessorList(), do_sample=False)
     drafters = {tree: make_drafter(tree, heads, statistics) for tree in trees}
     seconds: dict[str, list[float]] = {tree: [] for tree in trees}
+    started = time.perf_counter()
     for repeat in range(_REPEATS + 1):
+        if repeat > 2 and time.perf_counter() - started > _SECONDS:
+            break
         for tree, drafter in drafters.items():
             elapsed = _time_step(target, drafter, rule, state)
             if repeat:  # the first round warms up

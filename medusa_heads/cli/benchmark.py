@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
+from medusa_heads.cli.decoding import check_device
 
 PROG = "medusa-heads benchmark"
 DTYPES = ("bfloat16", "float32")
@@ -56,6 +57,9 @@ class BenchmarkArguments:
         },
     )
     device: str | None = field(default=None, metadata={"help": "For example cuda; default CPU."})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run the Python code that the target's repository brings."}
+    )
     threads: int | None = field(
         default=None,
         metadata={"help": "CPU threads; by default as many as plain decoding is fastest with."},
@@ -71,14 +75,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse_and_run(argv: Sequence[str]) -> None:
-    given = list(argv)
-    if given and not given[0].startswith("-"):
-        given.insert(0, "--checkpoint")
     (arguments,) = parse_arguments(
         (BenchmarkArguments,),
-        given,
+        argv,
         prog=PROG,
         description="Measure a heads checkpoint against transformers' own decoding.",
+        positional="checkpoint",
     )
     run_benchmark(arguments)
 
@@ -96,6 +98,7 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
     from medusa_heads.checkpoint import read_sidecar
 
     sidecar = read_sidecar(arguments.checkpoint)
+    check_device(arguments.device)
 
     from rich.console import Console
 
@@ -105,7 +108,7 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
 
     report = benchmark(
         arguments.checkpoint,
-        _prompts(arguments, sidecar),
+        _prompts(arguments),
         target=arguments.target,
         settings=[s for d in arguments.dtypes for s in DEFAULT_SETTINGS if s.dtype == d],
         max_new_tokens=arguments.max_new_tokens,
@@ -114,6 +117,7 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
         tree=arguments.tree,
         device=arguments.device,
         threads=arguments.threads,
+        trust_remote_code=arguments.trust_remote_code,
     )
     console = Console()
     for table in tables(report):
@@ -126,16 +130,19 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
     return report
 
 
-def _prompts(arguments: BenchmarkArguments, sidecar: dict[str, Any]) -> list[list[int]]:
+def _prompts(arguments: BenchmarkArguments) -> list[list[int]]:
     from transformers import AutoTokenizer
 
+    from medusa_heads.inference.model import named_target
     from medusa_heads.inference.prompts import encode_prompts, held_out_prompts, read_prompts
 
     # The file first: a misspelt name is told before anything is loaded.
     texts = read_prompts(arguments.prompts) if arguments.prompts is not None else None
-    name = arguments.target or sidecar["target"]["name_or_path"]
+    name = arguments.target or named_target(arguments.checkpoint)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=arguments.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"expected a tokenizer beside the target {name!r}: {reason}") from error

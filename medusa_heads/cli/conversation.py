@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from medusa_heads.cache import RowCache
+from medusa_heads.files import replace_file
 
 if TYPE_CHECKING:
     from medusa_heads.cli.streaming import StepStreamer
@@ -91,11 +91,8 @@ class Conversation:
 
     def save(self, file: str) -> None:
         """Write the messages as JSON, beside the place first."""
-        path = Path(file).expanduser()
-        staged = path.with_name(f".{path.name}.part")
         content = json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False)
-        staged.write_text(content + "\n", encoding="utf-8")
-        os.replace(staged, path)
+        replace_file(Path(file).expanduser(), content + "\n")
 
     def _render(self, messages: list[dict[str, str]], text: str) -> list[int]:
         """Token ids of the whole conversation, ready to be answered."""

@@ -135,19 +135,12 @@ def _load(
     target: str | None,
     options: dict[str, Any],
 ) -> tuple[Any, Any]:
-    import torch
     from transformers import AutoTokenizer, logging
     from transformers.utils.logging import disable_progress_bar
 
     logging.set_verbosity_error()
     disable_progress_bar()
-    if arguments.device is not None:
-        try:
-            kind = torch.device(arguments.device).type
-        except RuntimeError as error:
-            raise ValueError(f"expected a device such as cpu or cuda: {error}") from error
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device cuda was asked for, and torch finds no GPU here: leave it out")
+    check_device(arguments.device)
     model = load(
         checkpoint,
         target=target,
@@ -160,6 +153,22 @@ def _load(
         model.target.name_or_path, trust_remote_code=arguments.trust_remote_code
     )
     return model, tokenizer
+
+
+def check_device(name: str | None) -> None:
+    """Raises ValueError where torch knows no such device, or has none here."""
+    import torch
+
+    if name is None:
+        return
+    try:
+        torch.zeros(1, device=name).item()
+    # What torch was built without is an AssertionError.
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"expected a device such as cpu or cuda, got {name!r}: {reason}"
+        ) from error
 
 
 def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
