@@ -157,8 +157,9 @@ class TargetModel:
         """Within the block, the returned function gives what the lm_head last read [B, T, D]."""
         last: list[Tensor] = []
 
-        def remember(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            last[:] = [args[0]]
+        def remember(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            last[:] = [_dense(args[0])]
+            return (last[0], *args[1:])
 
         hook = self.get_output_embeddings().register_forward_pre_hook(remember)
         try:
@@ -174,7 +175,7 @@ class TargetModel:
 
         def take(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             seen.append(args[0])
-            return (args[0][:, -1:], *args[1:])
+            return (_dense(args[0][:, -1:]), *args[1:])
 
         hook = self.get_output_embeddings().register_forward_pre_hook(take)
         try:
@@ -316,6 +317,15 @@ def _without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:
         )
     base: Any = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
+
+
+def _dense(hidden_BTD: Tensor) -> Tensor:
+    """Without gaps between rows, such as the last position of a prompt has: torch would multiply
+    each row for itself, with a copy of the whole vocabulary matrix."""
+    batch_stride, stride, _ = hidden_BTD.stride()
+    if batch_stride == stride * hidden_BTD.shape[1]:
+        return hidden_BTD
+    return hidden_BTD.clone(memory_format=torch.contiguous_format)
 
 
 def _hash_tensor(digest: hashlib._Hash, tensor: Tensor) -> None:
