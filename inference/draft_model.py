@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.draft_checkpoint import check_vocabulary, load_draft, read_draft_sidecar
+from medusa_heads.draft_checkpoint import check_vocabulary, read_draft_sidecar
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.drafters.draft_model import DraftModelDrafter
 from medusa_heads.target import TargetModel
@@ -119,7 +119,9 @@ class DraftedModel(AssistedModel):
         trusted = bool(target_kwargs.get("trust_remote_code"))
         return cls(
             view,
-            load_draft(draft, view, trust_remote_code=trusted),
+            TargetModel.from_pretrained(
+                str(draft), dtype=view.dtype, device=view.device, trust_remote_code=trusted
+            ),
             tree=tree,
             depth=depth,
             acceptance=acceptance,

@@ -7,6 +7,7 @@ draft_model.json                                  target fingerprint, measured f
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -48,17 +49,15 @@ def save_draft(
         "measured": dict(measured or {}),
         "provenance": dict(provenance or {}),
     }
-    model: Any = draft
-    trained_in = model.dtype
+    stored: Any = copy.deepcopy(draft).to(target.dtype)  # type: ignore[arg-type]
     staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
-        model.to(target.dtype).save_pretrained(staging)
+        stored.save_pretrained(staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
         for file in sorted(staging.iterdir()):
             os.replace(file, folder / file.name)
     finally:
-        model.to(trained_in)
         shutil.rmtree(staging, ignore_errors=True)
     # Last: a folder with this file is whole.
     replace_file(folder / DRAFT_FILE, json.dumps(sidecar, indent=2) + "\n")

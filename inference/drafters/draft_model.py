@@ -14,7 +14,6 @@ arXiv:2211.17192; trees in the manner of EAGLE-2 (Li et al. 2024, arXiv:2406.168
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -89,7 +88,6 @@ class DraftModelDrafter:
         self._vocab_size = vocab_size
         self._depth, self._width, self._num_drafted = depth, width, num_drafted
         self._chain = TreeShape(cartesian_choices([1] * depth))
-        self._text: _DraftedText | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -98,10 +96,11 @@ class DraftModelDrafter:
 
     def propose(self, state: DecodingState) -> TokenTree:
         """The draft model's likeliest continuation of every active row."""
-        if self._text is None or not self._text.belongs_to(state):
-            self._text = None  # the last text's cache is let go before this one's is made
-            self._text = _DraftedText(self._draft, state, self._chain_only)
-        text, device = self._text, state.roots_B.device
+        text = state.memories.get(self)
+        if text is None:
+            text = _DraftedText(self._draft, state, self._chain_only)
+            state.memories[self] = text
+        device = state.roots_B.device
         logits_BFV = text.catch_up(state)[:, None]
         seen_BFJ: Tensor | None = None
 
@@ -142,7 +141,6 @@ class _DraftedText:
     """
 
     def __init__(self, draft: TargetModel, state: DecodingState, chain_only: bool) -> None:
-        self._state = weakref.ref(state)
         self._draft = draft
         self._rows = [row.index for row in state.rows]
         self._padding = list(state.padding)
@@ -163,10 +161,6 @@ class _DraftedText:
         self._last_level: int
         self._sees_BPP: Tensor  # which of the written nodes each of them sees
         self._forget_nodes()
-
-    def belongs_to(self, state: DecodingState) -> bool:
-        """Whether these are the texts of that state."""
-        return self._state() is state
 
     def _prefill(self, ids_BT: Tensor) -> None:
         """One ordinary forward over the text, without logits."""

@@ -20,7 +20,7 @@ from tests.conftest import DEVICE, TinyLlama
 
 VOCAB = 199
 PROMPT = 21
-NEW = 48
+NEW = 40
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"depth": 4},
     "tree": {"depth": 3, "width": 3, "num_drafted": 12},
@@ -62,7 +62,8 @@ def generate(
         return decode(TargetModel(model), drafter, input_ids, stats=stats, **kwargs)
 
     torch.manual_seed(7)
-    got_BT = target.generate(**inputs, max_new_tokens=NEW, custom_generate=custom, **options)
+    settings = {"max_new_tokens": NEW, **options}
+    got_BT = target.generate(**inputs, custom_generate=custom, **settings)
     return got_BT, stats
 
 
@@ -154,7 +155,7 @@ class Checked:
 def checked_run(target: Any, draft: TargetModel, shape: dict[str, Any], batch: int) -> list[float]:
     inputs = prompts(batch)
     checked = Checked(DraftModelDrafter(draft, VOCAB, **shape), draft, inputs["attention_mask"])
-    generate(target, checked, inputs, do_sample=False)
+    generate(target, checked, inputs, do_sample=False, max_new_tokens=16)
     return checked.errors
 
 

@@ -77,6 +77,15 @@ def test_a_saved_draft_is_an_ordinary_model_that_names_its_target(
     assert again.model.num_parameters() == draft.num_parameters()
 
 
+def test_saving_in_the_targets_dtype_rounds_a_copy(target: TargetModel, tmp_path: Path) -> None:
+    draft = begin_draft(target, num_layers=1)
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    target.model.to(torch.bfloat16)  # type: ignore[arg-type]
+    save_draft(tmp_path, draft, target)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert all(torch.equal(before[name], tensor) for name, tensor in draft.state_dict().items())
+
+
 def test_another_vocabulary_is_refused(target: TargetModel, tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=50,
