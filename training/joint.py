@@ -141,7 +141,7 @@ class JointObjective(nn.Module):
         super().__init__()
         self.heads = heads
         self.adapter = AdapterWeights(model)
-        self.config = config
+        self.settings = config  # not `config`, which Trainer would take for a model's
         self.heads_objective = heads_objective
         terms = {"cross_entropy": config.lm_weight, "forward_kl": config.kl_weight}
         self.own_objective = LossConfig({name: weight for name, weight in terms.items() if weight})
@@ -196,7 +196,7 @@ class JointObjective(nn.Module):
         plain = LossConfig()
         before_N, _ = own_losses(self.lm_head, reading.before_BTD, rows, plain, None)
         figures_N3 = torch.stack([-log_true_N, before_N, sums_N + log_true_N], dim=1)
-        weights = self.config.lm_weight, self.config.kl_weight
+        weights = self.settings.lm_weight, self.settings.kl_weight
         losses_N = weights[0] * figures_N3[:, 0] + weights[1] * figures_N3[:, 2]
         return losses_N, figures_N3
 
@@ -224,7 +224,7 @@ class JointObjective(nn.Module):
         if self.heads_objective.needs_teacher:
             teacher = self.lm_head.reading(hidden_BTD.detach())
         # The same weight while they learn alone: Adam's memory of the gradients' size stays right.
-        return self.config.heads_weight * rows_loss(
+        return self.settings.heads_weight * rows_loss(
             self.heads,
             encode_rows(self.heads, hidden_BTD, inputs, rows),
             rows,
@@ -283,7 +283,7 @@ class JointTrainer(HeadsTrainer):
         """Two groups, each with its own rate: the heads, then the adapter."""
         if self.optimizer is None:
             optimizer_cls, options = self.get_optimizer_cls_and_kwargs(self.args)
-            rate = self.joint.config.learning_rate
+            rate = self.joint.settings.learning_rate
             if rate is None:
                 rate = self.args.learning_rate / HEADS_TO_ADAPTER_RATE
             heads = [p for p in self.joint.heads.parameters() if p.requires_grad]
@@ -309,7 +309,7 @@ class JointTrainer(HeadsTrainer):
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if fresh and isinstance(scheduler, LambdaLR):
             course = scheduler.lr_lambdas[0]
-            first = self.joint.config.warmup(num_training_steps)
+            first = self.joint.settings.warmup(num_training_steps)
             rise = max(self.args.get_warmup_steps(num_training_steps), 1)
 
             def of_adapter(step: int) -> float:
@@ -332,7 +332,7 @@ class JointTrainer(HeadsTrainer):
         return output
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
-        alone = self.state.global_step < self.joint.config.warmup(self.state.max_steps)
+        alone = self.state.global_step < self.joint.settings.warmup(self.state.max_steps)
         loss: Tensor = model(inputs, self._rows(inputs), items, heads_alone=alone)
         return loss
 
