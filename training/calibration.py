@@ -24,6 +24,7 @@ from medusa_heads.guesses import guesses
 from medusa_heads.heads import DraftHeads
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.training.hidden_states import HiddenStates
+from medusa_heads.training.reliability import HeadCalibration, reliability
 from medusa_heads.training.rows import encode_rows, supervised_rows
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _LOGITS_AT_ONCE = 1 << 24
 @torch.no_grad()
 def calibrate(
     statistics: HeadStatistics, heads: DraftHeads, hidden_states: HiddenStates, held_out: Dataset
-) -> None:
+) -> list[HeadCalibration]:
     """Fit the temperatures by held-out likelihood, and measure dynamic trees with them.
 
     Both are written into `statistics`. Only positions with a true token for every head count; where
@@ -49,10 +50,13 @@ def calibrate(
     A head's node is reached only where the heads before it were right, and there it is surer than
     elsewhere. Its temperature is therefore fitted on positions where the true tokens were among the
     earlier heads' best two. Tokens that the heads cannot draft say nothing of their temperature.
+
+    Returns:
+        How honest each head is there; nothing where no position has all true tokens.
     """
     hidden_SD, tokens_SK, labels_SK = _positions(heads, hidden_states, held_out)
     if not len(labels_SK):
-        return
+        return []
     size = heads.config.num_heads * heads.config.num_candidates
     step = max(1, _LOGITS_AT_ONCE // size)
     parts = [
@@ -61,16 +65,21 @@ def calibrate(
             hidden_SD.split(step), tokens_SK.split(step), labels_SK.split(step), strict=True
         )
     ]
-    true_SK, ranks_SK, totals_SKG = (torch.cat(part) for part in zip(*parts, strict=True))
-    grid_G = torch.tensor(TEMPERATURES, device=true_SK.device)
+    true_SK, best_SK, ranks_SK, totals_SKG = (torch.cat(p) for p in zip(*parts, strict=True))
+    grid_G = torch.tensor((*TEMPERATURES, 1.0), device=true_SK.device)
     losses_SKG = totals_SKG - true_SK[:, :, None] / grid_G
-    chosen_K = torch.stack(
-        [
-            losses_SKG[_reached(ranks_SK[:, : head + 1]), head].mean(dim=0).argmin()
-            for head in range(ranks_SK.shape[1])
-        ]
-    )
-    statistics.temperatures = grid_G[chosen_K].tolist()
+    confidence_SKG = (best_SK[:, :, None] / grid_G - totals_SKG).exp()
+    calibrations = []
+    for head in range(ranks_SK.shape[1]):
+        reached_S = _reached(ranks_SK[:, : head + 1])
+        chosen = int(losses_SKG[reached_S, head, :-1].mean(dim=0).argmin())
+        right_S = ranks_SK[reached_S, head] == 0
+        before, after = (
+            reliability(confidence_SKG[reached_S, head, g].cpu(), right_S.cpu())
+            for g in (-1, chosen)
+        )
+        calibrations.append(HeadCalibration(TEMPERATURES[chosen], before, after))
+    statistics.temperatures = [calibration.temperature for calibration in calibrations]
     if heads.sequential:
         every = -(-len(labels_SK) // _SEQUENTIAL_POSITIONS)
         hidden_SD, tokens_SK, labels_SK = hidden_SD[::every], tokens_SK[::every], labels_SK[::every]
@@ -78,6 +87,7 @@ def calibrate(
     statistics.dynamic_tokens_per_step = _dynamic_tokens_per_step(
         heads, statistics.temperatures, hidden_SD, tokens_SK, labels_SK, step
     )
+    return calibrations
 
 
 def _positions(
@@ -134,11 +144,13 @@ def _reached(ranks_SH: Tensor) -> Tensor:
     return well_S if well_S.sum() >= 64 else known_S
 
 
-def _measure(logits_RKV: Tensor, labels_RK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the true token's logit and rank [R, K] (IGNORED where it cannot be drafted), and
-    the log-normaliser at each temperature [R, K, G]."""
+def _measure(logits_RKV: Tensor, labels_RK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each row: the true token's logit, the largest one, the true token's rank, each [R, K]
+    (IGNORED where it cannot be drafted), and the log-normaliser at each temperature and at 1
+    [R, K, G + 1]."""
     known_RK = labels_RK != IGNORED
     true_RK = logits_RKV.gather(2, labels_RK.clamp_min(0)[:, :, None])[..., 0]
     ranks_RK = (logits_RKV > true_RK[..., None]).sum(dim=-1).where(known_RK, IGNORED)
-    totals_RKG = torch.stack([(logits_RKV / t).logsumexp(dim=-1) for t in TEMPERATURES], dim=-1)
-    return true_RK, ranks_RK, totals_RKG
+    grid = (*TEMPERATURES, 1.0)
+    totals_RKG = torch.stack([(logits_RKV / t).logsumexp(dim=-1) for t in grid], dim=-1)
+    return true_RK, logits_RKV.amax(dim=-1), ranks_RK, totals_RKG

@@ -25,7 +25,8 @@ from medusa_heads.training.calibration import calibrate
 from medusa_heads.training.callbacks import Interruptions, StopInTime
 from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
 from medusa_heads.training.data_arguments import DataArguments
-from medusa_heads.training.metrics import rank_statistics
+from medusa_heads.training.metrics import complete_runs, rank_statistics
+from medusa_heads.training.report import make_report, write_report
 from medusa_heads.training.resumable import clear_checkpoints, find_checkpoint
 from medusa_heads.training.run_record import changed_arguments, check_same_run, write_run
 from medusa_heads.training.trainer import HeadsTrainer
@@ -58,7 +59,8 @@ def train_heads(
     """Train heads and write a checkpoint folder with their measured statistics.
 
     `output_dir` gets the checkpoint, `metrics.json` (held-out figures), `run.yaml` (what was run on
-    what) and the Trainer's resumable `checkpoint-*` folders, which hold only heads as well.
+    what), `report.json`, `report.md` and pictures, and the Trainer's resumable `checkpoint-*`
+    folders, which hold only heads as well.
 
     Args:
         target: a hub id or path, or a model in memory. It is frozen, and proved unchanged.
@@ -164,7 +166,7 @@ def train_heads(
     if trainer.is_world_process_zero():
         history = story()
         statistics = rank_statistics(torch.as_tensor(measured.predictions))
-        calibrate(statistics, heads, hidden_states, data.held_out)
+        calibrations = calibrate(statistics, heads, hidden_states, data.held_out)
         save_heads(output, heads, target, statistics=statistics, provenance=history)
         metrics = {
             **{name: value for name, value in outcome.metrics.items() if name != "total_flos"},
@@ -174,6 +176,16 @@ def train_heads(
         }
         replace_file(output / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         write_run(output, history)
+        report = make_report(
+            statistics,
+            complete_runs(torch.as_tensor(measured.predictions)),
+            calibrations,
+            heads=heads.config.to_dict(),
+            target=target.name_or_path,
+            metrics=metrics,
+            log=trainer.state.log_history,
+        )
+        write_report(output, report)
     return heads
 
 

@@ -6,7 +6,6 @@ train-heads --model_name_or_path Qwen/Qwen2.5-0.5B --dataset corpus.jsonl --self
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -171,29 +170,12 @@ def distilled_rows(
 def _report(folder: Path) -> None:
     """What was learnt: accuracy of each head, the trees that implies, and where it all lies."""
     from rich.console import Console
-    from rich.table import Table
 
-    from medusa_heads.checkpoint import read_sidecar
-    from medusa_heads.statistics import HeadStatistics
-    from medusa_heads.training.metrics import TREE_SIZES
-    from medusa_heads.training.train import METRICS_FILE
+    from medusa_heads.training.report import headline, read_report, tables
 
-    statistics = HeadStatistics.from_dict(read_sidecar(folder)["statistics"])
-    metrics = json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
+    report = read_report(folder)
     console = Console()
-    accuracy = Table(title=f"Heads on held-out text ({statistics.positions} positions)")
-    for column in ("head", "looks ahead", "top-1", "top-5"):
-        accuracy.add_column(column, justify="right")
-    pairs = zip(statistics.top_k_accuracy(1), statistics.top_k_accuracy(5), strict=True)
-    for i, (top1, top5) in enumerate(pairs):
-        accuracy.add_row(str(i), f"{i + 2} tokens", f"{top1:.3f}", f"{top5:.3f}")
-    console.print(accuracy)
-    trees = Table(title="The trees they imply")
-    for column in ("nodes", "nodes at depth 1, 2, ..", "tokens per step (simulated)"):
-        trees.add_column(column, justify="right")
-    for size in TREE_SIZES:
-        depths = [len(path) for path in statistics.choices(size)]
-        shape = " ".join(str(depths.count(d)) for d in range(1, statistics.num_heads + 1))
-        trees.add_row(str(size), shape, f"{metrics[f'eval_tokens_per_step_{size}']:.2f}")
-    console.print(trees)
+    for table in tables(report):
+        console.print(table)
+    console.print(headline(report), highlight=False)
     console.print(f"Checkpoint: {folder}", soft_wrap=True, highlight=False)
