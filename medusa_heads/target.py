@@ -241,8 +241,20 @@ class TargetModel:
     ) -> Tensor:
         """What the lm_head would read at every position, [B, T, D], without running it.
 
-        The hook hands the lm_head zero positions, so no [B, T, V] logits are ever made. Where a
-        cache is given, the text is appended to it.
+        Where a cache is given, the text is appended to it.
+        """
+        return self.hidden_with_grad(input_ids_BT, attention_mask_BT, position_ids_BT, cache)
+
+    def hidden_with_grad(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor | None = None,
+        position_ids_BT: Tensor | None = None,
+        cache: RowCache | None = None,
+    ) -> Tensor:
+        """`hidden` through which gradients flow, to an adapter that learns within the target.
+
+        The hook hands the lm_head zero positions, so no [B, T, V] logits are ever made.
         """
         seen: list[Tensor] = []
 
@@ -278,13 +290,22 @@ class TargetModel:
             "lm_head_sha256": digest.hexdigest(),
         }
 
-    def weights_digest(self) -> str:
-        """sha256 over every weight and buffer, bit for bit: equal before and after training."""
+    def weights_digest(self, *, with_adapter: bool = True) -> str:
+        """sha256 over every weight and buffer, bit for bit: equal before and after training.
+
+        Without the adapter it is that of the target before a LoRA adapter was put into it.
+        """
         state = self.model.state_dict()
         if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
             from accelerate.utils.modeling import get_state_dict_offloaded_model
 
             state = get_state_dict_offloaded_model(self.model)
+        if not with_adapter:
+            state = {
+                name.replace(".base_layer.", "."): tensor
+                for name, tensor in state.items()
+                if ".lora_" not in name
+            }
         digest = hashlib.sha256()
         for name, tensor in sorted(state.items()):
             digest.update(name.encode())
