@@ -12,9 +12,15 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from medusa_heads.config import HeadsConfig
+    from medusa_heads.target import TargetModel
 
 # Fields of OptimisationArguments that transformers.TrainingArguments has not, or means otherwise.
-OF_THE_RUN = ("resume_from_checkpoint", "overwrite_output_dir", "early_stopping_patience")
+OF_THE_RUN = (
+    "resume_from_checkpoint",
+    "overwrite_output_dir",
+    "early_stopping_patience",
+    "dry_run",
+)
 SHARED_LEARNING_RATE = 5e-3
 OWN_LEARNING_RATE = 1e-3
 
@@ -33,11 +39,34 @@ class TargetArguments:
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Run modelling code that comes with the target."}
     )
+    load_in_4bit: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep the target's matrices, all but the lm_head, in 4 bits (bitsandbytes)."
+        },
+    )
 
     def __post_init__(self) -> None:
         known = ("auto", "bfloat16", "float16", "float32")
         if self.dtype not in known:
             raise ValueError(f"dtype must be one of {list(known)}, got {self.dtype!r}")
+
+    def placement(self, device: Any) -> dict[str, Any]:
+        """What TargetModel.from_pretrained is told of the device and of quantisation: NormalFloat
+        with quantised constants, computing in bf16 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
+        """
+        if not self.load_in_4bit:
+            return {"device": device}
+        import torch
+        from transformers import BitsAndBytesConfig
+
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32 if self.dtype == "float32" else torch.bfloat16,
+        )
+        return {"quantization_config": config, "device_map": {"": device}}
 
 
 @dataclass
@@ -165,6 +194,13 @@ class OptimisationArguments:
     overwrite_output_dir: bool = field(
         default=False,
         metadata={"help": "Remove the checkpoints that an earlier run left in output_dir."},
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata={
+            "help": "Everything but steps: read settings and text, print what would be trained, "
+            "how long, and what memory and disk it takes; then stop."
+        },
     )
     training_args: dict | str | None = field(
         default=None,

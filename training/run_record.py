@@ -19,6 +19,7 @@ _DECISIVE = {
     "heads": "heads of another shape",
     "target_weights_sha256": "another target",
     "training_set": "another training set",
+    "joint": "other settings of joint training",
 }
 
 

@@ -6,7 +6,8 @@ import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ from medusa_heads.training.calibration import calibrate
 from medusa_heads.training.callbacks import Interruptions, StopInTime
 from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
 from medusa_heads.training.data_arguments import DataArguments
+from medusa_heads.training.joint import JointTrainer, adapted
+from medusa_heads.training.joint_config import JointConfig
+from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.metrics import complete_runs, rank_statistics
 from medusa_heads.training.report import make_report, write_report
 from medusa_heads.training.resumable import clear_checkpoints, find_checkpoint
@@ -34,7 +38,9 @@ from medusa_heads.training.vocabulary import count_tokens
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+    from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
+    from transformers.trainer_utils import PredictionOutput
 
 METRICS_FILE = "metrics.json"
 
@@ -53,6 +59,7 @@ def train_heads(
     overwrite_output_dir: bool = False,
     early_stopping_patience: int | None = None,
     hidden_cache: CacheArguments | None = None,
+    joint: JointConfig | None = None,
     record: Mapping[str, Any] | None = None,
     **data_settings: Any,
 ) -> DraftHeads:
@@ -80,6 +87,9 @@ def train_heads(
         overwrite_output_dir: a run from the start may remove the checkpoints of an earlier one.
         early_stopping_patience: stop after so many evaluations without new best heads.
         hidden_cache: whether the target's hidden states are kept on disk; default: they are not.
+        joint: train a LoRA adapter in the target together with the heads. It is saved beside them,
+            and both are loaded with `MedusaModel.from_pretrained(output_dir)`; a target in memory
+            is left as it was.
         record: what else `run.yaml` and the checkpoint should remember.
         data_settings: other fields of `DataArguments`: `max_length`, `packing`, `streaming`, ...
 
@@ -125,11 +135,17 @@ def train_heads(
                 "head_loss_decay": head_loss_decay,
                 **data.record(),
                 "target_weights_sha256": before,
+                "joint": None if joint is None else asdict(joint),
                 "training_arguments": changed_arguments(args),
                 **(record or {}),
             }
         )
 
+    if joint is not None and hidden_cache is not None and hidden_cache.hidden_cache != "off":
+        raise ValueError(
+            "joint training changes the target's hidden states, so none can be kept: leave "
+            "hidden_cache off"
+        )
     if checkpoint is not None:
         check_same_run(checkpoint, story())
     hidden_states = open_hidden_states(
@@ -144,48 +160,49 @@ def train_heads(
     callbacks: list[TrainerCallback] = [Interruptions()]
     if early_stopping_patience is not None:
         callbacks.append(StopInTime(early_stopping_patience))
-    trainer = HeadsTrainer(
-        heads,
-        target,
-        args,
-        data.rows,
-        data.held_out,
-        head_loss_decay=head_loss_decay,
-        record=story,
-        hidden_states=hidden_states,
-        callbacks=callbacks,
-    )
-    try:
-        outcome = trainer.train(resume_from_checkpoint=checkpoint)
-        measured = trainer.predict(data.held_out, metric_key_prefix="eval")
-    finally:
-        hidden_states.flush()
-    if target.weights_digest() != before:
-        raise RuntimeError("the target's weights changed while its heads were trained")
+    carried: AbstractContextManager[PeftModel | None] = nullcontext()
+    if joint is not None:
+        carried = adapted(target, joint)
+    with carried as adapter:
+        trainer: HeadsTrainer
+        common: dict[str, Any] = {"record": story, "callbacks": callbacks}
+        if joint is None:
+            trainer = HeadsTrainer(
+                heads,
+                target,
+                args,
+                data.rows,
+                data.held_out,
+                head_loss_decay=head_loss_decay,
+                hidden_states=hidden_states,
+                **common,
+            )
+        else:
+            assert adapter is not None
+            objective = LossConfig(decay=head_loss_decay)
+            trainer = JointTrainer(
+                heads,
+                target,
+                adapter,
+                args,
+                data.rows,
+                data.held_out,
+                config=joint,
+                objective=objective,
+                **common,
+            )
+        try:
+            outcome = trainer.train(resume_from_checkpoint=checkpoint)
+            measured = trainer.predict(data.held_out, metric_key_prefix="eval")
+        finally:
+            hidden_states.flush()
+        if target.weights_digest(with_adapter=joint is None) != before:
+            raise RuntimeError("the target's weights changed while its heads were trained")
 
-    if trainer.is_world_process_zero():
-        history = story()
-        statistics = rank_statistics(torch.as_tensor(measured.predictions))
-        calibrations = calibrate(statistics, heads, hidden_states, data.held_out)
-        save_heads(output, heads, target, statistics=statistics, provenance=history)
-        metrics = {
-            **{name: value for name, value in outcome.metrics.items() if name != "total_flos"},
-            **(measured.metrics or {}),
-            "steps": trainer.state.global_step,
-            "best_step": trainer.state.best_global_step,
-        }
-        replace_file(output / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
-        write_run(output, history)
-        report = make_report(
-            statistics,
-            complete_runs(torch.as_tensor(measured.predictions)),
-            calibrations,
-            heads=heads.config.to_dict(),
-            target=target.name_or_path,
-            metrics=metrics,
-            log=trainer.state.log_history,
-        )
-        write_report(output, report)
+        if trainer.is_world_process_zero():
+            write_results(
+                output, trainer, outcome.metrics, measured, data.held_out, story(), adapter
+            )
     return heads
 
 
@@ -200,6 +217,42 @@ def as_target(target: str | TargetModel | PreTrainedModel, device: torch.device)
     if target.device.type != device.type and getattr(target.model, "hf_device_map", None) is None:
         target.model.to(device)  # type: ignore[arg-type]
     return target
+
+
+def write_results(
+    output: Path,
+    trainer: HeadsTrainer,
+    trained: Mapping[str, float],
+    measured: PredictionOutput,
+    held_out: Dataset,
+    history: Mapping[str, Any],
+    adapter: PeftModel | None,
+) -> None:
+    """The checkpoint, with an adapter if one was trained too, its figures, story and report."""
+    heads = trainer.accelerator.unwrap_model(trainer.model).heads
+    target, hidden_states = trainer.target, trainer.hidden_states
+    ranks_BTK = torch.as_tensor(measured.predictions)
+    statistics = rank_statistics(ranks_BTK)
+    calibrations = calibrate(statistics, heads, hidden_states, held_out)
+    save_heads(output, heads, target, statistics=statistics, provenance=history, adapter=adapter)
+    metrics = {
+        **{name: value for name, value in trained.items() if name != "total_flos"},
+        **(measured.metrics or {}),
+        "steps": trainer.state.global_step,
+        "best_step": trainer.state.best_global_step,
+    }
+    replace_file(output / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
+    write_run(output, history)
+    report = make_report(
+        statistics,
+        complete_runs(ranks_BTK),
+        calibrations,
+        heads=heads.config.to_dict(),
+        target=target.name_or_path,
+        metrics=metrics,
+        log=trainer.state.log_history,
+    )
+    write_report(output, report)
 
 
 def read_streams_apart(args: TrainingArguments) -> None:
