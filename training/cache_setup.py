@@ -18,9 +18,10 @@ from transformers import TrainingArguments
 from medusa_heads.config import HeadsConfig
 from medusa_heads.target import TargetModel
 from medusa_heads.training.cache_arguments import CacheArguments
+from medusa_heads.training.cache_index import INDEX_FILE, CacheError, CacheKey
 from medusa_heads.training.cached_rows import KeptPositions, RowPlan, plan_rows
 from medusa_heads.training.data import TrainingData
-from medusa_heads.training.hidden_cache import INDEX_FILE, CacheError, CacheKey, HiddenCache
+from medusa_heads.training.hidden_cache import HiddenCache
 from medusa_heads.training.hidden_states import CachedHiddenStates, HiddenStates
 
 if TYPE_CHECKING:

@@ -10,62 +10,34 @@ Shapes: P kept positions of a row, D hidden.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import re
 import time
 import uuid
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa_heads.files import replace_file
-from medusa_heads.training.cached_rows import KeptPositions, RowPlan
+from medusa_heads.training.cache_index import (
+    SAFETENSORS_NAMES,
+    CacheError,
+    CacheKey,
+    indexed_dtype,
+    write_index,
+)
+from medusa_heads.training.cached_rows import RowPlan
 
 logger = logging.getLogger(__name__)
 
-INDEX_FILE = "index.json"
-FORMAT_VERSION = 1
 SHARD_BYTES = 1 << 28
 _SHARD = re.compile(r"\d{6}-[0-9a-f]{8}\.safetensors")
 _LEFTOVER = re.compile(r"\..*\.part|\.tmp\w+")  # ours, and those of safetensors itself
 _OPEN_SHARDS = 128  # far below what a process may hold open
 _LEFTOVER_SECONDS = 3600  # a shard is written in far less: its writer is dead
-
-
-@dataclass(frozen=True)
-class CacheKey:
-    """What hidden states belong to. A difference in any field means another folder.
-
-    Attributes:
-        target_weights_sha256: over every weight, bit for bit.
-        target_settings_sha256: over what else the forward hangs on.
-        computed_in: dtype of the weights.
-        hidden_size: D.
-        positions: which ones of a row are kept.
-        rows_sha256: over token ids and positions of all rows, in no order.
-    """
-
-    target_weights_sha256: str
-    target_settings_sha256: str
-    computed_in: str
-    hidden_size: int
-    positions: KeptPositions
-    rows_sha256: str
-
-    def name(self) -> str:
-        """Of the folder."""
-        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
-
-
-class CacheError(ValueError):
-    """A file of the cache cannot be used; the message names it."""
 
 
 class HiddenCache:
@@ -98,7 +70,7 @@ class HiddenCache:
         self.plan = plan
         self.read_only = read_only
         self.shard_bytes = shard_bytes
-        self.dtype = dtype or self._indexed_dtype()
+        self.dtype = dtype or indexed_dtype(folder, key)
         self._shard_of: dict[str, Path] = {}
         self._scanned: set[Path] = set()
         self._checked: set[str] = set()
@@ -126,15 +98,7 @@ class HiddenCache:
     def write_index(self) -> None:
         """Make the folder, with its index."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        index = {
-            "format_version": FORMAT_VERSION,
-            "key": asdict(self.key),
-            "dtype": _dtype_name(self.dtype),
-            "rows": self.plan.rows,
-            "kept_rows": len(self.plan.counts),
-            "kept_positions": self.plan.positions,
-        }
-        replace_file(self.folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+        write_index(self.folder, self.key, self.dtype, self.plan)
 
     def refresh(self) -> None:
         """See the shards that other processes wrote meanwhile."""
@@ -234,7 +198,7 @@ class HiddenCache:
         shard = self._open(path)
         if (shard.metadata() or {}).get("cache") != self.key.name():
             raise CacheError(f"{path} belongs to another cache")
-        wanted = _SAFETENSORS_NAMES.get(self.dtype)
+        wanted = SAFETENSORS_NAMES[self.dtype]
         found = {}
         for name in shard.keys():  # noqa: SIM118  (no dictionary)
             part = shard.get_slice(name)
@@ -266,27 +230,6 @@ class HiddenCache:
             raise CacheError(f"{error}: write it again with hidden_cache auto") from error
         logger.warning("%s: its rows are computed again", error)
 
-    def _indexed_dtype(self) -> torch.dtype:
-        path = self.folder / INDEX_FILE
-        try:
-            index = json.loads(path.read_text(encoding="utf-8"))
-            if index["format_version"] != FORMAT_VERSION or index["key"] != asdict(self.key):
-                raise ValueError("it describes another cache")
-            found = getattr(torch, index["dtype"])
-            if found not in _SAFETENSORS_NAMES:
-                raise ValueError(f"hidden states of dtype {index['dtype']!r}")
-            return found
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CacheError(f"{path} is no index of hidden states ({error})") from error
-
-
-_SAFETENSORS_NAMES = {
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
-
 
 def all_finite(hidden: Tensor) -> bool:
     """Whether there is no NaN and no infinity: by the sum, which is far cheaper than a look at each
@@ -298,7 +241,3 @@ def all_finite(hidden: Tensor) -> bool:
 def _age(path: Path) -> float:
     """Seconds since a file was last written."""
     return time.time() - path.stat().st_mtime
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -15,9 +15,10 @@ from torch.utils.data import get_worker_info
 from transformers import TrainerCallback
 
 from medusa_heads.target import TargetModel
+from medusa_heads.training.cache_index import CacheError
 from medusa_heads.training.cached_rows import KeptPositions, collate_named, names_of
 from medusa_heads.training.data import collate
-from medusa_heads.training.hidden_cache import CacheError, HiddenCache, all_finite
+from medusa_heads.training.hidden_cache import HiddenCache, all_finite
 
 
 class HiddenStates:

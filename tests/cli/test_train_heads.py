@@ -89,6 +89,17 @@ def test_a_run_from_the_command_line(
     assert (output / "distilled").is_dir() == self_distill
 
 
+def test_hidden_states_are_kept_and_read(
+    target_folder: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = ["--hidden_cache_dir", str(tmp_path / "cache"), "--hidden-cache"]
+    for mode in ("auto", "read"):
+        more = [*cache, mode, "--max_steps", "-1"]
+        assert main(flags(target_folder, corpus, tmp_path / mode, *more)) == 0
+    shown = capsys.readouterr().out
+    assert " to be written (" in shown and f" read from {tmp_path / 'cache'}" in shown
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
@@ -104,6 +115,9 @@ def test_a_run_from_the_command_line(
         ),
         (["--training_args", '{"frobnicate": 1}'], "has no field 'frobnicate'"),
         (["--resume_from_checkpoint", "last"], "nothing to resume"),
+        (["--hidden_cache", "read"], "holds no hidden states of this target and text"),
+        (["--hidden_cache", "on"], "invalid choice: 'on' (choose from 'off', 'read'"),
+        (["--hidden_cache_dir", "x"], "hidden_cache_dir is given but hidden_cache is off"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(

@@ -11,8 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from medusa_heads.training.cache_index import CacheError, CacheKey
 from medusa_heads.training.cached_rows import RowPlan
-from medusa_heads.training.hidden_cache import CacheError, CacheKey, HiddenCache
+from medusa_heads.training.hidden_cache import HiddenCache
 
 WIDTH = 4
 COUNTS = {"aa": 3, "bb": 2, "cc": 5}
