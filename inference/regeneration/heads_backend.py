@@ -20,18 +20,21 @@ class HeadsBackend:
 
     Args:
         model: target and heads; its acceptance rule must be the lossless one.
-        batch_size: rows decoded together.
+        batch_size: rows decoded together; default: 8, on a CPU 1, where a batch keeps it busy
+            without heads.
 
     Raises:
         ValueError: a lossy acceptance rule, or a size below one.
     """
 
-    def __init__(self, model: MedusaModel, *, batch_size: int = 8) -> None:
+    def __init__(self, model: MedusaModel, *, batch_size: int | None = None) -> None:
         if model.acceptance != "lossless":
             raise ValueError(
                 f"{model.acceptance} acceptance is lossy, and the text must be the target's own: "
                 "use lossless acceptance"
             )
+        if batch_size is None:
+            batch_size = 1 if model.target.device.type == "cpu" else 8
         if batch_size < 1:
             raise ValueError(f"expected a batch_size of at least 1, got {batch_size}")
         self.model = model
