@@ -1,14 +1,15 @@
 """Where the time of a decoding step goes, beside transformers' own one-token step.
 
 python -m scripts.profile_step --checkpoint runs/demo/heads --tree 12
-python -m scripts.profile_step --random_target 768x12x12 --tree 8 --contexts 512 2048 8192
+python -m scripts.profile_step --random_target 768x12x12 --tree 15 --draft_vocab_size 8192
 
-Everything is timed in one process, in turns, `--repeats` times over; a ratio is the median of the
-turns' ratios. The step is that of MedusaModel.generate(), continued from a cache of the given
-length. Plain decoding is a bare loop over the target's forward with transformers' DynamicCache, and
-the faster of two ways: without a mask, and with an explicit one (models choose slower attention
-kernels for the one or the other). On a GPU, work queued in one phase may be waited for in a later
-one: there only the sums are exact.
+Everything is timed in one process, in turns (of the contexts too), `--repeats` times over; a ratio
+is the median of the turns' ratios. Every turn's tokens are compared with those of transformers' own
+generate(): in fp32 a difference is an error, in bf16 the table says how far they agree. The step is
+that of MedusaModel.generate(), continued from a cache of the given length. Plain decoding is a bare
+loop over the target's forward with transformers' DynamicCache, and the faster of two ways: without
+a mask, and with an explicit one (models choose slower attention kernels for the one or the other).
+On a GPU, work queued in one phase may be waited for in a later one: there only sums are exact.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ from medusa_heads.cli.decoding import ModelArguments, load_model
 from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.prompts import held_out_prompts
 from scripts.random_target import random_target
-from scripts.step_timers import PHASES, bare_step, generation, plain_step, timed_attention
+from scripts.step_timers import (
+    PHASES,
+    bare_step,
+    generation,
+    plain_step,
+    plain_tokens,
+    timed_attention,
+)
 
 
 @dataclass
@@ -49,6 +57,9 @@ class ProfileArguments:
         metadata={"help": "WIDTHxLAYERSxHEADS[xKV_HEADS] of a random Llama with fresh heads"},
     )
     vocabulary: int = field(default=32000, metadata={"help": "of the random target, in tokens"})
+    draft_vocab_size: int | None = field(
+        default=None, metadata={"help": "tokens that heads of the random target can draft"}
+    )
     contexts: list[int] = field(
         default_factory=lambda: [512, 2048, 8192],
         metadata={"help": "tokens in the cache; cut to what the target allows"},
@@ -116,18 +127,19 @@ def profile(arguments: ProfileArguments) -> dict[str, Any]:
         ids = torch.randint(model.target.vocab_size, (contexts[-1] + 1,), generator=random).tolist()
     else:
         (ids,) = held_out_prompts(tokenizer, num_prompts=1, prompt_length=contexts[-1] + 1, seed=0)
-    rows = [
-        profile_context(model, ids[: context + 1], arguments.new_tokens, arguments.repeats)
-        for context in contexts
-    ]
+    places = [Place(model, ids[: context + 1], arguments.new_tokens) for context in contexts]
+    for _ in range(arguments.repeats):
+        for place in places:
+            place.take_turn()
     return {
         "target": arguments.random_target or model.target.name_or_path,
         "parameters": target.num_parameters(),
         "dtype": str(model.target.dtype).removeprefix("torch."),
         "nodes": model.drafter.num_nodes,
-        "tree": arguments.tree,
+        "tree": model.tree,
+        "draft_vocab_size": model.heads.config.draft_vocab_size,
         "machine": machine | {"load_average_after": describe_machine()["load_average"]},
-        "contexts": rows,
+        "contexts": [place.summary(places[0]) for place in places],
     }
 
 
@@ -139,50 +151,83 @@ def random_model(arguments: ProfileArguments) -> MedusaModel:
         dtype=arguments.dtype,
         device=arguments.device,
     )
-    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=4))
+    size = arguments.draft_vocab_size
+    draft_tokens = None if size is None else torch.randperm(arguments.vocabulary)[:size]
+    config = HeadsConfig(num_heads=4, draft_vocab_size=size)
+    heads = MedusaHeads.from_target(target, config, draft_tokens)
     return MedusaModel(target, heads, tree=arguments.tree)
 
 
-def profile_context(
-    model: MedusaModel, ids: list[int], new_tokens: int, repeats: int
-) -> dict[str, Any]:
-    """All ways of decoding behind ids[:-1], in turns; times in milliseconds a step."""
-    target: Any = model.target.model
-    context = len(ids) - 1
-    ids_1T = torch.tensor([ids], device=model.target.device)
-    cache = DynamicCache(config=target.config)
-    for chunk_1T in ids_1T[:, :-1].split(1024, dim=1):
-        target(chunk_1T, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    mask_11NS = torch.ones(1, 1, 1, context + 1, dtype=torch.bool, device=target.device)
-    bare = bare_step(model, ids_1T, cache)
-    turns: list[dict[str, float]] = []
-    for _ in range(repeats):
-        turn = generation(model, ids_1T, cache, new_tokens)
-        with timed_attention(model) as attention:
-            slowed = generation(model, ids_1T, cache, new_tokens)
+class Place:
+    """One length of the text before: all ways of decoding behind it, in turns.
+
+    Args:
+        model: the target with its heads.
+        ids: the text; all but its last token are in the cache.
+        new_tokens: to generate in a turn.
+    """
+
+    def __init__(self, model: MedusaModel, ids: list[int], new_tokens: int) -> None:
+        self.context = len(ids) - 1
+        self.turns: list[dict[str, float]] = []
+        self._model, self._new_tokens = model, new_tokens
+        self._target: Any = model.target.model
+        self._ids_1T = torch.tensor([ids], device=model.target.device)
+        self._cache = DynamicCache(config=self._target.config)
+        for chunk_1T in self._ids_1T[:, :-1].split(1024, dim=1):
+            self._target(chunk_1T, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._mask_11NS = torch.ones(
+            1, 1, 1, self.context + 1, dtype=torch.bool, device=self._target.device
+        )
+        self._bare = bare_step(model, self._ids_1T, self._cache)
+        self._expected = plain_tokens(model, self._ids_1T, self._cache, new_tokens)
+
+    def take_turn(self) -> None:
+        """Time everything once; times in milliseconds a step."""
+        turn = self._generate()
+        with timed_attention(self._model) as attention:
+            slowed = self._generate()
         turn["attention"] = 1e3 * attention["seconds"] / slowed["steps"]
-        turn["beyond_attention"] = slowed["step"] - turn["attention"]
-        turn["bare_step"] = bare()
-        turn["plain_no_mask"] = plain_step(target, ids_1T[:, -1:], cache, None)
-        turn["plain_mask"] = plain_step(target, ids_1T[:, -1:], cache, mask_11NS)
-        turns.append(turn)
-    turns = turns[1:]  # the first warmed up
-    middle = {name: median(turn[name] for turn in turns) for name in turns[0]}
-    fastest = min(("plain_no_mask", "plain_mask"), key=lambda name: middle[name])
+        step = sum(slowed[phase] for phase in PHASES if phase != "rest")
+        turn["beyond_attention"] = step - turn["attention"]
+        turn["bare_step"] = self._bare()
+        token_11 = self._ids_1T[:, -1:]
+        turn["plain_no_mask"] = plain_step(self._target, token_11, self._cache, None)
+        turn["plain_mask"] = plain_step(self._target, token_11, self._cache, self._mask_11NS)
+        self.turns.append(turn)
 
-    def ratio(of: Callable[[dict[str, float]], float]) -> float:
-        return median(of(turn) for turn in turns)
+    def _generate(self) -> dict[str, float]:
+        times, tokens = generation(self._model, self._ids_1T, self._cache, self._new_tokens)
+        same = [got == plain for got, plain in zip(tokens, self._expected, strict=True)]
+        agreed = same.index(False) if False in same else len(same)
+        if agreed < len(same) and self._model.target.dtype == torch.float32:
+            raise ValueError(f"token {agreed} behind {self.context} is not transformers' own")
+        return times | {"agreed": agreed / len(same)}
 
-    return {
-        "context": context,
-        "milliseconds": {name: middle[name] for name in middle if name != "steps"},
-        "tokens_per_step": middle.pop("tokens_per_step"),
-        "plain_path": fastest,
-        "outside_target": ratio(lambda t: 1 - t["target"] / t["step"]),
-        "step_over_plain": ratio(lambda t: t["step"] / t[fastest]),
-        "speedup": ratio(lambda t: t["tokens_per_step"] * t[fastest] / t["step"]),
-        "realised_over_expected": ratio(lambda t: t["bare_step"] / t["step"]),
-    }
+    def summary(self, shortest: Place) -> dict[str, Any]:
+        """Medians over the turns but the first, which warmed up."""
+        turns, first = self.turns[1:], shortest.turns[1:]
+        middle = {name: median(turn[name] for turn in turns) for name in turns[0]}
+        fastest = min(("plain_no_mask", "plain_mask"), key=lambda name: middle[name])
+
+        def ratio(of: Callable[[dict[str, float]], float]) -> float:
+            return median(of(turn) for turn in turns)
+
+        return {
+            "context": self.context,
+            "tokens_per_step": middle.pop("tokens_per_step"),
+            "agreed": middle.pop("agreed"),
+            "milliseconds": {name: middle[name] for name in middle if name != "steps"},
+            "plain_path": fastest,
+            "outside_target": ratio(lambda t: 1 - t["target"] / t["step"]),
+            "step_over_plain": ratio(lambda t: t["step"] / t[fastest]),
+            "speedup": ratio(lambda t: t["tokens_per_step"] * t[fastest] / t["step"]),
+            "realised_over_expected": ratio(lambda t: t["bare_step"] / t["step"]),
+            "beyond_attention_growth": median(
+                t["beyond_attention"] / f["beyond_attention"]
+                for t, f in zip(turns, first, strict=True)
+            ),
+        }
 
 
 def table_of(report: dict[str, Any]) -> Table:
@@ -209,6 +254,8 @@ def table_of(report: dict[str, Any]) -> Table:
         "tokens per step": "tokens_per_step",
         "speed-up": "speedup",
         "tokens/s / (tokens per step / t(n))": "realised_over_expected",
+        "all else / that of the first column": "beyond_attention_growth",
+        "tokens until the first unlike plain": "agreed",
     }
     for label, name in ratios.items():
         table.add_row(label, *(f"{row[name]:.3f}" for row in report["contexts"]))

@@ -26,11 +26,12 @@ STEPS = 8  # whose median a single timing is
 
 def generation(
     model: MedusaModel, ids_1T: torch.Tensor, cache: DynamicCache, new_tokens: int
-) -> dict[str, float]:
-    """One call of generate() behind a cache: milliseconds a step by phase, its prefill left out."""
+) -> tuple[dict[str, float], list[int]]:
+    """One call of generate() behind a cache: milliseconds a step by phase, its prefill left out;
+    and what it wrote."""
     wait(model)
     started = time.perf_counter()
-    model.generate(
+    sequences: Any = model.generate(
         ids_1T,
         attention_mask=torch.ones_like(ids_1T),
         past_key_values=cache,  # copied, not written to
@@ -44,11 +45,30 @@ def generation(
     spent = {name: 1e3 * stats.seconds[name] / steps for name in PHASES[:-1]}
     step = 1e3 * seconds / steps
     spent["rest"] = step - sum(spent.values())
-    return spent | {
+    times = spent | {
         "step": step,
         "steps": float(steps),
         "tokens_per_step": (stats.tokens - 1) / steps,
     }
+    return times, sequences[0, ids_1T.shape[1] :].tolist()
+
+
+def plain_tokens(
+    model: MedusaModel, ids_1T: torch.Tensor, cache: DynamicCache, new_tokens: int
+) -> list[int]:
+    """What transformers' own generate() writes; the cache stays as it was."""
+    target: Any = model.target.model
+    length = cache.get_seq_length()
+    sequences = target.generate(
+        ids_1T,
+        attention_mask=torch.ones_like(ids_1T),
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+    )
+    cache.crop(length - cache.get_seq_length())
+    tokens: list[int] = sequences[0, ids_1T.shape[1] :].tolist()
+    return tokens
 
 
 def bare_step(model: MedusaModel, ids_1T: torch.Tensor, cache: DynamicCache) -> Callable[[], float]:

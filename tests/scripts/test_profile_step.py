@@ -19,7 +19,7 @@ def test_random_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     output = tmp_path / "profile.json"
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     flags = ["--random_target", "32x2x4x2", "--vocabulary", "300", "--contexts", "16", "40", *QUICK]
-    assert main([*flags, "--output", str(output)]) == 0
+    assert main([*flags, "--draft_vocab_size", "50", "--output", str(output)]) == 0
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is attention
     report = json.loads(output.read_text())
     assert report["nodes"] == 5 and report["machine"]["load_average_after"]
@@ -33,6 +33,10 @@ def test_random_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert 1 <= row["tokens_per_step"] <= 5
         plain = min(times["plain_no_mask"], times["plain_mask"])
         assert row["speedup"] == pytest.approx(row["tokens_per_step"] * plain / times["step"])
+        assert row["agreed"] == 1.0
+    first, last = report["contexts"]
+    assert first["beyond_attention_growth"] == 1.0 != last["beyond_attention_growth"]
+    assert report["draft_vocab_size"] == 50
     shown = capsys.readouterr().out
     assert "outside the target's forward" in shown and "5 nodes" in shown
 
