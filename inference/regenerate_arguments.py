@@ -107,7 +107,9 @@ class RegenerateArguments:
     seed: int = field(default=0, metadata={"help": "Seed of windows and sampling."})
     batch_size: int | None = field(
         default=None,
-        metadata={"help": "Prompts answered at the same time. Default: 128; with heads 8, on a CPU 1."},
+        metadata={
+            "help": "Prompts answered at the same time. Default: 128; with heads 8, on a CPU 1."
+        },
     )
     num_workers: int = field(
         default=1, metadata={"help": "Processes that share the prompts: transformers, on a CPU."}
