@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads.heads import DraftHeads
@@ -51,36 +52,37 @@ class PrefixMemory:
         """Take in what was committed since last time; the layer's output at its end, [B, D]."""
         self._follow(state.rows)
         hidden_BND, nodes = state.fresh()
+        dtype, device = self._layer.dtype, hidden_BND.device
         longest = max(len(path) for path in nodes)
-        device = hidden_BND.device
         # Rows with less to take in repeat their last position; it is written over next time.
-        padded = [[*path, *[path[-1]] * (longest - len(path))] for path in nodes]
-        index_BP = torch.tensor(padded, device=device)
-        hidden_BPD = hidden_BND.gather(
-            1, index_BP[:, :, None].expand(-1, -1, hidden_BND.shape[2])
-        ).to(self._layer.dtype)
+        index = [[*path, *[path[-1]] * (longest - len(path))] for path in nodes]
+        batch_B1 = torch.arange(len(nodes), device=device)[:, None]
+        hidden_BPD = hidden_BND[batch_B1, torch.tensor(index, device=device)].to(dtype)
         following = [
             _last_tokens(row, len(path)) + [0] * (longest - len(path))
             for row, path in zip(state.rows, nodes, strict=True)
         ]
-        following_BPD = self._heads.embed(torch.tensor(following, device=device))
+        following_BPD = self._heads.embed(torch.tensor(following, device=device)).to(dtype)
         lengths_B1 = torch.tensor(self._lengths, device=device)[:, None]
         positions_BP = lengths_B1 + torch.arange(longest, device=device)
-        x_BPD, fresh_2BAPE = self._layer.keys_values(
-            hidden_BPD, following_BPD.to(self._layer.dtype), positions_BP
+        x_BPD, query_BAPE, keys_BAPE, values_BAPE = self._layer.read(
+            hidden_BPD, following_BPD, positions_BP, max(self._lengths) + longest
         )
-        held_2BASE = self._write(fresh_2BAPE, positions_BP)
+        self._write(torch.stack([keys_BAPE, values_BAPE]), positions_BP)
+        last_B1 = torch.tensor([[len(path) - 1] for path in nodes], device=device)
         self._lengths = [n + len(path) for n, path in zip(self._lengths, nodes, strict=True)]
-        counts_B1 = torch.tensor([[len(path)] for path in nodes], device=device)
-        last_B1 = counts_B1 - 1
-        x_B1D = x_BPD.gather(1, last_B1[:, :, None].expand(-1, -1, x_BPD.shape[2]))
         used = max(self._lengths)
-        slots_S = torch.arange(used, device=device)
-        visible_B11S = (slots_S < lengths_B1 + counts_B1)[:, None, None]
-        out_B1D = self._layer.attend(
-            x_B1D, lengths_B1 + last_B1, held_2BASE[:, :, :, :used], visible_B11S
+        visible = None  # where all rows are equally long, they see all that is held
+        if min(self._lengths) < used:
+            slots_S = torch.arange(used, device=device)
+            visible = (slots_S <= lengths_B1 + last_B1)[:, None, None]
+        assert self._held_2BASE is not None
+        keys_BASE, values_BASE = self._held_2BASE[:, :, :, :used]
+        query_BA1E = query_BAPE[batch_B1, :, last_B1].transpose(1, 2)
+        mixed_BA1E = F.scaled_dot_product_attention(
+            query_BA1E, keys_BASE, values_BASE, attn_mask=visible
         )
-        return out_B1D[:, 0]
+        return self._layer.finish(x_BPD[batch_B1, last_B1], mixed_BA1E)[:, 0]
 
     def _follow(self, rows: list[Row]) -> None:
         """Let go of rows that have ended."""
@@ -92,17 +94,20 @@ class PrefixMemory:
         if self._held_2BASE is not None:
             self._held_2BASE = self._held_2BASE[:, kept]
 
-    def _write(self, fresh_2BAPE: Tensor, positions_BP: Tensor) -> Tensor:
-        needed = max(self._lengths) + fresh_2BAPE.shape[3]
+    def _write(self, fresh_2BAPE: Tensor, positions_BP: Tensor) -> None:
+        start, count = max(self._lengths), fresh_2BAPE.shape[3]
         held = self._held_2BASE
-        if held is None or held.shape[3] < needed:
+        if held is None or held.shape[3] < start + count:
             two, batch, heads, _, width = fresh_2BAPE.shape
-            room = fresh_2BAPE.new_zeros(two, batch, heads, needed + 256, width)
+            room = fresh_2BAPE.new_zeros(two, batch, heads, start + count + 256, width)
             if held is not None:
                 room[:, :, :, : held.shape[3]] = held
             held = self._held_2BASE = room
-        index = positions_BP[None, :, None, :, None].expand_as(fresh_2BAPE)
-        return held.scatter_(3, index, fresh_2BAPE)
+        if min(self._lengths) == start:
+            held[:, :, :, start : start + count] = fresh_2BAPE
+        else:
+            index = positions_BP[None, :, None, :, None].expand_as(fresh_2BAPE)
+            held.scatter_(3, index, fresh_2BAPE)
 
 
 def _last_tokens(row: Row, count: int) -> list[int]:

@@ -4,7 +4,7 @@ Source: the prefix attention of Hydra++ (Ankner et al. 2024, arXiv:2402.05109, s
 also reads the embedding of the token that follows each position, as EAGLE does (Li et al. 2024,
 arXiv:2401.15077): when heads draft from h_t, token t + 1 is already known.
 
-Shapes: B batch, T tokens, P earlier tokens, S = P + T, A attention heads, E their width, D hidden.
+Shapes: B batch, T tokens, S positions, A attention heads, E their width, D hidden.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class PrefixLayer(nn.Module):
         self.mlp_norm = nn.RMSNorm(hidden_size)
         self.gate_up = nn.Linear(hidden_size, 4 * hidden_size, bias=False)
         self.down = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self._cos_sin = (torch.empty(0), torch.empty(0))
         for zeroed in (self.token, self.attention_out, self.down):
             nn.init.zeros_(zeroed.weight)
 
@@ -48,53 +49,50 @@ class PrefixLayer(nn.Module):
             following_BTD: embeddings of the tokens behind them.
             position_ids_BT: of packed documents, which do not see each other.
         """
-        tokens = hidden_BTD.shape[1]
         if position_ids_BT is None:
-            positions_BT = torch.arange(tokens, device=hidden_BTD.device)[None]
+            positions_BT = torch.arange(hidden_BTD.shape[1], device=hidden_BTD.device)[None]
             visible = None
         else:
             positions_BT = position_ids_BT
             document_BT = (position_ids_BT == 0).cumsum(dim=1)
-            causal_TT = torch.ones(
-                tokens, tokens, dtype=torch.bool, device=hidden_BTD.device
-            ).tril()
-            visible = ((document_BT[:, :, None] == document_BT[:, None]) & causal_TT)[:, None]
-        x_BTD, keys_values = self.keys_values(hidden_BTD, following_BTD, positions_BT)
-        return self.attend(x_BTD, positions_BT, keys_values, visible)
-
-    def keys_values(
-        self, hidden_BTD: Tensor, following_BTD: Tensor, positions_BT: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The layer's input [B, T, D], and what later positions will see of these: keys and values
-        [2, B, A, T, E]."""
-        x_BTD = hidden_BTD + self.token(following_BTD)
-        size = x_BTD.shape[-1]
-        weight = self.query_key_value.weight[size:]
-        keys_BTD, values_BTD = F.linear(self.attention_norm(x_BTD), weight).chunk(2, dim=-1)
-        keys_BATE = _rotate(self._split(keys_BTD), positions_BT)
-        return x_BTD, torch.stack([keys_BATE, self._split(values_BTD)])
-
-    def attend(
-        self,
-        x_BTD: Tensor,
-        positions_BT: Tensor,
-        keys_values_2BASE: Tensor,
-        visible: Tensor | None = None,
-    ) -> Tensor:
-        """The layer's output [B, T, D] at T positions of its input that see S keys and values:
-        those that `visible` [B, 1, T, S] says, by default a text's own and earlier ones."""
-        weight = self.query_key_value.weight[: x_BTD.shape[-1]]
-        query_BATE = _rotate(
-            self._split(F.linear(self.attention_norm(x_BTD), weight)), positions_BT
+            same_BTT = document_BT[:, :, None] == document_BT[:, None]
+            visible = same_BTT.tril()[:, None]
+        x_BTD, query_BATE, keys_BATE, values_BATE = self.read(
+            hidden_BTD, following_BTD, positions_BT, hidden_BTD.shape[1]
         )
-        keys_BASE, values_BASE = keys_values_2BASE
         mixed_BATE = F.scaled_dot_product_attention(
-            query_BATE, keys_BASE, values_BASE, attn_mask=visible, is_causal=visible is None
+            query_BATE, keys_BATE, values_BATE, attn_mask=visible, is_causal=visible is None
         )
+        return self.finish(x_BTD, mixed_BATE)
+
+    def read(
+        self, hidden_BTD: Tensor, following_BTD: Tensor, positions_BT: Tensor, end: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The layer's input [B, T, D], and of it the queries, keys and values, each [B, A, T, E];
+        all positions lie before `end`."""
+        x_BTD = hidden_BTD + self.token(following_BTD)
+        projected = self.query_key_value(self.attention_norm(x_BTD))
+        query, keys, values = (self._split(part) for part in projected.chunk(3, dim=-1))
+        cos, sin = (table[positions_BT][:, None] for table in self._rotary(end))
+        return x_BTD, _rotate(query, cos, sin), _rotate(keys, cos, sin), values
+
+    def finish(self, x_BTD: Tensor, mixed_BATE: Tensor) -> Tensor:
+        """The layer's output [B, T, D] from its input and what attention mixed."""
         x_BTD = x_BTD + self.attention_out(mixed_BATE.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.mlp_norm(x_BTD)).chunk(2, dim=-1)
         out_BTD: Tensor = x_BTD + self.down(F.silu(gate) * up)
         return out_BTD
+
+    def _rotary(self, end: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines by position [S, E / 2], made anew when a text grows beyond them."""
+        weight, cos_SE = self.token.weight, self._cos_sin[0]
+        if len(cos_SE) < end or cos_SE.device != weight.device or cos_SE.dtype != weight.dtype:
+            half = len(weight) // self.num_attention_heads // 2
+            steps_E = torch.arange(half, device=weight.device, dtype=torch.float32) / half
+            positions_S = torch.arange(max(2 * end, 512), device=weight.device)
+            angles_SE = positions_S[:, None] * ROPE_BASE**-steps_E
+            self._cos_sin = (angles_SE.cos().to(weight.dtype), angles_SE.sin().to(weight.dtype))
+        return self._cos_sin
 
     def _split(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
@@ -110,11 +108,7 @@ def _attention_heads(hidden_size: int) -> int:
     return hidden_size // min(widths, key=lambda width: abs(width - 64))
 
 
-def _rotate(x_BATE: Tensor, positions_BT: Tensor) -> Tensor:
+def _rotate(x_BATE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (Su et al. 2021, arXiv:2104.09864), the halves turned against each other."""
-    half = x_BATE.shape[-1] // 2
-    steps = torch.arange(half, device=x_BATE.device, dtype=torch.float32) / half
-    angles = positions_BT[:, None, :, None].float() * ROPE_BASE**-steps
-    cos, sin = angles.cos().to(x_BATE.dtype), angles.sin().to(x_BATE.dtype)
-    first, second = x_BATE[..., :half], x_BATE[..., half:]
+    first, second = x_BATE.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
