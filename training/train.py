@@ -54,7 +54,7 @@ def train_heads(
     output_dir: str | os.PathLike[str],
     training_args: TrainingArguments | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    head_loss_decay: float = 0.8,
+    objective: LossConfig | None = None,
     resume_from_checkpoint: str | None = None,
     overwrite_output_dir: bool = False,
     early_stopping_patience: int | None = None,
@@ -81,7 +81,8 @@ def train_heads(
         training_args: of the run. Default: two epochs of AdamW without weight decay, cosine course
             with 5 % warm-up, peak rate 5e-3 with a shared vocabulary matrix and 1e-3 with own ones.
         tokenizer: for text. Default: the one beside the target.
-        head_loss_decay: head i counts decay**i in the loss.
+        objective: what the heads learn, and how much each counts. Default: cross-entropy, head i
+            counting 0.8**i.
         resume_from_checkpoint: a `checkpoint-*` folder; `"last"` for the newest whole one in
             `output_dir`; `"auto"` for the same, or a run from the start where there is none.
         overwrite_output_dir: a run from the start may remove the checkpoints of an earlier one.
@@ -102,6 +103,7 @@ def train_heads(
         SystemExit: the process got SIGTERM; a checkpoint was written first.
     """
     config = config or HeadsConfig()
+    objective = objective or LossConfig()
     output = Path(output_dir)
     args = copy.copy(
         training_args or to_training_arguments(OptimisationArguments(), config.vocab_matrix)
@@ -132,7 +134,7 @@ def train_heads(
         return provenance(
             {
                 "heads": heads.config.to_dict(),
-                "head_loss_decay": head_loss_decay,
+                "loss": asdict(objective),
                 **data.record(),
                 "target_weights_sha256": before,
                 "joint": None if joint is None else asdict(joint),
@@ -173,13 +175,12 @@ def train_heads(
                 args,
                 data.rows,
                 data.held_out,
-                head_loss_decay=head_loss_decay,
+                objective=objective,
                 hidden_states=hidden_states,
                 **common,
             )
         else:
             assert adapter is not None
-            objective = LossConfig(decay=head_loss_decay)
             trainer = JointTrainer(
                 heads,
                 target,

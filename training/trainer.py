@@ -24,6 +24,7 @@ from medusa_heads.training.ranks import head_ranks
 from medusa_heads.training.resumable import ResumableTrainer
 from medusa_heads.training.row_blocks import rows_loss
 from medusa_heads.training.rows import SupervisedRows, encode_rows, supervised_rows
+from medusa_heads.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,10 +38,11 @@ class HeadsObjective(nn.Module):
 
     accepts_loss_kwargs = True  # the divisor is given: the Trainer must not average once more
 
-    def __init__(self, heads: DraftHeads, decay: float) -> None:
+    def __init__(self, heads: DraftHeads, objective: LossConfig, teacher: Teacher | None) -> None:
         super().__init__()
         self.heads = heads
-        self.decay = decay
+        self.objective = objective
+        self.teacher = teacher
 
     def forward(
         self,
@@ -50,8 +52,14 @@ class HeadsObjective(nn.Module):
         num_items: Tensor | int,
     ) -> Tensor:
         hidden_RD = encode_rows(self.heads, hidden_BTD, inputs, rows)
-        objective = LossConfig(decay=self.decay)
-        return rows_loss(self.heads, hidden_RD, rows, objective=objective, num_items=num_items)
+        return rows_loss(
+            self.heads,
+            hidden_RD,
+            rows,
+            objective=self.objective,
+            num_items=num_items,
+            teacher=None if self.teacher is None else self.teacher.reading(hidden_BTD),
+        )
 
 
 class HeadsTrainer(ResumableTrainer):
@@ -66,7 +74,7 @@ class HeadsTrainer(ResumableTrainer):
         args: of the run.
         train_dataset: columns `input_ids` and `labels`.
         eval_dataset: likewise, held out.
-        head_loss_decay: head i counts decay**i in the loss.
+        objective: what the heads learn. Default: cross-entropy.
         record: gives what the `run.yaml` in each checkpoint says.
         trained: the module that learns, with the heads as `heads`. Default: they and their loss.
         hidden_states: where the target's come from. Default: the target, run on every batch.
@@ -81,7 +89,7 @@ class HeadsTrainer(ResumableTrainer):
         train_dataset: Dataset,
         eval_dataset: Dataset | None = None,
         *,
-        head_loss_decay: float = 0.8,
+        objective: LossConfig | None = None,
         record: Callable[[], Mapping[str, Any]] | None = None,
         trained: nn.Module | None = None,
         hidden_states: HiddenStates | None = None,
@@ -94,8 +102,12 @@ class HeadsTrainer(ResumableTrainer):
         self.target = target
         self.record = record
         self.hidden_states = hidden_states or HiddenStates(target)
+        if trained is None:
+            objective = objective or LossConfig()
+            teacher = Teacher.from_target(target) if objective.needs_teacher else None
+            trained = HeadsObjective(heads, objective, teacher)
         super().__init__(
-            model=HeadsObjective(heads, head_loss_decay) if trained is None else trained,
+            model=trained,
             args=args,
             data_collator=self.hidden_states.collate,
             train_dataset=train_dataset,

@@ -16,6 +16,7 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.target import TargetModel
 from medusa_heads.training.data import collate
+from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.rows import head_labels
 from medusa_heads.training.trainer import HeadsTrainer
 
@@ -49,7 +50,9 @@ def test_the_loss_is_that_of_the_written_out_formula(
     target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
     heads = fresh(target)
-    trainer = HeadsTrainer(heads, target, arguments(tmp_path), make_rows(4), head_loss_decay=0.5)
+    trainer = HeadsTrainer(
+        heads, target, arguments(tmp_path), make_rows(4), objective=LossConfig(decay=0.5)
+    )
     batch = collate([*make_rows(2, length=12), *make_rows(1, length=9, seed=5)])
     loss = trainer.compute_loss(trainer.model_wrapped, batch)
 
@@ -188,3 +191,31 @@ def test_wandb_records_the_run_offline(
         wandb.finish()
     recorded = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert len(recorded) == 1 and os.path.getsize(recorded[0]) > 0
+
+
+@pytest.mark.parametrize("terms", [{"forward_kl": 1.0}, {"cross_entropy": 0.5, "acceptance": 0.5}])
+def test_heads_learn_from_the_targets_own_distribution(
+    target: TargetModel, make_rows: Rows, tmp_path: Path, terms: dict[str, float]
+) -> None:
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    trainer = HeadsTrainer(
+        heads, target, arguments(tmp_path), make_rows(4), objective=LossConfig(terms)
+    )
+    batch = collate([make_rows(4)[i] for i in range(4)])
+    loss = trainer.compute_loss(trainer.model, batch)
+    hidden_BTD = target.hidden(batch["input_ids"], batch["attention_mask"])
+    p_BTV = target.model(batch["input_ids"]).logits.softmax(-1)
+    q_BTKV = heads(hidden_BTD).softmax(-1)
+    labels_BTK = head_labels(batch["labels"], 2)
+    expected = torch.zeros(())
+    for i in range(2):
+        for b, t in (labels_BTK[..., i] != -100).nonzero().tolist():
+            p_V, q_V = p_BTV[b, t + 1 + i], q_BTKV[b, t, i]
+            values = {
+                "forward_kl": (p_V * (p_V / q_V).log()).sum(),
+                "cross_entropy": -q_V[labels_BTK[b, t, i]].log(),
+                "acceptance": -torch.minimum(p_V, q_V).sum().log(),
+            }
+            expected += 0.8**i * sum(weight * values[name] for name, weight in terms.items())
+    items = (batch["labels"] != -100).sum()
+    torch.testing.assert_close(loss, expected / items, rtol=1e-4, atol=1e-5)
