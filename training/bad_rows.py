@@ -30,6 +30,7 @@ class BadRows:
     count: int = 0
     examples: list[str] = field(default_factory=list)
     _places: set[str] = field(default_factory=set)
+    _told: int = 0
 
     def __deepcopy__(self, memo: object) -> BadRows:
         return self  # datasets copies what its streams read with, and there is one tally
@@ -69,4 +70,6 @@ class BadRows:
                 f"the corpus has {rows} ({named}): mend them, or leave them out with on_bad_row "
                 "'skip'"
             )
-        logger.warning("left out %s: %s", rows, named)
+        if self.count > self._told:  # a later stage may find none beyond those known
+            logger.warning("left out %s: %s", rows, named)
+            self._told = self.count

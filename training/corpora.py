@@ -248,11 +248,15 @@ def _from_files(
 def _join(parts: Sequence[Corpus]) -> Corpus:
     from datasets import concatenate_datasets
 
-    columns = [*parts[0].format.columns, "tools", CONTEXT_COLUMN, PLACE_COLUMN]
-    columns = [name for name in columns if all(name in part.rows.column_names for part in parts)]
+    wanted = [*parts[0].format.columns, "tools", CONTEXT_COLUMN, PLACE_COLUMN]
+    tables = []
+    for part in parts:
+        names = part.rows.column_names  # of a stream they may be unknown, and all are kept
+        known = None if names is None else [name for name in wanted if name in names]
+        tables.append(part.rows if known is None else part.rows.select_columns(known))
     return Corpus(
         ", ".join(part.name for part in parts),
-        concatenate_datasets([part.rows.select_columns(columns) for part in parts]),
+        concatenate_datasets(tables),
         parts[0].format,
         parts[0].found_as,
         parts[0].bad_rows,

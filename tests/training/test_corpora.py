@@ -131,6 +131,18 @@ def test_corpora_of_two_formats_are_not_joined(tmp_path: Path) -> None:
         load_corpus(f"{tmp_path}/*.jsonl")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_tools_that_only_one_of_two_files_has_are_kept(streaming: bool, tmp_path: Path) -> None:
+    tools = [{"name": "f"}]
+    (tmp_path / "a.jsonl").write_text(as_lines([{"messages": CHAT}]))
+    (tmp_path / "b.jsonl").write_text(as_lines([{"messages": CHAT, "tools": tools}]))
+    Dataset.from_list([{"messages": CHAT}]).to_parquet(tmp_path / "a.parquet")
+    Dataset.from_list([{"messages": CHAT, "tools": tools}]).to_parquet(tmp_path / "b.parquet")
+    for suffix in ("jsonl", "parquet"):
+        corpus = load_corpus(f"{tmp_path}/?.{suffix}", streaming=streaming)
+        assert contents(corpus) == [Conversation(CHAT), Conversation(CHAT, tools=tools)]
+
+
 def test_splits_are_found_by_name(tmp_path: Path) -> None:
     _saved_splits(tmp_path / "saved")
     _folder(tmp_path / "folder")

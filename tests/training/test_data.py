@@ -125,6 +125,19 @@ def test_what_was_read_is_recorded(
         prepared(target, tokenizer, rows)
 
 
+def test_rows_left_out_on_reading_are_told_of_once(
+    target: TargetModel,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' + 4 * '{"text": "w1 w2 w3 w4"}\n')
+    settings = DataArguments(dataset=[str(tmp_path / "a.jsonl")], on_bad_row="skip", max_length=16)
+    corpus, held_out = load_corpora(settings)
+    prepare_data(target, corpus, held_out, tokenizer, settings, num_heads=2, seed=0)
+    assert caplog.text.count("left out 1 broken row") == 1
+
+
 def test_processes_share_the_tokenising(
     target: TargetModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
