@@ -45,7 +45,8 @@ def adapted(target: TargetModel, config: JointConfig) -> Iterator[PeftModel]:
     Afterwards it is as it was.
 
     Raises:
-        ValueError: it carries one already, or the names of modules are unknown or the lm_head's.
+        ValueError: it carries one already, or the names of modules are unknown or the lm_head's, or
+            its 4-bit matrices have lost their gradients.
     """
     from peft import LoraConfig, get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -54,6 +55,11 @@ def adapted(target: TargetModel, config: JointConfig) -> Iterator[PeftModel]:
         raise ValueError(
             "joint training gives the target an adapter, and it carries one already: merge that "
             "first"
+        )
+    if any(_is_packed(module) for module in target.model.modules()):
+        raise ValueError(
+            "bitsandbytes has packed the target's 4-bit matrices for inference on the CPU, and so "
+            "they have no gradients: load it anew, and train before it generates"
         )
     modules = config.target_modules
     lora = LoraConfig(
@@ -78,6 +84,12 @@ def adapted(target: TargetModel, config: JointConfig) -> Iterator[PeftModel]:
         yield model
     finally:
         model.unload()
+        target.freeze()
+
+
+def _is_packed(module: nn.Module) -> bool:
+    state = getattr(getattr(module, "weight", None), "quant_state", None)
+    return bool(getattr(state, "packing_format_for_cpu", False))
 
 
 class AdapterWeights(nn.Module):
@@ -97,9 +109,10 @@ class AdapterWeights(nn.Module):
             for name, module in model.named_modules()
             if ".lora_dropout." in name and isinstance(module, nn.Dropout)
         )
-        self._layers = tuple(
-            m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)
-        )
+        modules = tuple(model.modules())
+        self._layers = tuple(m for m in modules if isinstance(m, GradientCheckpointingLayer))
+        self._linear = tuple(m for m in modules if isinstance(m, nn.Linear))
+        self.train()
 
     def train(self, mode: bool = True) -> AdapterWeights:
         """As in nn.Module, for the adapter's parts within the target."""
@@ -108,6 +121,10 @@ class AdapterWeights(nn.Module):
             dropout.train(mode)
         for layer in self._layers:
             layer.training = mode  # of the layer alone: what lies within it stays as it is
+        for linear in self._linear:
+            # Means nothing, but to bitsandbytes: told of evaluation on a CPU, it packs its matrices
+            # into a form without gradients.
+            linear.training = True
         return self
 
 
