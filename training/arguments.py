@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from medusa_heads.config import HeadsConfig
-    from medusa_heads.target import TargetModel
 
 # Fields of OptimisationArguments that transformers.TrainingArguments has not, or means otherwise.
 OF_THE_RUN = (
@@ -30,7 +29,7 @@ class TargetArguments:
     """Which model the heads are for."""
 
     model_name_or_path: str = field(
-        metadata={"help": "The target: a hub id or a local folder. It stays frozen."}
+        metadata={"help": "The target: a hub id or a local folder. Its weights stay as they are."}
     )
     dtype: str = field(
         default="auto",
@@ -95,14 +94,9 @@ class HeadsArguments:
         default=False,
         metadata={"help": "A layer of the heads' own attends over the text so far."},
     )
-    head_loss_decay: float = field(
-        default=0.8, metadata={"help": "Head i counts decay**i in the loss."}
-    )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_heads", "num_layers")
-        if not 0 < self.head_loss_decay <= 1:
-            raise ValueError(f"head_loss_decay must lie in (0, 1], got {self.head_loss_decay}")
 
     def config(self) -> "HeadsConfig":
         """The same as a HeadsConfig."""

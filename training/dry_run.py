@@ -1,0 +1,239 @@
+"""Everything of a run but its steps: what it would train, on how much, and what that takes.
+
+The target is built from its configuration on the meta device: no weight is read, and a model of any
+size is planned for on any machine.
+
+Shapes: B batch, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import KINDS
+from medusa_heads.target import TargetModel
+from medusa_heads.training.arguments import TargetArguments
+from medusa_heads.training.row_blocks import BLOCK_FEATURES_CPU, BLOCK_FEATURES_GPU
+from medusa_heads.training.vocab_loss import CHUNK_LOGITS_CPU, CHUNK_LOGITS_GPU
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import TrainingArguments
+
+    from medusa_heads.training.joint_config import JointConfig
+
+_ADAMW_BYTES = 16  # of a parameter: itself, its gradient and two moments, all fp32
+_BITS_4 = 0.5 + 1 / 64  # bytes of a weight: its own, and the 8-bit scale that 64 of them share
+_LOGIT_COPIES = 3  # logits, probabilities and gradient of a chunk
+_LAYER_COPIES = 4  # of the stream's width, beside the wide part of the widest layer
+
+
+@dataclass(frozen=True)
+class TextSize:
+    """How much text a run learns from; None where a stream does not say."""
+
+    rows: int | None
+    tokens: int | None
+    learnt: int | None
+    longest_row: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would be.
+
+    Attributes:
+        target: class, size and dtype.
+        heads: parameters that are trained.
+        text: to learn from.
+        steps: optimiser steps.
+        rows_a_step: over all processes.
+        memory: estimated bytes of each process, by what they are for.
+        disk: bytes, by what they are for.
+    """
+
+    target: str
+    heads: int
+    text: TextSize
+    steps: int
+    rows_a_step: int
+    memory: Mapping[str, float]
+    disk: Mapping[str, float]
+
+
+def meta_target(arguments: TargetArguments) -> TargetModel:
+    """The target's architecture without its weights.
+
+    Raises:
+        ValueError: no configuration of a causal language model stands there.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name = arguments.model_name_or_path
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=arguments.trust_remote_code)
+        stored = config.dtype or torch.float32
+        dtype = stored if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=arguments.trust_remote_code
+            )
+    except (OSError, ValueError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"expected the configuration of a causal language model (a hub id or a local folder) "
+            f"at {name!r}: {reason}"
+        ) from error
+    target = TargetModel(model)
+    target.freeze()
+    return target
+
+
+def plan_run(
+    target: TargetModel,
+    config: HeadsConfig,
+    args: TrainingArguments,
+    text: TextSize,
+    *,
+    four_bits: bool = False,
+    joint: JointConfig | None = None,
+) -> Plan:
+    """Steps, memory and disk of a run.
+
+    The memory of activations is an estimate for targets of dense layers, without that of the
+    attention's own kernel.
+
+    Args:
+        target: may be on the meta device.
+        config: of the heads.
+        args: of the run.
+        text: to learn from.
+        four_bits: the target's linear layers are quantised.
+        joint: an adapter of the target learns too.
+    """
+    config = config.for_target(target.hidden_size, target.vocab_size)
+    with torch.device("meta"):
+        heads = sum(parameter.numel() for parameter in KINDS[config.kind](config).parameters())
+    rows_a_step = (
+        args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    )
+    steps = args.max_steps
+    if steps <= 0:
+        assert text.rows is not None, "a stream needs max_steps"
+        steps = math.ceil(math.ceil(text.rows / rows_a_step) * args.num_train_epochs)
+    tokens = args.per_device_train_batch_size * text.longest_row
+    element = target.dtype.itemsize
+    width = target.hidden_size
+    wide = getattr(target.config, "intermediate_size", None) or 4 * width
+    on_cpu = args.device.type == "cpu"
+    block = BLOCK_FEATURES_CPU if on_cpu else BLOCK_FEATURES_GPU
+    block = min(block, tokens * width * config.num_heads)
+    logits = CHUNK_LOGITS_CPU if on_cpu else CHUNK_LOGITS_GPU
+    logits = min(logits, tokens * config.num_heads * config.num_candidates)
+    memory = {
+        "target's weights": weight_bytes(target, four_bits=four_bits),
+        "heads, gradients, AdamW": heads * _ADAMW_BYTES,
+        "target's forward": tokens * (2 * wide + _LAYER_COPIES * width) * element,
+        "heads' activations": tokens * width * 8 + block * 4 * (config.num_layers + 2),
+        "a chunk of logits": logits * 4 * _LOGIT_COPIES,
+    }
+    trained = heads
+    if joint is not None:
+        adapter = adapter_size(target, joint)
+        trained += adapter
+        memory["adapter, gradients, AdamW"] = adapter * _ADAMW_BYTES
+        # What each layer keeps for the backward pass.
+        layers = target.config.num_hidden_layers
+        of_layer = tokens * (4 * wide + 12 * width) * element
+        memory["target's backward"] = of_layer * (1 if args.activation_checkpointing else layers)
+    disk = {"each checkpoint": trained * 12.0}
+    if text.learnt is not None:
+        kept = text.tokens if config.prefix_attention else text.learnt
+        disk["hidden states, if cached"] = float(kept or 0) * width * element
+    size = sum(parameter.numel() for parameter in target.model.parameters())
+    name = f"{type(target.model).__name__}, {count(size)} parameters"
+    stored = "4 bits" if four_bits else str(target.dtype).removeprefix("torch.")
+    return Plan(f"{name}, {stored}", heads, text, steps, rows_a_step, memory, disk)
+
+
+def _inner_matrices(target: TargetModel) -> list[nn.Linear]:
+    """All linear layers but the lm_head, which is neither quantised nor adapted."""
+    lm_head = target.get_output_embeddings()
+    modules = target.model.modules()
+    return [m for m in modules if isinstance(m, nn.Linear) and m is not lm_head]
+
+
+def weight_bytes(target: TargetModel, *, four_bits: bool = False) -> float:
+    """Bytes of all weights; quantisation leaves embeddings, norms and the lm_head as they are."""
+    stored = sum(weight.numel() * weight.dtype.itemsize for weight in target.model.parameters())
+    if not four_bits:
+        return stored
+    inner = [matrix.weight for matrix in _inner_matrices(target)]
+    return stored - sum(weight.numel() * (weight.dtype.itemsize - _BITS_4) for weight in inner)
+
+
+def adapter_size(target: TargetModel, joint: JointConfig) -> int:
+    """Parameters of a LoRA adapter."""
+    ends = joint.target_modules
+    names = {id(module): name for name, module in target.model.named_modules()}
+    return sum(
+        joint.lora_r * (matrix.in_features + matrix.out_features)
+        for matrix in _inner_matrices(target)
+        if isinstance(ends, str) or names[id(matrix)].endswith(tuple(ends))
+    )
+
+
+def show_plan(plan: Plan, config: HeadsConfig, console: Console) -> None:
+    """Print a plan, one line a fact."""
+    from rich.table import Table
+
+    table = Table(title="Dry run: nothing is trained, nothing written", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    matrix = f"{config.vocab_matrix} vocabulary matrix"
+    kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} blocks, {matrix}"
+    text = plan.text
+    size = "a stream"
+    if text.rows is not None:
+        size = f"{text.rows:,} rows, {text.tokens:,} tokens, {text.learnt:,} of them learnt"
+    table.add_row("target", plan.target)
+    table.add_row("heads", f"{kind}: {count(plan.heads)} parameters")
+    table.add_row("text", f"{size}; longest row {text.longest_row}")
+    table.add_row("steps", f"{plan.steps:,} of {plan.rows_a_step} rows")
+    table.add_section()
+    for name, needed in plan.memory.items():
+        table.add_row(f"memory: {name}", byte_size(needed))
+    table.add_row("memory of a process, about", byte_size(sum(plan.memory.values())))
+    table.add_section()
+    for name, needed in plan.disk.items():
+        table.add_row(f"disk: {name}", byte_size(needed))
+    console.print(table)
+
+
+def count(number: float) -> str:
+    """For example `8.03 B`."""
+    for limit, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def byte_size(number: float) -> str:
+    """For example `16.1 GB`."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= limit:
+            return f"{number / limit:.1f} {unit}"
+    return f"{number:.0f} B"
+
+
+def text_size(rows: Any, longest: int, learnt: int) -> TextSize:
+    """Of a table of rows, packed or not."""
+    lengths = [len(ids) for ids in rows.with_format("numpy")["input_ids"]]
+    return TextSize(len(lengths), sum(lengths), learnt, min(max(lengths), longest))
