@@ -185,8 +185,8 @@ class TargetModel:
 
     @contextmanager
     def instead_of_logits(self) -> Iterator[Callable[[], Tensor]]:
-        """Within the block forwards make no logits; the returned function gives what the lm_head
-        would have read [B, T, D], with its gradients."""
+        """Within the block the lm_head is handed zero positions, so that forwards make no logits;
+        the returned function gives what it would have read [B, T, D], with its gradients."""
         last: list[Tensor] = []
 
         def take(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -252,27 +252,15 @@ class TargetModel:
         position_ids_BT: Tensor | None = None,
         cache: RowCache | None = None,
     ) -> Tensor:
-        """`hidden` through which gradients flow, to an adapter that learns within the target.
-
-        The hook hands the lm_head zero positions, so no [B, T, V] logits are ever made.
-        """
-        seen: list[Tensor] = []
-
-        def take(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            seen.append(args[0])
-            return (args[0][:, :0], *args[1:])
-
-        hook = self.get_output_embeddings().register_forward_pre_hook(take)
+        """`hidden` through which gradients flow, to an adapter that learns within the target."""
         inputs: dict[str, Any] = {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT}
         if position_ids_BT is not None:
             inputs["position_ids"] = position_ids_BT
         if cache is not None:
             inputs["past_key_values"] = cache
-        try:
+        with self.instead_of_logits() as hidden:
             self.model(**inputs, use_cache=cache is not None)
-        finally:
-            hook.remove()
-        return seen[0]
+        return hidden()
 
     def fingerprint(self) -> dict[str, Any]:
         """Which target heads belong to: sizes and a hash of the lm_head.

@@ -10,12 +10,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.inference.regenerate_arguments import DistillArguments
 from medusa_heads.training.arguments import TargetArguments
 from medusa_heads.training.data_arguments import DataArguments
 from medusa_heads.training.draft_arguments import DraftArguments, DraftOptimisationArguments
+
+if TYPE_CHECKING:
+    from medusa_heads.target import TargetModel
 
 ARGUMENTS = (
     TargetArguments,
@@ -41,7 +45,6 @@ def _train(argv: Sequence[str] | None) -> None:
         prog="train-draft",
         description="Distil a small draft model from a causal language model.",
     )
-    from medusa_heads.cli.train_heads import distilled_rows
     from medusa_heads.target import TargetModel
     from medusa_heads.training.data import find_tokenizer, load_corpora, prepare_data
     from medusa_heads.training.draft_arguments import draft_training_arguments
@@ -54,13 +57,18 @@ def _train(argv: Sequence[str] | None) -> None:
     target = TargetModel.from_pretrained(
         to_target.model_name_or_path,
         dtype=to_target.dtype,
-        device=training_args.device,
         trust_remote_code=to_target.trust_remote_code,
+        **to_target.placement(training_args.device),
     )
     tokenizer = find_tokenizer(
         to_target.model_name_or_path, trust_remote_code=to_target.trust_remote_code
     )
+    if to_optimise.dry_run:
+        _show_plan(target, to_draft, to_target.trust_remote_code)
+        return
     if to_distill.self_distill:
+        from medusa_heads.cli.distilling import distilled_rows
+
         corpus, held_out = distilled_rows(
             target, tokenizer, corpus, held_out, to_data, to_distill, to_optimise
         )
@@ -93,6 +101,24 @@ def _train(argv: Sequence[str] | None) -> None:
     )
     if training_args.process_index == 0:
         _report(Path(to_optimise.output_dir))
+
+
+def _show_plan(target: TargetModel, to_draft: DraftArguments, trust_remote_code: bool) -> None:
+    """What would be trained, without a step."""
+    from medusa_heads.training.draft_model import begin_draft
+
+    draft = begin_draft(
+        target,
+        draft_model=to_draft.draft_model,
+        num_layers=to_draft.draft_layers,
+        hidden_size=to_draft.draft_hidden_size,
+        trust_remote_code=trust_remote_code,
+    )
+    own, whole = draft.num_parameters(), target.model.num_parameters()
+    print(
+        f"{type(draft).__name__} of {draft.config.num_hidden_layers} layers: {own:,} parameters, "
+        f"{own / whole:.0%} of the target's {whole:,}; with AdamW about {16 * own / 1e9:.2f} GB"
+    )
 
 
 def _report(folder: Path) -> None:

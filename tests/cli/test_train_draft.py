@@ -68,6 +68,14 @@ def test_what_was_trained_drafts_for_its_target(
     assert capsys.readouterr().out == plain
 
 
+def test_a_dry_run_says_what_would_be_trained(
+    speaker: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(speaker, corpus, tmp_path / "run", "--dry_run")) == 0
+    assert "LlamaForCausalLM of 1 layers" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
