@@ -23,6 +23,7 @@ from medusa_heads.heads import DraftHeads
 from medusa_heads.target import TargetModel
 from medusa_heads.training.joint_config import JointConfig
 from medusa_heads.training.loss_config import LossConfig
+from medusa_heads.training.metrics import OWN_FIGURES, own_figures
 from medusa_heads.training.own_loss import OwnRows, own_losses, own_rows
 from medusa_heads.training.row_blocks import rows_loss
 from medusa_heads.training.rows import SupervisedRows, encode_rows, supervised_rows
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput
 
 HEADS_TO_ADAPTER_RATE = 4  # the paper's
-OWN_FIGURES = ("target_loss", "target_loss_before", "target_kl")
 
 
 @contextmanager
@@ -345,7 +345,7 @@ class JointTrainer(HeadsTrainer):
             tokens, *sums = torch.cat(self._own_sums).double().sum(dim=0).tolist()
             prefix = kwargs.get("metric_key_prefix", "eval")
             for name, total in zip(OWN_FIGURES, sums, strict=True):
-                output.metrics[f"{prefix}_{name}"] = total / max(tokens, 1)
+                output.metrics[f"{prefix}_target_{name}"] = total / max(tokens, 1)
         return output
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
@@ -386,16 +386,17 @@ class OwnLossLine(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Write it, where these are the figures of an evaluation."""
-        if state.is_world_process_zero and logs is not None and "eval_target_loss" in logs:
-            tqdm.write(describe_own(logs))
+        figures = None if logs is None else own_figures(logs, "eval")
+        if state.is_world_process_zero and figures is not None:
+            tqdm.write(describe_own(figures))
 
 
-def describe_own(metrics: Mapping[str, Any]) -> str:
+def describe_own(figures: Mapping[str, float]) -> str:
     """The target's own held-out loss, with and without the adapter."""
-    now, before = metrics["eval_target_loss"], metrics["eval_target_loss_before"]
+    now, before = figures["loss"], figures["loss_before"]
     return (
         f"the target's own held-out loss {now:.4f}, without adapter {before:.4f} "
-        f"({now / before - 1:+.2%}), KL {metrics['eval_target_kl']:.4f}"
+        f"({now / before - 1:+.2%}), KL {figures['kl']:.4f}"
     )
 
 

@@ -5,6 +5,7 @@ Shapes: B batch or sequences, T tokens, K heads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from medusa_heads.statistics import HeadStatistics, simulate_tokens_per_step
 
 TREE_SIZES = (16, 32)
+OWN_FIGURES = ("loss", "loss_before", "kl")  # of a target that learns too
 
 
 def complete_runs(ranks_BTK: Tensor) -> list[Tensor]:
@@ -61,3 +63,10 @@ def describe(metrics: dict[str, Any], prefix: str = "eval_") -> str:
         f"{metrics[f'{prefix}tokens_per_step_{size}']:.2f} with {size} nodes" for size in TREE_SIZES
     )
     return f"held-out top-1 {of_heads(1)} | top-5 {of_heads(5)} | tokens per step {steps}"
+
+
+def own_figures(metrics: Mapping[str, Any], prefix: str) -> dict[str, float] | None:
+    """How the target itself did, with its adapter and without; None where it did not learn."""
+    if f"{prefix}_target_loss" not in metrics:
+        return None
+    return {name: metrics[f"{prefix}_target_{name}"] for name in OWN_FIGURES}

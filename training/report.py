@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import replace_file
 from medusa_heads.statistics import HeadStatistics, simulate_tokens_per_step
+from medusa_heads.training.metrics import own_figures
 from medusa_heads.training.reliability import Bin, HeadCalibration, expected_error
 from medusa_heads.training.report_plots import draw_plots
 
@@ -73,7 +74,11 @@ def make_report(
         "report_version": REPORT_VERSION,
         "target": target,
         "heads": dict(heads),
-        "held_out": {"positions": statistics.positions, "loss": metrics.get("eval_loss")},
+        "held_out": {
+            "positions": statistics.positions,
+            "loss": metrics.get("eval_loss"),
+            "target": own_figures(metrics, "eval"),
+        },
         "tokens_per_step": {
             "nodes": len(best),
             "static": simulate_tokens_per_step(runs, best),

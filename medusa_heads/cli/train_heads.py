@@ -135,6 +135,7 @@ def _report(folder: Path) -> None:
     """What was learnt: accuracy of each head, the trees that implies, and where it all lies."""
     from rich.console import Console
 
+    from medusa_heads.training.joint import describe_own
     from medusa_heads.training.report import headline, read_report, tables
 
     report = read_report(folder)
@@ -142,4 +143,10 @@ def _report(folder: Path) -> None:
     for table in tables(report):
         console.print(table)
     console.print(headline(report), highlight=False)
+    if (own := report["held_out"].get("target")) is not None:
+        console.print(describe_own(own), highlight=False)
     console.print(f"Checkpoint: {folder}", soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.train_heads
+    raise SystemExit(main())

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa_heads.checkpoint import load_heads
+from medusa_heads.cli import generate
 from medusa_heads.cli.arguments import read_config
 from medusa_heads.cli.train_heads import ARGUMENTS, main
 from medusa_heads.target import TargetModel
@@ -87,6 +88,21 @@ def test_a_run_from_the_command_line(
     assert (training_set["supervised_tokens"] == 80) == self_distill
     assert (output / "metrics.json").is_file() and (output / "run.yaml").is_file()
     assert (output / "distilled").is_dir() == self_distill
+
+
+def test_heads_and_adapter_from_the_command_line(
+    target_folder: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    more = ["--joint", "--lora_r", "4", "--lora_target_modules", "q_proj", "up_proj"]
+    more += ["--joint_warmup_steps", "1", "--max_steps", "3"]
+    assert main(flags(target_folder, corpus, output, *more)) == 0
+    assert "the target's own held-out loss" in capsys.readouterr().out
+    config = json.loads((output / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], set(config["target_modules"])) == (4, {"q_proj", "up_proj"})
+    given = [str(output), "--prompt", "w1 w4 w7", "--max_new_tokens", "8", "--tree", "8"]
+    assert generate.main(given) == 0
+    assert len(capsys.readouterr().out.split()) == 3 + 8  # the prompt comes first
 
 
 def test_hidden_states_are_kept_and_read(
