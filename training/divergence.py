@@ -22,61 +22,55 @@ from medusa_heads.training.teacher import Lesson
 _LEAST_OVERLAP = 1e-30
 
 
-class ChunkTerms:
-    """Losses and slopes of chunk after chunk, over memory that is taken once.
+def measure_terms(
+    objective: LossConfig,
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    lesson: Lesson | None,
+    *,
+    slope: bool,
+    log_q_CV: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Losses and slopes of a chunk.
 
     Args:
         objective: which terms.
-        like_CV: the largest chunk's logits: shape, dtype and device.
+        logits_CV: fp32; they are overwritten.
+        labels_C: true tokens. A pair without one, -100, has no cross-entropy. Where that is the
+            only term, its slope is undefined: callers give such a pair the weight 0.
+        lesson: the target's distributions, if a term needs them.
+        slope: whether slopes are wanted.
+        log_q_CV: memory to work in; slopes may be returned in it.
+
+    Returns:
+        losses_C, log_true_C (log q of the label, -inf where there is none), slope_CV or None.
     """
+    known_C = labels_C != IGNORED
+    label_C1 = labels_C.where(known_C, 0)[:, None]
+    torch.log_softmax(logits_CV, dim=-1, out=log_q_CV)
+    log_true_C = log_q_CV.gather(1, label_C1)[:, 0].where(known_C, -torch.inf)
+    weight = objective.weight("cross_entropy")
+    losses_C = (-weight * log_true_C).where(known_C, 0)
+    if lesson is None:
+        if not slope:
+            return losses_C, log_true_C, None
+        excess_CV = _excess(log_q_CV.exp_(), label_C1)
+        return losses_C, log_true_C, excess_CV if weight == 1 else excess_CV.mul_(weight)
 
-    def __init__(self, objective: LossConfig, like_CV: Tensor) -> None:
-        self.objective = objective
-        self._log_q_CV = torch.empty_like(like_CV)
-
-    def measure(
-        self, logits_CV: Tensor, labels_C: Tensor, lesson: Lesson | None, slope: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Losses and slopes of a chunk; the next call overwrites them.
-
-        Args:
-            logits_CV: fp32; they are overwritten.
-            labels_C: true tokens. A pair without one, -100, has no cross-entropy. Where that is the
-                only term, its slope is undefined: callers give such a pair the weight 0.
-            lesson: the target's distributions, if a term needs them.
-            slope: whether slopes are wanted.
-
-        Returns:
-            losses_C, log_true_C (log q of the label, -inf where there is none), slope_CV or None.
-        """
-        objective = self.objective
-        known_C = labels_C != IGNORED
-        label_C1 = labels_C.where(known_C, 0)[:, None]
-        log_q_CV = self._log_q_CV[: len(logits_CV)]
-        torch.log_softmax(logits_CV, dim=-1, out=log_q_CV)
-        log_true_C = log_q_CV.gather(1, label_C1)[:, 0].where(known_C, -torch.inf)
-        weight = objective.weight("cross_entropy")
-        losses_C = (-weight * log_true_C).where(known_C, 0)
-        if lesson is None:
-            if not slope:
-                return losses_C, log_true_C, None
-            excess_CV = _excess(log_q_CV.exp_(), label_C1)
-            return losses_C, log_true_C, excess_CV if weight == 1 else excess_CV.mul_(weight)
-
-        slope_CV: Tensor | None = None
-        if weight and slope:
-            share_C = known_C.to(log_q_CV.dtype) * weight
-            slope_CV = _excess(log_q_CV.exp(), label_C1).mul_(share_C[:, None])
-        if objective.temperature != 1:
-            torch.log_softmax(logits_CV.div_(objective.temperature), dim=-1, out=log_q_CV)
-        # The logits have served: their memory takes q.
-        q_CV = torch.exp(log_q_CV, out=logits_CV)
-        taught_C, taught_CV = _taught(log_q_CV, q_CV, lesson, objective, slope)
-        losses_C += taught_C
-        if taught_CV is not None:
-            taught_CV /= objective.temperature
-            slope_CV = taught_CV if slope_CV is None else slope_CV.add_(taught_CV)
-        return losses_C, log_true_C, slope_CV
+    slope_CV: Tensor | None = None
+    if weight and slope:
+        share_C = known_C.to(log_q_CV.dtype) * weight
+        slope_CV = _excess(log_q_CV.exp(), label_C1).mul_(share_C[:, None])
+    if objective.temperature != 1:
+        torch.log_softmax(logits_CV.div_(objective.temperature), dim=-1, out=log_q_CV)
+    # The logits have served: their memory takes q.
+    q_CV = torch.exp(log_q_CV, out=logits_CV)
+    taught_C, taught_CV = _taught(log_q_CV, q_CV, lesson, objective, slope)
+    losses_C += taught_C
+    if taught_CV is not None:
+        taught_CV /= objective.temperature
+        slope_CV = taught_CV if slope_CV is None else slope_CV.add_(taught_CV)
+    return losses_C, log_true_C, slope_CV
 
 
 def _excess(q_CV: Tensor, label_C1: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from medusa_heads.training.teacher import Lessons, Teacher
 from medusa_heads.training.vocab_loss import (
     Pairs,
     Recipe,
+    Workspace,
     chunk_pairs,
     frozen_matrix_losses,
     trained_matrix_loss,
@@ -33,6 +34,7 @@ def heads_loss(
     objective: LossConfig | None = None,
     num_items: Tensor | int,
     teacher: Teacher | None = None,
+    workspace: Workspace | None = None,
 ) -> Tensor:
     """`sum over rows and heads of weight * loss / num_items`, as `objective` says.
 
@@ -48,6 +50,7 @@ def heads_loss(
         objective: the terms and weights; default: cross-entropy with weights 0.8 ** i.
         num_items: the divisor, counted over ALL micro-batches of an optimiser step.
         teacher: the target, reading this batch; needed by all terms but cross-entropy.
+        workspace: memory for the logits, where several calls follow each other.
 
     Returns:
         A scalar in fp32 (fp64 for fp64); 0 with zero gradients where nothing is supervised.
@@ -71,7 +74,7 @@ def heads_loss(
     offsets_K = 1 + torch.arange(labels_RK.shape[1], device=labels_RK.device)
     positions_RK = rows.positions_R[:, None] + offsets_K
     matrix_VD, bias_V = heads.vocab_matrix(0)
-    recipe = _recipe(heads, matrix_VD, objective, teacher)
+    recipe = _recipe(heads, matrix_VD, objective, teacher, workspace or Workspace())
     # Left on, autocast would cast the whole matrix anew for every chunk.
     with torch.autocast(features_RKD.device.type, enabled=False):
         if heads.config.vocab_matrix == "shared":
@@ -130,7 +133,11 @@ def _weights(objective: LossConfig, log_true_RK: Tensor, supervised_RK: Tensor) 
 
 
 def _recipe(
-    heads: DraftHeads, matrix_VD: Tensor, objective: LossConfig, teacher: Teacher | None
+    heads: DraftHeads,
+    matrix_VD: Tensor,
+    objective: LossConfig,
+    teacher: Teacher | None,
+    workspace: Workspace,
 ) -> Recipe:
     device = matrix_VD.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -139,4 +146,11 @@ def _recipe(
     if teacher is not None:
         lessons = Lessons(teacher, heads.draft_tokens, objective, compute)
         width = max(width, lessons.width)
-    return Recipe(objective, lessons, compute, chunk_pairs(width, device), torch.is_grad_enabled())
+    return Recipe(
+        objective,
+        lessons,
+        compute,
+        chunk_pairs(width, device),
+        torch.is_grad_enabled(),
+        workspace=workspace,
+    )

@@ -20,9 +20,10 @@ from medusa_heads.training.loss import heads_loss
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.rows import SupervisedRows
 from medusa_heads.training.teacher import Teacher
+from medusa_heads.training.vocab_loss import Workspace
 
 # Features of a block: rows times heads times hidden size.
-BLOCK_FEATURES_CPU = 1 << 21
+BLOCK_FEATURES_CPU = 1 << 22
 BLOCK_FEATURES_GPU = 1 << 25
 LEAST_BLOCK = 64
 
@@ -53,11 +54,19 @@ def rows_loss(
         width = rows.labels_RK.shape[1] * hidden_RD.shape[1]
         block_rows = max(budget // width, LEAST_BLOCK)
 
+    workspace = Workspace()
+
     def block_loss(hidden_RD: Tensor, block: slice) -> Tensor:
         part = SupervisedRows(rows.positions_R[block], rows.labels_RK[block], rows.tokens_RK[block])
         features_RKD = heads.features(hidden_RD, part.tokens_RK)
         return heads_loss(
-            heads, features_RKD, part, objective=objective, num_items=num_items, teacher=teacher
+            heads,
+            features_RKD,
+            part,
+            objective=objective,
+            num_items=num_items,
+            teacher=teacher,
+            workspace=workspace,
         )
 
     # At least one block, so that without any row there still is a zero with zero gradients.

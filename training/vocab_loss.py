@@ -10,20 +10,20 @@ Shapes: N pairs of a position and a head, C of a chunk, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from medusa_heads.training.divergence import ChunkTerms
+from medusa_heads.training.divergence import measure_terms
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.teacher import Lessons
 
 # Logits held at a time, and pairs that a product should have at least: below them the matrix is
 # read from memory for too little work.
-CHUNK_LOGITS_CPU = 1 << 22
+CHUNK_LOGITS_CPU = 1 << 21
 CHUNK_LOGITS_GPU = 1 << 26
 LEAST_CHUNK = 256
 
@@ -41,6 +41,23 @@ class Pairs:
     positions_N: Tensor
 
 
+class Workspace:
+    """Memory that chunk after chunk is written to. Taken anew for each, on a CPU it would cost more
+    time than what is computed in it: every page is fetched from the system and cleared."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, Tensor] = {}
+
+    def matrix(
+        self, name: str, rows: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Uninitialised, [rows, width]; the next matrix of the same name lies in the same place."""
+        taken, size = self._taken.get(name), rows * width
+        if taken is None or len(taken) < size or (taken.dtype, taken.device) != (dtype, device):
+            taken = self._taken[name] = torch.empty(size, dtype=dtype, device=device)
+        return taken[:size].view(rows, width)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How the losses are computed.
@@ -52,6 +69,7 @@ class Recipe:
         chunk: pairs at a time.
         learning: whether gradients are wanted. Under no_grad autograd still says that they are.
         cap: logits x become `cap * tanh(x / cap)`, as some targets' own do; None: they stay.
+        workspace: shared by calls that follow each other.
     """
 
     objective: LossConfig
@@ -60,6 +78,7 @@ class Recipe:
     chunk: int
     learning: bool
     cap: float | None = None
+    workspace: Workspace = field(default_factory=Workspace)
 
     @property
     def exact(self) -> torch.dtype:
@@ -112,9 +131,13 @@ def _chunks(
     """Of each chunk: where it lies, features_CD, losses_C, log_true_C and slope_CV, the matrix
     products' factors in `compute`. What is yielded is overwritten by the next chunk."""
     size = min(recipe.chunk, len(features_ND))
-    logits_CV = features_ND.new_empty(size, matrix_VD.shape[0], dtype=recipe.exact)
-    rounded_CV = logits_CV if recipe.compute == recipe.exact else logits_CV.to(recipe.compute)
-    terms = ChunkTerms(recipe.objective, logits_CV)
+    shape, device = (size, matrix_VD.shape[0]), features_ND.device
+    space = recipe.workspace
+    logits_CV = space.matrix("logits", *shape, recipe.exact, device)
+    rounded_CV = logits_CV
+    if recipe.compute != recipe.exact:
+        rounded_CV = space.matrix("rounded", *shape, recipe.compute, device)
+    log_q_CV = space.matrix("log_q", *shape, recipe.exact, device)
     for start in range(0, len(features_ND), max(size, 1)):
         chunk = slice(start, start + size)
         x_CD = features_ND[chunk].to(recipe.compute)
@@ -132,7 +155,14 @@ def _chunks(
         lesson = None
         if recipe.lessons is not None:
             lesson = recipe.lessons.of(pairs.positions_N[chunk])
-        losses_C, log_true_C, slope_CV = terms.measure(z_CV, pairs.labels_N[chunk], lesson, slope)
+        losses_C, log_true_C, slope_CV = measure_terms(
+            recipe.objective,
+            z_CV,
+            pairs.labels_N[chunk],
+            lesson,
+            slope=slope,
+            log_q_CV=log_q_CV[: len(x_CD)],
+        )
         if slope_CV is not None and steepness_CV is not None:
             slope_CV.mul_(steepness_CV)
         if slope_CV is not None and slope_CV.dtype != recipe.compute:
