@@ -94,7 +94,8 @@ def tune(arguments: TuneArguments) -> None:
             )
         dtype = str(model.target.dtype).removeprefix("torch.")
         batch = f", batch of {arguments.batch_size}" if arguments.batch_size > 1 else ""
-        console.print(make_table(sizes, f"{dtype}, {context} tokens of context{batch}"))
+        title = f"{dtype}, {context} tokens of context{batch}"
+        console.print(make_table(sizes, title, arguments.batch_size))
     kept = tree_size.measurement_folder()
     console.print(f"Measurements are kept in {kept}", soft_wrap=True, highlight=False)
     if arguments.write is not None:
@@ -105,15 +106,17 @@ def tune(arguments: TuneArguments) -> None:
         console.print(f"{best.tree} written to {arguments.write}", soft_wrap=True, highlight=False)
 
 
-def make_table(sizes: Sequence[TreeSize], title: str) -> Table:
-    """Every tree in the order given; the fastest is marked."""
+def make_table(sizes: Sequence[TreeSize], title: str, batch_size: int = 1) -> Table:
+    """Every tree in the order given; what `auto` takes is marked."""
     from rich.table import Table
+
+    from medusa_heads.inference.tree_size import fastest
 
     table = Table(title=title)
     table.add_column("tree", no_wrap=True)
     for column in ("step ms", "tokens per step", "tokens/s", ""):
         table.add_column(column, justify="right")
-    chosen = max(sizes, key=lambda size: size.tokens_per_second)
+    chosen = fastest(sizes, batch_size)
     for size in sizes:
         table.add_row(
             size.tree,

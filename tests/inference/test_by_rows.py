@@ -10,7 +10,7 @@ import torch
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.inference import model as model_module
 from medusa_heads.inference.drafters.by_rows import ByRowsDrafter, rounded_up
-from medusa_heads.inference.tree_size import TreeSize, tune
+from medusa_heads.inference.tree_size import TreeSize, fastest, tune
 from medusa_heads.statistics import HeadStatistics
 from tests.conftest import TinyLlama
 
@@ -82,3 +82,18 @@ def test_large_batches_are_measured_with_small_trees_alone(
     assert [size.tree for size in sizes] == ["none", "static:1", "static:3"]
     sizes = tune(medusa.target, medusa.heads, statistics, context=4, batch_size=2000)
     assert [size.tree for size in sizes] == ["none"]
+
+
+def test_fastest_is_the_smallest_of_equals_and_knows_of_last_rows() -> None:
+    sizes = [
+        TreeSize("none", 1.0, 1.0),
+        TreeSize("static:3", 1.3, 1.5),  # 1.154 tokens a second
+        TreeSize("dynamic:4", 1.0, 1.29),
+        TreeSize("static:7", 1.0, 1.3),
+        TreeSize("static:15", 1.5, 1.96),  # 1.307, less than a hundredth more
+    ]
+    assert fastest(sizes).tree == "dynamic:4"
+    assert fastest(sizes[3:]).tree == "static:7"
+    assert fastest(sizes, 2).tree == "dynamic:4"
+    assert fastest(sizes, 8).tree == "none"  # a gain of 1.3 does not outweigh the last row
+    assert fastest([*sizes, TreeSize("static:31", 1.0, 1.5)], 8).tree == "static:31"
