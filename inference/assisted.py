@@ -104,8 +104,9 @@ class AssistedModel:
                 raise ValueError("stop_strings need the tokenizer: pass tokenizer= as well")
             stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
             stopping_criteria.append(StopStringCriteria(tokenizer, strings))
-            generation_config = copy.deepcopy(generation_config or model.generation_config)
-            generation_config.stop_strings = None
+            if (generation_config or model.generation_config).stop_strings:
+                generation_config = copy.deepcopy(generation_config or model.generation_config)
+                generation_config.stop_strings = None
         return model.generate(
             inputs,
             generation_config=generation_config,
