@@ -29,6 +29,12 @@ REPORT_VERSION = 1
 SIZES = (1, 3, 7, 11, 15, 16, 23, 31, 32, 47, 63)  # drafted nodes
 HEADLINE_SIZE = 32
 RANKS = 5
+LEGEND = (
+    "ahead: the token a head predicts, counted from the last one read. T: the temperature its "
+    "logits are divided by. ECE: expected calibration error, the mean gap between how sure a head "
+    "is and how often it is right, at temperature 1 and at T. walked: along the text, as decoding "
+    "goes; anywhere: at random positions."
+)
 
 
 def make_report(
@@ -168,6 +174,7 @@ def markdown(report: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
     for name, (columns, rows) in _tables(report).items():
         lines = [f"## {name}", "", _row(columns), _row(["---:"] * len(columns))]
         parts.append("\n".join([*lines, *map(_row, rows)]))
+    parts.append(LEGEND)
     parts += [f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in pictures]
     return "\n\n".join(parts) + "\n"
 
@@ -204,16 +211,16 @@ def _tables(report: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[s
     calibration = {entry["head"]: entry for entry in report["calibration"]}
     heads = []
     for entry in report["accuracy"]:
-        row = [str(entry["head"]), f"{entry['looks_ahead']} tokens"]
+        row = [str(entry["head"]), str(entry["looks_ahead"])]
         row += [f"{share:.3f}" for share in entry["top_k"]]
         if entry["head"] in calibration:
             found = calibration[entry["head"]]
             errors = (found[moment]["expected_error"] for moment in ("before", "after"))
             row += [f"{found['temperature']:.2f}", *(f"{error:.3f}" for error in errors)]
         heads.append(row)
-    columns = ["head", "looks ahead", *(f"top-{k + 1}" for k in range(RANKS))]
+    columns = ["head", "ahead", *(f"top-{k + 1}" for k in range(RANKS))]
     if calibration:
-        columns += ["temperature", "calibration error", "with temperature"]
+        columns += ["T", "ECE", "ECE at T"]
     dynamic = {tree["nodes"]: tree["tokens_per_step_anywhere"] for tree in report["dynamic_trees"]}
     trees = [
         [

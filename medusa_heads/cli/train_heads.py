@@ -136,12 +136,13 @@ def _report(folder: Path) -> None:
     from rich.console import Console
 
     from medusa_heads.training.joint import describe_own
-    from medusa_heads.training.report import headline, read_report, tables
+    from medusa_heads.training.report import LEGEND, headline, read_report, tables
 
     report = read_report(folder)
     console = Console()
     for table in tables(report):
         console.print(table)
+    console.print(LEGEND, style="dim", highlight=False)
     console.print(headline(report), highlight=False)
     if (own := report["held_out"].get("target")) is not None:
         console.print(describe_own(own), highlight=False)
