@@ -298,7 +298,8 @@ class TargetModel:
         for name, tensor in sorted(state.items()):
             digest.update(name.encode())
             if isinstance(tensor, Tensor):
-                _hash_tensor(digest, tensor.detach())
+                gather = getattr(tensor, "full_tensor", None)  # of one that processes share
+                _hash_tensor(digest, (gather() if gather else tensor).detach())
         return digest.hexdigest()
 
 

@@ -45,15 +45,29 @@ class TargetArguments:
         },
     )
 
+    shard_target: bool = field(
+        default=False,
+        metadata={
+            "help": "Spread the target over the processes (FSDP2) instead of a whole one in each."
+        },
+    )
+
     def __post_init__(self) -> None:
         known = ("auto", "bfloat16", "float16", "float32")
         if self.dtype not in known:
             raise ValueError(f"dtype must be one of {list(known)}, got {self.dtype!r}")
 
+        if self.shard_target and self.load_in_4bit:
+            raise ValueError(
+                "shard_target and load_in_4bit exclude each other: 4-bit matrices cannot be spread"
+            )
+
     def placement(self, device: Any) -> dict[str, Any]:
         """What TargetModel.from_pretrained is told of the device and of quantisation: NormalFloat
         with quantised constants, computing in bf16 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
         """
+        if self.shard_target:
+            return {}  # on the CPU; shard_target takes it from there
         if not self.load_in_4bit:
             return {"device": device}
         import torch

@@ -33,6 +33,7 @@ from medusa_heads.training.metrics import complete_runs, rank_statistics
 from medusa_heads.training.report import make_report, write_report
 from medusa_heads.training.resumable import clear_checkpoints, find_checkpoint
 from medusa_heads.training.run_record import changed_arguments, check_same_run, write_run
+from medusa_heads.training.sharding import is_sharded
 from medusa_heads.training.trainer import HeadsTrainer
 from medusa_heads.training.vocabulary import count_tokens
 
@@ -148,6 +149,12 @@ def train_heads(
             "joint training changes the target's hidden states, so none can be kept: leave "
             "hidden_cache off"
         )
+    cached = hidden_cache is not None and hidden_cache.hidden_cache != "off"
+    if is_sharded(target) and (joint is not None or cached):
+        raise ValueError(
+            "a sharded target runs in all processes at once and as it is: leave joint training and "
+            "hidden_cache off"
+        )
     if checkpoint is not None:
         check_same_run(checkpoint, story())
     hidden_states = open_hidden_states(
@@ -200,7 +207,7 @@ def train_heads(
         if target.weights_digest(with_adapter=joint is None) != before:
             raise RuntimeError("the target's weights changed while its heads were trained")
 
-        if trainer.is_world_process_zero():
+        if trainer.is_world_process_zero() or is_sharded(target):
             write_results(
                 output, trainer, outcome.metrics, measured, data.held_out, story(), adapter
             )
@@ -214,7 +221,7 @@ def as_target(target: str | TargetModel | PreTrainedModel, device: torch.device)
     elif not isinstance(target, TargetModel):
         target = TargetModel(target)
     target.freeze()
-    # A target that accelerate spread over devices stays where it is.
+    # A target that accelerate spread over devices, or that is sharded, stays where it is.
     if target.device.type != device.type and getattr(target.model, "hf_device_map", None) is None:
         target.model.to(device)  # type: ignore[arg-type]
     return target
@@ -229,12 +236,17 @@ def write_results(
     history: Mapping[str, Any],
     adapter: PeftModel | None,
 ) -> None:
-    """The checkpoint, with an adapter if one was trained too, its figures, story and report."""
+    """The checkpoint, with an adapter if one was trained too, its figures, story and report.
+
+    Only the first process writes; others are here where a sharded target needs them.
+    """
     heads = trainer.accelerator.unwrap_model(trainer.model).heads
     target, hidden_states = trainer.target, trainer.hidden_states
     ranks_BTK = torch.as_tensor(measured.predictions)
     statistics = rank_statistics(ranks_BTK)
     calibrations = calibrate(statistics, heads, hidden_states, held_out)
+    if not trainer.is_world_process_zero():
+        return
     save_heads(output, heads, target, statistics=statistics, provenance=history, adapter=adapter)
     metrics = {
         **{name: value for name, value in trained.items() if name != "total_flos"},

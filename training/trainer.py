@@ -115,6 +115,11 @@ class HeadsTrainer(ResumableTrainer):
             compute_metrics=_compute_metrics,
             **kwargs,
         )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "heads are trained whole in each process, not under FSDP or DeepSpeed: launch with "
+                "configs/accelerate/ddp.yaml, and shard the target with shard_target"
+            )
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(ReadableProgress)

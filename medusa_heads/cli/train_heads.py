@@ -92,12 +92,23 @@ def _train(argv: Sequence[str] | None) -> None:
         trust_remote_code=to_target.trust_remote_code,
         **to_target.placement(training_args.device),
     )
+    if to_target.shard_target:
+        from medusa_heads.training.sharding import shard_target
+
+        if to_distill.self_distill:
+            raise ValueError(
+                "the processes of a sharded target cannot write text apart: make it with "
+                "medusa-heads regenerate, and give it as --dataset"
+            )
+        shard_target(target, training_args.device)
     if to_distill.self_distill:
         from medusa_heads.cli.distilling import distilled_rows
 
-        corpus, held_out = distilled_rows(
-            target, tokenizer, corpus, held_out, to_data, to_distill, to_optimise
-        )
+        # The first process writes the text, the others read it from the cache.
+        with training_args.main_process_first(desc="the target's text"):
+            corpus, held_out = distilled_rows(
+                target, tokenizer, corpus, held_out, to_data, to_distill, to_optimise
+            )
     data = prepare_data(
         target,
         corpus,
