@@ -33,7 +33,7 @@ from medusa_heads.cli.decoding import ModelArguments, load_model
 from medusa_heads.files import replace_file
 from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.prompts import held_out_prompts
-from medusa_heads.inference.tree_size import expected_tokens, tune
+from medusa_heads.inference.tree_size import expected_tokens, fastest, tune
 
 PLAIN = "transformers generate"
 
@@ -111,7 +111,7 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
         "temperature": arguments.temperature,
         "new_tokens": arguments.max_new_tokens,
         "machine": machine | {"load_average_after": describe_machine()["load_average"]},
-        "auto": medusas["auto"].tree if "auto" in medusas else None,
+        "auto": fastest(sizes, arguments.batch_size).tree,
         "sizes": {size.tree: size.step_seconds for size in sizes},
         "ways": {name: summarise(turns, name, medusas) for name in ways},
     }
@@ -202,7 +202,7 @@ def table_of(report: dict[str, Any]) -> Table:
     how = f"temperature {report['temperature']:g}" if report["temperature"] else "greedy"
     table = Table(
         title=f"{Path(report['target']).name}, {report['dtype']}, {how}, batches of "
-        f"{report['batch_size']}; auto took {report['auto']}"
+        f"{report['batch_size']}; auto takes {report['auto']}"
     )
     table.add_column("", no_wrap=True)
     for column in ("tokens/s", "speed-up", "tokens per step", "auto is", "rows as plain"):
