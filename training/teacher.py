@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medusa_heads.heads.base import vocabulary
+from medusa_heads.heads.vocabulary import vocabulary
 from medusa_heads.target import TargetModel
 from medusa_heads.training.loss_config import LossConfig
 

@@ -106,8 +106,9 @@ class PrefixMemory:
         if min(self._lengths) == start:
             held[:, :, :, start : start + count] = fresh_2BAPE
         else:
-            index = positions_BP[None, :, None, :, None].expand_as(fresh_2BAPE)
-            held.scatter_(3, index, fresh_2BAPE)
+            # Whole rows at once: an expanded scatter goes element by element on a CPU.
+            batch_B1 = torch.arange(held.shape[1], device=held.device)[:, None]
+            held[:, batch_B1, :, positions_BP] = fresh_2BAPE.permute(1, 3, 0, 2, 4)
 
 
 def _last_tokens(row: Row, count: int) -> list[int]:

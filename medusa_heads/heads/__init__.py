@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads.base import DraftHeads, HasVocabulary, frequent_tokens
+from medusa_heads.heads.base import DraftHeads
 from medusa_heads.heads.hydra import HydraHeads
 from medusa_heads.heads.medusa import MedusaHeads
+from medusa_heads.heads.vocabulary import HasVocabulary, frequent_tokens
 
 __all__ = [
     "KINDS",

@@ -7,7 +7,7 @@ heads, which may be smaller than the target's).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +15,9 @@ from torch import Tensor, nn
 
 from medusa_heads.config import IGNORED, HeadsConfig
 from medusa_heads.heads.prefix import PrefixLayer
+from medusa_heads.heads.vocabulary import HasVocabulary, embeddings, vocabulary
 
 AnyHeads = TypeVar("AnyHeads", bound="DraftHeads")
-
-
-class HasVocabulary(Protocol):
-    """What heads need of a target: a TargetModel, or any transformers causal LM."""
-
-    def get_output_embeddings(self) -> Any:
-        """The lm_head: a module with `weight` [V, D] and `bias` [V] or None."""
 
 
 class ResBlock(nn.Module):
@@ -251,56 +245,3 @@ class DraftHeads(nn.Module):
         if self.draft_tokens is None:
             return of_all
         return of_all[self.draft_tokens.to(of_all.device)]
-
-
-def vocabulary(target: HasVocabulary) -> tuple[Tensor, Tensor | None]:
-    """The lm_head's weight [V, D] and bias [V] or None.
-
-    Raises:
-        ValueError: it is quantised, or not a matrix.
-    """
-    lm_head = target.get_output_embeddings()
-    weight_VD = getattr(lm_head, "weight", None)
-    if (
-        not isinstance(weight_VD, Tensor)
-        or weight_VD.ndim != 2
-        or not weight_VD.is_floating_point()
-    ):
-        raise ValueError(
-            "the target must have an unquantised lm_head of shape [vocab_size, hidden_size], got "
-            f"{type(lm_head).__name__}: load the target with its lm_head left out of quantisation"
-        )
-    bias_V = getattr(lm_head, "bias", None)
-    return weight_VD.detach(), None if bias_V is None else bias_V.detach()
-
-
-def embeddings(target: HasVocabulary, hidden_size: int) -> Tensor:
-    """The token embeddings [V, D].
-
-    Raises:
-        ValueError: they are quantised, or not as wide as the hidden state.
-    """
-    model: Any = target
-    weight_VD = getattr(model.get_input_embeddings(), "weight", None)
-    if (
-        not isinstance(weight_VD, Tensor)
-        or not weight_VD.is_floating_point()
-        or weight_VD.shape[1:] != (hidden_size,)
-    ):
-        raise ValueError(
-            "hydra heads and prefix attention need a target with unquantised token embeddings as "
-            f"wide as its hidden state of {hidden_size}: use kind 'medusa' without a prefix"
-        )
-    return weight_VD.detach()
-
-
-def frequent_tokens(counts_V: Tensor, size: int) -> Tensor:
-    """The `size` most frequent token ids, ascending: a reduced vocabulary (FR-Spec, Zhao et al.
-    2025, arXiv:2502.14856). Of equally frequent ones the lower id is taken.
-
-    Raises:
-        ValueError: `size` is not between 1 and the vocabulary's.
-    """
-    if not 1 <= size <= len(counts_V):
-        raise ValueError(f"draft_vocab_size must lie between 1 and {len(counts_V)}, got {size}")
-    return counts_V.argsort(descending=True, stable=True)[:size].sort().values

@@ -1,4 +1,4 @@
-"""The resume proof in small: killed twice, it ends like the untouched run, and the control fails."""
+"""The resume proof in small: killed twice, it ends like the untouched run; the control fails."""
 
 from pathlib import Path
 

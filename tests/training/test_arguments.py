@@ -64,7 +64,6 @@ def test_heads_arguments_make_a_heads_config() -> None:
     [
         (TargetArguments, {"model_name_or_path": "x", "dtype": "half"}, "dtype must be one of"),
         (HeadsArguments, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
-        (HeadsArguments, {"head_loss_decay": 0.0}, "head_loss_decay must lie in"),
         (OptimisationArguments, {"gradient_accumulation_steps": 0}, "must be at least 1"),
         (OptimisationArguments, {"warmup_share": 1.0}, "warmup_share must lie in"),
         (OptimisationArguments, {"learning_rate": 0.0}, "learning_rate must be above 0"),

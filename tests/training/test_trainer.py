@@ -202,7 +202,7 @@ def test_heads_learn_from_the_targets_own_distribution(
         heads, target, arguments(tmp_path), make_rows(4), objective=LossConfig(terms)
     )
     batch = collate([make_rows(4)[i] for i in range(4)])
-    loss = trainer.compute_loss(trainer.model, batch)
+    loss = trainer.compute_loss(trainer.model_wrapped, batch)
     hidden_BTD = target.hidden(batch["input_ids"], batch["attention_mask"])
     p_BTV = target.model(batch["input_ids"]).logits.softmax(-1)
     q_BTKV = heads(hidden_BTD).softmax(-1)
