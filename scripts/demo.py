@@ -24,6 +24,7 @@ from typing import Any
 # Waiting threads sleep instead of spinning; read when torch is loaded, so set before it is.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import yaml
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -61,11 +62,12 @@ def main() -> int:
     """Run the stages that are needed; returns the exit code."""
     os.chdir(ROOT)  # the paths of the configuration are relative to the repository
     console = Console()
+    recipe = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     stages = (
         Stage(
             "train",
-            "The target continues 3,072 pieces of Python's standard library itself; "
-            "4 heads learn from that text to guess its next tokens.",
+            f"The target continues {recipe['num_prompts']:,} pieces of Python's standard library "
+            f"itself; {recipe['num_heads']} heads learn from that text to guess its next tokens.",
             "3 minutes",
             (HEADS / "medusa_heads.json", HEADS / "medusa_lm_head.safetensors"),
             heads_key,
