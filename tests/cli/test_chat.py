@@ -6,6 +6,7 @@ import io
 import json
 import re
 import signal
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,15 @@ class Interrupting(io.StringIO):
         return super().write(text)
 
 
+@pytest.fixture
+def keyboard() -> Iterator[None]:
+    """Ctrl-C as at a terminal: a shell's background jobs are born ignoring it."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
+@pytest.mark.usefixtures("keyboard")
 def test_ctrl_c_stops_the_answer_and_not_the_chat(
     speaker: Path,
     tmp_path: Path,
