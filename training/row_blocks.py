@@ -23,7 +23,7 @@ from medusa_heads.training.teacher import Teacher
 from medusa_heads.training.vocab_loss import Workspace
 
 # Features of a block: rows times heads times hidden size.
-BLOCK_FEATURES_CPU = 1 << 22
+BLOCK_FEATURES_CPU = 1 << 21
 BLOCK_FEATURES_GPU = 1 << 25
 LEAST_BLOCK = 64
 
