@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import Trainer, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from medusa_heads.training.run_record import write_run
 
@@ -34,6 +34,20 @@ class ResumableTrainer(Trainer):
     """
 
     record: Callable[[], Mapping[str, Any]] | None = None
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """As transformers', which would take one step more where a finished run is resumed."""
+        if isinstance(resume_from_checkpoint, str):
+            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / STATE_FILE))
+            if 0 < state.max_steps <= state.global_step:
+                self._load_from_checkpoint(resume_from_checkpoint)
+                self.state = state
+                if self.args.load_best_model_at_end and state.best_model_checkpoint:
+                    self._load_best_model()
+                return TrainOutput(state.global_step, 0.0, {})
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial))

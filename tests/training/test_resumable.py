@@ -65,6 +65,15 @@ def test_a_checkpoint_killed_while_it_is_written_is_passed_over(
     assert is_whole(newest)
 
 
+def test_a_finished_run_that_is_resumed_takes_no_further_step(
+    run: Callable[..., DraftHeads], tmp_path: Path
+) -> None:
+    whole = run().state_dict()
+    again = run(resume_from_checkpoint="last").state_dict()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert checkpoints(tmp_path / "run")[0].name == "checkpoint-6"
+
+
 def test_a_checkpoint_that_lacks_any_part_is_not_whole(
     run: Callable[..., DraftHeads], tmp_path: Path
 ) -> None:
