@@ -179,7 +179,10 @@ class HiddenCache:
         path = self.folder / f"{number:06}-{uuid.uuid4().hex[:8]}.safetensors"
         beside = path.with_name(f".{path.name}.part")
         try:
+            beside.touch()
+            mode = beside.stat().st_mode  # safetensors makes files that others cannot read
             save_file(self._pending, beside, metadata={"cache": self.key.name()})
+            beside.chmod(mode)
             os.replace(beside, path)
         except SafetensorError as error:
             raise OSError(f"{path} could not be written: {error}") from error

@@ -67,6 +67,11 @@ def test_rows_wait_in_memory_until_a_shard_is_full(tmp_path: Path) -> None:
     assert opened(tmp_path).missing() == ["bb", "cc"]
 
 
+def test_shards_may_be_read_by_whom_the_index_may(folder: Path) -> None:
+    modes = {path.stat().st_mode for path in [*shards(folder), folder / "index.json"]}
+    assert len(modes) == 1
+
+
 def test_one_process_sees_what_another_wrote(tmp_path: Path) -> None:
     mine, other = opened(tmp_path), opened(tmp_path)
     mine.write_index()

@@ -23,6 +23,7 @@ from medusa_heads.target import TargetModel
 from medusa_heads.training import hidden_states
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.cache_arguments import CacheArguments
+from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.packing import pack_rows
 from medusa_heads.training.train import train_heads
 
@@ -53,6 +54,7 @@ class Runs:
         self.texts = texts
         self.folder = folder
         self.shape = SHAPES["medusa"]
+        self.objective: LossConfig | None = None
         self.forwards = 0
         self.count = 0
         hidden = target.hidden
@@ -84,6 +86,7 @@ class Runs:
             self.texts[0],
             eval_dataset=self.texts[1],
             config=self.shape,
+            objective=self.objective,
             output_dir=self.folder / output,
             training_args=to_training_arguments(
                 OptimisationArguments(**{**values, **changed}), self.shape.vocab_matrix
@@ -117,6 +120,14 @@ def test_weights_are_bitwise_the_same_and_the_target_does_not_run(shape: str, ru
         assert same(plain, runs(mode)), mode
         assert runs.eval_loss == plain_loss
         assert runs.forwards == {"write": 5 + 3 + 1, "auto": 1, "read": 0}[mode]
+
+
+@pytest.mark.parametrize("head_weights", ["decay", "acceptance"])
+def test_the_target_teaches_from_the_cache(head_weights: Any, runs: Runs) -> None:
+    runs.objective = LossConfig({"forward_kl": 1.0, "acceptance": 0.5}, head_weights=head_weights)
+    plain = runs("off")
+    assert same(plain, runs("auto")) and same(plain, runs("read"))
+    assert runs.forwards == 0
 
 
 def test_from_the_second_epoch_the_target_does_not_run(runs: Runs) -> None:
@@ -159,6 +170,7 @@ def test_packed_rows(runs: Runs) -> None:
     facts = check_rows(known, runs.target, name="set", heads_reached=1)
     data = TrainingData(pack_rows(known, 48), held_out, known, facts, facts, [])
     runs.texts = (data, held_out)
+    runs.objective = LossConfig({"cross_entropy": 0.5, "forward_kl": 0.5})
     plain = runs("off")
     assert same(plain, runs("auto")) and same(plain, runs("read"))
     assert runs.forwards == 0
