@@ -96,6 +96,11 @@ class TargetModel:
         """Evaluation mode, no gradients: the target is never trained by heads."""
         self.model.eval()
         self.model.requires_grad_(False)
+        for module in self.model.modules():
+            if hasattr(getattr(module, "weight", None), "quant_state"):
+                # Says nothing, but to bitsandbytes: told of evaluation on a CPU, it packs its 4-bit
+                # matrices, unpacks them whenever they are read, and rounds them each time.
+                module.training = True
 
     def get_output_embeddings(self) -> Any:
         """The model's lm_head, a linear module."""

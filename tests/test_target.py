@@ -11,6 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForC
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target import TargetModel
+from medusa_heads.training.arguments import TargetArguments
 from tests.conftest import TinyLlama
 
 
@@ -80,3 +81,16 @@ def test_a_target_whose_weights_accelerate_keeps_elsewhere(tiny_llama: TinyLlama
     assert model.device.type == "meta" and offloaded.device.type == "cpu"
     assert offloaded.weights_digest() == whole.weights_digest()
     assert model.device.type == "meta"
+
+
+def test_a_target_in_4_bits_stays_bit_for_bit_what_was_loaded(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    tiny_llama().save_pretrained(tmp_path)
+    placed = TargetArguments(str(tmp_path), load_in_4bit=True).placement("cpu")
+    target = TargetModel.from_pretrained(str(tmp_path), dtype="bfloat16", **placed)
+    loaded, tokens = target.weights_digest(), torch.arange(8)[None]
+    first = target.hidden(tokens)
+    assert target.weights_digest() == loaded
+    assert torch.equal(target.hidden(tokens), first)

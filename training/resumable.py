@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerState
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from medusa_heads.training.run_record import write_run
@@ -41,7 +41,7 @@ class ResumableTrainer(Trainer):
         """As transformers', which would take one step more where a finished run is resumed."""
         if isinstance(resume_from_checkpoint, str):
             state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / STATE_FILE))
-            if 0 < state.max_steps <= state.global_step:
+            if _is_finished(state, self.args):
                 self._load_from_checkpoint(resume_from_checkpoint)
                 self.state = state
                 if self.args.load_best_model_at_end and state.best_model_checkpoint:
@@ -62,6 +62,15 @@ class ResumableTrainer(Trainer):
         if self.record is not None and self.args.should_save:
             write_run(output_dir, self.record())
         self.accelerator.wait_for_everyone()
+
+
+def _is_finished(state: TrainerState, args: TrainingArguments) -> bool:
+    """Whether a run came to its end, and is not asked now to go further than it was then."""
+    if not 0 < state.max_steps <= state.global_step:
+        return False
+    if args.max_steps > 0:
+        return args.max_steps <= state.global_step
+    return args.num_train_epochs <= state.num_train_epochs
 
 
 def is_whole(checkpoint: Path) -> bool:

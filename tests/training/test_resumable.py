@@ -30,14 +30,16 @@ Rows = Callable[..., Dataset]
 def run(target: TargetModel, make_rows: Rows, tmp_path: Path) -> Callable[..., DraftHeads]:
     """Six steps with a checkpoint after each second; further arguments are train_heads'."""
 
-    def go(folder: str = "run", rows: Dataset | None = None, **more: Any) -> DraftHeads:
+    def go(
+        folder: str = "run", rows: Dataset | None = None, steps: int = 6, **more: Any
+    ) -> DraftHeads:
         settings = {"save_steps": 2, "save_total_limit": None, "load_best_model_at_end": False}
         return train_heads(
             target,
             make_rows(20) if rows is None else rows,
             eval_dataset=make_rows(4, seed=7),
             output_dir=tmp_path / folder,
-            training_args=quick(tmp_path, 6, **settings),
+            training_args=quick(tmp_path, steps, **settings),
             **{"config": HeadsConfig(num_heads=2), **more},
         )
 
@@ -73,6 +75,14 @@ def test_a_finished_run_that_is_resumed_takes_no_further_step(
     again = run(rows=rows, resume_from_checkpoint="last").state_dict()
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert checkpoints(tmp_path / "run")[0].name == "checkpoint-6"
+
+
+def test_a_finished_run_that_is_asked_for_more_goes_on(
+    run: Callable[..., DraftHeads], tmp_path: Path
+) -> None:
+    run()
+    run(steps=10, resume_from_checkpoint="last")
+    assert checkpoints(tmp_path / "run")[0].name == "checkpoint-10"
 
 
 def test_a_checkpoint_that_lacks_any_part_is_not_whole(
