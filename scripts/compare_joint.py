@@ -58,7 +58,7 @@ class CompareArguments:
     )
     num_prompts: int = field(default=2048, metadata={"help": "Prompts to learn from."})
     num_eval_prompts: int = field(default=192, metadata={"help": "Held-out prompts."})
-    num_decoded: int = field(default=32, metadata={"help": "Of these, how many are decoded."})
+    num_decoded: int = field(default=192, metadata={"help": "Of these, how many are decoded."})
     text: str | None = field(
         default=None, metadata={"help": "Folder of such rows, instead of writing them anew."}
     )
@@ -169,7 +169,7 @@ def own_loss(target: TargetModel, rows: Dataset) -> float:
 
 def decode(model: MedusaModel, held_out: Dataset, count: int) -> dict[str, float]:
     """Tokens per step over `count` prompts, by how the next token is taken."""
-    prompts = [row[:PROMPT] for row in held_out["input_ids"][: 3 * count : 3]]
+    prompts = [row[:PROMPT] for row in held_out["input_ids"][:count]]
     figures = {}
     for name, options in (
         ("greedy", {"do_sample": False}),
