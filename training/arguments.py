@@ -258,6 +258,7 @@ def to_training_arguments(
     values["warmup_steps"] = values.pop("warmup_share")
     if values["learning_rate"] is None:
         values["learning_rate"] = default_learning_rate(vocab_matrix)
+    _check_tracker(arguments.report_to)
     steps = {kind: values.pop(f"{kind}_steps") for kind in ("eval", "save")}
     for kind, other in (("eval", "save"), ("save", "eval")):
         # The best heads are among those that were both evaluated and saved: one follows the other.
@@ -277,6 +278,17 @@ def to_training_arguments(
         "data_seed": arguments.seed,
     }
     return TrainingArguments(**{**defaults, **values, **extra})
+
+
+def _check_tracker(name: str) -> None:
+    from importlib.util import find_spec
+
+    # transformers would say so only when the run begins, and not in one sentence.
+    if name in ("tensorboard", "wandb") and find_spec(name) is None:
+        raise ValueError(
+            f"report_to {name} needs a package that is not installed: "
+            f"pip install 'medusa-heads[{name}]'"
+        )
 
 
 def _extra_fields(given: dict[str, Any] | str | None, known: set[str]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from medusa_heads.heads import MedusaHeads
 from medusa_heads.target import TargetModel
 from medusa_heads.training.data import collate
 from medusa_heads.training.loss_config import LossConfig
+from medusa_heads.training.packing import pack_rows
 from medusa_heads.training.rows import head_labels
 from medusa_heads.training.trainer import HeadsTrainer
 
@@ -91,6 +92,32 @@ def test_gradient_accumulation_equals_one_large_batch(
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-7)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_packed_rows_learn_what_the_same_rows_do_apart(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    # A step over all rows at once, and the same documents packed and accumulated.
+    rows = Dataset.from_list([*make_rows(4, length=8), *make_rows(4, length=30, seed=1)])
+    weights = []
+    packed = pack_rows(rows, 40)
+    assert len(packed) == 4
+    for given, size, accumulated in ((rows, 8, 1), (packed, 4, 1), (packed, 1, 4)):
+        heads = fresh(target)
+        args = arguments(
+            tmp_path,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulated,
+            max_steps=2,
+            optim="sgd",
+            learning_rate=1.0,
+        )
+        HeadsTrainer(heads, target, args, given).train()
+        weights.append(torch.cat([p.detach().flatten() for p in heads.parameters()]))
+    moved = torch.cat([p.detach().flatten() for p in fresh(target).parameters()]) - weights[0]
+    assert moved.abs().max() > 1e-3
+    for other in weights[1:]:
+        torch.testing.assert_close(weights[0], other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
