@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,20 +63,29 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Peft
                 f"found no {name}: copy the whole checkpoint folder"
             )
     try:
-        adapted: PeftModel = PeftModel.from_pretrained(
-            model,
-            str(folder),
-            torch_device=str(model.device),
-            # In bf16 the adapter computes as the target does. Rounded to fp16 it would no longer be
-            # what was saved, and peft then keeps it in fp32.
-            autocast_adapter_dtype=model.dtype != torch.bfloat16,
-        )
+        with quiet_peft():
+            adapted: PeftModel = PeftModel.from_pretrained(
+                model,
+                str(folder),
+                torch_device=str(model.device),
+                # In bf16 the adapter computes as the target does. Rounded to fp16 it would no
+                # longer be what was saved, and peft then keeps it in fp32.
+                autocast_adapter_dtype=model.dtype != torch.bfloat16,
+            )
     except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"the adapter {str(folder)!r} cannot be applied: {reason}") from error
     return adapted
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Without the warning that peft asks transformers under a name of the past."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
 
 
 def adapter_digest(model: nn.Module) -> str | None:

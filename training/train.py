@@ -26,8 +26,9 @@ from medusa_heads.training.calibration import calibrate
 from medusa_heads.training.callbacks import Interruptions, StopInTime
 from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
 from medusa_heads.training.data_arguments import DataArguments
-from medusa_heads.training.joint import JointTrainer, adapted
+from medusa_heads.training.joint import JointTrainer
 from medusa_heads.training.joint_config import JointConfig
+from medusa_heads.training.joint_objective import adapted
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.metrics import complete_runs, rank_statistics
 from medusa_heads.training.report import make_report, write_report

@@ -36,9 +36,10 @@ from medusa_heads.training.arguments import (
 )
 from medusa_heads.training.cache_arguments import CacheArguments
 from medusa_heads.training.data import collate
-from medusa_heads.training.joint import JointObjective, JointTrainer, adapted
+from medusa_heads.training.joint import JointTrainer
 from medusa_heads.training.joint_arguments import JointArguments
 from medusa_heads.training.joint_config import JointConfig
+from medusa_heads.training.joint_objective import JointObjective, adapted
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.own_loss import own_losses, own_rows
 from medusa_heads.training.rows import supervised_rows
