@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, R supervised rows, K heads, D hidden.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,12 @@ class HeadsTrainer(ResumableTrainer):
         hidden_states: HiddenStates | None = None,
         **kwargs: Any,
     ) -> None:
+        launched = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+        if args.fsdp or args.deepspeed or any(os.environ.get(n) == "true" for n in launched):
+            raise ValueError(
+                "heads are trained whole in each process, not under FSDP or DeepSpeed: launch with "
+                "configs/accelerate/ddp.yaml, and spread the target with shard_target"
+            )
         if args.n_gpu > 1:
             # DataParallel would copy the heads to every GPU, but not the target.
             args._n_gpu = 1
@@ -115,11 +122,6 @@ class HeadsTrainer(ResumableTrainer):
             compute_metrics=_compute_metrics,
             **kwargs,
         )
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError(
-                "heads are trained whole in each process, not under FSDP or DeepSpeed: launch with "
-                "configs/accelerate/ddp.yaml, and shard the target with shard_target"
-            )
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(ReadableProgress)

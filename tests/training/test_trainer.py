@@ -183,6 +183,12 @@ def test_evaluation_sees_what_a_fused_optimiser_has_just_written(
     assert len(set(losses)) == 3 and losses[0] > losses[2]
 
 
+def test_heads_are_not_sharded(target: TargetModel, make_rows: Rows, tmp_path: Path) -> None:
+    args = arguments(tmp_path, fsdp="full_shard")
+    with pytest.raises(ValueError, match="not under FSDP or DeepSpeed: launch with configs/"):
+        HeadsTrainer(fresh(target), target, args, make_rows(4))
+
+
 def test_bf16_autocast_trains(target: TargetModel, make_rows: Rows, tmp_path: Path) -> None:
     heads = fresh(target)
     trainer = HeadsTrainer(heads, target, arguments(tmp_path, bf16=True), make_rows(8))
