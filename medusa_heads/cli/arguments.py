@@ -50,12 +50,12 @@ def parse_arguments(
     *,
     prog: str,
     description: str,
-    positional: str | None = None,
+    positional: str | Sequence[str] | None = None,
 ) -> tuple[Any, ...]:
     """Read one instance of each dataclass from flags and, underneath them, `--config FILE.yaml`.
 
     Flags are transformers' (`--num_heads` or `--num-heads`); a flag beats the file, the file beats
-    the default. The field named `positional` may also be given first, without its flag.
+    the default. The fields named by `positional` may also be given first, without their flags.
 
     Raises:
         ValueError: an unknown flag or key (the nearest known one is named), or a value that does
@@ -66,8 +66,10 @@ def parse_arguments(
         assert is_dataclass(kind)
     parser = _make_parser(types, prog, description)
     given = list(sys.argv[1:] if argv is None else argv)
-    if positional is not None and given and not given[0].startswith("-"):
-        given.insert(0, f"--{positional}")
+    for place, name in enumerate([positional] if isinstance(positional, str) else positional or ()):
+        if len(given) <= 2 * place or given[2 * place].startswith("-"):
+            break
+        given.insert(2 * place, f"--{name}")
     before = ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config", nargs="?")
     path = before.parse_known_args(given)[0].config

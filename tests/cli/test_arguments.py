@@ -59,6 +59,18 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert parse("--config", write(tmp_path, ""), "--name", "a") == (Model("a"), Run())
 
 
+def test_the_first_arguments_need_no_flags() -> None:
+    def given(*argv: str) -> tuple[Any, ...]:
+        names = ("name", "num_steps")
+        return parse_arguments((Model, Run), argv, prog="tool", description="", positional=names)
+
+    assert given("a", "7") == (Model("a"), Run(num_steps=7))
+    assert given("a", "--loud") == (Model("a"), Run(loud=True))
+    assert given("--name", "a", "--num_steps", "7") == given("a", "7")
+    with pytest.raises(ValueError, match="unknown argument 'b'"):
+        given("a", "7", "b")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
