@@ -22,7 +22,7 @@ from medusa_heads.training.chat import ChatTemplate
 from medusa_heads.training.corpora import HELD_OUT, Corpus, as_corpus, is_stream, load_corpus
 from medusa_heads.training.data_arguments import STREAM_EVAL_ROWS, DataArguments
 from medusa_heads.training.packing import check_packing, pack_rows
-from medusa_heads.training.row_facts import RowFacts, RowLimits, check_length, check_rows
+from medusa_heads.training.row_facts import RowFacts, RowLimits, check_rows
 from medusa_heads.training.streams import stream_rows
 from medusa_heads.training.tokenising import TokenisedCorpus, Tokeniser, tokenise
 
@@ -147,7 +147,7 @@ def prepare_data(
     limits = RowLimits.of(target)
     parts = [part for part in (corpus, held_out) if part is not None]
     if any(part.format.name != "tokens" for part in parts):
-        check_length(settings.max_length, target)
+        target.check_length(settings.max_length, "max_length")
         tokenizer = tokenizer or find_tokenizer(target.name_or_path)
     if settings.packing:
         check_packing(target)

@@ -30,6 +30,7 @@ _SHAREGPT_ROLES = {
     "function_response": "tool",
     **{role: role for role in ROLES},
 }
+_LARGEST_TOKEN = 2**31 - 1  # tables of tokens have 32 bits for each
 # Without these a message says nothing; a tool may answer with nothing, a system may be left empty.
 _SPEAKERS = ("user", "assistant")
 
@@ -175,6 +176,11 @@ def _token_ids(value: Any, column: str) -> list[int]:
         raise BadRow(f"{column!r} is of type {type(value).__name__}, expected a list of integers")
     if any(not isinstance(token, int) or isinstance(token, bool) for token in value):
         raise BadRow(f"{column!r} holds something else than integers")
+    if not value:
+        raise BadRow(f"{column!r} is empty")
+    for token in value:
+        if abs(token) > _LARGEST_TOKEN:
+            raise BadRow(f"{column!r} holds {token}, which no vocabulary reaches")
     return list(value)
 
 

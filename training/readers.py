@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -46,6 +49,7 @@ def plain_rows(
             try:
                 found = found or recognise(list(row), text_column)
                 plain = plain_columns(found.read(row))
+                _check_encodable(plain)
                 columns = columns or set(plain)
                 if set(plain) != columns:
                     raise BadRow("it is of another kind than the rows before it")
@@ -53,6 +57,17 @@ def plain_rows(
                 bad_rows.add(place, str(problem))
             else:
                 yield {**plain, PLACE_COLUMN: place}
+
+
+def _check_encodable(plain: Mapping[str, Any]) -> None:
+    """JSON can spell halves of characters outside the basic plane, of which no text consists."""
+    for column, value in plain.items():
+        try:
+            if isinstance(value, str):
+                value.encode()
+        except UnicodeEncodeError as error:
+            half = value[error.start]
+            raise BadRow(f"{column!r} holds half a character ({half!r}, a surrogate)") from error
 
 
 def first_format(files: Sequence[Path], text_column: str | None) -> tuple[Format, list[str]]:
@@ -96,8 +111,26 @@ def _read(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, dict[str, Any]]]
     return _read_json_lines(file, bad_rows)
 
 
-def _open(file: Path) -> IO[bytes]:
-    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")  # type: ignore[return-value]
+@contextmanager
+def _open(file: Path) -> Iterator[IO[bytes]]:
+    if file.suffix != ".gz":
+        with file.open("rb") as content:
+            yield content
+        return
+    try:
+        with gzip.open(file) as unpacked:
+            yield unpacked  # type: ignore[misc]
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(
+            f"{str(file)!r} is no whole gzip file ({error}): download or pack it anew"
+        ) from error
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise json.JSONDecodeError("nested too deeply", text, 0) from error
 
 
 def _read_json_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -107,7 +140,7 @@ def _read_json_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, dict[
                 continue  # a blank line is no row
             place = f"{file}:{number}"
             try:
-                row = json.loads(line.strip().decode("utf-8-sig" if number == 1 else "utf-8"))
+                row = _parse_json(line.strip().decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError:
                 bad_rows.add(place, "not UTF-8")
             except json.JSONDecodeError as error:
@@ -127,7 +160,7 @@ def _begins_with_bracket(file: Path) -> bool:
 def _read_json_array(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
     with _open(file) as content:
         try:
-            rows = json.loads(content.read().decode("utf-8-sig"))
+            rows = _parse_json(content.read().decode("utf-8-sig"))
         except ValueError as error:  # of JSON, or of UTF-8
             raise ValueError(f"{str(file)!r} is not valid JSON ({error})") from error
     for number, row in enumerate(rows, start=1):
@@ -142,8 +175,13 @@ def _read_csv(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, dict[str, An
     # Not through a table library: those take texts such as "NA" or "7" for something else.
     with _open(file) as content:
         try:
-            reader = csv.reader(line.decode("utf-8") for line in content)
-            header = [name.removeprefix("\ufeff") for name in next(reader, [])]
+            # Before the quotes are looked at: a mark of the byte order would hide the first one.
+            first = content.readline().decode("utf-8-sig")
+            lines = itertools.chain([first], (line.decode("utf-8") for line in content))
+            reader = csv.reader(lines)
+            header = next(reader, [])
+            if twice := sorted({name for name in header if header.count(name) > 1}):
+                raise ValueError(f"{str(file)!r} has two columns of one name: {twice}")
             before = reader.line_num
             for fields in reader:
                 place, before = f"{file}:{before + 1}", reader.line_num
@@ -159,9 +197,11 @@ def _read_csv(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, dict[str, An
 def _read_text(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with _open(file) as content:
         try:
-            yield str(file), {"text": content.read().decode("utf-8-sig")}
+            text = content.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{str(file)!r} is not UTF-8 ({error})") from error
+    # How a system ends its lines is no part of the text.
+    yield str(file), {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

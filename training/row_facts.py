@@ -49,6 +49,8 @@ class RowLimits:
             ValueError: token ids outside the vocabulary, more tokens than the context, or labels
                 that are shifted or of another length.
         """
+        if not len(ids):
+            raise ValueError(f"{where} is empty: leave it out")
         if len(ids) != len(labels):
             raise ValueError(f"{where} has {len(ids)} input_ids but {len(labels)} labels")
         if self.context is not None and len(ids) > self.context:
@@ -56,7 +58,7 @@ class RowLimits:
                 f"{where} has {len(ids)} tokens, more than the target's context of {self.context}: "
                 "cut it, or ask for shorter rows"
             )
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
             raise ValueError(
                 f"{where} has token ids from {ids.min()} to {ids.max()}, the target's vocabulary "
                 f"has {self.vocab_size}: tokenise with the target's own tokenizer"
@@ -113,16 +115,6 @@ def check_rows(rows: Dataset, target: TargetModel, *, name: str, heads_reached: 
             name,
         )
     return RowFacts(**facts, sha256=digest.hexdigest())
-
-
-def check_length(max_length: int, target: TargetModel) -> None:
-    """Raises ValueError where rows of `max_length` would not fit the target's context."""
-    limit = target.max_positions
-    if limit is not None and max_length > limit:
-        raise ValueError(
-            f"rows of {max_length} tokens are longer than the target's context of {limit} tokens: "
-            "ask for shorter ones"
-        )
 
 
 def _longest_run(mask: Any) -> int:

@@ -61,7 +61,6 @@ def distilled_prompts(
     """Prompts from the text to train on, and from the held-out text."""
     from medusa_heads.corpus import prompt_windows
     from medusa_heads.training.data import hold_out
-    from medusa_heads.training.row_facts import check_length
 
     if tokenizer is None:
         raise ValueError("self_distill needs the target's tokenizer, and none lies beside it")
@@ -71,7 +70,8 @@ def distilled_prompts(
                 f"self_distill draws prompts from a table of plain text, got {part.found_as} in "
                 f"{part.name!r}"
             )
-    check_length(to_distill.prompt_length + to_distill.continuation_length, target)
+    length = to_distill.prompt_length + to_distill.continuation_length
+    target.check_length(length, "prompt_length + continuation_length")
     if held_out is None:
         texts = hold_out(corpus.rows, to_data.eval_share, seed, to_data.eval_rows)
     else:
