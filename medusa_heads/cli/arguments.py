@@ -105,7 +105,7 @@ def read_config(path: str | os.PathLike[str], types: Sequence[type]) -> dict[str
     if not file.is_file():
         raise ValueError(f"expected a YAML file at {str(path)!r}, found none")
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = _load_yaml(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML ({error})") from error
     if content is None:
@@ -120,8 +120,28 @@ def read_config(path: str | os.PathLike[str], types: Sequence[type]) -> dict[str
         name = str(key).replace("-", "_")
         if name not in known:
             raise ValueError(f"{path}: unknown key {str(key)!r}{_nearest(name, list(known))}")
+        if name in values:
+            raise ValueError(f"{path}: the key {str(key)!r} is given twice")
         values[name] = coerce(value, known[name], f"{path}: {key}")
     return values
+
+
+def _load_yaml(text: str) -> Any:
+    """As yaml.safe_load, which takes the last of two values that a key is given."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)
 
 
 def coerce(value: Any, hint: Any, label: str) -> Any:

@@ -103,6 +103,9 @@ def test_flags_that_do_not_fit(argv: tuple[str, ...], message: str) -> None:
         ("tags: 3", "tags must be a list, got 3"),
         ("- a\n- b", "must hold 'key: value' lines, got a YAML list"),
         ("a: [", "not valid YAML"),
+        ("num_steps: 3\nnum_steps: 4", r"the key 'num_steps' is given twice\s+in .* line 2"),
+        ("num_steps: 3\nnum-steps: 4", "the key 'num-steps' is given twice"),
+        ("extra:\n  a: 1\n  a: 2", "the key 'a' is given twice"),
     ],
 )
 def test_files_that_do_not_fit(text: str, message: str, tmp_path: Path) -> None:
