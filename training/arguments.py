@@ -3,6 +3,8 @@
 Field names follow transformers where it has the same thing.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +22,7 @@ OF_THE_RUN = (
     "early_stopping_patience",
     "dry_run",
 )
+EXTRAS = ("tensorboard", "wandb")  # trackers that this package can be installed with
 SHARED_LEARNING_RATE = 5e-3
 OWN_LEARNING_RATE = 1e-3
 
@@ -221,6 +224,18 @@ class OptimisationArguments:
     def __post_init__(self) -> None:
         at_least(self, 1, "per_device_train_batch_size", "per_device_eval_batch_size")
         at_least(self, 1, "gradient_accumulation_steps")
+        at_least(self, 0, "weight_decay")
+        if self.save_total_limit is not None:
+            at_least(self, 1, "save_total_limit")
+        # Of these transformers takes 0 for something else: all checkpoints, the other setting, ...
+        for name in ("learning_rate", "num_train_epochs", "eval_steps", "save_steps"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        if self.max_steps <= 0 and self.max_steps != -1:
+            raise ValueError(
+                f"max_steps must be above 0, got {self.max_steps}: leave it out to count in epochs"
+            )
         if self.early_stopping_patience is not None:
             at_least(self, 1, "early_stopping_patience")
             if not self.load_best_model_at_end:
@@ -230,8 +245,6 @@ class OptimisationArguments:
                 )
         if not 0 <= self.warmup_share < 1:
             raise ValueError(f"warmup_share must lie in [0, 1), got {self.warmup_share}")
-        if self.learning_rate is not None and self.learning_rate <= 0:
-            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
 
 def default_learning_rate(vocab_matrix: str) -> float:
@@ -258,7 +271,6 @@ def to_training_arguments(
     values["warmup_steps"] = values.pop("warmup_share")
     if values["learning_rate"] is None:
         values["learning_rate"] = default_learning_rate(vocab_matrix)
-    _check_tracker(arguments.report_to)
     steps = {kind: values.pop(f"{kind}_steps") for kind in ("eval", "save")}
     for kind, other in (("eval", "save"), ("save", "eval")):
         # The best heads are among those that were both evaluated and saved: one follows the other.
@@ -277,18 +289,26 @@ def to_training_arguments(
         # Else the order of the rows would hang on whatever touched torch's generator before.
         "data_seed": arguments.seed,
     }
-    return TrainingArguments(**{**defaults, **values, **extra})
+    args = TrainingArguments(**{**defaults, **values, **extra})
+    _check_trackers(args.report_to)
+    return args
 
 
-def _check_tracker(name: str) -> None:
-    from importlib.util import find_spec
+def _check_trackers(names: Sequence[str]) -> None:
+    """Make each tracker once: transformers would only when training begins, perhaps hours later."""
+    from transformers.integrations import get_reporting_integration_callbacks
 
-    # transformers would say so only when the run begins, and not in one sentence.
-    if name in ("tensorboard", "wandb") and find_spec(name) is None:
-        raise ValueError(
-            f"report_to {name} needs a package that is not installed: "
-            f"pip install 'medusa-heads[{name}]'"
-        )
+    for name in names:
+        try:
+            for tracker in get_reporting_integration_callbacks([name]):
+                tracker()
+        except (ImportError, RuntimeError, ValueError) as error:
+            if name in EXTRAS:
+                raise ValueError(
+                    f"report_to {name} needs a package that is not installed: "
+                    f"pip install 'medusa-heads[{name}]'"
+                ) from error
+            raise ValueError(f"report_to {name} cannot be used: {error}") from error
 
 
 def _extra_fields(given: dict[str, Any] | str | None, known: set[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Target, corpora and the course of the run have the flags of train-heads.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -79,7 +80,7 @@ class DraftArguments:
                 at_least(self, 1, name)
         at_least(self, 1, "on_policy_refresh")
         for name in ("distillation_temperature", "on_policy_temperature"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if not 0 <= self.on_policy_share <= 1:
             raise ValueError(f"on_policy_share must lie in [0, 1], got {self.on_policy_share}")
@@ -93,6 +94,7 @@ class DraftArguments:
                 "the draft model's own text is no truth to learn by cross_entropy: choose another "
                 "divergence, or leave on_policy_share out"
             )
+        self.objective()
 
     def objective(self) -> "LossConfig":
         """The terms of the loss."""

@@ -12,6 +12,7 @@ from medusa_heads.training.arguments import (
     TargetArguments,
     to_training_arguments,
 )
+from medusa_heads.training.draft_arguments import DraftArguments
 
 
 def test_the_run_is_what_the_flags_say(tmp_path: Path) -> None:
@@ -54,6 +55,18 @@ def test_further_training_arguments_are_checked_by_name(extra: Any, message: str
         to_training_arguments(OptimisationArguments(training_args=extra), "shared")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wandbb", "report_to wandbb cannot be used: wandbb is not supported, only azure_ml, "),
+        ("clearml", "report_to clearml cannot be used: .*pip install clearml"),
+    ],
+)
+def test_trackers_that_cannot_be_used_are_named_before_the_run(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_training_arguments(OptimisationArguments(report_to=name), "shared")
+
+
 def test_heads_arguments_make_a_heads_config() -> None:
     given = HeadsArguments(num_heads=3, num_layers=2, vocab_matrix="own")
     assert given.config() == HeadsConfig(num_heads=3, num_layers=2, vocab_matrix="own")
@@ -67,6 +80,20 @@ def test_heads_arguments_make_a_heads_config() -> None:
         (OptimisationArguments, {"gradient_accumulation_steps": 0}, "must be at least 1"),
         (OptimisationArguments, {"warmup_share": 1.0}, "warmup_share must lie in"),
         (OptimisationArguments, {"learning_rate": 0.0}, "learning_rate must be above 0"),
+        (OptimisationArguments, {"learning_rate": float("nan")}, "learning_rate must be above 0"),
+        (OptimisationArguments, {"weight_decay": -0.1}, "weight_decay must be at least 0"),
+        (OptimisationArguments, {"num_train_epochs": 0}, "num_train_epochs must be above 0, got 0"),
+        (OptimisationArguments, {"max_steps": 0}, "max_steps must be above 0, got 0"),
+        (OptimisationArguments, {"max_steps": -2}, "leave it out to count in epochs"),
+        (OptimisationArguments, {"eval_steps": 0.0}, "eval_steps must be above 0"),
+        (OptimisationArguments, {"save_steps": -1.0}, "save_steps must be above 0"),
+        (OptimisationArguments, {"save_total_limit": 0}, "save_total_limit must be at least 1"),
+        (DraftArguments, {"on_policy_temperature": float("inf")}, "on_policy_temperature must be"),
+        (
+            DraftArguments,
+            {"divergence": "cross_entropy", "distillation_temperature": 2.0},
+            "a temperature changes only terms with the target's own distribution",
+        ),
     ],
 )
 def test_values_out_of_range(kind: type, values: dict[str, Any], message: str) -> None:
