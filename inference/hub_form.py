@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from medusa_heads.checkpoint import SIDECAR_FILE, WEIGHTS_FILE
 from medusa_heads.inference.model import MedusaModel
 from medusa_heads.inference.tree_plan import TreeSpec
+from medusa_heads.stored_heads import SIDECAR_FILE, WEIGHTS_FILE
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.adapter import ADAPTER_FOLDER, load_adapter
-from medusa_heads.checkpoint import load_heads, read_sidecar
+from medusa_heads.checkpoint import load_heads
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.assisted import AssistedModel
@@ -17,6 +17,7 @@ from medusa_heads.inference.drafters.by_rows import ByRowsDrafter, rounded_up
 from medusa_heads.inference.tree_plan import TreeSpec, make_drafter
 from medusa_heads.inference.tree_size import best_tree
 from medusa_heads.statistics import HeadStatistics
+from medusa_heads.stored_heads import read_sidecar
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:

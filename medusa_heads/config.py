@@ -97,6 +97,11 @@ class HeadsConfig:
         return asdict(self)
 
     @property
+    def is_plain_medusa(self) -> bool:
+        """Whether these are heads as Medusa's paper has them, which other engines can hold."""
+        return self.kind == "medusa" and self.draft_vocab_size is None and not self.prefix_attention
+
+    @property
     def num_candidates(self) -> int:
         """How many tokens a head can draft."""
         size = self.draft_vocab_size or self.vocab_size

@@ -1,9 +1,11 @@
-"""Files that are whole or absent: written beside their place, then renamed."""
+"""Files that are whole or absent: written beside their place, then renamed; and read with doubt."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -19,3 +21,20 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        ValueError: it is missing, unreadable, not JSON, or not an object.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"expected a JSON file at {str(path)!r}, found none") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): the file is damaged") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}, expected a JSON object")
+    return content

@@ -6,9 +6,10 @@ Shapes: S supervised positions, K heads. Rank 0 is a head's top-1 token.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -125,30 +126,60 @@ class HeadStatistics:
         Raises:
             ValueError: a part is missing, or the paths are not a tree.
         """
-        try:
-            paths = [(tuple(map(int, path)), int(count)) for path, count in values["paths"]]
-            dynamic = values.get("dynamic_tokens_per_step") or {}
-            read = cls(
-                int(values["num_heads"]),
-                int(values["positions"]),
-                values["top_k_hits"],
-                paths,
-                values.get("temperatures"),
-                {int(nodes): float(tokens) for nodes, tokens in dynamic.items()},
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"unreadable head statistics ({error!r})") from error
-        if len(read.temperatures) != read.num_heads or not all(t > 0 for t in read.temperatures):
+        num_heads, positions = (_count(values.get(key), key) for key in ("num_heads", "positions"))
+        hits = values.get("top_k_hits")
+        if not _is_list(hits, num_heads) or not all(_is_list(each, MAX_RANK) for each in hits):
             raise ValueError(
-                f"head statistics need one temperature above 0 for each of {read.num_heads} heads, "
-                f"got {read.temperatures}"
+                f"head statistics need top_k_hits of {num_heads} heads, {MAX_RANK} numbers each"
             )
-        known: set[RankPath] = {()}
-        for path, _ in read.paths:
-            if path[:-1] not in known or len(path) > read.num_heads or min(path) < 0:
-                raise ValueError(f"head statistics hold the path {list(path)} without its parent")
-            known.add(path)
-        return read
+        temperatures = values.get("temperatures")
+        if not _is_list(temperatures, num_heads) or not all(
+            isinstance(t, int | float) and 0 < t < math.inf for t in temperatures
+        ):
+            raise ValueError(
+                f"head statistics need one temperature above 0 for each of {num_heads} heads, "
+                f"got {temperatures!r}"
+            )
+        dynamic = values.get("dynamic_tokens_per_step")
+        try:
+            return cls(
+                num_heads,
+                positions,
+                [[_count(hit, "top_k_hits", least=0) for hit in each] for each in hits],
+                _read_paths(values.get("paths"), num_heads),
+                [float(t) for t in temperatures],
+                {int(nodes): float(tokens) for nodes, tokens in dict(dynamic or {}).items()},
+            )
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"unreadable head statistics ({error})") from error
+
+
+def _read_paths(stored: Any, num_heads: int) -> list[tuple[RankPath, int]]:
+    if not isinstance(stored, list):
+        raise ValueError(f"head statistics need a list of paths, got {stored!r}")
+    known: set[RankPath] = {()}
+    paths = []
+    for entry in stored:
+        if not _is_list(entry, 2) or not _is_list(entry[0]):
+            raise ValueError(f"head statistics hold {entry!r}, expected a path and its count")
+        path = tuple(_count(rank, "a path's rank", least=0) for rank in entry[0])
+        if path in known or path[:-1] not in known or len(path) > num_heads:
+            raise ValueError(f"head statistics hold the path {list(path)} without its parent")
+        known.add(path)
+        paths.append((path, _count(entry[1], "a path's count", least=0)))
+    return paths
+
+
+def _count(value: Any, name: str, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(
+            f"head statistics need {name} to be an integer of at least {least}, got {value!r}"
+        )
+    return value
+
+
+def _is_list(value: Any, length: int | None = None) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and length in (None, len(value))
 
 
 def simulate_tokens_per_step(ranks: Iterable[Tensor], choices: Sequence[RankPath]) -> float:

@@ -5,7 +5,6 @@ Shapes: B batch, T tokens, N tree nodes, S cache slots, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from medusa_heads.attention import SUPPORTED_ATTENTION, TreeMask, tree_attention
 from medusa_heads.cache import RowCache
 from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.fingerprint import lm_head_sha256, weights_sha256
 from medusa_heads.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -157,6 +157,11 @@ class TargetModel:
         """The hub id or path the target was loaded from; empty for a model made in memory."""
         return str(self.model.config._name_or_path or "")
 
+    @property
+    def revision(self) -> str | None:
+        """The commit of the hub that the target was loaded from, where it came from there."""
+        return getattr(self.model.config, "_commit_hash", None)
+
     @contextmanager
     def capture_hidden(self) -> Iterator[Callable[[], Tensor]]:
         """Within the block, the returned function gives what the lm_head last read [B, T, D]."""
@@ -268,19 +273,12 @@ class TargetModel:
         return hidden()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Which target heads belong to: sizes and a hash of the lm_head.
-
-        The hash is taken of the bf16-rounded matrix, so that it does not depend on the dtype the
-        target happens to be loaded in.
-        """
-        lm_head = self.get_output_embeddings()
-        digest = hashlib.sha256()
-        _hash_tensor(digest, lm_head.weight.detach().to(torch.bfloat16))
+        """Which target heads belong to: sizes and a hash of the lm_head."""
         return {
             "model_type": self.config.model_type,
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
-            "lm_head_sha256": digest.hexdigest(),
+            "lm_head_sha256": lm_head_sha256(self.get_output_embeddings().weight),
         }
 
     def weights_digest(self, *, with_adapter: bool = True) -> str:
@@ -288,24 +286,7 @@ class TargetModel:
 
         Without the adapter it is that of the target before a LoRA adapter was put into it.
         """
-        state = self.model.state_dict()
-        if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
-            from accelerate.utils.modeling import get_state_dict_offloaded_model
-
-            state = get_state_dict_offloaded_model(self.model)
-        if not with_adapter:
-            state = {
-                name.replace(".base_layer.", "."): tensor
-                for name, tensor in state.items()
-                if ".lora_" not in name
-            }
-        digest = hashlib.sha256()
-        for name, tensor in sorted(state.items()):
-            digest.update(name.encode())
-            if isinstance(tensor, Tensor):
-                gather = getattr(tensor, "full_tensor", None)  # of one that processes share
-                _hash_tensor(digest, (gather() if gather else tensor).detach())
-        return digest.hexdigest()
+        return weights_sha256(self.model, with_adapter=with_adapter)
 
 
 @contextmanager
@@ -341,9 +322,3 @@ def _dense(hidden_BTD: Tensor) -> Tensor:
     if batch_stride == stride * hidden_BTD.shape[1]:
         return hidden_BTD
     return hidden_BTD.clone(memory_format=torch.contiguous_format)
-
-
-def _hash_tensor(digest: hashlib._Hash, tensor: Tensor) -> None:
-    # In slices, so that a large matrix on a GPU is never copied whole.
-    for part in tensor.contiguous().view(-1).view(torch.uint8).split(1 << 26):
-        digest.update(part.cpu().numpy().tobytes())

@@ -32,8 +32,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import HfArgumentParser
 
-from medusa_heads.checkpoint import WEIGHTS_FILE
 from medusa_heads.corpus import standard_library
+from medusa_heads.stored_heads import WEIGHTS_FILE
 from medusa_heads.training.resumable import STATE_FILE, checkpoints, is_whole
 
 ROOT = Path(__file__).resolve().parents[1]

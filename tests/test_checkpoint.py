@@ -9,17 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from medusa_heads.checkpoint import (
-    CONFIG_FILE,
-    SIDECAR_FILE,
-    WEIGHTS_FILE,
-    load_heads,
-    provenance,
-    save_heads,
-)
+from medusa_heads.checkpoint import load_heads, save_heads
 from medusa_heads.config import HeadsConfig
+from medusa_heads.fingerprint import file_sha256
 from medusa_heads.heads import DraftHeads, new_heads
+from medusa_heads.provenance import provenance
 from medusa_heads.statistics import HeadStatistics
+from medusa_heads.stored_heads import CONFIG_FILE, SIDECAR_FILE, VOCAB_MATRIX_FILE, WEIGHTS_FILE
 from medusa_heads.target import TargetModel
 from tests.conftest import TinyLlama
 
@@ -61,7 +57,7 @@ def test_round_trip(target: TargetModel, tmp_path: Path, config: dict[str, objec
         assert torch.equal(loaded.heads.state_dict()[name], tensor)
     assert loaded.statistics is not None
     assert loaded.statistics.paths == statistics.paths
-    made = loaded.sidecar["provenance"]
+    made = loaded.stored.provenance
     assert made["seed"] == 4 and made["argv"] and made["versions"]["torch"] == torch.__version__
 
 
@@ -76,6 +72,19 @@ def test_folder_holds_heads_alone_in_field_names(target: TargetModel, tmp_path: 
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert config["medusa_num_heads"] == 2 and config["medusa_fc_bias"] is True
     assert "architectures" not in config and "model_type" not in config
+
+
+def test_shared_matrix_lies_beside_the_heads_for_other_engines(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    save_heads(tmp_path, trained(target, num_heads=2), target)
+    beside = load_file(tmp_path / VOCAB_MATRIX_FILE)
+    assert list(beside) == ["lm_heads.0.weight"]
+    assert torch.equal(beside["lm_heads.0.weight"], target.get_output_embeddings().weight)
+    assert not set(load_file(tmp_path / WEIGHTS_FILE)) & set(target.model.state_dict())
+    assert json.loads((tmp_path / CONFIG_FILE).read_text())["original_lm_head"] is True
+    save_heads(tmp_path, trained(target, vocab_matrix="own"), target)  # in the same place
+    assert not (tmp_path / VOCAB_MATRIX_FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -132,6 +141,15 @@ def damage_nan(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS_FILE)
     tensors["0.0.linear.bias"][0] = float("nan")
     save_file(tensors, folder / WEIGHTS_FILE)
+    sidecar = json.loads((folder / SIDECAR_FILE).read_text())
+    sidecar["weights_sha256"] = file_sha256(folder / WEIGHTS_FILE)
+    (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
+
+
+def damage_one_bit(folder: Path) -> None:
+    data = bytearray((folder / WEIGHTS_FILE).read_bytes())
+    data[-1] ^= 1  # in the last tensor: still a number, only another
+    (folder / WEIGHTS_FILE).write_bytes(data)
 
 
 def damage_weights_gone(folder: Path) -> None:
@@ -157,6 +175,7 @@ def damage_no_heads_part(folder: Path) -> None:
         (damage_missing_key, "missing \\['1.0.linear.bias'\\]"),
         (damage_shape, "has shape"),
         (damage_nan, "NaN"),
+        (damage_one_bit, "its checksum differs"),
         (damage_weights_gone, "found none"),
         (damage_json, "not valid JSON"),
         (damage_newer, "upgrade"),

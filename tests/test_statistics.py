@@ -32,7 +32,7 @@ def test_round_trip_and_damage() -> None:
     assert HeadStatistics.from_dict(measured.to_dict()).paths == measured.paths
     with pytest.raises(ValueError, match="without its parent"):
         HeadStatistics.from_dict(measured.to_dict() | {"paths": [[[0, 0], 3]]})
-    with pytest.raises(ValueError, match="unreadable"):
+    with pytest.raises(ValueError, match="positions to be an integer"):
         HeadStatistics.from_dict({"num_heads": 2})
 
 

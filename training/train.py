@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
-from medusa_heads.checkpoint import provenance, save_heads
+from medusa_heads.checkpoint import save_heads
 from medusa_heads.config import HeadsConfig
 from medusa_heads.files import replace_file
 from medusa_heads.heads import DraftHeads, frequent_tokens, new_heads
+from medusa_heads.provenance import provenance
 from medusa_heads.target import TargetModel
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.cache_arguments import CacheArguments

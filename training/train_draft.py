@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
-from medusa_heads.checkpoint import provenance
 from medusa_heads.draft_checkpoint import save_draft
 from medusa_heads.files import replace_file
+from medusa_heads.provenance import provenance
 from medusa_heads.target import TargetModel
 from medusa_heads.training.callbacks import Interruptions, StopInTime
 from medusa_heads.training.data import TrainingData, find_tokenizer

@@ -95,7 +95,7 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
         raise ValueError(f"threads must be at least 1, got {arguments.threads}")
     if unknown := [dtype for dtype in arguments.dtypes if dtype not in DTYPES]:
         raise ValueError(f"expected dtypes among {', '.join(DTYPES)}, got {unknown[0]!r}")
-    from medusa_heads.checkpoint import read_sidecar
+    from medusa_heads.stored_heads import read_sidecar
 
     sidecar = read_sidecar(arguments.checkpoint)
     check_device(arguments.device)

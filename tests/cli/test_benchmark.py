@@ -10,8 +10,9 @@ import pytest
 from transformers import dynamic_module_utils
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
-from medusa_heads.checkpoint import SIDECAR_FILE, save_heads
+from medusa_heads.checkpoint import save_heads
 from medusa_heads.cli.benchmark import main
+from medusa_heads.stored_heads import SIDECAR_FILE
 
 SMALL = ["--num-prompts", "1", "--prompt-length", "8", "--max-new-tokens", "4", "--tree", "2"]
 
@@ -68,7 +69,7 @@ def test_a_device_that_is_not_there(
     assert told.count("\n") == 1 and "Traceback" not in told
 
 
-@pytest.mark.parametrize("target", [None, {}])
+@pytest.mark.parametrize("target", [None, {"name_or_path": ""}])
 def test_a_sidecar_that_names_no_target(
     checkpoint: Path, tmp_path: Path, target: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,4 +78,5 @@ def test_a_sidecar_that_names_no_target(
     (tmp_path / "heads" / SIDECAR_FILE).write_text(json.dumps(sidecar | {"target": target}))
     assert main([str(tmp_path / "heads"), *SMALL]) == 2
     told = capsys.readouterr().err
-    assert "does not name its target" in told and told.count("\n") == 1
+    said = "no 'target' part" if target is None else "does not name its target"
+    assert said in told and told.count("\n") == 1

@@ -84,7 +84,7 @@ def test_a_run_from_the_command_line(
     assert "Heads on held-out text" in shown and f"Checkpoint: {output}" in shown
     loaded = load_heads(output, TargetModel.from_pretrained(str(target_folder)))
     assert loaded.heads.config.num_heads == 2 and loaded.statistics is not None
-    training_set = loaded.sidecar["provenance"]["training_set"]
+    training_set = loaded.stored.provenance["training_set"]
     assert (training_set["supervised_tokens"] == 80) == self_distill
     assert (output / "metrics.json").is_file() and (output / "run.yaml").is_file()
     assert (output / "distilled").is_dir() == self_distill
@@ -124,10 +124,10 @@ def test_hidden_states_are_kept_and_read(
         (["--dataset", "EMPTY"], "is empty"),
         (["--config", "UNKNOWN"], "unknown key 'num_headz'; did you mean 'num_heads'?"),
         (["--num_heads", "0"], "num_heads must be at least 1, got 0"),
-        (["--max_length", "65"], "longer than the target's context of 64"),
+        (["--max_length", "65"], "do not fit the target's context of 64"),
         (
             ["--self_distill", "--prompt_length", "60", "--continuation_length", "5"],
-            "longer than the target's context of 64",
+            "do not fit the target's context of 64",
         ),
         (["--training_args", '{"frobnicate": 1}'], "has no field 'frobnicate'"),
         (["--resume_from_checkpoint", "last"], "nothing to resume"),

@@ -24,10 +24,11 @@ from transformers import (
 )
 
 from medusa_heads.adapter import adapter_digest
-from medusa_heads.checkpoint import load_heads, read_sidecar
+from medusa_heads.checkpoint import load_heads
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.inference.model import MedusaModel
+from medusa_heads.stored_heads import read_sidecar
 from medusa_heads.target import TargetModel
 from medusa_heads.training.arguments import (
     OptimisationArguments,

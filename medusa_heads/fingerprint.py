@@ -1,0 +1,58 @@
+"""Hashes by which weights are recognised. Shapes: D hidden, V vocabulary."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+from torch import Tensor, nn
+
+
+def lm_head_sha256(weight_VD: Tensor) -> str:
+    """sha256 of a vocabulary matrix, rounded to bf16, so that it does not depend on the dtype the
+    target happens to be loaded in."""
+    digest = hashlib.sha256()
+    # In slices, so that a large matrix is never held twice, nor copied whole from a GPU.
+    for part_RD in weight_VD.detach().split(max(1, (1 << 25) // max(1, weight_VD.shape[1]))):
+        _hash_tensor(digest, part_RD.to(torch.bfloat16))
+    return digest.hexdigest()
+
+
+def weights_sha256(model: nn.Module, *, with_adapter: bool = True) -> str:
+    """sha256 over every weight and buffer, bit for bit.
+
+    Without the adapter it is that of the model before a LoRA adapter was put into it.
+    """
+    state = model.state_dict()
+    if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+        from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+        state = get_state_dict_offloaded_model(model)
+    if not with_adapter:
+        state = {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in state.items()
+            if ".lora_" not in name
+        }
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode())
+        if isinstance(tensor, Tensor):
+            gather = getattr(tensor, "full_tensor", None)  # of one that processes share
+            _hash_tensor(digest, (gather() if gather else tensor).detach())
+    return digest.hexdigest()
+
+
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 24):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _hash_tensor(digest: hashlib._Hash, tensor: Tensor) -> None:
+    for part in tensor.contiguous().view(-1).view(torch.uint8).split(1 << 26):
+        digest.update(part.cpu().numpy().tobytes())

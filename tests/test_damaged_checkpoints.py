@@ -1,0 +1,172 @@
+"""300 damaged checkpoints: each is refused in one sentence, or what is loaded fits and decodes."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medusa_heads.checkpoint import load_heads, save_heads
+from medusa_heads.config import HeadsConfig
+from medusa_heads.fingerprint import file_sha256
+from medusa_heads.heads import new_heads
+from medusa_heads.inference.model import MedusaModel
+from medusa_heads.statistics import HeadStatistics
+from medusa_heads.stored_heads import SIDECAR_FILE, WEIGHTS_FILE
+from medusa_heads.target import TargetModel
+from tests.conftest import TinyLlama
+
+KINDS: list[dict[str, Any]] = [
+    {"vocab_matrix": "shared"},
+    {"vocab_matrix": "own"},
+    {"vocab_matrix": "own", "draft_vocab_size": 20},
+    {"kind": "hydra", "prefix_attention": True},
+]
+FOREIGN: list[Any] = [
+    None, True, -1, 0, 1, 3, 10**12, 1e308, float("nan"), "", "medusa", "../../etc", [], [[0]], {},
+    {"x": 1}, [None], "\N{SNOWMAN}" * 50,
+]  # fmt: skip
+
+
+def flip_bit(folder: Path, chance: random.Random) -> None:
+    """Anywhere in the weights file, header or tensors."""
+    data = bytearray((folder / WEIGHTS_FILE).read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    (folder / WEIGHTS_FILE).write_bytes(data)
+
+
+def flip_bit_unnoticed(folder: Path, chance: random.Random) -> None:
+    """The same, and the checksum with it: only what the header says can be compared. In the header
+    the flip is likelier to do harm."""
+    data = bytearray((folder / WEIGHTS_FILE).read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    data[chance.randrange(header)] ^= 1 << chance.randrange(8)
+    (folder / WEIGHTS_FILE).write_bytes(data)
+    vouch(folder)
+
+
+def truncate(folder: Path, chance: random.Random) -> None:
+    name = chance.choice([WEIGHTS_FILE, SIDECAR_FILE])
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: chance.randrange(len(data))])
+
+
+def change_tensor(folder: Path, chance: random.Random) -> None:
+    """Shape, dtype, values, name or presence of one tensor, with the right checksum."""
+    tensors = load_file(folder / WEIGHTS_FILE)
+    name = chance.choice(sorted(tensors))
+    tensor = tensors.pop(name)
+    match chance.randrange(8):
+        case 0:
+            tensors["surplus." + name] = tensor
+        case 1:
+            tensors[name] = tensor.unsqueeze(0)
+        case 2:
+            tensors[name] = tensor[:-1].clone()
+        case 3:
+            tensors[name] = torch.cat([tensor, tensor])
+        case 4:
+            tensors[name] = tensor.double()
+        case 5:
+            tensors[name] = torch.full_like(tensor, -7)
+        case 6:
+            value = chance.choice([float("nan"), float("inf")])
+            tensors[name] = torch.full_like(tensor, value, dtype=torch.float32)
+        case 7:
+            tensors |= {name: tensor, "9.0.linear.weight": torch.zeros(2)}
+    save_file(tensors, folder / WEIGHTS_FILE)
+    vouch(folder)
+
+
+def change_sidecar(folder: Path, chance: random.Random) -> None:
+    """One value of the sidecar, at any depth, replaced or taken away."""
+    sidecar = json.loads((folder / SIDECAR_FILE).read_text())
+    place: Any = sidecar
+    while True:
+        key = (
+            chance.choice(sorted(place))
+            if isinstance(place, dict)
+            else chance.randrange(len(place))
+        )
+        deeper = place[key]
+        if not isinstance(deeper, dict | list) or not deeper or chance.random() < 0.2:
+            break
+        place = deeper
+    if chance.random() < 0.2:
+        del place[key]
+    else:
+        place[key] = chance.choice(FOREIGN)
+    if chance.random() < 0.1:
+        sidecar["unheard_of"] = 1
+    (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
+
+
+def change_sidecar_bytes(folder: Path, chance: random.Random) -> None:
+    data = bytearray((folder / SIDECAR_FILE).read_bytes())
+    data[chance.randrange(len(data))] = chance.randrange(256)
+    (folder / SIDECAR_FILE).write_bytes(data)
+
+
+def vouch(folder: Path) -> None:
+    sidecar = json.loads((folder / SIDECAR_FILE).read_text())
+    sidecar["weights_sha256"] = file_sha256(folder / WEIGHTS_FILE)
+    (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
+
+
+DAMAGES: list[Callable[[Path, random.Random], None]] = [
+    flip_bit,
+    flip_bit_unnoticed,
+    truncate,
+    change_tensor,
+    change_sidecar,
+    change_sidecar_bytes,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_fifty_of_each_are_refused_or_right(
+    tiny_llama: TinyLlama, tmp_path: Path, damage: Callable[[Path, random.Random], None]
+) -> None:
+    target = TargetModel(tiny_llama())
+    prompt = torch.tensor([[5, 17, 3]])
+    generate: Any = target.model.generate
+    plain = generate(prompt, max_new_tokens=12, do_sample=False)
+    chance = random.Random(damage.__name__)
+    outcomes: Counter[str] = Counter()
+    for trial in range(50):
+        folder = tmp_path / str(trial)
+        intact = whole(folder, target, KINDS[trial % len(KINDS)])
+        damage(folder, chance)
+        try:
+            loaded = load_heads(folder, target)
+            model = MedusaModel(target, loaded.heads, statistics=loaded.statistics, tree=8)
+        except ValueError as error:
+            assert "\n" not in str(error) and len(str(error)) > 20
+            outcomes["refused"] += 1
+        else:
+            assert loaded.heads.config == intact
+            text: Any = model.generate(prompt, max_new_tokens=12, do_sample=False)
+            assert torch.equal(text, plain)
+            outcomes["loaded"] += 1
+        shutil.rmtree(folder)
+    assert outcomes["refused"] >= (3 if "sidecar" in damage.__name__ else 30), outcomes
+
+
+def whole(folder: Path, target: TargetModel, kind: dict[str, Any]) -> HeadsConfig:
+    tokens_V = torch.arange(0, 40, 2) if "draft_vocab_size" in kind else None
+    heads = new_heads(target, HeadsConfig(num_heads=2, **kind), tokens_V)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    ranks_RK = torch.randint(0, 4, (40, 2), generator=generator)
+    save_heads(folder, heads, target, statistics=HeadStatistics.from_ranks(ranks_RK))
+    return heads.config
