@@ -1,6 +1,7 @@
 """Tiny targets and texts for the training tests."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_heads.target import TargetModel
+from tests.training.cache_runs import Runs
 
 VOCAB = 61
 
@@ -54,3 +56,17 @@ def make_rows() -> Callable[..., Dataset]:
         return Dataset.from_list(rows)
 
     return make
+
+
+@pytest.fixture
+def texts(make_rows: Callable[..., Dataset]) -> tuple[Dataset, Dataset]:
+    """Rows of unequal lengths, with prompts; one has two answers, one learns nothing."""
+    rows = [*make_rows(9), *make_rows(6, length=40, prompt=20, seed=1)]
+    rows += make_rows(2, length=5, prompt=5, seed=2)
+    rows[3]["labels"][9:15] = [-100] * 6
+    return Dataset.from_list(rows), Dataset.from_list([*make_rows(3, seed=7), *make_rows(2, 33)])
+
+
+@pytest.fixture
+def runs(target: TargetModel, texts: tuple[Dataset, Dataset], tmp_path: Path) -> Runs:
+    return Runs(target, texts, tmp_path)

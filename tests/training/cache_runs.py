@@ -1,0 +1,86 @@
+"""Runs of the same training with different caches of hidden states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.target import TargetModel
+from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
+from medusa_heads.training.cache_arguments import CacheArguments
+from medusa_heads.training.loss_config import LossConfig
+from medusa_heads.training.train import train_heads
+
+SHAPES = {
+    "medusa": HeadsConfig(num_heads=2),
+    "own matrices": HeadsConfig(num_heads=2, vocab_matrix="own"),
+    "hydra": HeadsConfig(kind="hydra", num_heads=2),
+    "prefix": HeadsConfig(kind="hydra", num_heads=2, prefix_attention=True),
+}
+
+
+class Runs:
+    """Runs of the same training with different caches."""
+
+    def __init__(self, target: TargetModel, texts: tuple[Dataset, Dataset], folder: Path) -> None:
+        self.target = target
+        self.texts = texts
+        self.folder = folder
+        self.shape = SHAPES["medusa"]
+        self.objective: LossConfig | None = None
+        self.forwards = 0
+        self.count = 0
+        hidden = target.hidden
+
+        def counted(*args: Any, **kwargs: Any) -> Tensor:
+            self.forwards += 1
+            return hidden(*args, **kwargs)
+
+        target.hidden = counted  # type: ignore[method-assign]
+
+    def __call__(self, mode: str, output: str | None = None, **changed: Any) -> dict[str, Tensor]:
+        """The trained weights; `forwards` says how often the target ran."""
+        self.count += 1
+        self.forwards = 0
+        output = output or f"run{self.count}"
+        resume = changed.pop("resume", None)
+        further = {"use_cpu": True, "disable_tqdm": True, **changed.pop("further", {})}
+        values = {
+            "output_dir": str(self.folder / output),
+            "num_train_epochs": 1,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 2,
+            "learning_rate": 2e-2,
+            "training_args": further,
+        }
+        cache_dir = None if mode == "off" else str(self.folder / "cache")
+        heads = train_heads(
+            self.target,
+            self.texts[0],
+            eval_dataset=self.texts[1],
+            config=self.shape,
+            objective=self.objective,
+            output_dir=self.folder / output,
+            training_args=to_training_arguments(
+                OptimisationArguments(**{**values, **changed}), self.shape.vocab_matrix
+            ),
+            hidden_cache=CacheArguments(mode, cache_dir),  # type: ignore[arg-type]
+            resume_from_checkpoint=resume,
+        )
+        metrics = json.loads((self.folder / output / "metrics.json").read_text())
+        self.eval_loss = metrics["eval_loss"]
+        return heads.state_dict()
+
+    def shards(self) -> list[Path]:
+        return sorted((self.folder / "cache").glob("*/*.safetensors"))
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Whether weights are bitwise equal."""
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
