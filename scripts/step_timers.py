@@ -76,13 +76,14 @@ def bare_step(model: MedusaModel, ids_1T: torch.Tensor, cache: DynamicCache) -> 
     target = model.target
     own = target.new_cache(1, ids_1T.shape[1] + model.drafter.num_nodes)
     own.take_over(cache)
-    with target.capture_hidden() as last_hidden:
-        target.model(ids_1T[:, -1:], past_key_values=own, use_cache=True)
-        hidden_BD = last_hidden()[:, -1].clone()
+    hidden_1TD = target.hidden(ids_1T[:, :-1])
     row = Row(0, 1, ids_1T[0], StopCheck(StoppingCriteriaList()))
     state = DecodingState([row], own, [0])
-    state.hidden_BD, state.roots_B = hidden_BD, ids_1T[:, -1]
+    state.hidden_BD, state.roots_B = hidden_1TD[:, -1].clone(), ids_1T[:, -1]
     state.lengths = [ids_1T.shape[1] - 1]
+    state.take_prompt(hidden_1TD)
+    model.drafter.propose(state)  # one that remembers the text reads it here
+    state.take_prompt(hidden_1TD[:, -2:])  # from now on as if each step had committed two tokens
     rule = make_rule("lossless", LogitsProcessorList(), False)
 
     def step() -> float:

@@ -43,7 +43,7 @@ def test_random_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_checkpoint_and_contexts_cut_to_what_fits(tmp_path: Path) -> None:
     target = TargetModel.from_pretrained(str(DEMO_TARGET))
-    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2, prefix_attention=True))
     save_heads(tmp_path / "heads", heads, target)
     output = tmp_path / "profile.json"
     flags = ["--checkpoint", str(tmp_path / "heads"), "--contexts", "8", "4096", "9000", *QUICK]
