@@ -19,7 +19,6 @@ from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.stored_heads import (
     DRAFT_TOKENS,
-    WEIGHTS_FILE,
     StoredHeads,
     read_stored,
     write_stored,
@@ -103,11 +102,7 @@ def load_heads(folder: str | os.PathLike[str], target: TargetModel) -> LoadedHea
     if stored.adapter is not None:
         _check_adapter(stored.adapter, target, folder)
     heads = new_heads(target, stored.config, stored.tensors.get(DRAFT_TOKENS))
-    if set(heads.state_dict()) != set(stored.tensors):
-        raise ValueError(
-            f"{Path(folder) / WEIGHTS_FILE} and the target's lm_head differ in having a bias: "
-            "pass the target that the heads belong to"
-        )
+    heads.set_vocab_bias(f"0.{stored.config.num_layers}.bias" in stored.tensors)
     heads.load_state_dict(stored.tensors)
     heads.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     statistics = HeadStatistics.from_dict(stored.statistics) if stored.statistics else None

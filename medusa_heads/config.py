@@ -41,6 +41,8 @@ class HeadsConfig:
         draft_vocab_size: how many tokens the heads can draft; None for all of the target's. Which
             ones is stored with the heads.
         prefix_attention: a layer of the heads' own attends over the text so far (prefix.py).
+        raw_embeddings: token embeddings are read as the target has them, as the heads of Hydra's
+            authors do, and not brought to unit scale.
         hidden_size: D of the target; filled in by `from_target`.
         vocab_size: V of the target; filled in by `from_target`.
 
@@ -54,6 +56,7 @@ class HeadsConfig:
     vocab_matrix: VocabMatrix = "shared"
     draft_vocab_size: int | None = None
     prefix_attention: bool = False
+    raw_embeddings: bool = False
     hidden_size: int | None = None
     vocab_size: int | None = None
 

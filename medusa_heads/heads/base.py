@@ -154,12 +154,23 @@ class DraftHeads(nn.Module):
             self._shared = (self._drafted(weight_VD), shared_V)
         if self.sequential or self.prefix is not None:
             self._embeddings_VD = embeddings(target, hidden_size)
-            norm = torch.linalg.vector_norm(self._embeddings_VD, dtype=torch.float32)
-            size = self._embeddings_VD.numel()
-            self._embedding_scale = float(size**0.5 / norm.clamp_min(1e-6))
+            if not self.config.raw_embeddings:
+                norm = torch.linalg.vector_norm(self._embeddings_VD, dtype=torch.float32)
+                size = self._embeddings_VD.numel()
+                self._embedding_scale = float(size**0.5 / norm.clamp_min(1e-6))
+
+    def set_vocab_bias(self, has_bias: bool) -> None:
+        """Give own vocabulary matrices a bias each, zero as yet, or take it from them: what heads
+        learnt does not depend on whether their target's lm_head has one."""
+        if self.config.vocab_matrix != "own":
+            return
+        for i in range(self.config.num_heads):
+            out = self._own(i)
+            zeros_V = out.weight.new_zeros(self.config.num_candidates)
+            out.bias = nn.Parameter(zeros_V) if has_bias else None
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The target's embeddings of tokens at unit scale: (...) -> (..., D)."""
+        """The target's embeddings of tokens, at unit scale unless raw: (...) -> (..., D)."""
         assert self._embeddings_VD is not None, "share(target) comes first"
         return F.embedding(tokens, self._embeddings_VD) * self._embedding_scale
 
