@@ -48,8 +48,11 @@ def draft_metrics(figures_BT3: Tensor) -> dict[str, float]:
     return figures
 
 
-def describe_draft(metrics: dict[str, Any], prefix: str = "eval_") -> str:
-    """One readable line out of `draft_metrics`, with the prefix the Trainer gave the names."""
+def describe_draft(metrics: dict[str, Any], prefix: str = "eval_") -> str | None:
+    """One readable line out of `draft_metrics`, with the prefix the Trainer gave the names; None
+    where the metrics are others."""
+    if f"{prefix}acceptance" not in metrics:
+        return None
     steps = ", ".join(
         f"{metrics[f'{prefix}tokens_per_step_{length}']:.2f} with {length}" for length in (2, 4, 8)
     )

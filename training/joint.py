@@ -68,11 +68,6 @@ class JointTrainer(HeadsTrainer):
         joint = JointObjective(heads, target, model, config, objective or LossConfig())
         super().__init__(heads, target, args, train_dataset, eval_dataset, trained=joint, **kwargs)
         joint.adapter.requires_grad_(True)  # which freezing the target took away
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError(
-                "joint training runs on one device or under DDP: FSDP and DeepSpeed would shard "
-                "the adapter apart from the target that it sits in"
-            )
         self.joint = joint
         self._own_sums: list[Tensor] = []
         if not args.disable_tqdm:

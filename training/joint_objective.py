@@ -137,8 +137,6 @@ class JointObjective(nn.Module):
     """Heads and adapter together with their loss: what the Trainer wraps. Its state dict is theirs
     alone; the target is held beside it."""
 
-    accepts_loss_kwargs = True  # the divisor is given: the Trainer must not average once more
-
     def __init__(
         self,
         heads: DraftHeads,

@@ -52,8 +52,11 @@ def rank_metrics(ranks_BTK: Tensor) -> dict[str, float]:
     return figures
 
 
-def describe(metrics: dict[str, Any], prefix: str = "eval_") -> str:
-    """One readable line out of `rank_metrics`, with the prefix the Trainer gave the names."""
+def describe(metrics: dict[str, Any], prefix: str = "eval_") -> str | None:
+    """One readable line out of `rank_metrics`, with the prefix the Trainer gave the names; None
+    where the metrics are others."""
+    if f"{prefix}head0_top1" not in metrics:
+        return None
 
     def of_heads(k: int) -> str:
         names = (f"{prefix}head{i}_top{k}" for i in range(len(metrics)))

@@ -1,0 +1,147 @@
+"""transformers' Trainer for a model that a frozen target teaches: the target runs beside it.
+
+Shapes: B batch, T tokens, P positions of a batch (B * T), R measured positions, F figures of each.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import ProgressCallback, TrainingArguments
+
+from medusa_heads.config import IGNORED
+from medusa_heads.target import TargetModel
+from medusa_heads.training.resumable import ResumableTrainer
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState
+
+_LAUNCHED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+
+
+class TaughtTrainer(ResumableTrainer, ABC):
+    """Trains what fits a target, which is no part of the model: no checkpoint holds any of it, no
+    optimiser knows it.
+
+    Args:
+        model: what learns.
+        target: on the same device.
+        args: of the run.
+        record: gives what the `run.yaml` in each checkpoint says.
+        describe: the line that the screen shows of an evaluation's metrics, None where there is
+            nothing to show.
+        kwargs: further arguments of transformers.Trainer.
+
+    Raises:
+        ValueError: the run is sharded in a way that would take the model apart.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: TargetModel,
+        args: TrainingArguments,
+        *,
+        record: Callable[[], Mapping[str, Any]] | None,
+        describe: Callable[[dict[str, Any]], str | None],
+        **kwargs: Any,
+    ) -> None:
+        if args.fsdp or args.deepspeed or any(os.environ.get(name) == "true" for name in _LAUNCHED):
+            raise ValueError(
+                "heads and draft models are trained whole in each process, not under FSDP or "
+                "DeepSpeed: launch with configs/accelerate/ddp.yaml; a target of heads can be "
+                "spread with shard_target"
+            )
+        if args.n_gpu > 1:
+            # DataParallel would copy the model to every GPU, but not the target.
+            args._n_gpu = 1
+        target.freeze()
+        self.target = target
+        self.record = record
+        super().__init__(model=model, args=args, **kwargs)
+        self.model_accepts_loss_kwargs = True  # the divisor is given: no second average
+        if not args.disable_tqdm:
+            self.remove_callback(ProgressCallback)
+            self.add_callback(ReadableProgress(describe))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss over `num_items_in_batch` generated tokens, those of the whole step."""
+        counted = num_items_in_batch is not None
+        items = num_items_in_batch if counted else (inputs["labels"] != IGNORED).sum()
+        loss = self._loss(model, inputs, items)
+        if counted and self.args.average_tokens_across_devices:
+            # The count is over all processes, and DDP averages gradients: undo the average.
+            loss = loss * self.accelerator.num_processes
+        return (loss, {}) if return_outputs else loss
+
+    @abstractmethod
+    def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
+        """The loss of a batch, over so many tokens."""
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Loss, figures_BTF (-100 where nothing is measured) and labels_BT."""
+        inputs = self._prepare_inputs(inputs)
+        labels_BT = inputs["labels"]
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, figures = self._judge(model, inputs, (labels_BT != IGNORED).sum())
+            if prediction_loss_only:
+                return loss, None, None
+            positions_R, figures_RF = figures()
+        figures_PF = figures_RF.new_full((labels_BT.numel(), figures_RF.shape[1]), IGNORED)
+        figures_PF[positions_R] = figures_RF
+        return loss, figures_PF.view(*labels_BT.shape, -1), labels_BT
+
+    @abstractmethod
+    def _judge(
+        self, model: nn.Module, inputs: dict[str, Any], items: Any
+    ) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
+        """The loss of a held-out batch; and what measures positions_R of it, and figures_RF."""
+
+
+class ReadableProgress(ProgressCallback):
+    """The Trainer's progress bars, with lines of a few figures in place of whole dictionaries.
+
+    Args:
+        describe: see TaughtTrainer.
+    """
+
+    def __init__(self, describe: Callable[[dict[str, Any]], str | None]) -> None:
+        super().__init__()
+        self.describe = describe
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not state.is_world_process_zero or logs is None:
+            return
+        place = f"step {state.global_step}/{state.max_steps}"
+        if (line := self.describe(logs)) is not None:
+            tqdm.write(f"{place}  {line}")
+        elif "loss" in logs:
+            tqdm.write(
+                f"{place}  loss {float(logs['loss']):.3f}  "
+                f"learning rate {float(logs['learning_rate']):.2e}"
+            )
