@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.inference.model import MedusaModel
 from medusa_heads.inference.tree_plan import TreeSpec
-from medusa_heads.stored_heads import SIDECAR_FILE, WEIGHTS_FILE
+from medusa_heads.stored_heads import SIDECAR_FILE
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def generate(
     where = {key: arguments.pop(key) for key in _HUB_OPTIONS if key in arguments}
     medusa = attached(
         model,
-        _folder(os.fspath(name), where),
+        find_checkpoint(name, **where),
         tree=tree,
         acceptance=acceptance,
         acceptance_settings=acceptance_settings,
@@ -134,17 +135,3 @@ def _asked_for(model: PreTrainedModel) -> str:
         "expected to be called by transformers' generate(custom_generate=FOLDER_OR_REPOSITORY): "
         "where the call comes another way, name the heads with heads="
     )
-
-
-def _folder(name: str, where: Mapping[str, Any]) -> Path:
-    """The folder itself, or the repository's files in the hub's cache."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(name, allow_patterns=[SIDECAR_FILE, WEIGHTS_FILE], **where)
-    except (OSError, ValueError) as error:  # the hub's errors are OSErrors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"expected heads in a folder or repository {name!r}: {reason}") from error
-    return Path(found)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.adapter import ADAPTER_FOLDER, load_adapter
-from medusa_heads.checkpoint import load_heads
+from medusa_heads.checkpoint import LoadedHeads, load_heads
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import DraftHeads
+from medusa_heads.hub.pull import find_checkpoint
+from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.by_rows import ByRowsDrafter, rounded_up
+from medusa_heads.inference.named_target import load_target
+from medusa_heads.inference.saving import save_model
 from medusa_heads.inference.tree_plan import TreeSpec, make_drafter
 from medusa_heads.inference.tree_size import best_tree
 from medusa_heads.statistics import HeadStatistics
@@ -68,6 +73,8 @@ class MedusaModel(AssistedModel):
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
         self.statistics = statistics
+        self.checkpoint: Path | None = None  # where the heads were loaded from
+        self.loaded: LoadedHeads | None = None
         self.use_tree(tree)
 
     def use_tree(self, tree: TreeSpec) -> None:
@@ -119,7 +126,11 @@ class MedusaModel(AssistedModel):
         cls,
         checkpoint: str | os.PathLike[str],
         *,
-        target: str | TargetModel | PreTrainedModel | None = None,
+        target: str | os.PathLike[str] | TargetModel | PreTrainedModel | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
         tree: TreeSpec = "auto",
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
@@ -133,29 +144,40 @@ class MedusaModel(AssistedModel):
         with its adapter. A target that is loaded here gets it; one in memory must carry it.
 
         Args:
-            checkpoint: folder written by train-heads.
-            target: a model in memory, or a hub id or path; by default the one the heads name.
+            checkpoint: folder written by train-heads, or a hub's repository, as `user/name` or
+                `user/name@revision`.
+            target: a model in memory, or a hub id or path; by default the one the heads name, at
+                the revision they were trained on.
+            revision: branch, tag or commit of the repository of the heads.
+            token, cache_dir, local_files_only: of the hub, for the heads and a target loaded here.
             tree, acceptance, acceptance_settings, compile: see the class.
             merge_adapter: add the adapter to the target's matrices: faster, and in bf16 rounded.
-            target_kwargs: passed on when the target is loaded, such as `dtype` or `device_map`.
+            target_kwargs: passed on when the target is loaded: `dtype`, `device`, `device_map`,
+                `quantization_config`, `attn_implementation`, `trust_remote_code`, ..
 
         Raises:
             ValueError: checkpoint or target missing, damaged, or not belonging together.
         """
-        if target is None:
-            target = named_target(checkpoint)
-        adapted = None
-        if isinstance(target, str | os.PathLike):
-            target = TargetModel.from_pretrained(str(target), **target_kwargs)
-            if read_sidecar(checkpoint).get("adapter") is not None:
-                adapted = load_adapter(target.model, Path(checkpoint) / ADAPTER_FOLDER)
-        elif target_kwargs:
+        in_memory = target is not None and not isinstance(target, str | os.PathLike)
+        if in_memory and target_kwargs:
             raise ValueError(
                 f"{sorted(target_kwargs)} apply to a target that is loaded here, but one in memory "
                 "was given: leave them out"
             )
-        view = target if isinstance(target, TargetModel) else TargetModel(target)
-        loaded = load_heads(checkpoint, view)
+        hub: dict[str, Any] = {
+            "token": token,
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+        }
+        folder = find_checkpoint(checkpoint, revision=revision, **hub)
+        adapted = None
+        if target is None or isinstance(target, str | os.PathLike):
+            view = load_target(folder, target, **hub, **target_kwargs)
+            if read_sidecar(folder).get("adapter") is not None:
+                adapted = load_adapter(view.model, folder / ADAPTER_FOLDER)
+        else:
+            view = target if isinstance(target, TargetModel) else TargetModel(target)
+        loaded = load_heads(folder, view)
         if merge_adapter:
             if adapted is None:
                 raise ValueError(
@@ -163,7 +185,7 @@ class MedusaModel(AssistedModel):
                     "leave it out"
                 )
             adapted.merge_and_unload()
-        return cls(
+        model = cls(
             view,
             loaded.heads,
             statistics=loaded.statistics,
@@ -172,19 +194,76 @@ class MedusaModel(AssistedModel):
             acceptance_settings=acceptance_settings,
             compile=compile,
         )
+        model.checkpoint, model.loaded = folder, loaded
+        return model
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
+        """Write a checkpoint folder of the heads as they are now, without any weight of the target.
+
+        What came with heads that were loaded goes along: statistics, adapter, reports.
+
+        Raises:
+            ValueError: the target carries an adapter that no checkpoint came with.
+            OSError: the folder cannot be written.
+        """
+        return save_model(self, folder)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool = False,
+        revision: str | None = None,
+        create_pr: bool = False,
+        commit_message: str | None = None,
+        token: str | bool | None = None,
+        base_model: str | None = None,
+        license: str | None = None,
+        benchmark: str | os.PathLike[str] | None = None,
+    ) -> str:
+        """Save the heads and push them with a model card, in one commit.
+
+        Args:
+            repo_id: `user/name`.
+            private, revision, create_pr, commit_message, token: see `hub.push.push`.
+            base_model, license, benchmark: see `hub.push.prepare_push`.
+
+        Returns:
+            The address of the commit, or of the pull request.
+
+        Raises:
+            ValueError: the target has no name that others find it by, or the hub refuses.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            prepared = prepare_push(
+                folder, repo_id, base_model=base_model, license=license, benchmark=benchmark
+            )
+            return push(
+                prepared,
+                private=private,
+                revision=revision,
+                create_pr=create_pr,
+                commit_message=commit_message,
+                token=token,
+            )
 
 
-def named_target(checkpoint: str | os.PathLike[str]) -> str:
-    """Hub id or path of the target that a checkpoint names.
+def attach(
+    model: PreTrainedModel | TargetModel,
+    heads: DraftHeads | str | os.PathLike[str],
+    **options: Any,
+) -> MedusaModel:
+    """Heads on a target that is in memory already; the target is not modified.
+
+    Args:
+        model: the target.
+        heads: in memory, or their checkpoint: a folder, or a hub's repository.
+        options: of `MedusaModel`, or of `MedusaModel.from_pretrained`.
 
     Raises:
-        ValueError: not a checkpoint, or it names none.
+        ValueError: the heads are missing, damaged or another target's.
     """
-    name = (read_sidecar(checkpoint).get("target") or {}).get("name_or_path")
-    if not name:
-        raise ValueError(
-            f"the checkpoint {str(checkpoint)!r} does not name its target: pass target="
-        )
-    # A relative path was relative to where training ran; try it from the checkpoint as well.
-    beside = Path(checkpoint) / name
-    return str(beside) if not Path(name).exists() and beside.exists() else name
+    if isinstance(heads, DraftHeads):
+        return MedusaModel(model, heads, **options)
+    return MedusaModel.from_pretrained(heads, target=model, **options)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from medusa_heads.config import HeadsConfig
     from medusa_heads.heads import HydraHeads, MedusaHeads, new_heads
     from medusa_heads.inference.draft_model import DraftedModel
-    from medusa_heads.inference.model import MedusaModel
+    from medusa_heads.inference.model import MedusaModel, attach
     from medusa_heads.target import TargetModel
     from medusa_heads.training.train import train_heads
     from medusa_heads.training.train_draft import train_draft
@@ -25,6 +25,7 @@ __all__ = [
     "MedusaModel",
     "TargetModel",
     "__version__",
+    "attach",
     "new_heads",
     "train_draft",
     "train_heads",
@@ -37,6 +38,7 @@ _HOMES = {
     "MedusaHeads": "medusa_heads.heads",
     "MedusaModel": "medusa_heads.inference.model",
     "TargetModel": "medusa_heads.target",
+    "attach": "medusa_heads.inference.model",
     "new_heads": "medusa_heads.heads",
     "train_draft": "medusa_heads.training.train_draft",
     "train_heads": "medusa_heads.training.train",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
@@ -22,7 +23,10 @@ class BenchmarkArguments:
     """What to measure, on which prompts."""
 
     checkpoint: str = field(
-        metadata={"help": "Heads checkpoint folder; the flag's name may be left out."}
+        metadata={
+            "help": "Heads checkpoint, a folder or user/name[@revision] on a hub; the flag's name "
+            "may be left out."
+        }
     )
     target: str | None = field(
         default=None,
@@ -95,9 +99,11 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
         raise ValueError(f"threads must be at least 1, got {arguments.threads}")
     if unknown := [dtype for dtype in arguments.dtypes if dtype not in DTYPES]:
         raise ValueError(f"expected dtypes among {', '.join(DTYPES)}, got {unknown[0]!r}")
+    from medusa_heads.hub.pull import find_checkpoint
     from medusa_heads.stored_heads import read_sidecar
 
-    sidecar = read_sidecar(arguments.checkpoint)
+    folder = find_checkpoint(arguments.checkpoint)
+    sidecar = read_sidecar(folder)
     check_device(arguments.device)
 
     from rich.console import Console
@@ -108,7 +114,7 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
 
     report = benchmark(
         arguments.checkpoint,
-        _prompts(arguments),
+        _prompts(arguments, folder),
         target=arguments.target,
         settings=[s for d in arguments.dtypes for s in DEFAULT_SETTINGS if s.dtype == d],
         max_new_tokens=arguments.max_new_tokens,
@@ -130,18 +136,20 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
     return report
 
 
-def _prompts(arguments: BenchmarkArguments) -> list[list[int]]:
+def _prompts(arguments: BenchmarkArguments, checkpoint: Path) -> list[list[int]]:
     from transformers import AutoTokenizer
 
-    from medusa_heads.inference.model import named_target
+    from medusa_heads.hub.names import split_revision
+    from medusa_heads.inference.named_target import named_target
     from medusa_heads.inference.prompts import encode_prompts, held_out_prompts, read_prompts
 
     # The file first: a misspelt name is told before anything is loaded.
     texts = read_prompts(arguments.prompts) if arguments.prompts is not None else None
-    name = arguments.target or named_target(arguments.checkpoint)
+    given = arguments.target
+    name, revision = named_target(checkpoint) if given is None else split_revision(given)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=arguments.trust_remote_code
+            name, revision=revision or "main", trust_remote_code=arguments.trust_remote_code
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]

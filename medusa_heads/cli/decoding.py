@@ -23,7 +23,12 @@ PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")
 class ModelArguments:
     """Which heads, on which target, where."""
 
-    checkpoint: str = field(metadata={"help": "heads checkpoint: a folder written by train-heads"})
+    checkpoint: str = field(
+        metadata={
+            "help": "heads checkpoint: a folder written by train-heads, or a repository on a hub "
+            "as user/name or user/name@revision"
+        }
+    )
     target: str | None = field(
         default=None,
         metadata={"help": "hub id or path of the target; default: the one the heads name"},
@@ -150,7 +155,9 @@ def _load(
         **options,
     )
     tokenizer = AutoTokenizer.from_pretrained(
-        model.target.name_or_path, trust_remote_code=arguments.trust_remote_code
+        model.target.name_or_path,
+        revision=model.target.revision or "main",
+        trust_remote_code=arguments.trust_remote_code,
     )
     return model, tokenizer
 

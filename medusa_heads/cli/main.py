@@ -14,6 +14,10 @@ VERBS = {
     "tune": ("medusa_heads.cli.tune", "measure which tree this machine decodes fastest with"),
     "benchmark": ("medusa_heads.cli.benchmark", "measure a heads checkpoint against transformers"),
     "regenerate": ("medusa_heads.cli.regenerate", "have the target answer prompts, to train on"),
+    "push": ("medusa_heads.cli.push", "put a heads checkpoint on a hub, with a model card"),
+    "pull": ("medusa_heads.cli.pull", "bring a heads checkpoint from a hub into a folder"),
+    "convert": ("medusa_heads.cli.convert", "read the heads of another project"),
+    "export": ("medusa_heads.cli.export", "write a heads checkpoint for another engine"),
 }
 
 

@@ -1,0 +1,62 @@
+"""The target that a checkpoint names: where it is, and at which revision."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from medusa_heads.hub.names import is_repo_id, split_revision
+from medusa_heads.stored_heads import read_sidecar
+from medusa_heads.target import TargetModel
+
+
+def load_target(
+    checkpoint: str | os.PathLike[str], given: str | os.PathLike[str] | None, **options: Any
+) -> TargetModel:
+    """Load the target of a checkpoint folder.
+
+    Args:
+        checkpoint: names it, and the revision its heads were trained on.
+        given: hub id (`user/name` or `user/name@revision`) or path, to be loaded instead.
+        options: of `TargetModel.from_pretrained`; a `revision` among them beats the checkpoint's.
+
+    Raises:
+        ValueError: the checkpoint names no target, or nothing loadable is there.
+    """
+    if given is None:
+        name, revision = named_target(checkpoint)
+    else:
+        name, revision = split_revision(given)
+    if revision is not None:
+        options.setdefault("revision", revision)
+    try:
+        return TargetModel.from_pretrained(name, **options)
+    except ValueError as error:
+        if given is not None:
+            raise
+        raise ValueError(
+            f"{error} (the heads name it as their target; pass target= where it is elsewhere)"
+        ) from error
+
+
+def named_target(checkpoint: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """Hub id or path of the target that a checkpoint folder names, and a hub id's revision.
+
+    Raises:
+        ValueError: not a checkpoint, or it names none.
+    """
+    target = read_sidecar(checkpoint)["target"]
+    name, revision = target.get("name_or_path"), target.get("revision")
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"the checkpoint {str(checkpoint)!r} does not name its target: pass target="
+        )
+    if Path(name).exists():
+        return name, None
+    # A relative path was relative to where training ran; try it from the checkpoint as well.
+    beside = Path(checkpoint) / name
+    if beside.exists():
+        return str(beside), None
+    on_hub = is_repo_id(name) or "/" not in name  # gpt2
+    return name, revision if on_hub and isinstance(revision, str) else None

@@ -1,0 +1,44 @@
+"""Names of repositories, and how they are told from paths."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def split_revision(name: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """`user/heads@v2` is revision `v2` of the repository `user/heads`."""
+    repo_id, at, revision = os.fspath(name).partition("@")
+    return (
+        (repo_id, revision) if at and revision and is_repo_id(repo_id) else (os.fspath(name), None)
+    )
+
+
+def is_repo_id(name: str) -> bool:
+    """Whether a hub could have a repository of this name; one without a user is not looked for."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return name.count("/") == 1
+
+
+def check_repo_id(name: str) -> str:
+    """The name, if a hub could have a repository of it.
+
+    Raises:
+        ValueError: it could not.
+    """
+    if not is_repo_id(name):
+        raise ValueError(f"expected the name of a repository as user/name, got {name!r}")
+    return name
+
+
+def is_local(name: str, *folders: Path) -> bool:
+    """Whether a target's or dataset's name is a path, read from here or from one of `folders`."""
+    path = Path(name).expanduser()
+    written_as_path = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or "\\" in name
+    return written_as_path or path.exists() or any((folder / path).exists() for folder in folders)

@@ -1,0 +1,250 @@
+"""A checkpoint folder pushed to a hub: its own files and no others, in one commit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa_heads.files import read_json
+from medusa_heads.hub.card import is_generated, make_card
+from medusa_heads.hub.files import (
+    BENCHMARK_FILE,
+    BENCHMARK_PICTURE,
+    CARD_FILE,
+    OWN_FILES,
+    REPORT_FILE,
+)
+from medusa_heads.hub.names import check_repo_id, is_local, is_repo_id, split_revision
+from medusa_heads.hub.privacy import without_paths
+from medusa_heads.hub.talking import LOG_IN, check_token, in_one_sentence
+from medusa_heads.stored_heads import SIDECAR_FILE, WEIGHTS_FILE, read_stored
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import ModelInfo
+
+_MODEL_SUFFIXES = (".safetensors", ".bin", ".gguf", ".onnx")
+
+
+@dataclass(frozen=True)
+class Push:
+    """What is pushed: by its name in the repository, a file as it lies there or new content."""
+
+    repo_id: str
+    files: Mapping[str, Path | bytes]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {
+            name: len(what) if isinstance(what, bytes) else what.stat().st_size
+            for name, what in self.files.items()
+        }
+
+
+def prepare_push(
+    checkpoint: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    base_model: str | None = None,
+    license: str | None = None,
+    benchmark: str | os.PathLike[str] | None = None,
+) -> Push:
+    """All that a push would upload, without asking any hub.
+
+    Paths of this machine are taken out of what is text. A README.md that someone wrote is kept;
+    otherwise one is generated.
+
+    Args:
+        checkpoint: folder.
+        repo_id: `user/name`.
+        base_model: name of the target on the hub, as `user/name` or `user/name@revision`, where
+            the checkpoint knows it by a path.
+        license: of the heads, as the hub spells it, such as `apache-2.0`.
+        benchmark: `report.json` of `medusa-heads benchmark`, or its folder; by default the one in
+            the checkpoint, if any.
+
+    Raises:
+        ValueError: no checkpoint or a damaged one, a target that nobody else could find, or a
+            benchmark of another.
+    """
+    check_repo_id(repo_id)
+    folder = Path(checkpoint)
+    stored = read_stored(folder)  # nobody is handed damaged heads
+    known_as = str(stored.target.get("name_or_path") or "")
+    target, revision = _published_target(folder, stored.target, base_model)
+    files: dict[str, Path | bytes] = {
+        name: folder / name for name in OWN_FILES if (folder / name).is_file()
+    }
+    _add_benchmark(files, folder, benchmark, stored.target)
+    texts: dict[str, Any] = {}
+    for name, path in files.items():
+        assert isinstance(path, Path)
+        if name.endswith((".json", ".md")) and name != CARD_FILE:
+            kept = read_json(path) if name.endswith(".json") else path.read_text(encoding="utf-8")
+            text = without_paths(kept, renamed=(known_as, target))
+            if name == SIDECAR_FILE:
+                text["target"] |= {"name_or_path": target, "revision": revision}
+            texts[name] = text
+            if text != kept:
+                files[name] = _encoded(text)
+    if CARD_FILE not in files or is_generated(folder / CARD_FILE):
+        card = make_card(repo_id, texts, files, license=license)
+        files[CARD_FILE] = card.encode()
+    elif license is not None:
+        raise ValueError(
+            f"{str(folder / CARD_FILE)!r} is kept as it is written, so license has no place: write "
+            "it there, or remove the file to have one generated"
+        )
+    return Push(repo_id, {name: files[name] for name in OWN_FILES if name in files})
+
+
+def _published_target(
+    folder: Path, target: Mapping[str, Any], base_model: str | None
+) -> tuple[str, str | None]:
+    """Name and revision by which others find the target."""
+    if base_model is not None:
+        name, revision = split_revision(base_model)
+        return check_repo_id(name), revision
+    name = str(target.get("name_or_path") or "")
+    # A name without a user, such as gpt2, is one of the hub's own old ones.
+    if not name or is_local(name, folder) or not (is_repo_id(name) or "/" not in name):
+        known = f"only as {Path(name).name!r} on this machine" if name else "not by name"
+        raise ValueError(
+            f"the checkpoint knows its target {known}, where nobody else finds it: give its name "
+            "on the hub with base_model (--base_model user/name)"
+        )
+    return name, target.get("revision")
+
+
+def _add_benchmark(
+    files: dict[str, Path | bytes],
+    folder: Path,
+    given: str | os.PathLike[str] | None,
+    target: Mapping[str, Any],
+) -> None:
+    """`medusa-heads benchmark --report FOLDER` calls its files as training does: told apart, and
+    pushed under names of their own."""
+    path = Path(given) if given is not None else folder / BENCHMARK_FILE
+    if given is None and not path.is_file():
+        beside = folder / REPORT_FILE
+        if REPORT_FILE not in files or not _is_benchmark(read_json(beside)):
+            return
+        path = beside
+        del files[REPORT_FILE]  # the training's, which the benchmark was written over
+    path = path / REPORT_FILE if path.is_dir() else path
+    report = read_json(path)
+    if not _is_benchmark(report):
+        raise ValueError(f"expected a report of medusa-heads benchmark at {str(path)!r}")
+    of = report.get("target_fingerprint") or {}
+    differing = [key for key, value in of.items() if target.get(key) not in (None, value)]
+    if differing:
+        raise ValueError(
+            f"the benchmark {str(path)!r} was measured on another target (its {differing[0]} "
+            "differs): measure these heads"
+        )
+    files[BENCHMARK_FILE] = path
+    for picture in (path.with_suffix(".png"), path.parent / "report.png"):
+        if picture.is_file():
+            files[BENCHMARK_PICTURE] = picture
+            break
+
+
+def _is_benchmark(report: Mapping[str, Any]) -> bool:
+    return isinstance(report.get("settings"), list) and isinstance(report.get("machine"), dict)
+
+
+def _encoded(text: Any) -> bytes:
+    return (text if isinstance(text, str) else json.dumps(text, indent=2) + "\n").encode()
+
+
+def push(
+    prepared: Push,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    token: str | bool | None = None,
+) -> str:
+    """Upload in one commit, so that the repository holds the old heads or the new ones, whole.
+
+    Files of earlier heads that these have not are removed by the same commit; other files of the
+    repository stay.
+
+    Args:
+        prepared: what to upload, and where to.
+        private: a repository made here is private; one that is public is refused.
+        revision: branch; made where there is none.
+        create_pr: propose the commit to an existing repository, for its owner to merge.
+        commit_message: a line.
+        token: of the hub; by default the one that was logged in with.
+
+    Returns:
+        The address of the commit, or of the pull request.
+
+    Raises:
+        ValueError: the hub cannot be reached or refuses, or the repository holds something else.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+
+    repo_id, token = prepared.repo_id, check_token(token)
+    if token is False or (not token and get_token() is None):
+        raise ValueError(f"a hub lets nobody push without a token: {LOG_IN}")
+    api = HfApi(token=token)
+    with in_one_sentence(repo_id, revision, token):
+        info = _repository(api, repo_id, private, revision, create_pr)
+    if private and info.private is False:
+        raise ValueError(
+            f"{repo_id!r} exists and is public: make it private in its settings, or leave out "
+            "private"
+        )
+    there = {sibling.rfilename for sibling in info.siblings or []}
+    _check_holds_heads(repo_id, there)
+    stale = sorted((set(OWN_FILES) & there) - set(prepared.files))
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        CommitOperationAdd(name, what if isinstance(what, bytes) else str(what))
+        for name, what in prepared.files.items()
+    ]
+    operations += [CommitOperationDelete(name) for name in stale]
+    with in_one_sentence(repo_id, revision, token):
+        done = api.create_commit(
+            repo_id,
+            operations,
+            commit_message=commit_message or "Upload heads",
+            revision=revision,
+            create_pr=create_pr,
+            parent_commit=info.sha,  # what was looked at: anything newer is not written over
+        )
+    return str(done.pr_url if create_pr else done.commit_url)
+
+
+def _repository(
+    api: HfApi, repo_id: str, private: bool, revision: str | None, create_pr: bool
+) -> ModelInfo:
+    """The repository at the revision; both are made where there is none, but not for a proposal."""
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    if not create_pr:
+        api.create_repo(repo_id, private=private or None, exist_ok=True)
+    try:
+        return api.model_info(repo_id, revision=revision)
+    except RevisionNotFoundError:
+        if create_pr or revision is None:
+            raise
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+        return api.model_info(repo_id, revision=revision)
+
+
+def _check_holds_heads(repo_id: str, files: set[str]) -> None:
+    """Refuses to write over the config.json of what is no heads."""
+    if any(name == SIDECAR_FILE or Path(name).stem == Path(WEIGHTS_FILE).stem for name in files):
+        return
+    if weights := sorted(name for name in files if name.endswith(_MODEL_SUFFIXES)):
+        raise ValueError(
+            f"{repo_id!r} holds another model ({weights[0]}), whose files would be written over: "
+            "push to a repository of its own"
+        )

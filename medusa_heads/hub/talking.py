@@ -1,0 +1,110 @@
+"""Talking to a hub: what goes wrong, in one sentence, and never with the token in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+def check_token(token: str | bool | None) -> str | bool | None:
+    """The token without white space around it.
+
+    Raises:
+        ValueError: it cannot stand in a request; an HTTP library's own words would quote it.
+    """
+    if not isinstance(token, str):
+        return token
+    token = token.strip()
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(f"the token given is not one of a hub: {LOG_IN}")
+    return token
+
+
+@contextmanager
+def in_one_sentence(
+    repo_id: str, revision: str | None = None, token: str | bool | None = None
+) -> Iterator[None]:
+    """Around calls of huggingface_hub: its errors become ValueErrors of one sentence.
+
+    They are raised without their cause, whose text is a server's and could hold anything.
+    """
+    from huggingface_hub.errors import HTTPError  # of whichever HTTP library the client is built on
+
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of every attempt; the error that follows says it once
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        sentence = _sentence(error, repo_id, revision)
+        raise ValueError(_without_token(sentence, token)) from None
+    finally:
+        logger.setLevel(level)
+
+
+def _sentence(error: BaseException, repo_id: str, revision: str | None) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    answer = _answer(error)
+    if not isinstance(answer, HfHubHTTPError):
+        if constants.HF_HUB_OFFLINE:
+            return f"{repo_id!r} is not in the local cache, and HF_HUB_OFFLINE is set: unset it"
+        return f"the hub at {constants.ENDPOINT} did not serve {repo_id!r}: {_first_line(error)}"
+    status = answer.response.status_code
+    said = " ".join((answer.server_message or "").split())
+    because = f" ({said})" if said else ""
+    if isinstance(answer, RevisionNotFoundError):
+        return f"the repository {repo_id!r} has no revision {revision or 'main'!r}"
+    if isinstance(answer, GatedRepoError):
+        return f"access to {repo_id!r} must be asked for on its page{because}"
+    if status == 401 and "invalid" in said.lower():
+        return f"the hub does not know this token: {LOG_IN}"
+    if isinstance(answer, RepositoryNotFoundError) or status in (401, 404):
+        return (
+            f"the hub has no repository {repo_id!r}, or it is private and the token may not read "
+            f"it: check the name, or {LOG_IN}"
+        )
+    if status == 403:
+        return f"the token may not write to {repo_id!r}{because}: {LOG_IN} with one that may"
+    if status in (409, 412):
+        return f"{repo_id!r} was changed by someone else meanwhile{because}: push again"
+    return f"the hub answered {status} for {repo_id!r}{because}"
+
+
+def _answer(error: BaseException) -> BaseException:
+    """The hub's own answer, where the client wrapped it into another error."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, HfHubHTTPError):
+        found = found.__cause__
+    return error if found is None else found
+
+
+def _first_line(error: BaseException) -> str:
+    """What happened, from the innermost error that says something."""
+    innermost = error
+    while innermost.__cause__ is not None:
+        innermost = innermost.__cause__
+    for each in (innermost, error):
+        if text := str(each).strip():
+            return text.splitlines()[0]
+    return type(error).__name__
+
+
+def _without_token(text: str, token: str | bool | None) -> str:
+    from huggingface_hub import get_token
+
+    for secret in (token, get_token()):
+        if isinstance(secret, str) and secret:
+            text = text.replace(secret, "***")
+    return text
