@@ -167,7 +167,7 @@ class DraftHeads(nn.Module):
         for i in range(self.config.num_heads):
             out = self._own(i)
             zeros_V = out.weight.new_zeros(self.config.num_candidates)
-            out.bias = nn.Parameter(zeros_V) if has_bias else None
+            out.register_parameter("bias", nn.Parameter(zeros_V) if has_bias else None)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's embeddings of tokens, at unit scale unless raw: (...) -> (..., D)."""

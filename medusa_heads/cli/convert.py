@@ -1,0 +1,91 @@
+"""`medusa-heads convert SOURCE OUT`: another project's heads (FasterDecoding, TGI, LoRAX, vLLM,
+ModelOpt, Hydra; a file, a folder or a hub id) as a checkpoint of this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from medusa_heads.cli.arguments import parse_arguments, run_command
+from medusa_heads.interop import ReadFormat
+
+if TYPE_CHECKING:
+    from medusa_heads.config import HeadsConfig
+
+
+@dataclass
+class ConvertArguments:
+    """What to read, and where to write it."""
+
+    source: str = field(metadata={"help": "file, folder or hub id that holds the heads"})
+    out: str = field(metadata={"help": "folder to write; empty, or not there yet"})
+    source_format: ReadFormat | None = field(
+        default=None,
+        metadata={"aliases": ["--from"], "help": "layout, where its names do not tell"},
+    )
+    revision: str | None = field(default=None, metadata={"help": "of the source, on the hub"})
+    target: str | None = field(
+        default=None,
+        metadata={"help": "hub id or folder of the heads' target, to name and to fingerprint"},
+    )
+    extract_target: bool = field(
+        default=False,
+        metadata={"help": "of a whole model with heads in it: write the model too, to OUT/target"},
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "run code that comes with the target's configuration"}
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+
+    def work() -> None:
+        (arguments,) = parse_arguments(
+            (ConvertArguments,),
+            argv,
+            prog="medusa-heads convert",
+            description=__doc__ or "",
+            positional=("source", "out"),
+        )
+        run_convert(arguments)
+
+    return run_command(work)
+
+
+def run_convert(arguments: ConvertArguments) -> None:
+    """Convert, and say what was found.
+
+    Raises:
+        ValueError: nothing to convert, or nothing that can be held.
+        OSError: the folder cannot be written.
+    """
+    from medusa_heads.interop.convert import convert_heads
+
+    converted = convert_heads(
+        arguments.source,
+        arguments.out,
+        source_format=arguments.source_format,
+        revision=arguments.revision,
+        target=arguments.target,
+        extract_target=arguments.extract_target,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    print(f"{converted.format}: {describe(converted.stored.config)}")
+    for notice in converted.notices:
+        print(f"note: {notice}")
+    print(f"written to {converted.folder}")
+
+
+def describe(config: HeadsConfig) -> str:
+    """Heads in a few words."""
+    blocks = "block" if config.num_layers == 1 else "blocks"
+    matrices = (
+        "the target's vocabulary matrix"
+        if config.vocab_matrix == "shared"
+        else "a vocabulary matrix each"
+    )
+    size = f"{config.num_candidates} tokens of {config.hidden_size}"
+    return f"{config.num_heads} {config.kind} heads, {config.num_layers} {blocks} and {matrices}, {size}"

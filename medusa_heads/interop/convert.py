@@ -1,0 +1,200 @@
+"""Another project's heads, as a checkpoint of this one.
+
+Shapes: D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.fingerprint import lm_head_sha256
+from medusa_heads.interop import ReadFormat
+from medusa_heads.interop.folders import check_empty, staged
+from medusa_heads.interop.formats import READERS, WHOLE_MODELS, detect, find
+from medusa_heads.interop.layout import Layout, heads_config, read_heads, shared_matrix
+from medusa_heads.interop.source import Source, open_source
+from medusa_heads.interop.target_files import TargetVocabulary, read_target
+from medusa_heads.interop.whole_model import write_target
+from medusa_heads.provenance import provenance
+from medusa_heads.stored_heads import DRAFT_TOKENS, SIDECAR_FILE, StoredHeads, write_stored
+
+TARGET_FOLDER = "target"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was read, and where it stands now.
+
+    Attributes:
+        folder: the checkpoint.
+        format: the layout it was read from.
+        stored: the heads.
+        notices: what the user should know, a sentence each.
+    """
+
+    folder: Path
+    format: ReadFormat
+    stored: StoredHeads
+    notices: tuple[str, ...]
+
+
+def convert_heads(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    source_format: ReadFormat | None = None,
+    revision: str | None = None,
+    target: str | None = None,
+    extract_target: bool = False,
+    trust_remote_code: bool = False,
+) -> Converted:
+    """Write heads that another project stored as a checkpoint folder, bit for bit the same values.
+
+    Args:
+        source: a file, a folder, or a repository of the hub.
+        out: the checkpoint folder; empty, or not there yet.
+        source_format: the layout; by default what the names of the tensors tell.
+        revision: of a repository.
+        target: hub id or folder of the model that the heads belong to. It is named in the
+            checkpoint, and its lm_head, read from its files, gives the fingerprint.
+        extract_target: of a whole model with heads in it: write the model alone to `out`/target.
+            Otherwise the checkpoint names the source as its target.
+        trust_remote_code: run the code that comes with the target's configuration.
+
+    Raises:
+        ValueError: an unknown layout, tensors missing, surplus, ill-fitting, quantised or not
+            finite, or a target they cannot belong to.
+        OSError: `out` cannot be written.
+    """
+    folder = check_empty(out)
+    found, source_format, layout = _open(os.fspath(source), revision, source_format)
+    if extract_target and (not layout.whole_model or target is not None):
+        raise ValueError(
+            "extract_target writes the model that the heads lie in: give it a source that is a "
+            "whole model, and no other target"
+        )
+    known = _known_target(found, layout, target, trust_remote_code)
+    config = heads_config(found, layout, None if known is None else len(known.weight_VD))
+    if known is not None and known.weight_VD.shape != (config.vocab_size, config.hidden_size):
+        raise ValueError(
+            f"the heads were made for a vocabulary of {config.vocab_size} and a hidden size of "
+            f"{config.hidden_size}, the target's are {list(known.weight_VD.shape)}: give the "
+            "target they belong to"
+        )
+    tensors = read_heads(found, layout, config)
+    matrix_VD = shared_matrix(found, layout, config)
+    if known is not None and matrix_VD is not None:
+        _check_matrix(matrix_VD, known, tensors.get(DRAFT_TOKENS))
+    named = known.target if known is not None else _claimed_target(found, config, matrix_VD)
+    if extract_target:
+        named = named | {"name_or_path": str(folder / TARGET_FOLDER), "revision": None}
+    stored = StoredHeads(
+        config,
+        tensors,
+        named,
+        provenance=provenance({"converted_from": {"format": source_format, "source": found.name}}),
+        vocab_matrix_VD=_matrix_for_engines(config, tensors, matrix_VD, known),
+    )
+    with staged(folder) as staging:
+        if extract_target:
+            write_target(staging / TARGET_FOLDER, found, *WHOLE_MODELS[source_format])
+        write_stored(staging, stored)
+    return Converted(folder, source_format, stored, (*layout.notices, *_of_target(stored)))
+
+
+def _open(
+    source: str, revision: str | None, source_format: ReadFormat | None
+) -> tuple[Source, ReadFormat, Layout]:
+    if source_format is not None and source_format not in READERS:
+        raise ValueError(f"expected a layout among {', '.join(READERS)}, got {source_format!r}")
+    if (Path(source) / SIDECAR_FILE).is_file():
+        raise ValueError(
+            f"{source!r} is a heads checkpoint of this package already: use it as it is, or write "
+            "it for an engine with medusa-heads export"
+        )
+    found = open_source(source, revision=revision)
+    source_format = source_format or detect(found)
+    return found, source_format, find(found, source_format)
+
+
+def _known_target(
+    found: Source, layout: Layout, target: str | None, trust_remote_code: bool
+) -> TargetVocabulary | None:
+    """The target that the user named, else the one that the heads lie in."""
+    inner = None
+    if layout.whole_model:
+        inner = read_target(
+            found.place.name, revision=found.revision, trust_remote_code=trust_remote_code
+        )
+    if target is None:
+        return inner
+    known = read_target(target, trust_remote_code=trust_remote_code)
+    if inner is not None and known.target["lm_head_sha256"] != inner.target["lm_head_sha256"]:
+        raise ValueError(
+            f"the model in {found.name!r} has another lm_head than {target!r}, and its heads were "
+            "trained with it: leave the target out"
+        )
+    return known
+
+
+def _check_matrix(matrix_VD: Tensor, known: TargetVocabulary, tokens_V: Tensor | None) -> None:
+    weight_VD = known.weight_VD
+    if len(matrix_VD) < len(weight_VD):
+        assert tokens_V is not None
+        weight_VD = weight_VD[tokens_V]
+    if not torch.equal(weight_VD.to(matrix_VD.dtype), matrix_VD):
+        raise ValueError(
+            f"the vocabulary matrix that the heads share is not that of the target "
+            f"{known.target['name_or_path']!r}: give the target they belong to"
+        )
+
+
+def _claimed_target(found: Source, config: HeadsConfig, matrix_VD: Tensor | None) -> dict[str, Any]:
+    """What the source says of a target whose files nobody has looked at."""
+    name = found.config.get("base_model_name_or_path")
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"config.json: base_model_name_or_path must be a name, got {name!r}")
+    sha256 = None
+    # The target's own, if it is whole. Rounded to fp16 it would have another hash.
+    if matrix_VD is not None and matrix_VD.dtype != torch.float16:
+        sha256 = lm_head_sha256(matrix_VD) if len(matrix_VD) == config.vocab_size else None
+    return {
+        "name_or_path": name or None,
+        "revision": None,
+        "model_type": None,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "lm_head_sha256": sha256,
+    }
+
+
+def _matrix_for_engines(
+    config: HeadsConfig,
+    tensors: dict[str, Tensor],
+    matrix_VD: Tensor | None,
+    known: TargetVocabulary | None,
+) -> Tensor | None:
+    if config.vocab_matrix != "shared" or not config.is_plain_medusa:
+        return None
+    if matrix_VD is None and known is not None and known.bias_V is None:
+        return known.weight_VD.to(tensors["0.0.linear.weight"].dtype)
+    return matrix_VD
+
+
+def _of_target(stored: StoredHeads) -> list[str]:
+    name = stored.target["name_or_path"]
+    if not name:
+        return ["the heads name no target: pass one when they are loaded, or convert with --target"]
+    if stored.target["lm_head_sha256"] is None:
+        return [
+            f"the target is {name!r} by what config.json says, and will be checked by its sizes "
+            "alone: --target records its fingerprint"
+        ]
+    return []

@@ -1,0 +1,127 @@
+"""A checkpoint of this package, as another engine reads heads.
+
+Shapes: D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from medusa_heads.interop import WrittenFormat
+from medusa_heads.interop.folders import check_empty, staged
+from medusa_heads.interop.formats import WRITERS
+from medusa_heads.interop.outgoing import Outgoing
+from medusa_heads.interop.target_files import TargetVocabulary, read_target
+from medusa_heads.stored_heads import (
+    VOCAB_MATRIX_FILE,
+    VOCAB_MATRIX_KEY,
+    StoredHeads,
+    read_stored,
+)
+from medusa_heads.tensor_file import read_tensors
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and what the user should know, a sentence each."""
+
+    folder: Path
+    notices: tuple[str, ...]
+
+
+def export_heads(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    to: WrittenFormat,
+    *,
+    target: str | None = None,
+    full_vocabulary: bool = False,
+    trust_remote_code: bool = False,
+) -> Exported:
+    """Write a heads checkpoint in the layout of another engine, bit for bit the same values.
+
+    Args:
+        checkpoint: a folder that train-heads, convert or `save_heads` wrote.
+        out: the folder to write; empty, or not there yet.
+        to: the engine.
+        target: hub id or folder of the target, by which the engine is to find it; also where its
+            vocabulary matrix comes from, if the layout wants a copy. By default as the checkpoint
+            says.
+        full_vocabulary: heads with a reduced vocabulary are to draft the target's whole one.
+        trust_remote_code: run the code that comes with the target's configuration.
+
+    Raises:
+        ValueError: the engine cannot hold such heads, or the target is not theirs.
+        OSError: `out` cannot be written.
+    """
+    if to not in WRITERS:
+        raise ValueError(f"expected an engine among {', '.join(WRITERS)}, got {to!r}")
+    folder = check_empty(out)
+    stored = read_stored(checkpoint)
+    if stored.adapter is not None and target is None:
+        raise ValueError(
+            f"{str(checkpoint)!r} belongs to its target with an adapter in it, which {to} does not "
+            "load with heads: merge it into the target, save that, and name it as the target"
+        )
+    known = None
+    if target is not None:
+        known = read_target(target, trust_remote_code=trust_remote_code)
+        _check_target(stored, known)
+        stored = replace(stored, target=known.target)
+
+    def matrix_VD() -> Tensor:
+        return _matrix(Path(checkpoint), stored, known, trust_remote_code)
+
+    outgoing = Outgoing(stored, matrix_VD)
+    if full_vocabulary:
+        outgoing = outgoing.over_full_vocabulary()
+    with staged(folder) as staging:
+        WRITERS[to](staging, outgoing)
+    return Exported(folder, tuple(outgoing.notices))
+
+
+def _check_target(stored: StoredHeads, known: TargetVocabulary) -> None:
+    keys = ("hidden_size", "vocab_size", "lm_head_sha256")
+    differing = {key for key in keys if stored.target.get(key) not in (None, known.target[key])}
+    if differing:
+        wanted = {key: stored.target[key] for key in sorted(differing)}
+        found = {key: known.target[key] for key in sorted(differing)}
+        raise ValueError(
+            f"the heads belong to another target than {known.target['name_or_path']!r}: expected "
+            f"{wanted}, got {found}"
+        )
+
+
+def _matrix(
+    checkpoint: Path, stored: StoredHeads, known: TargetVocabulary | None, trust_remote_code: bool
+) -> Tensor:
+    """The target's vocabulary matrix [V, D] in the heads' dtype: from beside the heads, else from
+    the target's files."""
+    beside = checkpoint / VOCAB_MATRIX_FILE
+    if known is None and beside.is_file():
+        tensors = read_tensors(beside)
+        shape = (stored.config.vocab_size, stored.config.hidden_size)
+        if set(tensors) != {VOCAB_MATRIX_KEY} or tensors[VOCAB_MATRIX_KEY].shape != shape:
+            raise ValueError(
+                f"{beside} must hold {VOCAB_MATRIX_KEY} of shape {list(shape)} alone: copy the "
+                "checkpoint anew"
+            )
+        return tensors[VOCAB_MATRIX_KEY]
+    if known is None:
+        name = stored.target.get("name_or_path")
+        if not name:
+            raise ValueError("the layout wants the target's vocabulary matrix: give the target")
+        known = read_target(
+            name, revision=stored.target.get("revision"), trust_remote_code=trust_remote_code
+        )
+        _check_target(stored, known)
+    if known.bias_V is not None:
+        raise ValueError(
+            "the target's lm_head has a bias, for which this layout has no place: decode with this "
+            "package"
+        )
+    return known.weight_VD.to(stored.tensors["0.0.linear.weight"].dtype)

@@ -1,0 +1,42 @@
+"""Folders that are whole or absent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def check_empty(folder: str | os.PathLike[str]) -> Path:
+    """The path of a folder that is to be written, absolute.
+
+    Raises:
+        ValueError: something stands there already.
+    """
+    path = Path(folder).expanduser().absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(
+            f"{str(folder)!r} exists and is not empty: name another folder to write to"
+        )
+    return path
+
+
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder`, which takes its place when the block ends without an error.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = folder.parent / f".{folder.name}.{os.getpid()}.part"
+    staging.mkdir()
+    try:
+        yield staging
+        if folder.exists():
+            folder.rmdir()
+        os.replace(staging, folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
