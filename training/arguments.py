@@ -290,7 +290,9 @@ def to_training_arguments(
         "data_seed": arguments.seed,
     }
     args = TrainingArguments(**{**defaults, **values, **extra})
-    _check_trackers(args.report_to)
+    trackers = args.report_to
+    assert isinstance(trackers, list)
+    _check_trackers(trackers)
     return args
 
 

@@ -56,6 +56,11 @@ class TrainingData:
         """Whether `rows` is a stream."""
         return is_stream(self.rows)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether several documents stand in a row."""
+        return "position_ids" in next(iter(self.rows))
+
     def record(self) -> dict[str, Any]:
         """For the story of a run. Of a stream, broken rows are counted as far as it was read."""
         training = asdict(self.facts)

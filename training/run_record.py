@@ -19,7 +19,9 @@ _DECISIVE = {
     "heads": "heads of another shape",
     "target_weights_sha256": "another target",
     "training_set": "another training set",
+    "loss": "another loss",
     "joint": "other settings of joint training",
+    "draft": "another draft model, or another way of teaching it",
 }
 
 
@@ -55,14 +57,22 @@ def check_same_run(checkpoint: str | os.PathLike[str], record: Mapping[str, Any]
     matter.
 
     Raises:
-        ValueError: it was made for another target, on other text, or its heads are others.
+        ValueError: it was made for another target, on other text, or what learns or how is another;
+            or its story cannot be read.
     """
     import yaml
 
     file = Path(checkpoint) / RUN_FILE
     if not file.is_file():
         return
-    before, now = yaml.safe_load(file.read_text(encoding="utf-8")), _plain(record)
+    try:
+        before, now = yaml.safe_load(file.read_text(encoding="utf-8")), _plain(record)
+        if not isinstance(before, dict):
+            raise ValueError("it holds no 'key: value' lines")
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(
+            f"{str(file)!r} is damaged ({error}): resume from another checkpoint"
+        ) from error
     for name, what in _DECISIVE.items():
         if name in before and name in now and before[name] != now[name]:
             raise ValueError(

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 
-from medusa_heads.checkpoint import save_heads
 from medusa_heads.config import HeadsConfig
-from medusa_heads.files import replace_file
 from medusa_heads.heads import DraftHeads, frequent_tokens, new_heads
 from medusa_heads.provenance import provenance
 from medusa_heads.target import TargetModel
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.cache_arguments import CacheArguments
 from medusa_heads.training.cache_setup import open_hidden_states
-from medusa_heads.training.calibration import calibrate
-from medusa_heads.training.callbacks import Interruptions, StopInTime
-from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
-from medusa_heads.training.data_arguments import DataArguments
+from medusa_heads.training.data import TrainingData
 from medusa_heads.training.joint import JointTrainer
 from medusa_heads.training.joint_config import JointConfig
 from medusa_heads.training.joint_objective import adapted
 from medusa_heads.training.loss_config import LossConfig
-from medusa_heads.training.metrics import complete_runs, rank_statistics
-from medusa_heads.training.report import make_report, write_report
-from medusa_heads.training.resumable import clear_checkpoints, find_checkpoint
-from medusa_heads.training.run_record import changed_arguments, check_same_run, write_run
+from medusa_heads.training.results import write_heads
+from medusa_heads.training.run_record import changed_arguments, check_same_run
+from medusa_heads.training.run_setup import as_target, find_start, prepare_sets, watchers
 from medusa_heads.training.sharding import is_sharded
 from medusa_heads.training.trainer import HeadsTrainer
 from medusa_heads.training.vocabulary import count_tokens
@@ -43,9 +35,6 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
-    from transformers.trainer_utils import PredictionOutput
-
-METRICS_FILE = "metrics.json"
 
 
 def train_heads(
@@ -112,18 +101,23 @@ def train_heads(
         training_args or to_training_arguments(OptimisationArguments(), config.vocab_matrix)
     )
     args.output_dir = str(output)
-    checkpoint = find_checkpoint(resume_from_checkpoint, output)
-    if checkpoint is None:
-        clear_checkpoints(output, overwrite=overwrite_output_dir)
-    target = as_target(target, args.device)
-    if isinstance(dataset, TrainingData):
-        data = dataset
-    else:
-        data = prepare_sets(
-            target, dataset, eval_dataset, data_settings, tokenizer, config.num_heads, args
+    checkpoint = find_start(output, resume_from_checkpoint, overwrite=overwrite_output_dir)
+    callbacks = watchers(args, early_stopping_patience)
+    cached = hidden_cache is not None and hidden_cache.hidden_cache != "off"
+    if joint is not None and cached:
+        raise ValueError(
+            "joint training changes the target's hidden states, so none can be kept: leave "
+            "hidden_cache off"
         )
-    if data.is_stream:
-        read_streams_apart(args)
+    target = as_target(target, args.device)
+    if is_sharded(target) and (joint is not None or cached):
+        raise ValueError(
+            "a sharded target runs in all processes at once and as it is: leave joint training and "
+            "hidden_cache off"
+        )
+    data = prepare_sets(
+        target, dataset, eval_dataset, data_settings, tokenizer, config.num_heads, args
+    )
 
     set_seed(args.seed)
     draft_tokens = None
@@ -146,17 +140,6 @@ def train_heads(
             }
         )
 
-    if joint is not None and hidden_cache is not None and hidden_cache.hidden_cache != "off":
-        raise ValueError(
-            "joint training changes the target's hidden states, so none can be kept: leave "
-            "hidden_cache off"
-        )
-    cached = hidden_cache is not None and hidden_cache.hidden_cache != "off"
-    if is_sharded(target) and (joint is not None or cached):
-        raise ValueError(
-            "a sharded target runs in all processes at once and as it is: leave joint training and "
-            "hidden_cache off"
-        )
     if checkpoint is not None:
         check_same_run(checkpoint, story())
     hidden_states = open_hidden_states(
@@ -168,9 +151,6 @@ def train_heads(
         target_weights_sha256=before,
         resumed=checkpoint is not None,
     )
-    callbacks: list[TrainerCallback] = [Interruptions()]
-    if early_stopping_patience is not None:
-        callbacks.append(StopInTime(early_stopping_patience))
     carried: AbstractContextManager[PeftModel | None] = nullcontext()
     if joint is not None:
         carried = adapted(target, joint)
@@ -210,97 +190,5 @@ def train_heads(
             raise RuntimeError("the target's weights changed while its heads were trained")
 
         if trainer.is_world_process_zero() or is_sharded(target):
-            write_results(
-                output, trainer, outcome.metrics, measured, data.held_out, story(), adapter
-            )
+            write_heads(output, trainer, outcome.metrics, measured, data.held_out, story(), adapter)
     return heads
-
-
-def as_target(target: str | TargetModel | PreTrainedModel, device: torch.device) -> TargetModel:
-    """The target, frozen and on the device of the run."""
-    if isinstance(target, str):
-        target = TargetModel.from_pretrained(target)
-    elif not isinstance(target, TargetModel):
-        target = TargetModel(target)
-    target.freeze()
-    # A target that accelerate spread over devices, or that is sharded, stays where it is.
-    if target.device.type != device.type and getattr(target.model, "hf_device_map", None) is None:
-        target.model.to(device)  # type: ignore[arg-type]
-    return target
-
-
-def write_results(
-    output: Path,
-    trainer: HeadsTrainer,
-    trained: Mapping[str, float],
-    measured: PredictionOutput,
-    held_out: Dataset,
-    history: Mapping[str, Any],
-    adapter: PeftModel | None,
-) -> None:
-    """The checkpoint, with an adapter if one was trained too, its figures, story and report.
-
-    Only the first process writes; others are here where a sharded target needs them.
-    """
-    heads = trainer.accelerator.unwrap_model(trainer.model).heads
-    target, hidden_states = trainer.target, trainer.hidden_states
-    ranks_BTK = torch.as_tensor(measured.predictions)
-    statistics = rank_statistics(ranks_BTK)
-    calibrations = calibrate(statistics, heads, hidden_states, held_out)
-    if not trainer.is_world_process_zero():
-        return
-    save_heads(output, heads, target, statistics=statistics, provenance=history, adapter=adapter)
-    metrics = {
-        **{name: value for name, value in trained.items() if name != "total_flos"},
-        **(measured.metrics or {}),
-        "steps": trainer.state.global_step,
-        "best_step": trainer.state.best_global_step,
-    }
-    replace_file(output / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
-    write_run(output, history)
-    report = make_report(
-        statistics,
-        complete_runs(ranks_BTK),
-        calibrations,
-        heads=heads.config.to_dict(),
-        target=target.name_or_path,
-        metrics=metrics,
-        log=trainer.state.log_history,
-    )
-    write_report(output, report)
-
-
-def read_streams_apart(args: TrainingArguments) -> None:
-    """Each process reads the stream and takes its share: batches of rows of unequal lengths cannot
-    be joined by one process and dealt out."""
-    accelerator_config: Any = args.accelerator_config
-    args.accelerator_config = replace(accelerator_config, dispatch_batches=False)
-
-
-def prepare_sets(
-    target: TargetModel,
-    dataset: Any,
-    eval_dataset: Any,
-    data_settings: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None,
-    num_heads: int,
-    args: TrainingArguments,
-) -> TrainingData:
-    """Rows to train on and held-out rows; arguments as those of `train_heads`."""
-    given = {"dataset": dataset, "eval_dataset": eval_dataset}
-    in_memory = {name: value for name, value in given.items() if hasattr(value, "column_names")}
-    names = {
-        name: value for name, value in given.items() if value is not None and name not in in_memory
-    }
-    settings = DataArguments(**names, **data_settings)
-    corpus, held_out = load_corpora(settings, **in_memory)
-    return prepare_data(
-        target,
-        corpus,
-        held_out,
-        tokenizer,
-        settings,
-        num_heads=num_heads,
-        seed=args.seed,
-        max_steps=args.max_steps,
-    )

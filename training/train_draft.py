@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from medusa_heads.draft_checkpoint import save_draft
-from medusa_heads.files import replace_file
 from medusa_heads.provenance import provenance
 from medusa_heads.target import TargetModel
-from medusa_heads.training.callbacks import Interruptions, StopInTime
 from medusa_heads.training.data import TrainingData, find_tokenizer
 from medusa_heads.training.draft_arguments import (
     DraftArguments,
@@ -27,9 +24,10 @@ from medusa_heads.training.draft_metrics import CHAINS
 from medusa_heads.training.draft_model import begin_draft
 from medusa_heads.training.draft_trainer import DraftTrainer
 from medusa_heads.training.own_text import OwnText
-from medusa_heads.training.resumable import clear_checkpoints, find_checkpoint
-from medusa_heads.training.run_record import changed_arguments, check_same_run, write_run
-from medusa_heads.training.train import METRICS_FILE, as_target, prepare_sets, read_streams_apart
+from medusa_heads.training.packing import check_packing
+from medusa_heads.training.results import write_figures
+from medusa_heads.training.run_record import changed_arguments, check_same_run
+from medusa_heads.training.run_setup import as_target, find_start, prepare_sets, watchers
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -84,19 +82,11 @@ def train_draft(
         )
     )
     args.output_dir = str(output)
-    checkpoint = find_checkpoint(resume_from_checkpoint, output)
-    if checkpoint is None:
-        clear_checkpoints(output, overwrite=overwrite_output_dir)
+    checkpoint = find_start(output, resume_from_checkpoint, overwrite=overwrite_output_dir)
+    callbacks = watchers(args, early_stopping_patience)
     target = as_target(target, args.device)
     tokenizer = tokenizer or find_tokenizer(target.name_or_path)
-    if isinstance(dataset, TrainingData):
-        data = dataset
-    else:
-        data = prepare_sets(
-            target, dataset, eval_dataset, data_settings, tokenizer, CHAINS[-1], args
-        )
-    if data.is_stream:
-        read_streams_apart(args)
+    data = prepare_sets(target, dataset, eval_dataset, data_settings, tokenizer, CHAINS[-1], args)
 
     set_seed(args.seed)
     model = begin_draft(
@@ -106,6 +96,8 @@ def train_draft(
         hidden_size=draft.draft_hidden_size,
         trust_remote_code=trust_remote_code,
     )
+    if data.is_packed:
+        check_packing(TargetModel(model))
     before = target.weights_digest()
 
     def story() -> dict[str, Any]:
@@ -123,9 +115,6 @@ def train_draft(
 
     if checkpoint is not None:
         check_same_run(checkpoint, story())
-    callbacks: list[TrainerCallback] = [Interruptions()]
-    if early_stopping_patience is not None:
-        callbacks.append(StopInTime(early_stopping_patience))
     trainer = DraftTrainer(
         model,
         target,
@@ -150,14 +139,7 @@ def train_draft(
             if name.startswith(("eval_acceptance", "eval_agreement", "eval_tokens_per_step"))
         }
         save_draft(output, model, target, tokenizer=tokenizer, measured=figures, provenance=history)
-        metrics = {
-            **{name: value for name, value in outcome.metrics.items() if name != "total_flos"},
-            **measured,
-            "steps": trainer.state.global_step,
-            "best_step": trainer.state.best_global_step,
-        }
-        replace_file(output / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
-        write_run(output, history)
+        write_figures(output, trainer, outcome.metrics, measured, history)
     return model
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, TrainingArguments
 
 from medusa_heads.config import IGNORED
 from medusa_heads.target import TargetModel
@@ -243,3 +243,40 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], sente
 def test_the_best_checkpoint_needs_evaluated_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple"):
         arguments(tmp_path, eval_steps=4, save_steps=6)
+
+
+def test_another_draft_model_is_not_resumed(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    def run(resume: str | None, **draft: Any) -> None:
+        train_draft(
+            target,
+            make_rows(8),
+            eval_dataset=make_rows(4, seed=1),
+            draft=DraftArguments(**draft),
+            output_dir=tmp_path,
+            training_args=arguments(tmp_path, max_steps=2, save_steps=2, eval_steps=2),
+            resume_from_checkpoint=resume,
+        )
+
+    run(None)
+    for changed in ({"draft_layers": 2}, {"draft_hidden_size": 8}, {"on_policy_share": 0.5}):
+        with pytest.raises(ValueError, match="was made with another draft model, or another way"):
+            run("last", **changed)
+
+
+def test_a_draft_model_that_lets_packed_documents_see_each_other_is_refused(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=target.vocab_size, hidden_size=16, num_hidden_layers=1)
+    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    with pytest.raises(ValueError, match=r"see each other in this target \(mamba"):
+        train_draft(
+            target,
+            make_rows(8),
+            draft=DraftArguments(draft_model=str(tmp_path / "mamba")),
+            output_dir=tmp_path / "run",
+            training_args=arguments(tmp_path / "run"),
+            packing=True,
+        )

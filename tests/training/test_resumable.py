@@ -14,6 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads
 from medusa_heads.target import TargetModel
+from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.resumable import (
     checkpoints,
     find_checkpoint,
@@ -130,3 +131,16 @@ def test_another_run_is_not_resumed(run: Callable[..., DraftHeads], make_rows: R
         run(rows=make_rows(20, seed=5), resume_from_checkpoint="last")
     with pytest.raises(ValueError, match="was made with heads of another shape"):
         run(config=HeadsConfig(num_heads=3), resume_from_checkpoint="last")
+    with pytest.raises(ValueError, match="was made with another loss"):
+        run(objective=LossConfig({"forward_kl": 1.0}), resume_from_checkpoint="last")
+
+
+def test_a_story_that_cannot_be_read_is_named(
+    run: Callable[..., DraftHeads], tmp_path: Path
+) -> None:
+    run()
+    story = tmp_path / "run" / "checkpoint-6" / "run.yaml"
+    for damaged in ("heads: [", "- heads"):
+        story.write_text(damaged)
+        with pytest.raises(ValueError, match=r"(?s)run.yaml' is damaged .*another checkpoint"):
+            run(resume_from_checkpoint="last")

@@ -120,3 +120,47 @@ def test_the_last_checkpoint_is_resumed(
         train_heads(
             target, make_rows(4), output_dir=tmp_path / "new", resume_from_checkpoint="last"
         )
+
+
+@pytest.mark.parametrize(
+    ("changed", "further", "message"),
+    [
+        ({}, {"early_stopping_patience": 0}, "early_stopping_patience must be at least 1, got 0"),
+        (
+            {"load_best_model_at_end": False},
+            {"early_stopping_patience": 2},
+            "early_stopping_patience ends with the best: leave load_best_model_at_end on",
+        ),
+        (
+            {"training_args": {"use_cpu": True, "dataloader_drop_last": True}},
+            {},
+            "dataloader_drop_last leaves no batch: 4 rows do not fill one of 8",
+        ),
+    ],
+)
+def test_runs_that_cannot_be_are_refused(
+    changed: dict[str, Any],
+    further: dict[str, Any],
+    message: str,
+    target: TargetModel,
+    make_rows: Rows,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_heads(
+            target,
+            make_rows(4),
+            eval_dataset=make_rows(4, seed=1),
+            output_dir=tmp_path / "run",
+            training_args=quick(tmp_path, 1, **changed),
+            **further,
+        )
+    assert not (tmp_path / "run" / "medusa_heads.json").exists()
+
+
+def test_the_folder_of_a_run_is_no_file(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ValueError, match=r"expected a folder for the run at '.*run', found a file"):
+        train_heads(target, make_rows(4), output_dir=tmp_path / "run")

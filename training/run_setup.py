@@ -1,0 +1,112 @@
+"""Where a run of training begins: its folder, its target, its text, and what may end it early."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+
+from medusa_heads.target import TargetModel
+from medusa_heads.training.callbacks import Interruptions, StopInTime
+from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
+from medusa_heads.training.data_arguments import DataArguments
+from medusa_heads.training.resumable import clear_checkpoints, find_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | None:
+    """The checkpoint to go on from; None for a run from the start, which the folder has room for.
+
+    Raises:
+        ValueError: see `find_checkpoint` and `clear_checkpoints`; or a file lies in the way.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"expected a folder for the run at {str(output)!r}, found a file")
+    checkpoint = find_checkpoint(resume, output)
+    if checkpoint is None:
+        clear_checkpoints(output, overwrite=overwrite)
+    return checkpoint
+
+
+def as_target(target: str | TargetModel | PreTrainedModel, device: torch.device) -> TargetModel:
+    """The target, frozen and on the device of the run."""
+    if isinstance(target, str):
+        target = TargetModel.from_pretrained(target)
+    elif not isinstance(target, TargetModel):
+        target = TargetModel(target)
+    target.freeze()
+    # A target that accelerate spread over devices, or that is sharded, stays where it is.
+    if target.device.type != device.type and getattr(target.model, "hf_device_map", None) is None:
+        target.model.to(device)  # type: ignore[arg-type]
+    return target
+
+
+def prepare_sets(
+    target: TargetModel,
+    dataset: Any,
+    eval_dataset: Any,
+    data_settings: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    num_heads: int,
+    args: TrainingArguments,
+) -> TrainingData:
+    """Rows to train on and held-out rows; arguments as those of `train_heads`.
+
+    Streams are then read by each process for itself.
+
+    Raises:
+        ValueError: a corpus or setting that cannot be used, or less text than a batch of those
+            that must be full.
+    """
+    data = dataset
+    if not isinstance(data, TrainingData):
+        given = {"dataset": dataset, "eval_dataset": eval_dataset}
+        in_memory = {name: value for name, value in given.items() if hasattr(value, "column_names")}
+        names = {n: v for n, v in given.items() if v is not None and n not in in_memory}
+        settings = DataArguments(**names, **data_settings)
+        corpus, held_out = load_corpora(settings, **in_memory)
+        data = prepare_data(
+            target,
+            corpus,
+            held_out,
+            tokenizer,
+            settings,
+            num_heads=num_heads,
+            seed=args.seed,
+            max_steps=args.max_steps,
+        )
+    if data.is_stream:
+        # Batches of rows of unequal lengths cannot be joined by one process and dealt out.
+        accelerator_config: Any = args.accelerator_config
+        args.accelerator_config = replace(accelerator_config, dispatch_batches=False)
+        return data
+    batch = args.train_batch_size * args.world_size
+    if args.dataloader_drop_last and len(data.rows) < batch:
+        raise ValueError(
+            f"dataloader_drop_last leaves no batch: {len(data.rows)} rows do not fill one of "
+            f"{batch}; lower per_device_train_batch_size, or give more text"
+        )
+    return data
+
+
+def watchers(args: TrainingArguments, patience: int | None) -> list[TrainerCallback]:
+    """Callbacks that end a run when told to, or after so many evaluations without a new best.
+
+    Raises:
+        ValueError: a patience that cannot be had.
+    """
+    if patience is None:
+        return [Interruptions()]
+    if patience < 1:
+        raise ValueError(f"early_stopping_patience must be at least 1, got {patience}")
+    if not args.load_best_model_at_end:
+        raise ValueError(
+            "early_stopping_patience ends with the best: leave load_best_model_at_end on"
+        )
+    return [Interruptions(), StopInTime(patience)]
