@@ -42,17 +42,36 @@ def begin_draft(
         )
         model = given.model
     else:
-        layers = int(target.config.num_hidden_layers)
-        wanted = -(-layers // LAYERS_SHARE) if num_layers is None else num_layers
-        if not 1 <= wanted <= layers:
-            raise ValueError(f"the target has {layers} layers, {wanted} of them were asked for")
-        chosen = spread(layers, wanted)
+        chosen = _chosen(target, num_layers)
         model = fresh(target, chosen, hidden_size) if hidden_size else pruned(target, chosen)
     trained: Any = model
     trained.to(device=target.device, dtype=torch.float32)
     trained.generation_config = copy.deepcopy(target.model.generation_config)
     trained.requires_grad_(True)
     return model
+
+
+def draft_shape(
+    target: TargetModel, num_layers: int | None = None, hidden_size: int | None = None
+) -> PreTrainedModel:
+    """What `begin_draft` would make of the target, without its weights (on the meta device).
+
+    Raises:
+        ValueError: sizes that cannot be.
+    """
+    chosen = _chosen(target, num_layers)
+    with torch.device("meta"):
+        if hidden_size:
+            return fresh(target, chosen, hidden_size)
+        return _from_config(_smaller_config(target, chosen))
+
+
+def _chosen(target: TargetModel, num_layers: int | None) -> list[int]:
+    layers = int(target.config.num_hidden_layers)
+    wanted = -(-layers // LAYERS_SHARE) if num_layers is None else num_layers
+    if not 1 <= wanted <= layers:
+        raise ValueError(f"the target has {layers} layers, {wanted} of them were asked for")
+    return spread(layers, wanted)
 
 
 def spread(layers: int, wanted: int) -> list[int]:

@@ -51,7 +51,7 @@ class Plan:
 
     Attributes:
         target: class, size and dtype.
-        heads: parameters that are trained.
+        learner: what is trained: its kind, and its shape and size.
         text: to learn from.
         steps: optimiser steps.
         rows_a_step: over all processes.
@@ -60,7 +60,7 @@ class Plan:
     """
 
     target: str
-    heads: int
+    learner: tuple[str, str]
     text: TextSize
     steps: int
     rows_a_step: int
@@ -96,7 +96,7 @@ def meta_target(arguments: TargetArguments) -> TargetModel:
     return target
 
 
-def plan_run(
+def plan_heads(
     target: TargetModel,
     config: HeadsConfig,
     args: TrainingArguments,
@@ -120,18 +120,10 @@ def plan_run(
     """
     config = config.for_target(target.hidden_size, target.vocab_size)
     with torch.device("meta"):
-        heads = sum(parameter.numel() for parameter in KINDS[config.kind](config).parameters())
-    rows_a_step = (
-        args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    )
-    steps = args.max_steps
-    if steps <= 0:
-        assert text.rows is not None, "a stream needs max_steps"
-        steps = math.ceil(math.ceil(text.rows / rows_a_step) * args.num_train_epochs)
+        heads = _size(KINDS[config.kind](config))
+    rows_a_step, steps = _steps(args, text)
     tokens = args.per_device_train_batch_size * text.longest_row
-    element = target.dtype.itemsize
-    width = target.hidden_size
-    wide = getattr(target.config, "intermediate_size", None) or 4 * width
+    element, width, wide = _widths(target)
     on_cpu = args.device.type == "cpu"
     block = BLOCK_FEATURES_CPU if on_cpu else BLOCK_FEATURES_GPU
     block = min(block, tokens * width * config.num_heads)
@@ -157,10 +149,75 @@ def plan_run(
     if text.learnt is not None:
         kept = text.tokens if config.prefix_attention else text.learnt
         disk["hidden states, if cached"] = float(kept or 0) * width * element
-    size = sum(parameter.numel() for parameter in target.model.parameters())
-    name = f"{type(target.model).__name__}, {count(size)} parameters"
+    matrix = f"{config.vocab_matrix} vocabulary matrix"
+    kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} blocks, {matrix}"
+    learner = ("heads", f"{kind}: {count(heads)} parameters")
+    return Plan(_named(target, four_bits), learner, text, steps, rows_a_step, memory, disk)
+
+
+def plan_draft(
+    target: TargetModel,
+    draft: nn.Module,
+    args: TrainingArguments,
+    text: TextSize,
+    *,
+    four_bits: bool = False,
+) -> Plan:
+    """The same for a draft model; arguments as those of `plan_heads`, and the model in fp32."""
+    rows_a_step, steps = _steps(args, text)
+    tokens = args.per_device_train_batch_size * text.longest_row
+    element, width, wide = _widths(target)
+    small = TargetModel(draft)  # type: ignore[arg-type]
+    _, small_width, small_wide = _widths(small)
+    size, layers = _size(draft), small.config.num_hidden_layers
+    logits = CHUNK_LOGITS_CPU if args.device.type == "cpu" else CHUNK_LOGITS_GPU
+    logits = min(logits, tokens * target.vocab_size)
+    memory = {
+        "target's weights": weight_bytes(target, four_bits=four_bits),
+        "draft model, gradients, AdamW": size * _ADAMW_BYTES,
+        "target's forward": tokens * (2 * wide + _LAYER_COPIES * width) * element,
+        "draft model's backward": tokens * layers * (4 * small_wide + 12 * small_width) * 4.0,
+        "chunks of logits": logits * 4 * 2 * _LOGIT_COPIES,  # the target's too
+    }
+    kind = f"{type(draft).__name__} of {layers} layers"
+    learner = ("draft model", f"{kind}: {count(size)} parameters, {size / _size(target.model):.0%}")
+    disk = {"each checkpoint": size * 12.0}
+    return Plan(
+        _named(target, four_bits),
+        (learner[0], f"{learner[1]} of the target's"),
+        text,
+        steps,
+        rows_a_step,
+        memory,
+        disk,
+    )
+
+
+def _steps(args: TrainingArguments, text: TextSize) -> tuple[int, int]:
+    """Rows a step over all processes, and optimiser steps."""
+    rows_a_step = (
+        args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    )
+    if args.max_steps > 0:
+        return rows_a_step, args.max_steps
+    assert text.rows is not None, "a stream needs max_steps"
+    return rows_a_step, math.ceil(math.ceil(text.rows / rows_a_step) * args.num_train_epochs)
+
+
+def _widths(model: TargetModel) -> tuple[int, int, int]:
+    """Bytes of a number, the width of the stream, and that within a feed-forward block."""
+    width = model.hidden_size
+    wide = getattr(model.config, "intermediate_size", None) or 4 * width
+    return model.dtype.itemsize, width, wide
+
+
+def _named(target: TargetModel, four_bits: bool) -> str:
     stored = "4 bits" if four_bits else str(target.dtype).removeprefix("torch.")
-    return Plan(f"{name}, {stored}", heads, text, steps, rows_a_step, memory, disk)
+    return f"{type(target.model).__name__}, {count(_size(target.model))} parameters, {stored}"
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _inner_matrices(target: TargetModel) -> list[nn.Linear]:
@@ -190,21 +247,19 @@ def adapter_size(target: TargetModel, joint: JointConfig) -> int:
     )
 
 
-def show_plan(plan: Plan, config: HeadsConfig, console: Console) -> None:
+def show_plan(plan: Plan, console: Console) -> None:
     """Print a plan, one line a fact."""
     from rich.table import Table
 
     table = Table(title="Dry run: nothing is trained, nothing written", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
-    matrix = f"{config.vocab_matrix} vocabulary matrix"
-    kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} blocks, {matrix}"
     text = plan.text
     size = "a stream"
     if text.rows is not None:
         size = f"{text.rows:,} rows, {text.tokens:,} tokens, {text.learnt:,} of them learnt"
     table.add_row("target", plan.target)
-    table.add_row("heads", f"{kind}: {count(plan.heads)} parameters")
+    table.add_row(*plan.learner)
     table.add_row("text", f"{size}; longest row {text.longest_row}")
     table.add_row("steps", f"{plan.steps:,} of {plan.rows_a_step} rows")
     table.add_section()

@@ -125,19 +125,9 @@ def find_checkpoint(name: str | None, output: Path) -> str | None:
     return name
 
 
-def clear_checkpoints(output: Path, *, overwrite: bool) -> None:
-    """Make room for a run from the start: leftovers of another would be mistaken for its own.
-
-    Raises:
-        ValueError: there are checkpoints, and they must not be overwritten.
-    """
-    found = checkpoints(output)
-    if found and not overwrite:
-        raise ValueError(
-            f"{str(output)!r} holds checkpoints of an earlier run ({found[0].name}): go on with "
-            "resume_from_checkpoint 'last', choose another output_dir, or set overwrite_output_dir"
-        )
-    for checkpoint in found:
+def clear_checkpoints(output: Path) -> None:
+    """Make room for a run from the start: leftovers of another would be mistaken for its own."""
+    for checkpoint in checkpoints(output):
         remove_checkpoint(checkpoint)
 
 

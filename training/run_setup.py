@@ -14,23 +14,28 @@ from medusa_heads.target import TargetModel
 from medusa_heads.training.callbacks import Interruptions, StopInTime
 from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
 from medusa_heads.training.data_arguments import DataArguments
-from medusa_heads.training.resumable import clear_checkpoints, find_checkpoint
+from medusa_heads.training.resumable import checkpoints, find_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | None:
-    """The checkpoint to go on from; None for a run from the start, which the folder has room for.
+    """The checkpoint to go on from; None for a run from the start. Nothing is removed yet.
 
     Raises:
-        ValueError: see `find_checkpoint` and `clear_checkpoints`; or a file lies in the way.
+        ValueError: there is no such checkpoint; or there are some, and they may not be overwritten;
+            or a file lies in the way.
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"expected a folder for the run at {str(output)!r}, found a file")
     checkpoint = find_checkpoint(resume, output)
-    if checkpoint is None:
-        clear_checkpoints(output, overwrite=overwrite)
+    found = checkpoints(output)
+    if checkpoint is None and found and not overwrite:
+        raise ValueError(
+            f"{str(output)!r} holds checkpoints of an earlier run ({found[0].name}): go on with "
+            "resume_from_checkpoint 'last', choose another output_dir, or set overwrite_output_dir"
+        )
     return checkpoint
 
 

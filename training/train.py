@@ -25,6 +25,7 @@ from medusa_heads.training.joint_config import JointConfig
 from medusa_heads.training.joint_objective import adapted
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.results import write_heads
+from medusa_heads.training.resumable import clear_checkpoints
 from medusa_heads.training.run_record import changed_arguments, check_same_run
 from medusa_heads.training.run_setup import as_target, find_start, prepare_sets, watchers
 from medusa_heads.training.sharding import is_sharded
@@ -126,6 +127,8 @@ def train_heads(
         draft_tokens = frequent_tokens(counts_V, config.draft_vocab_size)
     heads = new_heads(target, config, draft_tokens)
     before = target.weights_digest()
+    if checkpoint is None:
+        clear_checkpoints(output)
 
     def story() -> dict[str, Any]:
         return provenance(

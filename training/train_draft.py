@@ -26,6 +26,7 @@ from medusa_heads.training.draft_trainer import DraftTrainer
 from medusa_heads.training.own_text import OwnText
 from medusa_heads.training.packing import check_packing
 from medusa_heads.training.results import write_figures
+from medusa_heads.training.resumable import clear_checkpoints
 from medusa_heads.training.run_record import changed_arguments, check_same_run
 from medusa_heads.training.run_setup import as_target, find_start, prepare_sets, watchers
 
@@ -99,6 +100,8 @@ def train_draft(
     if data.is_packed:
         check_packing(TargetModel(model))
     before = target.weights_digest()
+    if checkpoint is None:
+        clear_checkpoints(output)
 
     def story() -> dict[str, Any]:
         return provenance(

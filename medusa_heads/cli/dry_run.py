@@ -1,4 +1,4 @@
-"""`train-heads --dry_run`: everything but steps."""
+"""`train-heads --dry_run` and `train-draft --dry_run`: everything but steps."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.distilling import distilled_prompts
-from medusa_heads.inference.regenerate_arguments import DistillArguments
+from medusa_heads.cli.training import Texts
 from medusa_heads.training.arguments import TargetArguments
-from medusa_heads.training.data_arguments import DataArguments
+from medusa_heads.training.draft_arguments import DraftArguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from medusa_heads.config import HeadsConfig
-    from medusa_heads.training.corpora import Corpus
+    from medusa_heads.target import TargetModel
+    from medusa_heads.training.dry_run import TextSize
     from medusa_heads.training.joint_config import JointConfig
 
 
-def dry_run(
+def dry_run_heads(
     to_target: TargetArguments,
-    to_data: DataArguments,
-    to_distill: DistillArguments,
+    texts: Texts,
     config: HeadsConfig,
-    training_args: TrainingArguments,
-    corpus: Corpus,
-    held_out: Corpus | None,
-    tokenizer: Any,
+    args: TrainingArguments,
     *,
     joint: JointConfig | None = None,
 ) -> None:
@@ -35,46 +32,81 @@ def dry_run(
     Raises:
         ValueError: the target has no configuration, or the text cannot be used.
     """
-    from rich.console import Console
-
-    from medusa_heads.config import IGNORED
-    from medusa_heads.training.data import prepare_data
-    from medusa_heads.training.dry_run import TextSize, meta_target, plan_run, show_plan, text_size
-    from medusa_heads.training.packing import pack_rows
-    from medusa_heads.training.sample import show_sample
+    from medusa_heads.training.dry_run import meta_target, plan_heads
 
     target = meta_target(to_target)
+    rows, size = _text(target, texts, config.num_heads, args)
+    four_bits = to_target.load_in_4bit
+    plan = plan_heads(target, config, args, size, four_bits=four_bits, joint=joint)
+    _show(rows, texts, plan, args)
+
+
+def dry_run_draft(
+    to_target: TargetArguments, texts: Texts, to_draft: DraftArguments, args: TrainingArguments
+) -> None:
+    """The same for a draft model.
+
+    Raises:
+        ValueError: there is no such target or draft model, or the text cannot be used.
+    """
+    from medusa_heads.training.draft_metrics import CHAINS
+    from medusa_heads.training.draft_model import draft_shape
+    from medusa_heads.training.dry_run import meta_target, plan_draft
+
+    target = meta_target(to_target)
+    if to_draft.draft_model is not None:
+        given = replace(to_target, model_name_or_path=to_draft.draft_model, dtype="float32")
+        draft = meta_target(given).model
+    else:
+        draft = draft_shape(target, to_draft.draft_layers, to_draft.draft_hidden_size)
+    rows, size = _text(target, texts, CHAINS[-1], args)
+    plan = plan_draft(target, draft, args, size, four_bits=to_target.load_in_4bit)
+    _show(rows, texts, plan, args)
+
+
+def _text(
+    target: TargetModel, texts: Texts, num_heads: int, args: TrainingArguments
+) -> tuple[Any, TextSize]:
+    """The rows of a run, and how much text they are; of text to be written only its prompts."""
+    from medusa_heads.config import IGNORED
+    from medusa_heads.training.data import prepare_data
+    from medusa_heads.training.dry_run import TextSize, text_size
+    from medusa_heads.training.packing import pack_rows
+
+    to_data, to_distill = texts.settings, texts.distillation
     if to_distill.self_distill:
-        rows: Any = distilled_prompts(
-            target, tokenizer, corpus, held_out, to_data, to_distill, training_args.seed
+        prompts = distilled_prompts(
+            target, texts.tokenizer, texts.corpus, texts.held_out, to_data, to_distill, args.seed
         )[0]
         length = to_distill.prompt_length + to_distill.continuation_length
-        learnt = len(rows) * to_distill.continuation_length
-        text = TextSize(len(rows), len(rows) * length, learnt, length)
-        rows = [{"input_ids": rows[0]["input_ids"], "labels": [IGNORED] * to_distill.prompt_length}]
-    else:
-        # Whether packed documents see each other is measured with weights, which are not here.
-        data = prepare_data(
-            target,
-            corpus,
-            held_out,
-            tokenizer,
-            replace(to_data, packing=False),
-            num_heads=config.num_heads,
-            seed=training_args.seed,
-            max_steps=training_args.max_steps,
-        )
-        rows = data.rows
-        if data.is_stream:
-            text = TextSize(None, None, None, to_data.max_length)
-        else:
-            rows = pack_rows(data.rows, to_data.max_length) if to_data.packing else data.rows
-            text = text_size(rows, to_data.max_length, data.facts.supervised_tokens)
-    if training_args.process_index:
-        return
-    console = Console()
-    show_sample(rows, tokenizer, console)
-    plan = plan_run(
-        target, config, training_args, text, four_bits=to_target.load_in_4bit, joint=joint
+        learnt = len(prompts) * to_distill.continuation_length
+        labels = [IGNORED] * to_distill.prompt_length
+        first = {"input_ids": prompts[0]["input_ids"], "labels": labels}
+        return [first], TextSize(len(prompts), len(prompts) * length, learnt, length)
+    # Whether packed documents see each other is measured with weights, which are not here.
+    data = prepare_data(
+        target,
+        texts.corpus,
+        texts.held_out,
+        texts.tokenizer,
+        replace(to_data, packing=False),
+        num_heads=num_heads,
+        seed=args.seed,
+        max_steps=args.max_steps,
     )
-    show_plan(plan, config, console)
+    if data.is_stream:
+        return data.rows, TextSize(None, None, None, to_data.max_length)
+    rows: Any = pack_rows(data.known_rows, to_data.max_length) if to_data.packing else data.rows
+    return rows, text_size(rows, to_data.max_length, data.facts.supervised_tokens)
+
+
+def _show(rows: Any, texts: Texts, plan: Any, args: TrainingArguments) -> None:
+    from rich.console import Console
+
+    from medusa_heads.training.dry_run import show_plan
+    from medusa_heads.training.sample import show_sample
+
+    if args.process_index == 0:
+        console = Console()
+        show_sample(rows, texts.tokenizer, console)
+        show_plan(plan, console)

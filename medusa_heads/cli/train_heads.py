@@ -6,12 +6,12 @@ train-heads --model_name_or_path Qwen/Qwen2.5-0.5B --dataset corpus.jsonl --self
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from medusa_heads.cli.arguments import parse_arguments, run_command
+from medusa_heads.cli.arguments import parse_arguments
+from medusa_heads.cli.training import find_texts, load_target, prepare_texts, run_training
 from medusa_heads.inference.regenerate_arguments import DistillArguments
 from medusa_heads.training.arguments import (
     HeadsArguments,
@@ -37,10 +37,7 @@ ARGUMENTS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train heads as the flags say; returns the exit code."""
-    # Waiting threads sleep instead of spinning, which on busy cores slows small models tenfold.
-    # Read when torch is loaded, so it is set before.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return run_command(lambda: _train(argv), prog="train-heads")
+    return run_training(lambda: _train(argv), prog="train-heads")
 
 
 def _train(argv: Sequence[str] | None) -> None:
@@ -52,93 +49,46 @@ def _train(argv: Sequence[str] | None) -> None:
             description="Train extra decoding heads for a frozen causal language model.",
         )
     )
-    config = to_heads.config()
+    config, joint = to_heads.config(), to_joint.config()
+    texts = find_texts(to_target, to_data, to_distill)
 
-    from medusa_heads.training.corpora import find_names
-
-    # A mistyped path is answered before torch is loaded, which takes seconds.
-    find_names([*to_data.dataset, *(to_data.eval_dataset or [])])
-
-    from medusa_heads.target import TargetModel
     from medusa_heads.training.arguments import to_training_arguments
-    from medusa_heads.training.data import find_tokenizer, load_corpora, prepare_data
-    from medusa_heads.training.sample import show_sample
+
+    args = to_training_arguments(to_optimise, config.vocab_matrix)
+    if to_optimise.dry_run:
+        from medusa_heads.cli.dry_run import dry_run_heads
+
+        dry_run_heads(to_target, texts, config, args, joint=joint)
+        return
+
     from medusa_heads.training.train import train_heads
 
-    training_args = to_training_arguments(to_optimise, config.vocab_matrix)
-    corpus, held_out = load_corpora(to_data)
-    tokenizer = find_tokenizer(
-        to_target.model_name_or_path, trust_remote_code=to_target.trust_remote_code
-    )
-    if to_optimise.dry_run:
-        from medusa_heads.cli.dry_run import dry_run
-
-        joint = to_joint.config()
-        dry_run(
-            to_target,
-            to_data,
-            to_distill,
-            config,
-            training_args,
-            corpus,
-            held_out,
-            tokenizer,
-            joint=joint,
+    if to_target.shard_target and to_distill.self_distill:
+        raise ValueError(
+            "the processes of a sharded target cannot write text apart: make it with "
+            "medusa-heads regenerate, and give it as --dataset"
         )
-        return
-    target = TargetModel.from_pretrained(
-        to_target.model_name_or_path,
-        dtype=to_target.dtype,
-        trust_remote_code=to_target.trust_remote_code,
-        **to_target.placement(training_args.device),
-    )
+    target = load_target(to_target, to_optimise, args)
     if to_target.shard_target:
         from medusa_heads.training.sharding import shard_target
 
-        if to_distill.self_distill:
-            raise ValueError(
-                "the processes of a sharded target cannot write text apart: make it with "
-                "medusa-heads regenerate, and give it as --dataset"
-            )
-        shard_target(target, training_args.device)
-    if to_distill.self_distill:
-        from medusa_heads.cli.distilling import distilled_rows
-
-        # The first process writes the text, the others read it from the cache.
-        with training_args.main_process_first(desc="the target's text"):
-            corpus, held_out = distilled_rows(
-                target, tokenizer, corpus, held_out, to_data, to_distill, to_optimise
-            )
-    data = prepare_data(
-        target,
-        corpus,
-        held_out,
-        tokenizer,
-        to_data,
-        num_heads=config.num_heads,
-        seed=to_optimise.seed,
-        max_steps=training_args.max_steps,
-    )
-    if training_args.process_index == 0:
-        from rich.console import Console
-
-        show_sample(data.rows, tokenizer, Console())
+        shard_target(target, args.device)
+    data = prepare_texts(target, texts, to_optimise, args, config.num_heads)
     train_heads(
         target,
         data,
         config=config,
         output_dir=to_optimise.output_dir,
-        training_args=training_args,
-        tokenizer=tokenizer,
+        training_args=args,
         objective=to_loss.config(),
         resume_from_checkpoint=to_optimise.resume_from_checkpoint,
         overwrite_output_dir=to_optimise.overwrite_output_dir,
         early_stopping_patience=to_optimise.early_stopping_patience,
         hidden_cache=to_cache,
-        joint=to_joint.config(),
+        joint=joint,
         record={"data": asdict(to_data), "distillation": asdict(to_distill)},
     )
-    if training_args.process_index == 0:
+    if args.process_index == 0:
         _report(Path(to_optimise.output_dir))
 
 

@@ -71,8 +71,16 @@ def test_what_was_trained_drafts_for_its_target(
 def test_a_dry_run_says_what_would_be_trained(
     speaker: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(flags(speaker, corpus, tmp_path / "run", "--dry_run")) == 0
-    assert "LlamaForCausalLM of 1 layers" in capsys.readouterr().out
+    shapes = {
+        "1 layers": [],
+        "2 layers": ["--draft_layers", "2", "--draft_hidden_size", "16"],
+        "2 layers: ": ["--draft_model", str(speaker / "target")],
+    }
+    for shape, more in shapes.items():
+        assert main(flags(speaker, corpus, tmp_path / "run", "--dry_run", *more)) == 0
+        shown = capsys.readouterr().out
+        assert f"LlamaForCausalLM of {shape}" in shown
+        assert "2 of 16 rows" in shown and "are learnt (green)" in shown
     assert not (tmp_path / "run").exists()
 
 
@@ -84,6 +92,9 @@ def test_a_dry_run_says_what_would_be_trained(
         (["--draft_layer", "1"], "did you mean '--draft_layers'?"),
         (["--divergence", "sideways"], "invalid choice: 'sideways'"),
         (["--save_steps", "2", "--eval_steps", "3"], "multiple"),
+        (["--shard_target"], "taught by a whole target in each process: leave shard_target out"),
+        (["--dataset", "nowhere.jsonl"], "expected a corpus at 'nowhere.jsonl', found none"),
+        (["--resume_from_checkpoint", "last", "--self_distill"], "nothing to resume"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(

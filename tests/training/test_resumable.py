@@ -114,12 +114,15 @@ def test_run_yaml_lies_beside_every_checkpoint(
 
 
 def test_a_run_from_the_start_wants_no_leftovers(
-    run: Callable[..., DraftHeads], tmp_path: Path
+    run: Callable[..., DraftHeads], make_rows: Rows, tmp_path: Path
 ) -> None:
     run()
     (tmp_path / "run" / "checkpoint-8").mkdir()
     with pytest.raises(ValueError, match=r"holds checkpoints of an earlier run \(checkpoint-8\)"):
         run()
+    with pytest.raises(ValueError, match="65 tokens, more than the target's context"):
+        run(rows=make_rows(20, length=65), overwrite_output_dir=True)
+    assert (tmp_path / "run" / "checkpoint-8").exists(), "removed before anything takes its place"
     run(overwrite_output_dir=True)
     assert not (tmp_path / "run" / "checkpoint-8").exists()
     assert find_checkpoint("auto", tmp_path / "elsewhere") is None

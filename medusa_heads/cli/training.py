@@ -1,0 +1,142 @@
+"""What train-heads and train-draft do alike: from flags to the rows that a run learns from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa_heads.cli.arguments import run_command
+from medusa_heads.inference.regenerate_arguments import DistillArguments
+from medusa_heads.training.arguments import OptimisationArguments, TargetArguments
+from medusa_heads.training.data_arguments import DataArguments
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from medusa_heads.target import TargetModel
+    from medusa_heads.training.corpora import Corpus
+    from medusa_heads.training.data import TrainingData
+
+
+def run_training(train: Callable[[], None], prog: str) -> int:
+    """Run a command that trains, and return its exit code; see `run_command`."""
+    # Waiting threads sleep instead of spinning, which on busy cores slows small models tenfold.
+    # Read when torch is loaded, so it is set before.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return run_command(train, prog=prog)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a run is to learn from, as it was found.
+
+    Attributes:
+        corpus: to train on.
+        held_out: to measure on, where it is given apart.
+        tokenizer: the one beside the target, None where there is none.
+        settings: of the text.
+        distillation: whether the target continues it first, and how.
+    """
+
+    corpus: Corpus
+    held_out: Corpus | None
+    tokenizer: Any
+    settings: DataArguments
+    distillation: DistillArguments
+
+
+def find_texts(
+    to_target: TargetArguments, to_data: DataArguments, to_distill: DistillArguments
+) -> Texts:
+    """Find and open the corpora, and the tokenizer.
+
+    Raises:
+        ValueError: a corpus is not there, or cannot be read.
+    """
+    from medusa_heads.training.corpora import find_names
+
+    # A mistyped path is answered before torch is loaded, which takes seconds.
+    find_names([*to_data.dataset, *(to_data.eval_dataset or [])])
+
+    from medusa_heads.training.data import find_tokenizer, load_corpora
+
+    corpus, held_out = load_corpora(to_data)
+    tokenizer = find_tokenizer(
+        to_target.model_name_or_path, trust_remote_code=to_target.trust_remote_code
+    )
+    return Texts(corpus, held_out, tokenizer, to_data, to_distill)
+
+
+def load_target(
+    to_target: TargetArguments, to_optimise: OptimisationArguments, args: TrainingArguments
+) -> TargetModel:
+    """The target of a run that can begin in its folder.
+
+    Raises:
+        ValueError: the folder holds another run, or nothing to resume; or there is no such target.
+    """
+    from medusa_heads.target import TargetModel
+    from medusa_heads.training.run_setup import find_start
+
+    # Asked again when training begins; here, before hours may go into the target's own text.
+    find_start(
+        Path(to_optimise.output_dir),
+        to_optimise.resume_from_checkpoint,
+        overwrite=to_optimise.overwrite_output_dir,
+    )
+    return TargetModel.from_pretrained(
+        to_target.model_name_or_path,
+        dtype=to_target.dtype,
+        trust_remote_code=to_target.trust_remote_code,
+        **to_target.placement(args.device),
+    )
+
+
+def prepare_texts(
+    target: TargetModel,
+    texts: Texts,
+    to_optimise: OptimisationArguments,
+    args: TrainingArguments,
+    num_heads: int,
+) -> TrainingData:
+    """Rows of the corpus, or of the target's continuations of it; the first one is shown.
+
+    Raises:
+        ValueError: text that cannot be used.
+    """
+    from medusa_heads.cli.distilling import distilled_rows
+    from medusa_heads.training.data import prepare_data
+
+    corpus, held_out = texts.corpus, texts.held_out
+    if texts.distillation.self_distill:
+        # The first process writes the text, the others read it from the cache.
+        with args.main_process_first(desc="the target's text"):
+            corpus, held_out = distilled_rows(
+                target,
+                texts.tokenizer,
+                corpus,
+                held_out,
+                texts.settings,
+                texts.distillation,
+                to_optimise,
+            )
+    data = prepare_data(
+        target,
+        corpus,
+        held_out,
+        texts.tokenizer,
+        texts.settings,
+        num_heads=num_heads,
+        seed=to_optimise.seed,
+        max_steps=args.max_steps,
+    )
+    if args.process_index == 0:
+        from rich.console import Console
+
+        from medusa_heads.training.sample import show_sample
+
+        show_sample(data.rows, texts.tokenizer, Console())
+    return data
