@@ -81,11 +81,10 @@ def run_convert(arguments: ConvertArguments) -> None:
 
 def describe(config: HeadsConfig) -> str:
     """Heads in a few words."""
-    blocks = "block" if config.num_layers == 1 else "blocks"
-    matrices = (
-        "the target's vocabulary matrix"
-        if config.vocab_matrix == "shared"
-        else "a vocabulary matrix each"
+    matrices = "the target's" if config.vocab_matrix == "shared" else "a"
+    each = "" if config.vocab_matrix == "shared" else " each"
+    return (
+        f"{config.num_heads} {config.kind} heads of {config.num_layers} "
+        f"block{'s' if config.num_layers > 1 else ''} and {matrices} vocabulary matrix{each}, "
+        f"{config.num_candidates} tokens wide"
     )
-    size = f"{config.num_candidates} tokens of {config.hidden_size}"
-    return f"{config.num_heads} {config.kind} heads, {config.num_layers} {blocks} and {matrices}, {size}"

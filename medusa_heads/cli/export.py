@@ -13,7 +13,7 @@ from medusa_heads.interop import WrittenFormat
 class ExportArguments:
     """What to write, and for whom."""
 
-    checkpoint: str = field(metadata={"help": "heads checkpoint, a folder"})
+    checkpoint: str = field(metadata={"help": "heads checkpoint: a folder, or a hub id"})
     out: str = field(metadata={"help": "folder to write; empty, or not there yet"})
     to: WrittenFormat = field(metadata={"help": "engine or project that is to read it"})
     target: str | None = field(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.folders import check_empty, staged
 from medusa_heads.interop.formats import WRITERS
@@ -45,7 +46,7 @@ def export_heads(
     """Write a heads checkpoint in the layout of another engine, bit for bit the same values.
 
     Args:
-        checkpoint: a folder that train-heads, convert or `save_heads` wrote.
+        checkpoint: a folder that train-heads, convert or `save_heads` wrote, or a hub id.
         out: the folder to write; empty, or not there yet.
         to: the engine.
         target: hub id or folder of the target, by which the engine is to find it; also where its
@@ -61,7 +62,8 @@ def export_heads(
     if to not in WRITERS:
         raise ValueError(f"expected an engine among {', '.join(WRITERS)}, got {to!r}")
     folder = check_empty(out)
-    stored = read_stored(checkpoint)
+    heads = find_checkpoint(checkpoint)
+    stored = read_stored(heads)
     if stored.adapter is not None and target is None:
         raise ValueError(
             f"{str(checkpoint)!r} belongs to its target with an adapter in it, which {to} does not "
@@ -74,7 +76,7 @@ def export_heads(
         stored = replace(stored, target=known.target)
 
     def matrix_VD() -> Tensor:
-        return _matrix(Path(checkpoint), stored, known, trust_remote_code)
+        return _matrix(heads, stored, known, trust_remote_code)
 
     outgoing = Outgoing(stored, matrix_VD)
     if full_vocabulary:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from medusa_heads.files import read_json
+from medusa_heads.hub.names import is_repo_id, split_revision
+from medusa_heads.hub.talking import in_one_sentence
 
 CONFIG_FILE = "config.json"
 HEADS_FILES = (
@@ -131,13 +133,18 @@ def open_source(name_or_path: str, *, revision: str | None = None, model: bool =
         return Source(str(path.resolve()), _config(place), files, place)
     if path.is_dir():
         place = Place(str(path.resolve()), path)
-    elif name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
-        raise ValueError(f"expected a checkpoint at {name_or_path!r}, found none")
     else:
-        place = Place(name_or_path, None, revision)
-    # First what every repository has: it says whether there is one at all.
-    config = _config(place)
-    return Source(place.name, config, _files(place, () if model else HEADS_FILES), place)
+        repo_id, named = split_revision(name_or_path)
+        old_model = model and "/" not in name_or_path  # gpt2
+        if not is_repo_id(repo_id) and not old_model:
+            raise ValueError(
+                f"expected a checkpoint (a file, a folder or a hub id) at {name_or_path!r}, found "
+                "none"
+            )
+        if named is not None and revision not in (None, named):
+            raise ValueError(f"got two revisions, {named!r} and {revision!r}: give one")
+        place = Place(repo_id, None, named or revision)
+    return Source(place.name, _config(place), _files(place, () if model else HEADS_FILES), place)
 
 
 class Place:
@@ -161,25 +168,17 @@ class Place:
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
         from transformers.utils.hub import extract_commit_hash
 
-        try:
-            found = hf_hub_download(self.name, file, revision=self.revision)
-        except LocalEntryNotFoundError as error:
-            if constants.HF_HUB_OFFLINE:
+        with in_one_sentence(self.name, self.revision):
+            try:
+                found = hf_hub_download(self.name, file, revision=self.revision)
+            except EntryNotFoundError as error:
+                # Not cached is not absent, but where the hub must not be asked.
+                if isinstance(error, LocalEntryNotFoundError) and not constants.HF_HUB_OFFLINE:
+                    raise
                 return None
-            raise self._unreachable(error) from error
-        except EntryNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise self._unreachable(error) from error
         # From here on all files come from the commit of the first.
         self.revision = extract_commit_hash(found, None) or self.revision
         return Path(found)
-
-    def _unreachable(self, error: Exception) -> ValueError:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return ValueError(
-            f"expected a folder, a file or a repository of the hub at {self.name!r}: {reason}"
-        )
 
 
 class SafeFile:

@@ -121,7 +121,7 @@ def test_modelopt(tmp_path: Path, target: Path, shards: int) -> None:
     native = convert_heads(source, tmp_path / "native").folder
     back = export_heads(native, tmp_path / "back", "modelopt", target=str(target)).folder
     index = json.loads((back / "model.safetensors.index.json").read_text())
-    got = {}
+    got: Tensors = {}
     for file in sorted(set(index["weight_map"].values())):
         got |= (part := load_file(back / file))
         assert {index["weight_map"][name] for name in part} == {file}
