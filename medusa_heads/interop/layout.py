@@ -18,6 +18,7 @@ from medusa_heads.interop.source import Source
 from medusa_heads.stored_heads import DRAFT_TOKENS, expected_shapes
 
 OWN_NAME = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(.+)")
+MOST = 2**31 - 1  # of anything that a configuration counts
 _PARTS = {"linear.weight", "linear.bias", "res_connection.weight", "res_connection.bias"}
 _OUT = {"weight", "bias"}
 
@@ -58,8 +59,10 @@ def claim(config: Mapping[str, Any], **keys: str) -> dict[str, tuple[str, int]]:
         value = config.get(key)
         if value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"config.json: {key} must be an integer of at least 1, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+            raise ValueError(
+                f"config.json: {key} must be an integer from 1 to {MOST}, got {value!r}"
+            )
         found[ours] = (key, value)
     return found
 

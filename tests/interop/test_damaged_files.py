@@ -1,0 +1,89 @@
+"""Foreign checkpoints, damaged at random: refused in one sentence, or loaded whole."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads.interop.convert import convert_heads
+from medusa_heads.stored_heads import read_stored
+from tests.interop import layouts
+from tests.interop.layouts import D, native_tensors
+
+LAYOUTS: dict[str, Callable[[Path], Path]] = {
+    "pickle": lambda folder: layouts.fasterdecoding_pt(folder, native_tensors(2)),
+    "safetensors": lambda folder: layouts.fasterdecoding_v2(folder, native_tensors(2)),
+    "vllm": lambda folder: layouts.vllm(
+        folder,
+        native_tensors(2, own=False),
+        matrix_VD=layouts.values(5, D, seed=1),
+        token_map=torch.tensor([9, 3, 4, 70, 5]),
+    ),
+    "hydra": lambda folder: layouts.hydra(folder, layouts.hydra_tensors(2, 1, grounded=True)),
+}
+
+
+def bits(data: bytearray, rng: random.Random) -> bytearray:
+    for _ in range(rng.choice([1, 50])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return data
+
+
+def header(data: bytearray, rng: random.Random) -> bytearray:
+    for _ in range(3):
+        data[rng.randrange(min(len(data), 600))] = rng.randrange(256)
+    return data
+
+
+def cut(data: bytearray, rng: random.Random) -> bytearray:
+    return data[: rng.randrange(len(data))]
+
+
+def attempt(source: Path, out: Path) -> bool:
+    """Whether a source was loaded, and reads back; else one sentence refused it."""
+    try:
+        converted = convert_heads(source, out)
+    except ValueError as error:
+        assert "\n" not in str(error)
+        assert not out.exists()
+        return False
+    assert all(t.isfinite().all() for t in read_stored(converted.folder).tensors.values())
+    return True
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("damage", [bits, header, cut], ids=lambda damage: damage.__name__)
+def test_bytes(
+    tmp_path: Path, layout: str, damage: Callable[[bytearray, random.Random], bytearray]
+) -> None:
+    rng = random.Random(layout)
+    loaded = 0
+    for number in range(8):
+        source = LAYOUTS[layout](tmp_path / f"source{number}")
+        path = rng.choice(sorted(source.iterdir()))
+        path.write_bytes(bytes(damage(bytearray(path.read_bytes()), rng)))
+        loaded += attempt(source, tmp_path / f"out{number}")
+    assert loaded < 8  # some of it was noticed
+
+
+VALUES: list[Any] = [None, True, 0, -1, 2.5, 10**30, "", "x", [], [1], {}, {"num_heads": []}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_of_configurations(tmp_path: Path, layout: str) -> None:
+    source = LAYOUTS[layout](tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    assert attempt(source, tmp_path / "whole")
+    for key in [*config, "medusa", "grounded_heads", "hidden_state_offset", "version"]:
+        for number, value in enumerate(VALUES):
+            layouts.write_config(source, config | {key: value})
+            out = tmp_path / f"{key}{number}"
+            if attempt(source, out):
+                before = read_stored(tmp_path / "whole").tensors
+                layouts.assert_same_bits(read_stored(out).tensors, before)
