@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForC
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target import TargetModel
-from medusa_heads.training.arguments import TargetArguments
+from medusa_heads.training.target_arguments import TargetArguments
 from tests.conftest import TinyLlama
 
 

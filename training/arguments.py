@@ -1,4 +1,4 @@
-"""The flags and YAML keys of training. Light: nothing here imports torch or transformers.
+"""The flags and YAML keys of the training run. Light: nothing here imports torch or transformers.
 
 Field names follow transformers where it has the same thing.
 """
@@ -13,8 +13,6 @@ from medusa_heads.errors import at_least
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from medusa_heads.config import HeadsConfig
-
 # Fields of OptimisationArguments that transformers.TrainingArguments has not, or means otherwise.
 OF_THE_RUN = (
     "resume_from_checkpoint",
@@ -25,108 +23,6 @@ OF_THE_RUN = (
 EXTRAS = ("tensorboard", "wandb")  # trackers that this package can be installed with
 SHARED_LEARNING_RATE = 5e-3
 OWN_LEARNING_RATE = 1e-3
-
-
-@dataclass
-class TargetArguments:
-    """Which model the heads are for."""
-
-    model_name_or_path: str = field(
-        metadata={"help": "The target: a hub id or a local folder. Its weights stay as they are."}
-    )
-    dtype: str = field(
-        default="auto",
-        metadata={"help": "Weights' dtype of the target: auto, bfloat16, float16 or float32."},
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run modelling code that comes with the target."}
-    )
-    load_in_4bit: bool = field(
-        default=False,
-        metadata={
-            "help": "Keep the target's matrices, all but the lm_head, in 4 bits (bitsandbytes)."
-        },
-    )
-
-    shard_target: bool = field(
-        default=False,
-        metadata={
-            "help": "Spread the target over the processes (FSDP2) instead of a whole one in each."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        known = ("auto", "bfloat16", "float16", "float32")
-        if self.dtype not in known:
-            raise ValueError(f"dtype must be one of {list(known)}, got {self.dtype!r}")
-
-        if self.shard_target and self.load_in_4bit:
-            raise ValueError(
-                "shard_target and load_in_4bit exclude each other: 4-bit matrices cannot be spread"
-            )
-
-    def placement(self, device: Any) -> dict[str, Any]:
-        """What TargetModel.from_pretrained is told of the device and of quantisation: NormalFloat
-        with quantised constants, computing in bf16 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
-        """
-        if self.shard_target:
-            return {}  # on the CPU; shard_target takes it from there
-        if not self.load_in_4bit:
-            return {"device": device}
-        import torch
-        from transformers import BitsAndBytesConfig
-
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.float32 if self.dtype == "float32" else torch.bfloat16,
-        )
-        return {"quantization_config": config, "device_map": {"": device}}
-
-
-@dataclass
-class HeadsArguments:
-    """What the heads look like."""
-
-    kind: Literal["medusa", "hydra"] = field(
-        default="medusa",
-        metadata={"help": "medusa: independent heads; hydra: each also sees the drafts before it."},
-    )
-    num_heads: int = field(
-        default=4, metadata={"help": "Heads; each looks one token further ahead."}
-    )
-    num_layers: int = field(default=1, metadata={"help": "Residual blocks in each head."})
-    vocab_matrix: Literal["shared", "own"] = field(
-        default="shared",
-        metadata={"help": "Project with the target's lm_head, or with a trained copy a head."},
-    )
-    draft_vocab_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Draft only so many tokens, the training text's commonest. Default: all."
-        },
-    )
-    prefix_attention: bool = field(
-        default=False,
-        metadata={"help": "A layer of the heads' own attends over the text so far."},
-    )
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "num_heads", "num_layers")
-
-    def config(self) -> "HeadsConfig":
-        """The same as a HeadsConfig."""
-        from medusa_heads.config import HeadsConfig
-
-        return HeadsConfig(
-            kind=self.kind,
-            num_heads=self.num_heads,
-            num_layers=self.num_layers,
-            vocab_matrix=self.vocab_matrix,
-            draft_vocab_size=self.draft_vocab_size,
-            prefix_attention=self.prefix_attention,
-        )
 
 
 @dataclass

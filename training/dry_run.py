@@ -19,8 +19,8 @@ from torch import nn
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import KINDS
 from medusa_heads.target import TargetModel
-from medusa_heads.training.arguments import TargetArguments
 from medusa_heads.training.row_blocks import BLOCK_FEATURES_CPU, BLOCK_FEATURES_GPU
+from medusa_heads.training.target_arguments import TargetArguments
 from medusa_heads.training.vocab_loss import CHUNK_LOGITS_CPU, CHUNK_LOGITS_GPU
 
 if TYPE_CHECKING:

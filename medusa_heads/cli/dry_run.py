@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.distilling import distilled_prompts
 from medusa_heads.cli.training import Texts
-from medusa_heads.training.arguments import TargetArguments
 from medusa_heads.training.draft_arguments import DraftArguments
+from medusa_heads.training.target_arguments import TargetArguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

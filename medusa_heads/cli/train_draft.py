@@ -13,9 +13,9 @@ from pathlib import Path
 from medusa_heads.cli.arguments import parse_arguments
 from medusa_heads.cli.training import find_texts, load_target, prepare_texts, run_training
 from medusa_heads.inference.regenerate_arguments import DistillArguments
-from medusa_heads.training.arguments import TargetArguments
 from medusa_heads.training.data_arguments import DataArguments
 from medusa_heads.training.draft_arguments import DraftArguments, DraftOptimisationArguments
+from medusa_heads.training.target_arguments import TargetArguments
 
 ARGUMENTS = (
     TargetArguments,

@@ -13,15 +13,13 @@ from pathlib import Path
 from medusa_heads.cli.arguments import parse_arguments
 from medusa_heads.cli.training import find_texts, load_target, prepare_texts, run_training
 from medusa_heads.inference.regenerate_arguments import DistillArguments
-from medusa_heads.training.arguments import (
-    HeadsArguments,
-    OptimisationArguments,
-    TargetArguments,
-)
+from medusa_heads.training.arguments import OptimisationArguments
 from medusa_heads.training.cache_arguments import CacheArguments
 from medusa_heads.training.data_arguments import DataArguments
+from medusa_heads.training.heads_arguments import HeadsArguments
 from medusa_heads.training.joint_arguments import JointArguments
 from medusa_heads.training.loss_arguments import LossArguments
+from medusa_heads.training.target_arguments import TargetArguments
 
 ARGUMENTS = (
     TargetArguments,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.arguments import run_command
 from medusa_heads.inference.regenerate_arguments import DistillArguments
-from medusa_heads.training.arguments import OptimisationArguments, TargetArguments
+from medusa_heads.training.arguments import OptimisationArguments
 from medusa_heads.training.data_arguments import DataArguments
+from medusa_heads.training.target_arguments import TargetArguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.training.arguments import (
-    HeadsArguments,
-    OptimisationArguments,
-    TargetArguments,
-    to_training_arguments,
-)
+from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.draft_arguments import DraftArguments
+from medusa_heads.training.heads_arguments import HeadsArguments
+from medusa_heads.training.target_arguments import TargetArguments
 
 
 def test_the_run_is_what_the_flags_say(tmp_path: Path) -> None:

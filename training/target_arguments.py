@@ -1,0 +1,60 @@
+"""The flags and YAML keys of the target. Light: nothing here imports torch or transformers."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class TargetArguments:
+    """Which model the heads are for."""
+
+    model_name_or_path: str = field(
+        metadata={"help": "The target: a hub id or a local folder. Its weights stay as they are."}
+    )
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "Weights' dtype of the target: auto, bfloat16, float16 or float32."},
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run modelling code that comes with the target."}
+    )
+    load_in_4bit: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep the target's matrices, all but the lm_head, in 4 bits (bitsandbytes)."
+        },
+    )
+    shard_target: bool = field(
+        default=False,
+        metadata={
+            "help": "Spread the target over the processes (FSDP2) instead of a whole one in each."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        known = ("auto", "bfloat16", "float16", "float32")
+        if self.dtype not in known:
+            raise ValueError(f"dtype must be one of {list(known)}, got {self.dtype!r}")
+        if self.shard_target and self.load_in_4bit:
+            raise ValueError(
+                "shard_target and load_in_4bit exclude each other: 4-bit matrices cannot be spread"
+            )
+
+    def placement(self, device: Any) -> dict[str, Any]:
+        """What TargetModel.from_pretrained is told of the device and of quantisation: NormalFloat
+        with quantised constants, computing in bf16 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
+        """
+        if self.shard_target:
+            return {}  # on the CPU; shard_target takes it from there
+        if not self.load_in_4bit:
+            return {"device": device}
+        import torch
+        from transformers import BitsAndBytesConfig
+
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32 if self.dtype == "float32" else torch.bfloat16,
+        )
+        return {"quantization_config": config, "device_map": {"": device}}
