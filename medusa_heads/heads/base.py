@@ -6,6 +6,7 @@ heads, which may be smaller than the target's).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ class ResBlock(nn.Module):
         return x_RD + F.silu(self.linear(x_RD))
 
 
-class DraftHeads(nn.Module):
+class DraftHeads(nn.Module, ABC):
     """K heads over a frozen target. Head i predicts token t + 2 + i from h_t.
 
     Fresh heads predict exactly what the target's lm_head does. The state dict holds what is trained
@@ -78,9 +79,9 @@ class DraftHeads(nn.Module):
             self.add_module(str(i), nn.Sequential(*blocks))
         self.prefix = PrefixLayer(config.hidden_size) if config.prefix_attention else None
 
+    @abstractmethod
     def _blocks(self, head: int) -> list[nn.Module]:
         """The residual blocks of a head: `config.num_layers` of them."""
-        raise NotImplementedError
 
     @classmethod
     def from_target(
@@ -193,6 +194,7 @@ class DraftHeads(nn.Module):
         encoded_BTD: Tensor = self.prefix(hidden_BTD.to(dtype), following_BTD, position_ids_BT)
         return encoded_BTD
 
+    @abstractmethod
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """Outputs of the residual blocks, before the vocabulary: (..., D) -> (..., K, D).
 
@@ -201,7 +203,6 @@ class DraftHeads(nn.Module):
             tokens_RK: what follows in the text: `tokens[..., j]` is token t + 1 + j. Head i sees
                 those up to j = i, if it is sequential.
         """
-        raise NotImplementedError
 
     def forward(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """Logits of every head over its own vocabulary: (..., D) -> (..., K, V)."""
