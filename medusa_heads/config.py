@@ -21,6 +21,10 @@ IGNORED = -100
 """Label of a token that nothing learns from: a prompt's, padding's."""
 
 
+MOST = 100_000_000
+"""Of whatever makes up heads; more is damage, and would overflow the sizes of tensors."""
+
+
 def head_offset(head: int) -> int:
     """How far ahead head `head` looks: from h_t it predicts the token at t + offset."""
     return head + 2
@@ -47,7 +51,8 @@ class HeadsConfig:
         vocab_size: V of the target; filled in by `from_target`.
 
     Raises:
-        ValueError: a size below one, an unknown word, or parts that do not go together.
+        ValueError: a size below one or beyond reason, an unknown word, or parts that do not go
+            together.
     """
 
     kind: HeadsKind = "medusa"
@@ -67,6 +72,8 @@ class HeadsConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            if value > MOST:
+                raise ValueError(f"{name} must be at most {MOST}, got {value!r}")
         for name, known in (("kind", HeadsKind), ("vocab_matrix", VocabMatrix)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(

@@ -121,6 +121,19 @@ def vouch(folder: Path) -> None:
     (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
 
 
+@pytest.mark.parametrize("size", ["hidden_size", "vocab_size", "num_heads", "num_layers"])
+@pytest.mark.parametrize("value", [10**9, 10**12, 10**30])
+def test_sizes_beyond_reason(tiny_llama: TinyLlama, tmp_path: Path, size: str, value: int) -> None:
+    target = TargetModel(tiny_llama())
+    heads = new_heads(target, HeadsConfig(num_heads=2, vocab_matrix="own"))
+    save_heads(tmp_path, heads, target)
+    sidecar = json.loads((tmp_path / SIDECAR_FILE).read_text())
+    sidecar["heads"][size] = value
+    (tmp_path / SIDECAR_FILE).write_text(json.dumps(sidecar))
+    with pytest.raises(ValueError, match=f"{size} must be at most 100000000, got {value}$"):
+        load_heads(tmp_path, target)
+
+
 DAMAGES: list[Callable[[Path, random.Random], None]] = [
     flip_bit,
     flip_bit_unnoticed,

@@ -110,8 +110,8 @@ def test_tensors_that_do_not_fit(tmp_path: Path, change: str, layout: Callable[.
     ("config", "message"),
     [
         ({"medusa_num_heads": 5}, "medusa_num_heads: 5, but the weights hold 3"),
-        ({"medusa_num_heads": "many"}, "must be an integer from 1 to 2147483647, got 'many'"),
-        ({"medusa_num_layers": True}, "must be an integer from 1 to 2147483647, got True"),
+        ({"medusa_num_heads": "many"}, "must be an integer from 1 to 100000000, got 'many'"),
+        ({"medusa_num_layers": True}, "must be an integer from 1 to 100000000, got True"),
         ({"base_model_name_or_path": 7}, "must be a name, got 7"),
     ],
     ids=str,
