@@ -100,3 +100,7 @@ def _report(folder: Path) -> None:
         table.add_row(str(length), f"{measured[f'tokens_per_step_{length}']:.2f}")
     console.print(table)
     console.print(f"Draft model: {folder}", soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.train_draft
+    raise SystemExit(main())

@@ -111,6 +111,19 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert not (tmp_path / "run" / "draft_model.json").exists()
 
 
+def test_the_module_can_be_launched(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "medusa_heads.cli.train_draft", "--model_name_or_path", "x"]
+    done = subprocess.run(
+        [*command, "--draft_layers", "0"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "train-draft: error: draft_layers must be at least 1, got 0\n"
+
+
 def test_help_answers_without_the_heavy_imports(tmp_path: Path) -> None:
     code = (
         "import sys; from medusa_heads.cli.train_draft import main\n"

@@ -65,7 +65,7 @@ def test_two_processes_learn_what_one_does_with_twice_the_batch(
     start = load_file(tmp_path / "one" / "checkpoint-4" / "model.safetensors")
     assert any((start[f"heads.{k}"] - v).abs().max() > 1e-3 for k, v in expected.items())
     files = {path.name for path in (tmp_path / "one").iterdir()}
-    for name in ("plain", "resumed", "sharded"):
+    for name in ("plain", "accumulated", "resumed", "sharded"):
         found = load_file(tmp_path / name / "medusa_lm_head.safetensors")
         for key, tensor in expected.items():
             torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6)

@@ -16,6 +16,7 @@ FOLDER, FLAGS = Path(sys.argv[1]), sys.argv[2:]
 CORPUS = ["--dataset", str(FOLDER / "corpus.jsonl"), "--num_prompts", "8"]
 RUNS = {
     "plain": [],
+    "accumulated": ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"],
     "resumed": ["--resume_from_checkpoint", str(FOLDER / "plain" / "checkpoint-4")],
     "sharded": ["--shard_target"],
     "distilled": ["--self_distill", *CORPUS, "--num_eval_prompts", "4", "--prompt_length", "6"],
