@@ -121,7 +121,8 @@ def write_stored(
             "statistics": stored.statistics and dict(stored.statistics),
             "provenance": dict(stored.provenance),
         }
-        foreign = _foreign_config(stored.config, stored.target.get("name_or_path"))
+        biased = _vocab_bias(stored.config) in stored.tensors
+        foreign = _foreign_config(stored.config, biased, stored.target.get("name_or_path"))
         for name, content in ((CONFIG_FILE, foreign), (SIDECAR_FILE, sidecar)):
             (staging / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for name in names:
@@ -134,7 +135,7 @@ def write_stored(
     return folder
 
 
-def _foreign_config(config: HeadsConfig, base_model: str | None) -> dict[str, Any]:
+def _foreign_config(config: HeadsConfig, biased: bool, base_model: str | None) -> dict[str, Any]:
     """What other projects' loaders read; keys of Medusa's only where they could hold the heads.
 
     No `architectures` (TGI would take the folder for a whole model) and no other key with "num" and
@@ -150,7 +151,7 @@ def _foreign_config(config: HeadsConfig, base_model: str | None) -> dict[str, An
             "hydra_num_heads": config.num_heads,
             "hydra_num_layers": config.num_layers,
         }
-    if not config.is_plain_medusa:
+    if not config.is_plain_medusa or biased:
         return foreign
     shared = config.vocab_matrix == "shared"
     if shared:
@@ -258,7 +259,7 @@ def _check_shapes(
             f"{unlike}expected {config.num_heads} heads of {config.num_layers} layers, found "
             f"{len(got)} tensors"
         )
-    bias = config.vocab_matrix == "own" and f"0.{config.num_layers}.bias" in got
+    bias = config.vocab_matrix == "own" and _vocab_bias(config) in got
     expected = expected_shapes(config, vocab_bias=bias)
     missing, surplus = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
     if missing or surplus:
@@ -283,6 +284,11 @@ def _check_values(
                 )
         elif not tensor.is_floating_point():
             raise ValueError(f"{path}: {name} is stored as {tensor.dtype}, expected floats")
+
+
+def _vocab_bias(config: HeadsConfig) -> str:
+    """The tensor that own vocabulary matrices have if they have a bias each."""
+    return f"0.{config.num_layers}.bias"
 
 
 def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:

@@ -114,12 +114,12 @@ def _open(
 ) -> tuple[Source, ReadFormat, Layout]:
     if source_format is not None and source_format not in READERS:
         raise ValueError(f"expected a layout among {', '.join(READERS)}, got {source_format!r}")
-    if (Path(source) / SIDECAR_FILE).is_file():
+    found = open_source(source, revision=revision)
+    if found.place.find(SIDECAR_FILE) is not None:
         raise ValueError(
             f"{source!r} is a heads checkpoint of this package already: use it as it is, or write "
             "it for an engine with medusa-heads export"
         )
-    found = open_source(source, revision=revision)
     source_format = source_format or detect(found)
     return found, source_format, find(found, source_format)
 

@@ -67,6 +67,8 @@ def test_ungrounded_heads_are_medusas_with_a_bias(
     source = layouts.hydra(tmp_path / "hydra", theirs, grounded_heads=False)
     converted = convert_heads(source, tmp_path / "out", target=str(target))
     assert converted.stored.config.kind == "medusa"
+    # Engines would load such heads without the bias, and say nothing.
+    assert "medusa" not in (tmp_path / "out" / "config.json").read_text()
     model = TargetModel.from_pretrained(str(target))
     heads = load_heads(tmp_path / "out", model).heads
     hidden_RD = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
