@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.draft_checkpoint import check_vocabulary, read_draft_sidecar
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.drafters.draft_model import DraftModelDrafter
+from medusa_heads.inference.named_target import load_target
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class DraftedModel(AssistedModel):
         cls,
         draft: str | os.PathLike[str],
         *,
-        target: str | TargetModel | PreTrainedModel | None = None,
+        target: str | os.PathLike[str] | TargetModel | PreTrainedModel | None = None,
         tree: str = "auto",
         depth: int = DEFAULT_DEPTH,
         acceptance: str = "lossless",
@@ -105,10 +105,8 @@ class DraftedModel(AssistedModel):
         Raises:
             ValueError: one of them is missing or damaged, or they have different vocabularies.
         """
-        if target is None:
-            target = _named_target(draft)
-        if isinstance(target, str | os.PathLike):
-            view = TargetModel.from_pretrained(str(target), **target_kwargs)
+        if target is None or isinstance(target, str | os.PathLike):
+            view = load_target(draft, target, read=read_draft_sidecar, **target_kwargs)
         elif target_kwargs:
             raise ValueError(
                 f"{sorted(target_kwargs)} apply to a target that is loaded here, but one in memory "
@@ -128,12 +126,3 @@ class DraftedModel(AssistedModel):
             acceptance_settings=acceptance_settings,
             compile=compile,
         )
-
-
-def _named_target(draft: str | os.PathLike[str]) -> str:
-    name = (read_draft_sidecar(draft).get("target") or {}).get("name_or_path")
-    if not name:
-        raise ValueError(f"the draft model {str(draft)!r} does not name its target: pass target=")
-    # A relative path was relative to where training ran; try it from the draft as well.
-    beside = Path(draft) / name
-    return str(beside) if not Path(name).exists() and beside.exists() else str(name)

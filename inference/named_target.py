@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,29 @@ from medusa_heads.hub.names import is_repo_id, split_revision
 from medusa_heads.stored_heads import read_sidecar
 from medusa_heads.target import TargetModel
 
+Read = Callable[[str | os.PathLike[str]], Mapping[str, Any]]
+
 
 def load_target(
-    checkpoint: str | os.PathLike[str], given: str | os.PathLike[str] | None, **options: Any
+    checkpoint: str | os.PathLike[str],
+    given: str | os.PathLike[str] | None,
+    *,
+    read: Read = read_sidecar,
+    **options: Any,
 ) -> TargetModel:
     """Load the target of a checkpoint folder.
 
     Args:
         checkpoint: names it, and the revision its heads were trained on.
         given: hub id (`user/name` or `user/name@revision`) or path, to be loaded instead.
+        read: reads the sidecar of heads, or of a draft model.
         options: of `TargetModel.from_pretrained`; a `revision` among them beats the checkpoint's.
 
     Raises:
         ValueError: the checkpoint names no target, or nothing loadable is there.
     """
     if given is None:
-        name, revision = named_target(checkpoint)
+        name, revision = named_target(checkpoint, read)
     else:
         name, revision = split_revision(given)
     if revision is not None:
@@ -36,17 +44,20 @@ def load_target(
         if given is not None:
             raise
         raise ValueError(
-            f"{error} (the heads name it as their target; pass target= where it is elsewhere)"
+            f"{error} (the files in {str(checkpoint)!r} name it as their target; pass target= "
+            "where it is elsewhere)"
         ) from error
 
 
-def named_target(checkpoint: str | os.PathLike[str]) -> tuple[str, str | None]:
+def named_target(
+    checkpoint: str | os.PathLike[str], read: Read = read_sidecar
+) -> tuple[str, str | None]:
     """Hub id or path of the target that a checkpoint folder names, and a hub id's revision.
 
     Raises:
         ValueError: not a checkpoint, or it names none.
     """
-    target = read_sidecar(checkpoint)["target"]
+    target = read(checkpoint)["target"]
     name, revision = target.get("name_or_path"), target.get("revision")
     if not isinstance(name, str) or not name:
         raise ValueError(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import read_json, replace_file
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ def save_draft(
     folder.mkdir(parents=True, exist_ok=True)
     sidecar = {
         "format_version": FORMAT_VERSION,
-        "target": {"name_or_path": target.name_or_path, **target.fingerprint()},
+        "target": {
+            "name_or_path": target.name_or_path,
+            "revision": target.revision,
+            **target.fingerprint(),
+        },
         "measured": dict(measured or {}),
         "provenance": dict(provenance or {}),
     }
@@ -81,17 +85,16 @@ def read_draft_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:
             f"the draft model {str(folder)!r} does not name its target (it has no {DRAFT_FILE}): "
             "pass target="
         )
-    try:
-        sidecar = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): the file is damaged") from error
-    version = sidecar.get("format_version") if isinstance(sidecar, dict) else None
-    if version != FORMAT_VERSION:
+    sidecar = read_json(path)
+    if sidecar.get("format_version") != FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format version {version!r}, this package reads {FORMAT_VERSION}: "
-            "upgrade medusa-heads"
+            f"{path} has format version {sidecar.get('format_version')!r}, this package reads "
+            f"{FORMAT_VERSION}: upgrade medusa-heads"
         )
-    return dict(sidecar)
+    for part in ("target", "measured", "provenance"):
+        if not isinstance(sidecar.get(part), dict):
+            raise ValueError(f"{path} has no {part!r} part: it is damaged")
+    return sidecar
 
 
 def load_draft(

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from medusa_heads import DraftedModel, TargetModel
-from medusa_heads.draft_checkpoint import save_draft
+from medusa_heads.draft_checkpoint import DRAFT_FILE, read_draft_sidecar, save_draft
 from medusa_heads.inference.assisted import AssistedModel
+from medusa_heads.inference.named_target import named_target
 from tests.conftest import TinyLlama
 
 PROMPT = torch.arange(1, 12)[None]
@@ -78,6 +79,34 @@ def test_a_folder_that_names_its_target_needs_nothing_else(
     DraftedModel.from_pretrained(tmp_path / "target", target=loaded)
     with pytest.raises(ValueError, match="leave them out"):
         DraftedModel.from_pretrained(tmp_path / "draft", target=loaded, dtype="float32")
+
+
+def test_the_target_is_named_with_the_revision_it_taught_at(
+    pair: tuple[Any, Any], tmp_path: Path
+) -> None:
+    target = TargetModel(pair[0])
+    name, revision = target.model.config._name_or_path, "0" * 40
+    target.model.config._name_or_path, target.model.config._commit_hash = "alice/target", revision
+    try:
+        save_draft(tmp_path, pair[1], target)
+    finally:
+        target.model.config._name_or_path, target.model.config._commit_hash = name, None
+    assert named_target(tmp_path, read_draft_sidecar) == ("alice/target", revision)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"format_version": 2}', "format version 2, this package reads 1"),
+        ('{"format_version": 1, "target": "x"}', "has no 'target' part: it is damaged"),
+    ],
+)
+def test_a_damaged_story_of_a_draft_model(content: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / DRAFT_FILE).write_text(content)
+    with pytest.raises(ValueError, match=sentence):
+        DraftedModel.from_pretrained(tmp_path)
 
 
 def test_sampling_with_the_same_seed_gives_the_same_text(pair: tuple[Any, Any]) -> None:
