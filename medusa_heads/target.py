@@ -86,6 +86,8 @@ class TargetModel:
                 f"expected a causal language model (a hub id or a local folder) at "
                 f"{name!r}: {reason}"
             ) from error
+        if not path_like and not Path(name).is_dir():
+            model.config._commit_hash = _commit(name, kwargs)
         if device is not None:
             model.to(device)
         target = cls(model)
@@ -287,6 +289,16 @@ class TargetModel:
         Without the adapter it is that of the target before a LoRA adapter was put into it.
         """
         return weights_sha256(self.model, with_adapter=with_adapter)
+
+
+def _commit(repo_id: str, where: dict[str, Any]) -> str | None:
+    """The commit that a model was just loaded at, which transformers 5.23 no longer says: the name
+    of its folder in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    kwargs = {name: where[name] for name in ("revision", "cache_dir") if where.get(name)}
+    found = try_to_load_from_cache(repo_id, "config.json", **kwargs)
+    return Path(found).parent.name if isinstance(found, str) else None
 
 
 @contextmanager
