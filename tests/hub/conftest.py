@@ -8,33 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint import save_heads
 from medusa_heads.statistics import HeadStatistics
 from tests.conftest import TinyLlama
-from tests.hub.hub_server import LocalHub
+from tests.hub.hub_server import LocalHub, log_in
 
 ALICE, BOB = "hf_alicealicealice", "hf_bobbobbobbob"
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    """A hub where alice and bob are known, and alice is logged in.
-
-    The client reads its settings when it is imported, here with HF_HUB_OFFLINE=1; what HF_ENDPOINT,
-    HF_HUB_CACHE and HF_HUB_DISABLE_XET would have set then, is set now.
-    """
+    """A hub where alice and bob are known, and alice is logged in."""
     with LocalHub({ALICE: "alice", BOB: "bob"}) as hub:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setenv("HF_TOKEN", ALICE)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        log_in(hub, ALICE, tmp_path, monkeypatch)
         yield hub
 
 

@@ -16,8 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 LARGE = (".safetensors", ".png")
 
@@ -64,6 +68,7 @@ class LocalHub:
         self.blobs: dict[str, bytes] = {}
         self.requests: list[tuple[str, str]] = []
         self.before: Callable[[str, str], object] = lambda method, path: None
+        self.closed = False
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -75,6 +80,7 @@ class LocalHub:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.closed = True  # for connections that are kept open
         self._server.shutdown()
         self._server.server_close()
 
@@ -91,6 +97,23 @@ class LocalHub:
         """What somebody else put there; returns the commit."""
         made = self.repositories.setdefault(repo_id, Repository(private))
         return made.commit("main", files, "Upload")
+
+
+def log_in(hub: LocalHub, token: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process speak to the hub, with a cache of its own.
+
+    The client reads its settings when it is imported, here with HF_HUB_OFFLINE=1: what HF_ENDPOINT,
+    HF_HUB_CACHE and HF_HUB_DISABLE_XET would have set then is set now.
+    """
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub-cache"))
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # which keeps its endpoint
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @dataclass
@@ -120,6 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         path, query = split.path, parse_qs(split.query)
         body = self._read()
         try:
+            assert not self.hub.closed
             self.hub.before(self.command, path)
             with self.hub._lock:
                 self.hub.requests.append((self.command, path))

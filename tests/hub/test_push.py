@@ -1,4 +1,4 @@
-"""Pushing to a hub, over HTTP: what is uploaded, what is refused, and what an interruption leaves."""
+"""Pushing to a hub, over HTTP: what is uploaded, what is refused, what an interruption leaves."""
 
 from __future__ import annotations
 

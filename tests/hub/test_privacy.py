@@ -1,0 +1,106 @@
+"""What is published says nothing of the machine it was made on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
+from medusa_heads.checkpoint import save_heads
+from medusa_heads.hub.privacy import without_paths
+from medusa_heads.hub.push import prepare_push
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/home/me/my runs/target", "target"),
+        ("--output_dir=/home/me/my runs/x", "--output_dir=x"),
+        ("../secret/data.jsonl", "data.jsonl"),
+        ("~/data/a.jsonl", "a.jsonl"),
+        ("~me/a.jsonl", "a.jsonl"),
+        ("C:\\Users\\me\\x", "x"),
+        ("file:///home/me/x", "x"),
+        ("see /home/me/a.txt, and [/b/c]", "see a.txt, and [c]"),
+        ("# heads for /home/me/t\n| `/b/c` |", "# heads for t\n| `c` |"),
+        ("--hub_token hf_abcdefghijkl", "--hub_token ***"),
+        ("http://me:pass@host/v1", "http://***@host/v1"),
+        ("https://huggingface.co/a/b", "https://huggingface.co/a/b"),
+        ("user/model", "user/model"),
+        ("configs/demo.yaml", "configs/demo.yaml"),
+        ("s3://bucket/x", "s3://bucket/x"),
+        ("1/2 and/or 3", "1/2 and/or 3"),
+    ],
+)
+def test_paths_are_cut_down(text: str, expected: str) -> None:
+    assert without_paths(text) == expected
+    assert without_paths({"a": [text, 1, None], text: True}) == {
+        "a": [expected, 1, None],
+        expected: True,
+    }
+
+
+def test_a_name_is_exchanged_where_it_stands_alone() -> None:
+    text = "assets/t, assets/t-2, my/assets/t"
+    assert without_paths(text, ("assets/t", "a/b")) == "a/b, assets/t-2, my/assets/t"
+
+
+@pytest.fixture
+def local(target: TargetModel, tmp_path: Path) -> Path:
+    """Heads of a target in a folder, with a story full of paths."""
+    story: dict[str, Any] = {
+        "argv": ["/home/alice/bin/train-heads", "--output_dir=/mnt/alice/run", "configs/a.yaml"],
+        "data": {"dataset": ["/home/alice/private.jsonl", "data/more.jsonl", "trl-lib/Capybara"]},
+    }
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    folder = save_heads(tmp_path / "run", heads, target, provenance=story)
+    (folder / "report.md").write_text(f"# 2 medusa heads for {target.name_or_path}\n")
+    return folder
+
+
+def test_a_target_that_is_only_here_is_refused_without_naming_where(local: Path) -> None:
+    with pytest.raises(ValueError, match="only as 'secret-target' on this machine") as raised:
+        prepare_push(local, "alice/heads")
+    assert "--base_model user/name" in str(raised.value)
+    assert "models" not in str(raised.value)
+    for wrong in ("target", "/a/b", "a/b/c", "alice/target/"):
+        with pytest.raises(ValueError, match="expected the name of a repository as user/name"):
+            prepare_push(local, "alice/heads", base_model=wrong)
+
+
+def test_no_path_of_this_machine_is_in_any_file(local: Path, target: TargetModel) -> None:
+    prepared = prepare_push(local, "alice/heads", base_model="alice/target@v1")
+    contents = {
+        name: what if isinstance(what, bytes) else what.read_bytes()
+        for name, what in prepared.files.items()
+    }
+    here = Path(target.name_or_path)
+    for name, content in contents.items():
+        for part in (here, "secret-target", here.parents[2], "/home/alice", "/mnt", local.parent):
+            assert str(part).encode() not in content, (name, part)
+    sidecar = json.loads(contents["medusa_heads.json"])
+    assert sidecar["target"]["name_or_path"] == "alice/target"
+    assert sidecar["target"]["revision"] == "v1"
+    assert json.loads(contents["config.json"])["base_model_name_or_path"] == "alice/target"
+    assert sidecar["provenance"]["argv"] == ["train-heads", "--output_dir=run", "configs/a.yaml"]
+    card = contents["README.md"].decode()
+    assert "base_model: alice/target" in card and "datasets:\n- trl-lib/Capybara\n" in card
+    assert contents["report.md"] == b"# 2 medusa heads for alice/target\n"
+    assert (
+        sidecar["weights_sha256"]
+        == json.loads((local / "medusa_heads.json").read_text())["weights_sha256"]
+    )
+
+
+def test_a_path_that_looks_like_a_hub_id_is_known_for_one(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target.model.save_pretrained(tmp_path / "assets" / "target")
+    monkeypatch.chdir(tmp_path)
+    here = TargetModel.from_pretrained("assets/target")
+    save_heads("run", MedusaHeads.from_target(here, HeadsConfig(num_heads=1)), here)
+    with pytest.raises(ValueError, match="only as 'target' on this machine"):
+        prepare_push("run", "alice/heads")

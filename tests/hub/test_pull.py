@@ -1,0 +1,154 @@
+"""Pulling from a hub, over HTTP: bitwise what was pushed, at a revision, and nothing beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_heads.hub.files import OWN_FILES
+from medusa_heads.hub.pull import find_checkpoint, pull
+from medusa_heads.hub.push import prepare_push, push
+from tests.hub.conftest import BOB
+from tests.hub.hub_server import LocalHub
+
+
+@pytest.fixture
+def pushed(hub: LocalHub, checkpoint: Path) -> Path:
+    push(prepare_push(checkpoint, "alice/heads"))
+    return checkpoint
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_bitwise_what_was_pushed(
+    hub: LocalHub, pushed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = hub.repositories["alice/heads"].tree()
+    own = {name: data for name, data in tree.items() if name != ".gitattributes"}
+    folder = pull("alice/heads", tmp_path / "new" / "pulled")
+    assert contents(folder) == own
+    assert all(not path.is_symlink() for path in folder.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    assert pull("alice/heads") == Path("heads") and contents(Path("heads")) == own
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".copying")]
+
+
+def test_a_revision(hub: LocalHub, pushed: Path, tmp_path: Path) -> None:
+    repository = hub.repositories["alice/heads"]
+    first = repository.refs["main"]
+    card = repository.tree()["README.md"]
+    repository.commit("main", {**repository.tree(), "README.md": b"later"}, "Later")
+    assert contents(pull("alice/heads", tmp_path / "a"))["README.md"] == b"later"
+    assert contents(pull("alice/heads", tmp_path / "b", revision=first))["README.md"] == card
+    assert contents(pull(f"alice/heads@{first}", tmp_path / "c"))["README.md"] == card
+    assert find_checkpoint("alice/heads", revision=first).name == first
+    with pytest.raises(ValueError, match="'alice/heads' has no revision 'v9'"):
+        pull("alice/heads", tmp_path / "d", revision="v9")
+    with pytest.raises(ValueError, match="got two revisions, 'v1' and 'v2'"):
+        find_checkpoint("alice/heads@v1", revision="v2")
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_folder_in_use_is_not_written_over(hub: LocalHub, pushed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is in use: pull into another folder"):
+        pull("alice/heads", out, overwrite=True)
+    (out / "notes.txt").unlink()
+    pull("alice/heads", out)
+    (out / "notes.txt").write_text("mine")
+    (out / "accuracy.png").write_text("of the heads before")
+    with pytest.raises(ValueError, match=r"in use: overwrite it \(--overwrite\), or pull into"):
+        pull("alice/heads", out)
+    pull("alice/heads", out, overwrite=True)
+    assert (out / "notes.txt").read_text() == "mine" and not (out / "accuracy.png").exists()
+
+
+def test_loading_downloads_what_it_reads_and_once(hub: LocalHub, pushed: Path) -> None:
+    folder = find_checkpoint("alice/heads")
+    assert set(contents(folder)) == {"medusa_heads.json", "medusa_lm_head.safetensors"}
+    hub.requests.clear()
+    assert find_checkpoint("alice/heads") == folder
+    assert find_checkpoint("alice/heads", local_files_only=True) == folder
+    assert not [path for _, path in hub.requests if "/resolve/" in path]
+
+
+def test_a_cache_of_the_users_own(hub: LocalHub, pushed: Path, tmp_path: Path) -> None:
+    assert find_checkpoint("alice/heads", cache_dir=tmp_path / "mine").is_relative_to(
+        tmp_path / "mine"
+    )
+
+
+def test_private_heads_are_for_who_may_read_them(
+    hub: LocalHub, pushed: Path, tmp_path: Path
+) -> None:
+    hub.repositories["alice/heads"].private = True
+    for token in (BOB, False):
+        with pytest.raises(ValueError, match="no repository 'alice/heads', or it is private"):
+            pull("alice/heads", tmp_path / "out", token=token)
+    with pytest.raises(ValueError, match="the hub does not know this token"):
+        pull("alice/heads", tmp_path / "out", token="hf_nobodynobody")
+    assert pull("alice/heads", tmp_path / "out").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("alice/none", r"at 'alice/none': there is no such folder, and the hub has no repository"),
+        ("alice/llama", "'alice/llama' holds no heads of this package"),
+        ("none", "expected a heads checkpoint .* at 'none', found none"),
+        ("a/b/c", "expected a heads checkpoint"),
+        ("./alice/heads", "expected a heads checkpoint"),
+        ("alice/heads@", "expected a heads checkpoint"),
+    ],
+)
+def test_what_is_not_there_is_one_sentence(hub: LocalHub, name: str, sentence: str) -> None:
+    hub.upload("alice/llama", {"config.json": b"{}", "medusa_lm_head.pt": b"\x80"})
+    with pytest.raises(ValueError, match=sentence) as raised:
+        find_checkpoint(name)
+    assert "\n" not in str(raised.value)
+
+
+def test_no_network(
+    hub: LocalHub, pushed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = find_checkpoint("alice/heads")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert find_checkpoint("alice/heads") == kept  # what was downloaded serves
+    with pytest.raises(ValueError, match=r"the hub at http://127\.0\.0\.1:9 did"):
+        pull("alice/other", tmp_path / "out")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="not in the local cache, and HF_HUB_OFFLINE is set"):
+        pull("alice/other", tmp_path / "out")
+
+
+def test_a_revision_of_a_folder_is_refused(checkpoint: Path) -> None:
+    assert find_checkpoint(checkpoint) == checkpoint
+    with pytest.raises(ValueError, match="leave it out"):
+        find_checkpoint(checkpoint, revision="main")
+
+
+def test_nothing_is_written_outside_the_folder(hub: LocalHub, pushed: Path, tmp_path: Path) -> None:
+    """A stranger's repository may list whatever names it likes."""
+    repository = hub.repositories["alice/heads"]
+    evil: dict[str, Any] = {
+        "../../../evil.json": b"1",
+        "adapter/../../../../evil.json": b"1",
+        "/tmp/evil.json": b"1",
+        "pickle.pt": b"1",
+        "custom_generate/more.py": b"1",
+    }
+    repository.commit("main", {**repository.tree(), **evil}, "Evil")
+    folder = pull("alice/heads", tmp_path / "out")
+    assert set(contents(folder)) <= set(OWN_FILES)
+    written = [path.name for path in tmp_path.rglob("*")]
+    assert not {"evil.json", "pickle.pt", "more.py"} & set(written)
