@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.adapter import ADAPTER_FOLDER, load_adapter
-from medusa_heads.checkpoint import LoadedHeads, load_heads
+from medusa_heads.checkpoint import load_heads
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import DraftHeads
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.inference.assisted import AssistedModel
+from medusa_heads.inference.blend_plan import blended, blends
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.by_rows import ByRowsDrafter, rounded_up
 from medusa_heads.inference.named_target import load_target
@@ -22,13 +24,14 @@ from medusa_heads.inference.saving import save_model
 from medusa_heads.inference.tree_plan import TreeSpec, make_drafter
 from medusa_heads.inference.tree_size import best_tree
 from medusa_heads.statistics import HeadStatistics
-from medusa_heads.stored_heads import read_sidecar
+from medusa_heads.stored_heads import StoredHeads, read_sidecar
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNMEASURED_TREE = "chain"  # heads without statistics: nothing says where branches would pay
+DRAFT_PROBABILITY_RULES = ("threshold", "log_ratio")  # compare with the draft's own probabilities
 
 
 class MedusaModel(AssistedModel):
@@ -73,25 +76,29 @@ class MedusaModel(AssistedModel):
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
         self.statistics = statistics
-        self.checkpoint: Path | None = None  # where the heads were loaded from
-        self.loaded: LoadedHeads | None = None
+        # Where the heads were loaded from, and what stood there beside them.
+        self.checkpoint: Path | None = None
+        self.stored: StoredHeads | None = None
         self.use_tree(tree)
 
     def use_tree(self, tree: TreeSpec) -> None:
         """Draft this tree from now on; `self.tree` says which it is, also where `auto` chose.
 
-        What `auto` chose is for one row. A batch is measured when it first comes, and drafts with
-        the tree that its number of rows decodes fastest with, whatever `self.tree` says.
+        What steps cost is measured for one row. A batch is measured when it first comes, and
+        `auto` then goes by what its number of rows costs.
 
         Raises:
             ValueError: an unknown form, or a tree that does not fit the heads.
         """
-        measured = self.statistics is not None and not self._chain_only
         self._by_rows: dict[int, Drafter] = {}  # where batches choose for themselves
-        self._chooses = tree == "auto" and measured
-        if tree == "auto":
-            tree = self._fastest(1) if measured else UNMEASURED_TREE
+        if tree == "auto" and (self.statistics is None or self._chain_only):
+            tree = UNMEASURED_TREE
+        elif tree == "auto" and self.acceptance in DRAFT_PROBABILITY_RULES:
+            # What the text itself suggests comes without a probability.
+            assert self.statistics is not None
+            tree = best_tree(self.target, self.heads, self.statistics)
         self.tree = tree
+        self._chooses = str(tree).startswith("auto")
         self.drafter = self._make_drafter(tree)
 
     def _drafter_for(self, batch_size: int) -> Drafter:
@@ -105,20 +112,24 @@ class MedusaModel(AssistedModel):
 
     def _drafter_for_rows(self, rows: int) -> Drafter:
         if rows not in self._by_rows:
-            self._by_rows[rows] = self._make_drafter(self._fastest(rows))
+            self._by_rows[rows] = self._make_drafter(self.tree, rows)
         return self._by_rows[rows]
 
-    def _fastest(self, rows: int) -> str:
-        assert self.statistics is not None
-        return best_tree(self.target, self.heads, self.statistics, batch_size=rows)
-
-    def _make_drafter(self, tree: TreeSpec) -> Drafter:
+    def _make_drafter(self, tree: TreeSpec, rows: int = 1) -> Drafter:
+        compares = self.acceptance in DRAFT_PROBABILITY_RULES
+        if isinstance(tree, str) and blends(tree):
+            if self.statistics is None or self._chain_only or compares:
+                raise ValueError(
+                    f"the tree {tree!r} needs heads with statistics, a target that verifies "
+                    f"branches, and a rule other than {' and '.join(DRAFT_PROBABILITY_RULES)}"
+                )
+            return blended(tree, self.target, self.heads, self.statistics, batch_size=rows)
         return make_drafter(
             tree,
             self.heads,
             self.statistics,
             chain_only=self._chain_only,
-            with_log_probs=self.acceptance in ("threshold", "log_ratio"),
+            with_log_probs=compares,
         )
 
     @classmethod
@@ -194,7 +205,7 @@ class MedusaModel(AssistedModel):
             acceptance_settings=acceptance_settings,
             compile=compile,
         )
-        model.checkpoint, model.loaded = folder, loaded
+        model.checkpoint, model.stored = folder, replace(loaded.stored, tensors={})
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:

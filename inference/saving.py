@@ -29,9 +29,9 @@ def save_model(model: MedusaModel, folder: str | os.PathLike[str]) -> Path:
         ValueError: the target carries an adapter that no checkpoint came with.
         OSError: the folder cannot be written.
     """
-    loaded, came_from = model.loaded, model.checkpoint
-    adapter = loaded.stored.adapter if loaded is not None else None
-    if adapter is None and adapter_digest(model.target.model) is not None:
+    stored, came_from = model.stored, model.checkpoint
+    has_adapter = stored is not None and stored.adapter is not None
+    if not has_adapter and adapter_digest(model.target.model) is not None:
         raise ValueError(
             "the target carries an adapter that these heads were not loaded with: write them with "
             "checkpoint.save_heads(..., adapter=), which stores both"
@@ -43,10 +43,10 @@ def save_model(model: MedusaModel, folder: str | os.PathLike[str]) -> Path:
             model.heads,
             model.target,
             statistics=model.statistics,
-            provenance=loaded.stored.provenance if loaded is not None else provenance(),
+            provenance=provenance() if stored is None else stored.provenance,
         )
-        if loaded is not None and came_from is not None:
-            _carry_along(came_from, loaded.stored, made)
+        if stored is not None and came_from is not None:
+            _carry_along(came_from, stored, made)
         copy_checkpoint(made, Path(folder))
     return Path(folder)
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
-from medusa_heads import MedusaModel, TargetModel, attach
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel, attach
+from medusa_heads.adapter import quiet_peft
+from medusa_heads.checkpoint import save_heads
 from medusa_heads.hub.pull import find_checkpoint, pull
 from medusa_heads.hub.push import prepare_push, push
 from tests.hub.hub_server import LocalHub
@@ -160,10 +163,42 @@ def test_saved_and_pushed_from_memory(
     assert config["base_model_name_or_path"] == "alice/target"
 
 
+def test_heads_of_an_adapter_bring_it_along(hub: LocalHub, commit: str, tmp_path: Path) -> None:
+    def adapted_target() -> Any:
+        base = AutoModelForCausalLM.from_pretrained("alice/target", dtype=torch.float32)
+        with quiet_peft():
+            model: Any = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.fill_(0.2)
+        return model.eval()
+
+    adapted = adapted_target()
+    view = TargetModel(adapted)
+    with quiet_peft():
+        save_heads(tmp_path / "joint", fresh_heads(view), view, adapter=adapted)
+    push(prepare_push(tmp_path / "joint", "alice/joint"))
+    model = MedusaModel.from_pretrained("alice/joint", dtype="float32", tree="chain")
+    expected = adapted.generate(**INPUTS, **GREEDY)
+    assert torch.equal(model.generate(**INPUTS, **GREEDY), expected)  # type: ignore[arg-type]
+    plain: Any = AutoModelForCausalLM.from_pretrained("alice/target", dtype=torch.float32)
+    assert not torch.equal(plain.generate(**INPUTS, **GREEDY), expected)
+    with pytest.raises(ValueError, match="this target carries no adapter"):
+        attach(plain, "alice/joint")
+    in_memory = attach(adapted, "alice/joint", tree="chain")
+    for each in (model, in_memory):
+        saved = each.save_pretrained(tmp_path / "saved")
+        for name in ("adapter/adapter_model.safetensors", "medusa_heads.json"):
+            assert (saved / name).read_bytes() == (tmp_path / "joint" / name).read_bytes()
+    with pytest.raises(ValueError, match="carries an adapter that these heads were not loaded"):
+        MedusaModel(adapted, in_memory.heads).save_pretrained(tmp_path / "alone")
+
+
 def test_fresh_heads_in_memory_are_pushed_by_the_targets_name(
     hub: LocalHub, commit: str, target: TargetModel
 ) -> None:
-    model = MedusaModel(target, find_heads(target), tree="chain")
+    model = MedusaModel(target, fresh_heads(target), tree="chain")
     with pytest.raises(ValueError, match="only as 'secret-target' on this machine"):
         model.push_to_hub("alice/fresh")
     assert "alice/fresh" not in hub.repositories
@@ -171,7 +206,5 @@ def test_fresh_heads_in_memory_are_pushed_by_the_targets_name(
     assert MedusaModel.from_pretrained(find_checkpoint("alice/fresh")).target.revision == commit
 
 
-def find_heads(target: TargetModel) -> Any:
-    from medusa_heads import HeadsConfig, MedusaHeads
-
+def fresh_heads(target: TargetModel) -> Any:
     return MedusaHeads.from_target(target, HeadsConfig(num_heads=1))

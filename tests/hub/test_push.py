@@ -212,3 +212,14 @@ def test_another_models_repository_is_left_alone(hub: LocalHub, checkpoint: Path
     hub.upload("alice/old", {"config.json": b"{}", "medusa_lm_head.pt": b"1"})
     push(prepare_push(checkpoint, "alice/old"))
     assert "medusa_lm_head.pt" in hub.repositories["alice/old"].tree()
+
+
+def test_damaged_heads_are_not_published(hub: LocalHub, checkpoint: Path) -> None:
+    weights = checkpoint / "medusa_lm_head.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ValueError, match="its checksum differs"):
+        prepare_push(checkpoint, "alice/heads")
+    with pytest.raises(ValueError, match="expected a heads checkpoint"):
+        prepare_push(checkpoint / "checkpoint-8", "alice/heads")

@@ -28,23 +28,7 @@ from medusa_heads.checkpoint import save_heads
 from medusa_heads.inference.drafters.medusa import MedusaDrafter
 from medusa_heads.statistics import HeadStatistics
 from tests.conftest import TinyLlama
-
-INPUTS: dict[str, Any] = {
-    "input_ids": torch.arange(3, 15)[None],
-    "attention_mask": torch.ones(1, 12).long(),
-}
-
-
-@pytest.fixture(scope="module")
-def medusa(tiny_llama: TinyLlama) -> MedusaModel:
-    """Untrained heads on a small vocabulary: now and then a draft is right."""
-    model = tiny_llama(vocab_size=24)
-    return MedusaModel(model, MedusaHeads.from_target(model, HeadsConfig(num_heads=3)), tree=8)
-
-
-def plain(medusa: MedusaModel, **options: Any) -> Any:
-    model: Any = medusa.target.model
-    return model.generate(**INPUTS, **options)
+from tests.inference.conftest import INPUTS, plain
 
 
 class Collector(BaseStreamer):
@@ -86,28 +70,6 @@ def test_streamer_sees_prompt_then_every_token(medusa: MedusaModel) -> None:
     assert streamer.pieces[0] == INPUTS["input_ids"][0].tolist()
     assert [token for piece in streamer.pieces for token in piece] == out[0].tolist()
     assert streamer.ended
-
-
-def test_return_dict_and_continuing_from_its_cache(medusa: MedusaModel) -> None:
-    whole = plain(medusa, max_new_tokens=40, do_sample=False)
-    first: Any = medusa.generate(
-        **INPUTS, max_new_tokens=15, do_sample=False, return_dict_in_generate=True
-    )
-    assert torch.equal(first.sequences, whole[:, :27])
-    assert first.past_key_values.get_seq_length() == 26
-    second = medusa.generate(
-        first.sequences,
-        attention_mask=torch.ones_like(first.sequences),
-        past_key_values=first.past_key_values,
-        max_new_tokens=25,
-        do_sample=False,
-    )
-    assert torch.equal(second, whole)  # type: ignore[arg-type]
-
-
-def test_chunked_prefill(medusa: MedusaModel) -> None:
-    out: Any = medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False, prefill_chunk_size=5)
-    assert torch.equal(out, plain(medusa, max_new_tokens=20, do_sample=False))
 
 
 class BanToken(LogitsProcessor):
@@ -258,20 +220,6 @@ def test_stop_strings(medusa: MedusaModel, as_config: bool) -> None:
         medusa.generate(**INPUTS, **options)
 
 
-def test_transformers_goes_on_from_a_cache_that_grew_while_decoding(medusa: MedusaModel) -> None:
-    options: Any = {"do_sample": False, "return_dict_in_generate": True}
-    first: Any = medusa.generate(**INPUTS, max_new_tokens=300, **options)
-    model: Any = medusa.target.model
-    second = model.generate(
-        first.sequences,
-        attention_mask=torch.ones_like(first.sequences),
-        past_key_values=first.past_key_values,
-        max_new_tokens=20,
-        do_sample=False,
-    )
-    assert torch.equal(second, plain(medusa, max_new_tokens=320, do_sample=False))
-
-
 def test_drafts_never_look_beyond_the_context() -> None:
     """Learned positions end with the context: a tree near its end must not ask for more."""
     config = GPT2Config(
@@ -289,28 +237,6 @@ def test_drafts_never_look_beyond_the_context() -> None:
         inputs: Any = {"attention_mask": mask[:rows], "max_new_tokens": 14, "do_sample": False}
         got: Any = near_end.generate(ids[:rows] * mask[:rows], **inputs)
         assert torch.equal(got, model.generate(ids[:rows] * mask[:rows], **inputs))
-
-
-def test_a_callers_own_cache_ends_with_what_was_committed(medusa: MedusaModel) -> None:
-    cache = medusa.target.new_cache()
-    options: Any = {"do_sample": False, "past_key_values": cache}
-    first: Any = medusa.generate(**INPUTS, max_new_tokens=15, **options)
-    assert cache.get_seq_length() == first.shape[1] - 1
-    second: Any = medusa.generate(
-        first, attention_mask=torch.ones_like(first), max_new_tokens=25, **options
-    )
-    assert torch.equal(second, plain(medusa, max_new_tokens=40, do_sample=False))
-
-
-def test_only_the_new_tokens_beside_a_cache_are_refused(medusa: MedusaModel) -> None:
-    first: Any = medusa.generate(**INPUTS, max_new_tokens=15, return_dict_in_generate=True)
-    with pytest.raises(ValueError, match="pass the whole text"):
-        medusa.generate(
-            first.sequences[:, -1:],
-            attention_mask=torch.ones_like(first.sequences),
-            past_key_values=first.past_key_values,
-            max_new_tokens=5,
-        )
 
 
 def test_a_processor_that_runs_the_model_itself(medusa: MedusaModel) -> None:

@@ -1,0 +1,28 @@
+"""A model with heads, and what transformers makes of the same input without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from tests.conftest import TinyLlama
+
+INPUTS: dict[str, Any] = {
+    "input_ids": torch.arange(3, 15)[None],
+    "attention_mask": torch.ones(1, 12).long(),
+}
+
+
+@pytest.fixture(scope="module")
+def medusa(tiny_llama: TinyLlama) -> MedusaModel:
+    """Untrained heads on a small vocabulary: now and then a draft is right."""
+    model = tiny_llama(vocab_size=24)
+    return MedusaModel(model, MedusaHeads.from_target(model, HeadsConfig(num_heads=3)), tree=8)
+
+
+def plain(medusa: MedusaModel, **options: Any) -> Any:
+    model: Any = medusa.target.model
+    return model.generate(**INPUTS, **options)
