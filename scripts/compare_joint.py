@@ -14,27 +14,24 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset, load_from_disk
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import HfArgumentParser
 
 from medusa_heads import HeadsConfig, MedusaModel, TargetModel, train_heads
-from medusa_heads.corpus import prompt_windows, standard_library
 from medusa_heads.files import replace_file
-from medusa_heads.inference.regenerate import regenerate
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.data import collate
 from medusa_heads.training.joint_config import JointConfig
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.own_loss import own_losses, own_rows
 from medusa_heads.training.teacher import Teacher
+from scripts.demo_texts import CONTINUATION, PROMPT, TARGET, check_recipes, windows, written
 
-TARGET = Path(__file__).resolve().parent.parent / "assets" / "demo-target"
-PROMPT, CONTINUATION = 64, 128
 RECIPES = {
     "alone": None,
     "ce": JointConfig(),
@@ -67,8 +64,7 @@ class CompareArguments:
     output_dir: Path = field(default=Path("runs/joint"), metadata={"help": "Results and texts."})
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.recipes) - set(RECIPES)):
-            raise ValueError(f"unknown recipes {unknown}; known: {list(RECIPES)}")
+        check_recipes(self.recipes, RECIPES)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -80,13 +76,8 @@ def main(argv: list[str] | None = None) -> None:
     held_out = own_text(
         target, "held_out", arguments.held_out, arguments.num_eval_prompts, arguments
     )
-    corpus = prompt_windows(
-        standard_library("held_out"),
-        AutoTokenizer.from_pretrained(str(TARGET)),
-        num_prompts=arguments.num_eval_prompts,
-        prompt_length=PROMPT + CONTINUATION,
-        seed=0,
-    ).map(lambda row: {"labels": row["input_ids"]})
+    corpus = windows("held_out", arguments.num_eval_prompts, PROMPT + CONTINUATION)
+    corpus = corpus.map(lambda row: {"labels": row["input_ids"]})
     texts = {"own text": held_out, "standard library": corpus}
     before = {name: own_loss(target, text) for name, text in texts.items()}
     results: list[dict[str, Any]] = []
@@ -109,29 +100,16 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def own_text(
-    target: TargetModel, part: str, folder: str | None, count: int, arguments: CompareArguments
+    target: TargetModel,
+    part: Literal["train", "held_out"],
+    folder: str | None,
+    count: int,
+    arguments: CompareArguments,
 ) -> Dataset:
     """Continuations that the target wrote, half of them greedy, half at temperature 0.7."""
     if folder is not None:
         return load_from_disk(folder).select(range(count))
-    prompts = prompt_windows(
-        standard_library(part),  # type: ignore[arg-type]
-        AutoTokenizer.from_pretrained(str(TARGET)),
-        num_prompts=count,
-        prompt_length=PROMPT,
-        seed=0,
-    )
-    return regenerate(
-        target,
-        prompts,
-        max_new_tokens=CONTINUATION,
-        batch_size=256,
-        greedy_share=0.5,
-        temperature=0.7,
-        seed=0,
-        cache_dir=arguments.output_dir / "texts",
-        num_workers=arguments.workers,
-    )
+    return written(target, windows(part, count), 0.5, arguments.output_dir, arguments.workers)
 
 
 def train(

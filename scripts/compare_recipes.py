@@ -25,22 +25,19 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import HfArgumentParser
 
 from medusa_heads import HeadsConfig, TargetModel, train_heads
 from medusa_heads.config import IGNORED
-from medusa_heads.corpus import prompt_windows, standard_library
 from medusa_heads.files import replace_file
 from medusa_heads.heads import DraftHeads
-from medusa_heads.inference.regenerate import regenerate
 from medusa_heads.statistics import simulate_tokens_per_step
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.metrics import complete_runs, rank_statistics
 from medusa_heads.training.trainer import HeadsTrainer
+from scripts.demo_texts import CONTINUATION, PROMPT, TARGET, check_recipes, windows, written
 
-TARGET = Path(__file__).resolve().parent.parent / "assets" / "demo-target"
-PROMPT, CONTINUATION = 64, 128
 NODES = (16, 32, 64)
 
 
@@ -93,8 +90,7 @@ class CompareArguments:
     output_dir: Path = field(default=Path("runs/recipes"), metadata={"help": "Results and caches."})
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.recipes) - set(RECIPES)):
-            raise ValueError(f"unknown recipes {unknown}; known: {list(RECIPES)}")
+        check_recipes(self.recipes, RECIPES)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -115,48 +111,25 @@ class Texts:
 
     def __init__(self, target: TargetModel, arguments: CompareArguments) -> None:
         self._target, self._arguments = target, arguments
-        tokenizer = AutoTokenizer.from_pretrained(str(TARGET))
-        length = PROMPT + CONTINUATION
-        windows = prompt_windows(
-            standard_library("train"),
-            tokenizer,
-            num_prompts=arguments.num_prompts,
-            prompt_length=length,
-            seed=0,
-        )
-        prompts = windows.map(lambda row: {"input_ids": row["input_ids"][:PROMPT]})
-        self.corpus = windows.map(
+        pieces = windows("train", arguments.num_prompts, PROMPT + CONTINUATION)
+        prompts = pieces.map(lambda row: {"input_ids": row["input_ids"][:PROMPT]})
+        self.corpus = pieces.map(
             lambda row: {
                 "input_ids": row["input_ids"],
                 "labels": [IGNORED] * PROMPT + row["input_ids"][PROMPT:],
             },
-            remove_columns=windows.column_names,
+            remove_columns=pieces.column_names,
         )
         self.distilled = self._written(prompts, greedy_share=0.5)
-        held_out = prompt_windows(
-            standard_library("held_out"),
-            tokenizer,
-            num_prompts=arguments.num_eval_prompts,
-            prompt_length=PROMPT,
-            seed=0,
-        )
+        held_out = windows("held_out", arguments.num_eval_prompts)
         self.measured = {
             "greedy": self._written(held_out, greedy_share=1.0),
             "T = 0.7": self._written(held_out, greedy_share=0.0),
         }
 
     def _written(self, prompts: Dataset, greedy_share: float) -> Dataset:
-        return regenerate(
-            self._target,
-            prompts,
-            max_new_tokens=CONTINUATION,
-            batch_size=256,
-            greedy_share=greedy_share,
-            temperature=0.7,
-            seed=0,
-            cache_dir=self._arguments.output_dir / "texts",
-            num_workers=self._arguments.workers,
-        )
+        output, workers = self._arguments.output_dir, self._arguments.workers
+        return written(self._target, prompts, greedy_share, output, workers)
 
 
 def run(

@@ -275,14 +275,14 @@ def _tokeniser(
     chat = None
     if corpus.format.name == "messages" or settings.chat_template or tokenizer.chat_template:
         chat = ChatTemplate(
-            tokenizer, settings.template_text(), settings.template_kwargs(), _stop_ids(target)
+            tokenizer, settings.template_text(), settings.template_kwargs(), stop_ids(target.model)
         )
     return Tokeniser(corpus.format, tokenizer, settings.max_length, chat)
 
 
-def _stop_ids(target: TargetModel) -> tuple[int, ...]:
-    """The tokens at which the target's generate() stops."""
-    found = getattr(getattr(target.model, "generation_config", None), "eos_token_id", None)
+def stop_ids(model: Any) -> tuple[int, ...]:
+    """The tokens at which a model's generate() stops."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if found is None:
         return ()
     return (found,) if isinstance(found, int) else tuple(found)

@@ -21,6 +21,7 @@ import torch
 
 from medusa_heads.config import IGNORED
 from medusa_heads.files import replace_file
+from medusa_heads.training.data import stop_ids
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -126,8 +127,7 @@ def _continue(
     model: Any, texts: Sequence[tuple[list[int], int]], temperature: float
 ) -> list[dict[str, list[int]]]:
     """Sampled continuations as rows of `input_ids` and `labels`, cut behind an end token."""
-    ends = model.generation_config.eos_token_id
-    ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+    ends = stop_ids(model)
     pad = model.generation_config.pad_token_id
     pad = pad if pad is not None else next(iter(ends), 0)
     width = max(len(prompt) for prompt, _ in texts)

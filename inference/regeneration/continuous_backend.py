@@ -25,14 +25,14 @@ from medusa_heads.inference.regeneration.answers import (
 )
 from medusa_heads.inference.regeneration.draws import draw
 from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.inference.regeneration.transformers_backend import describe_target, end_tokens
+from medusa_heads.inference.regeneration.target_backend import TargetBackend, end_tokens
 from medusa_heads.target import TargetModel
 
 _CPU_PAGE = 32  # tokens
 _GREEDY = -1.0  # instead of a number in [0, 1): take the likeliest token
 
 
-class ContinuousBackend:
+class ContinuousBackend(TargetBackend):
     """transformers' continuous batching, with each row's own random numbers.
 
     Args:
@@ -43,16 +43,10 @@ class ContinuousBackend:
         ValueError: a size below one.
     """
 
-    def __init__(self, target: TargetModel, *, batch_size: int = 128) -> None:
-        if batch_size < 1:
-            raise ValueError(f"expected a batch_size of at least 1, got {batch_size}")
-        self.target = target
-        self.batch_size = batch_size
-        self.max_positions = target.max_positions
+    name = "continuous"
 
-    def describe(self) -> dict[str, Any]:
-        """The weights, bit for bit, and how the target decodes by default."""
-        return {"backend": "continuous"} | describe_target(self.target)
+    def __init__(self, target: TargetModel, *, batch_size: int = 128) -> None:
+        super().__init__(target, batch_size)
 
     def answer(
         self,

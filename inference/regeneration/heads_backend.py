@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from medusa_heads.inference.model import MedusaModel
 from medusa_heads.inference.regeneration.answers import Finished, Sampling
 from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.inference.regeneration.transformers_backend import (
-    describe_target,
-    generate_batch,
-    in_batches,
-)
+from medusa_heads.inference.regeneration.target_backend import TargetBackend
+from medusa_heads.inference.regeneration.transformers_backend import generate_batch, in_batches
 
 
-class HeadsBackend:
+class HeadsBackend(TargetBackend):
     """A target with heads, lossless: token for token what its own `generate` answers in fp32.
 
     Args:
@@ -27,6 +23,8 @@ class HeadsBackend:
         ValueError: a lossy acceptance rule, or a size below one.
     """
 
+    name = "heads"  # which they are is no part of the description: lossless, they decide the speed
+
     def __init__(self, model: MedusaModel, *, batch_size: int | None = None) -> None:
         if model.acceptance != "lossless":
             raise ValueError(
@@ -35,15 +33,8 @@ class HeadsBackend:
             )
         if batch_size is None:
             batch_size = 1 if model.target.device.type == "cpu" else 8
-        if batch_size < 1:
-            raise ValueError(f"expected a batch_size of at least 1, got {batch_size}")
+        super().__init__(model.target, batch_size)
         self.model = model
-        self.batch_size = batch_size
-        self.max_positions = model.target.max_positions
-
-    def describe(self) -> dict[str, Any]:
-        """The target, bit for bit: lossless heads decide the speed alone."""
-        return {"backend": "heads"} | describe_target(self.model.target)
 
     def answer(
         self,
@@ -55,7 +46,7 @@ class HeadsBackend:
         """Answer the prompts, batch by batch."""
         for batch in in_batches(prompts, self.batch_size):
             answers = generate_batch(
-                self.model.target.model,
+                self.target.model,
                 batch,
                 sampling,
                 on_tokens=on_tokens,

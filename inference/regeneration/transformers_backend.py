@@ -20,6 +20,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from medusa_heads.inference.regeneration.answers import Answer, Finished, Sampling, as_answer
 from medusa_heads.inference.regeneration.draws import RowDraws
 from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.inference.regeneration.target_backend import TargetBackend, end_tokens
 from medusa_heads.target import TargetModel
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 Decode = Callable[..., Any]  # a decoding method, as generate(custom_generate=...) calls it
 
 
-class TransformersBackend:
+class TransformersBackend(TargetBackend):
     """The target's own `generate`, in batches.
 
     Args:
@@ -42,23 +43,16 @@ class TransformersBackend:
         ValueError: a size below one.
     """
 
+    name = "transformers"
+
     def __init__(self, target: TargetModel, *, batch_size: int = 128, num_workers: int = 1) -> None:
-        if batch_size < 1 or num_workers < 1:
-            raise ValueError(
-                f"expected batch_size and num_workers of at least 1, got {batch_size} and "
-                f"{num_workers}"
-            )
+        super().__init__(target, batch_size)
+        if num_workers < 1:
+            raise ValueError(f"expected num_workers of at least 1, got {num_workers}")
         if num_workers > 1 and target.device.type != "cpu":
             logger.warning("num_workers is for a CPU: on %s one process generates", target.device)
             num_workers = 1
-        self.target = target
-        self.batch_size = batch_size
         self.num_workers = num_workers
-        self.max_positions = target.max_positions
-
-    def describe(self) -> dict[str, Any]:
-        """The weights, bit for bit, and how the target decodes by default."""
-        return {"backend": "transformers"} | describe_target(self.target)
 
     def answer(
         self,
@@ -76,15 +70,6 @@ class TransformersBackend:
         for batch in batches:
             answers = generate_batch(self.target.model, batch, sampling, on_tokens=on_tokens)
             finished(list(zip(batch, answers, strict=True)))
-
-
-def describe_target(target: TargetModel) -> dict[str, Any]:
-    """What of a target in memory decides its text."""
-    return {
-        "weights_sha256": target.weights_digest(),
-        "dtype": str(target.dtype),
-        "generation_config": target.model.generation_config.to_dict(),
-    }
 
 
 def in_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
@@ -206,14 +191,6 @@ def _with_own_draws(
 
 def _plain_decode(model: Any, input_ids_BT: Tensor, **kwargs: Any) -> Any:
     return model._sample(input_ids_BT, **kwargs)
-
-
-def end_tokens(model: Any) -> frozenset[int]:
-    """The tokens that end the target's text."""
-    ends = model.generation_config.eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)
 
 
 _worker_model: Any = None

@@ -1,0 +1,59 @@
+"""A target in this process that answers prompts itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from medusa_heads.inference.regeneration.answers import Finished, Sampling
+from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.target import TargetModel
+
+
+class TargetBackend(ABC):
+    """What the ways in which a target in memory answers have in common.
+
+    Args:
+        target: as loaded.
+        batch_size: prompts that are under way at the same time.
+
+    Raises:
+        ValueError: a size below one.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, target: TargetModel, batch_size: int) -> None:
+        if batch_size < 1:
+            raise ValueError(f"expected a batch_size of at least 1, got {batch_size}")
+        self.target = target
+        self.batch_size = batch_size
+        self.max_positions = target.max_positions
+
+    def describe(self) -> dict[str, Any]:
+        """The weights, bit for bit, and how the target decodes by default."""
+        return {
+            "backend": self.name,
+            "weights_sha256": self.target.weights_digest(),
+            "dtype": str(self.target.dtype),
+            "generation_config": self.target.model.generation_config.to_dict(),
+        }
+
+    @abstractmethod
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        finished: Finished,
+        on_tokens: Callable[[int], object],
+    ) -> None:
+        """As of any backend."""
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """The tokens that end the target's text."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset([ends] if isinstance(ends, int) else ends)
