@@ -99,7 +99,7 @@ def _datasets(provenance: Mapping[str, Any]) -> list[str]:
 def _summary(config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool) -> str:
     target = sidecar["target"]
     link = f"[{target['name_or_path']}](https://huggingface.co/{target['name_or_path']})"
-    at = f", revision `{target['revision']}`" if target.get("revision") else ""
+    at = f", revision `{target['revision']}`," if target.get("revision") else ""
     layers = "1 layer" if config.num_layers == 1 else f"{config.num_layers} layers"
     candidates = (
         f"the {config.draft_vocab_size} most frequent of {config.vocab_size} tokens"
@@ -124,8 +124,8 @@ def _summary(config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool)
         lines.append(f"- fingerprint of the target's lm_head: `{target['lm_head_sha256']}`")
     if with_matrix:
         lines.append(
-            f"- `{VOCAB_MATRIX_FILE}` is a copy of the target's vocabulary matrix, which vLLM "
-            "wants beside the heads; all else here is heads"
+            f"- `{VOCAB_MATRIX_FILE}` is a copy of the target's vocabulary matrix, for vLLM, which "
+            "wants it beside the heads; no other weight of the target is here"
         )
     return "\n".join(lines)
 
@@ -170,15 +170,18 @@ def _speed(report: Mapping[str, Any] | None) -> list[str]:
                     f"{method['tokens_per_second']:.1f}",
                     f"{method['speedup']:.2f}",
                     f"{method['tokens_per_step']:.2f}",
+                    f"{method['identical']:.0%}",
                 ]
             )
     first = report["settings"][0]
-    columns = ["setting", "method", "tokens/s", "speed-up", "tokens per step"]
+    columns = ["setting", "method", "tokens/s", "speed-up", "tokens per step", "same text"]
     return [
         "## How fast",
         f"Measured on {where}, torch {machine['torch']}, transformers {machine['transformers']}: "
         f"{first['prompts']} prompts, {first['new_tokens']} new tokens each, medians.",
         table(columns, rows),
+        "In bfloat16 one forward of several tokens rounds unlike several of one, so that near ties "
+        "may fall the other way, as in any assisted decoding.",
     ]
 
 

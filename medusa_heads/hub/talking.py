@@ -50,6 +50,7 @@ def _sentence(error: BaseException, repo_id: str, revision: str | None) -> str:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -58,6 +59,8 @@ def _sentence(error: BaseException, repo_id: str, revision: str | None) -> str:
     if not isinstance(answer, HfHubHTTPError):
         if constants.HF_HUB_OFFLINE:
             return f"{repo_id!r} is not in the local cache, and HF_HUB_OFFLINE is set: unset it"
+        if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is None:
+            return f"{repo_id!r} is not in the local cache, and local_files_only asks no hub"
         return f"the hub at {constants.ENDPOINT} did not serve {repo_id!r}: {_first_line(error)}"
     status = answer.response.status_code
     said = " ".join((answer.server_message or "").split())

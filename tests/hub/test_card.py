@@ -84,7 +84,7 @@ def test_figures_of_both_reports(checkpoint: Path, target: TargetModel, tmp_path
     assert "| 0 | 2 | 0.750 | 1.000 |" in card
     assert "**3.00 tokens per step** with a static tree of 5 nodes" in card
     assert "Measured on 2 cores of Abacus" in card
-    assert "| bfloat16, greedy | medusa heads | 175.0 | 1.75 | 2.50 |" in card
+    assert "| bfloat16, greedy | medusa heads | 175.0 | 1.75 | 2.50 | 100% |" in card
     assert set(files.REPORT_FILES) <= set(prepared.files)
     assert all(f"]({name})" in card for name in files.PICTURES)
     assert b"/home" not in prepared.files["benchmark.json"]  # type: ignore[operator]

@@ -91,7 +91,7 @@ def test_offline_from_a_cache_of_ones_own(hub: LocalHub, commit: str, tmp_path: 
     MedusaModel.from_pretrained("alice/heads", local_files_only=True, **where)
     # But for one look of transformers' own for an adapter, nothing is asked.
     assert {path.rpartition("/")[2] for _, path in hub.requests} <= {"adapter_config.json"}
-    with pytest.raises(ValueError, match="there is no such folder, and the hub"):
+    with pytest.raises(ValueError, match="is not in the local cache, and local_files_only"):
         MedusaModel.from_pretrained("alice/heads", local_files_only=True)
 
 
