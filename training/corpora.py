@@ -10,15 +10,14 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from medusa_heads.data_files import SUFFIXES, has_known_suffix
 from medusa_heads.training.bad_rows import BadRows
 from medusa_heads.training.folders import files_of_split, is_saved_dataset, saved_dataset
 from medusa_heads.training.formats import CONTEXT_COLUMN, Format, recognise
 from medusa_heads.training.hub_dataset import load_hub_dataset
 from medusa_heads.training.readers import (
     PLACE_COLUMN,
-    SUFFIXES,
     first_format,
-    has_known_suffix,
     plain_rows,
     table_features,
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa_heads.training.readers import SUFFIXES, has_known_suffix
+from medusa_heads.data_files import SUFFIXES, has_known_suffix
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -5,18 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from medusa_heads.data_files import read_rows
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def read_table(name: str, split: str = "train", *, config: str | None = None) -> Dataset:
     """Find and read a table.
 
     Args:
-        name: `stdlib`, a .jsonl, .json, .parquet, .csv or .txt file (the last is one document), a
-            folder (written by `save_to_disk`, or of data files), or a hub id.
+        name: `stdlib`, a .jsonl, .json, .parquet, .csv or .txt file (the last is one document, all
+            fields of the one before are texts), a folder (written by `save_to_disk`, or of data
+            files), or a hub id.
         split: of a corpus that has some; of `stdlib`, `train` or `held_out`.
         config: of a hub dataset.
 
@@ -47,12 +50,20 @@ def read_table(name: str, split: str = "train", *, config: str | None = None) ->
             return load_dataset(str(path) if path.is_dir() else name, config, split=split)
         if not path.stat().st_size:
             raise ValueError("the file is empty")
-        if path.suffix == ".txt":
-            return Dataset.from_list([{"text": path.read_text(encoding="utf-8")}])
+        if path.suffix in (".csv", ".txt"):
+            # Not through datasets: it takes texts such as "NA" or "7" for something else.
+            rows = [row for _, row in read_rows(path, _refuse)]
+            if not rows:
+                raise ValueError("it has no rows")
+            return Dataset.from_list(rows)
         if path.suffix not in _BUILDERS:
-            raise ValueError(f"its suffix is none of {sorted([*_BUILDERS, '.txt'])}")
+            raise ValueError(f"its suffix is none of {sorted([*_BUILDERS, '.csv', '.txt'])}")
         builder = _BUILDERS[path.suffix]
         return load_dataset(builder, data_files=str(path), split="train")
     except (ValueError, OSError, DatasetGenerationError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"expected a corpus of prompts at {name!r}: {reason}") from error
+
+
+def _refuse(place: str, reason: str) -> None:
+    raise ValueError(f"{place}: {reason}")

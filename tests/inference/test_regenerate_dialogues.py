@@ -224,6 +224,8 @@ def test_tables_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("one\ntwo")
     assert read_table(str(tmp_path / "t.txt"))["text"] == ["one\ntwo"]
     assert "path" in read_table("stdlib", "held_out").column_names
+    (tmp_path / "q.csv").write_bytes(b'\xef\xbb\xbf"prompt"\r\n7\r\nNA\r\n')
+    assert read_table(str(tmp_path / "q.csv"))["prompt"] == ["7", "NA"]
 
 
 @pytest.mark.parametrize(
