@@ -226,6 +226,19 @@ def test_wandb_records_the_run_offline(
     assert len(recorded) == 1 and os.path.getsize(recorded[0]) > 0
 
 
+def test_tensorboard_records_the_run(target: TargetModel, make_rows: Rows, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    args = arguments(
+        tmp_path / "run", report_to="tensorboard", max_steps=2, eval_strategy="steps", eval_steps=1
+    )
+    HeadsTrainer(fresh(target), target, args, make_rows(4), make_rows(2, seed=1)).train()
+    (folder,) = (tmp_path / "run" / "runs").iterdir()
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    assert {"train/loss", "eval/loss", "eval/head0_top1"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("eval/tokens_per_step_32")] == [1, 2]
+
+
 @pytest.mark.parametrize("terms", [{"forward_kl": 1.0}, {"cross_entropy": 0.5, "acceptance": 0.5}])
 def test_heads_learn_from_the_targets_own_distribution(
     target: TargetModel, make_rows: Rows, tmp_path: Path, terms: dict[str, float]
