@@ -110,8 +110,9 @@ def _published_target(
         name, revision = split_revision(base_model)
         return check_repo_id(name), revision
     name = str(target.get("name_or_path") or "")
-    # A name without a user, such as gpt2, is one of the hub's own old ones.
-    if not name or is_local(name, folder) or not (is_repo_id(name) or "/" not in name):
+    # A name without a user may be one of the hub's own old ones, such as gpt2, or a folder's.
+    on_hub = is_repo_id(name) or ("/" not in name and target.get("revision") is not None)
+    if not name or is_local(name, folder) or not on_hub:
         known = f"only as {Path(name).name!r} on this machine" if name else "not by name"
         raise ValueError(
             f"the checkpoint knows its target {known}, where nobody else finds it: give its name "

@@ -61,7 +61,12 @@ def _sentence(error: BaseException, repo_id: str, revision: str | None) -> str:
             return f"{repo_id!r} is not in the local cache, and HF_HUB_OFFLINE is set: unset it"
         if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is None:
             return f"{repo_id!r} is not in the local cache, and local_files_only asks no hub"
-        return f"the hub at {constants.ENDPOINT} did not serve {repo_id!r}: {_first_line(error)}"
+        if isinstance(error, OSError) and error.errno is not None:  # of this machine: a full disk
+            return f"{repo_id!r} could not be brought here: {_first_line(error)}"
+        return (
+            f"the hub at {constants.ENDPOINT} cannot be reached for {repo_id!r}: "
+            f"{_first_line(error)}"
+        )
     status = answer.response.status_code
     said = " ".join((answer.server_message or "").split())
     because = f" ({said})" if said else ""

@@ -115,7 +115,7 @@ def test_without_a_token_no_hub_is_asked(
 def test_no_network(hub: LocalHub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare_push(checkpoint, "alice/heads")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match=r"the hub at http://127.0.0.1:9 did not serve 'alice/he"):
+    with pytest.raises(ValueError, match=r"the hub at http://127.0.0.1:9 cannot be reached for"):
         push(prepared)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set"):
@@ -223,3 +223,18 @@ def test_damaged_heads_are_not_published(hub: LocalHub, checkpoint: Path) -> Non
         prepare_push(checkpoint, "alice/heads")
     with pytest.raises(ValueError, match="expected a heads checkpoint"):
         prepare_push(checkpoint / "checkpoint-8", "alice/heads")
+
+
+@pytest.mark.parametrize(("revision", "known"), [("0" * 40, True), (None, False)])
+def test_a_name_without_a_user_is_the_hubs_only_where_it_came_from_there(
+    checkpoint: Path, revision: str | None, known: bool
+) -> None:
+    file = checkpoint / "medusa_heads.json"
+    sidecar = json.loads(file.read_text())
+    sidecar["target"] |= {"name_or_path": "gpt2", "revision": revision}
+    file.write_text(json.dumps(sidecar))
+    if known:
+        assert b"base_model: gpt2" in prepare_push(checkpoint, "alice/heads").files["README.md"]  # type: ignore[operator]
+    else:
+        with pytest.raises(ValueError, match="only as 'gpt2' on this machine"):
+            prepare_push(checkpoint, "alice/heads")
