@@ -44,7 +44,8 @@ def heads(target: TargetModel) -> DraftHeads:
 
 
 def plain(target: TargetModel, prompt: list[int], **settings: Any) -> list[int]:
-    output = target.model.generate(torch.tensor([prompt]), do_sample=False, **settings)
+    model: Any = target.model
+    output = model.generate(torch.tensor([prompt]), do_sample=False, **settings)
     return output[0, len(prompt) :].tolist()
 
 
