@@ -33,7 +33,6 @@ def test_the_page_is_true(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
     shutil.copytree(speaker / "heads", "runs/demo/heads")
     files = {path.name: path.read_bytes() for path in (speaker / "target").iterdir()}
     hub.upload("user/demo-target", files)

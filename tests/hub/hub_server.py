@@ -100,7 +100,7 @@ class LocalHub:
 
 
 def log_in(hub: LocalHub, token: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process speak to the hub, with a cache of its own.
+    """Let this process speak to the hub, with caches of its own.
 
     The client reads its settings when it is imported, here with HF_HUB_OFFLINE=1: what HF_ENDPOINT,
     HF_HUB_CACHE and HF_HUB_DISABLE_XET would have set then is set now.
@@ -112,6 +112,7 @@ def log_in(hub: LocalHub, token: str, folder: Path, monkeypatch: pytest.MonkeyPa
     template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # which keeps its endpoint
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(folder / "cache"))
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 

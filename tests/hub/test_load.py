@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +164,34 @@ def test_saved_and_pushed_from_memory(
     assert json.loads((tmp_path / "local" / "medusa_heads.json").read_text()) == before
     config = json.loads((tmp_path / "local" / "config.json").read_text())
     assert config["base_model_name_or_path"] == "alice/target"
+
+
+def test_a_process_that_is_told_of_the_hub_by_its_environment(
+    hub: LocalHub, commit: str, expected: torch.Tensor, tmp_path: Path
+) -> None:
+    """Nothing of this process's settings: transformers, this package, and HF_ENDPOINT."""
+    program = """
+import torch
+from transformers import AutoModelForCausalLM
+from medusa_heads import MedusaModel
+inputs = {"input_ids": torch.arange(3, 15)[None], "attention_mask": torch.ones(1, 12).long()}
+greedy = {"max_new_tokens": 24, "do_sample": False}
+model = MedusaModel.from_pretrained("alice/heads", dtype="float32")
+print(model.generate(**inputs, **greedy).tolist())
+target = AutoModelForCausalLM.from_pretrained("alice/target", dtype="float32")
+heads = {"custom_generate": "alice/heads", "trust_remote_code": True}
+print(target.generate(**inputs, **greedy, **heads).tolist())
+"""
+    settings = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+    settings["MEDUSA_HEADS_CACHE"] = str(tmp_path / "cache")
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == 2 * [expected.tolist()]
 
 
 def test_heads_of_an_adapter_bring_it_along(hub: LocalHub, commit: str, tmp_path: Path) -> None:
