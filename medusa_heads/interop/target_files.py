@@ -43,8 +43,6 @@ def read_target(
     Raises:
         ValueError: there is no causal LM, or its lm_head is quantised.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     path = Path(name_or_path).expanduser()
     if path.is_file():
         raise ValueError(
@@ -52,21 +50,8 @@ def read_target(
             "found a file"
         )
     source = open_source(name_or_path, revision=revision, model=True)
-    try:
-        config: Any = AutoConfig.from_pretrained(
-            str(path) if path.is_dir() else name_or_path,
-            revision=source.revision,
-            trust_remote_code=trust_remote_code,
-        )
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code
-            )
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"expected a causal language model at {name_or_path!r}: {reason}"
-        ) from error
+    name = str(path) if path.is_dir() else source.name
+    config, model = _empty_model(name, source, trust_remote_code)
     lm_head = TargetModel(model).get_output_embeddings()
     weight = _stored_name(model, lm_head.weight, source)
     bias = None
@@ -74,7 +59,7 @@ def read_target(
         bias = _stored_name(model, lm_head.bias, source)
     if weight is None or (lm_head.bias is not None and bias is None):
         loaded = TargetModel.from_pretrained(
-            name_or_path, revision=source.revision, trust_remote_code=trust_remote_code
+            name, revision=source.revision, trust_remote_code=trust_remote_code
         )
         weight_VD, bias_V = vocabulary(loaded)
     else:
@@ -94,6 +79,25 @@ def read_target(
         "lm_head_sha256": lm_head_sha256(weight_VD),
     }
     return TargetVocabulary(target, weight_VD, bias_V)
+
+
+def _empty_model(name: str, source: Source, trust_remote_code: bool) -> tuple[Any, Any]:
+    """The configuration, and a model of it that takes no memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config: Any = AutoConfig.from_pretrained(
+            name, revision=source.revision, trust_remote_code=trust_remote_code
+        )
+        layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+        if layers > len(source.files):  # each would be built below, and a damaged number is large
+            raise ValueError(f"{layers} layers, but {len(source.files)} tensors")
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever it is that a model's own code does not expect
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"expected a causal language model at {name!r}: {reason}") from error
+    return config, model
 
 
 def _stored_name(model: Any, parameter: Tensor, source: Source) -> str | None:

@@ -87,3 +87,15 @@ def test_values_of_configurations(tmp_path: Path, layout: str) -> None:
             if attempt(source, out):
                 before = read_stored(tmp_path / "whole").tensors
                 layouts.assert_same_bits(read_stored(out).tensors, before)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "model_type", "dtype"])
+def test_configurations_of_models_with_heads(tmp_path: Path, target: Path, key: str) -> None:
+    planted = native_tensors(2)
+    for number, value in enumerate([None, 0, 10**30, "x", [1], {"a": []}]):
+        source = layouts.whole_model(
+            tmp_path / "source", target, planted, "medusa_head.", {key: value}
+        )
+        out = tmp_path / str(number)
+        if attempt(source, out):
+            layouts.assert_same_bits(read_stored(out).tensors, planted)
