@@ -81,7 +81,13 @@ def decode(
         with stats.phase("prefill"):
             slots = int(generation_config.max_length or 0) + drafter.num_nodes
             cache = _own_cache(target, model_kwargs, batch, slots)
-            state = DecodingState(rows, cache, padding, generation_config.max_length)
+            state = DecodingState(
+                rows,
+                cache,
+                padding,
+                generation_config.max_length,
+                keeps_fresh=drafter.reads_prompt,
+            )
             reading: AbstractContextManager[list[Tensor]] = nullcontext([])
             if drafter.reads_prompt:
                 reading = target.capture_prompt()

@@ -41,6 +41,8 @@ class DecodingState:
         cache: RowCache,
         padding: Sequence[int],
         max_length: int | None = None,
+        *,
+        keeps_fresh: bool = False,
     ) -> None:
         self.rows = rows
         self.cache = cache
@@ -48,12 +50,14 @@ class DecodingState:
         self.roots_B: Tensor
         self.hidden_BD: Tensor
         self.memories: dict[Any, Any] = {}
-        self._fresh: tuple[Tensor, list[list[int]]]
+        self._fresh: list[tuple[Tensor, list[list[int]]]] = []
+        self._fresh_was_read = True
+        self._keeps_fresh = keeps_fresh
         self.padding = list(padding)
         # No node beyond the text's last position can be committed, and models that learn their
         # positions have none there: such nodes are verified at the last one.
         self._last_position = None if max_length is None else max_length - 1
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tree_mask(self, tree: TokenTree) -> TreeMask:
         """What the tree's nodes see, once they are appended at the common slot."""
@@ -74,15 +78,16 @@ class DecodingState:
         return TreeMask(visible_BNS, positions_BN, past, padding_B)
 
     def _one_row_mask(self, tree: TokenTree, past: int) -> TreeMask:
-        # One pair of buffers for all steps, the tree's own block at their right edge: a longer text
-        # is a wider slice, and nothing of the past is ever written again.
+        # One pair of buffers for all steps of a size, the tree's own block at their right edge: a
+        # longer text is a wider slice, and nothing of the past is ever written again.
         nodes, device = tree.num_nodes, tree.tokens_BN.device
-        visible, bias = self._buffers or (tree.ancestors_BNN, tree.ancestors_BNN)
-        if visible.shape[1] != nodes or visible.shape[2] < past + nodes or not self._buffers:
+        if nodes not in self._buffers or self._buffers[nodes][0].shape[2] < past + nodes:
             shape = (1, nodes, 2 * (past + nodes))
-            visible = torch.ones(shape, dtype=torch.bool, device=device)
-            bias = torch.zeros(shape, dtype=self.hidden_BD.dtype, device=device)
-            self._buffers = (visible, bias)
+            self._buffers[nodes] = (
+                torch.ones(shape, dtype=torch.bool, device=device),
+                torch.zeros(shape, dtype=self.hidden_BD.dtype, device=device),
+            )
+        visible, bias = self._buffers[nodes]
         visible[:, :, -nodes:] = tree.ancestors_BNN
         bias[:, :, -nodes:] = additive(tree.ancestors_BNN, bias.dtype)
         edge = visible.shape[2] - past - nodes
@@ -104,7 +109,11 @@ class DecodingState:
         device = hidden_BND.device
         last_B = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
         batch_B = torch.arange(len(paths), device=device)
-        self._fresh = (hidden_BND, [list(path) for path in paths])
+        # Only a drafter that reads the whole text will ask for what it was not asked to draft from.
+        if self._fresh_was_read or not self._keeps_fresh:
+            self._fresh.clear()
+        self._fresh.append((hidden_BND, [list(path) for path in paths]))
+        self._fresh_was_read = False
         self.hidden_BD = hidden_BND[batch_B, last_B]
         self.roots_B = torch.tensor([row.tokens[-1] for row in self.rows], device=device)
         active = [i for i, row in enumerate(self.rows) if not row.done]
@@ -112,7 +121,9 @@ class DecodingState:
             return
         if active and len(active) < len(self.rows):
             self.cache.select_batch(active)
-            self._fresh = (hidden_BND[active], [list(paths[i]) for i in active])
+            self._fresh = [
+                (hidden[active], [by_row[i] for i in active]) for hidden, by_row in self._fresh
+            ]
             self.hidden_BD = self.hidden_BD[active]
             self.roots_B = self.roots_B[active]
             self.lengths = [self.lengths[i] for i in active]
@@ -127,9 +138,18 @@ class DecodingState:
         missing = self.rows[0].length - len(self.rows[0].tokens) - end
         starts = [max(padding - missing, 0) for padding in self.padding]
         batch = [row.index for row in self.rows]
-        self._fresh = (hidden_BTD[batch], [list(range(start, end)) for start in starts])
+        self._fresh = [(hidden_BTD[batch], [list(range(start, end)) for start in starts])]
 
     def fresh(self) -> tuple[Tensor, list[list[int]]]:
-        """What the last step committed: the target's hidden states [B, N, D] of its tree, and in
-        them each row's accepted path, as many nodes as tokens were committed."""
-        return self._fresh
+        """What was committed since this was last asked: the target's hidden states [B, N, D] of the
+        trees, and in them each row's accepted nodes, as many as tokens were committed."""
+        self._fresh_was_read = True
+        if len(self._fresh) > 1:
+            nodes_B: list[list[int]] = [[] for _ in self.rows]
+            offset = 0
+            for hidden_BND, paths in self._fresh:
+                for nodes, path in zip(nodes_B, paths, strict=True):
+                    nodes += [offset + node for node in path]
+                offset += hidden_BND.shape[1]
+            self._fresh = [(torch.cat([hidden for hidden, _ in self._fresh], dim=1), nodes_B)]
+        return self._fresh[0]

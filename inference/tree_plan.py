@@ -1,12 +1,13 @@
 """Which tree to draft: the user's words for it, made into a drafter.
 
-auto            the kind and size that this machine decodes fastest with (tree_size.py)
 16, static:16   the best static tree of 16 drafted nodes, from the heads' measured ranks
 dynamic:16      16 drafted nodes, shaped anew at every step
 none            no drafts: plain decoding, one token a step
 chain, chain:3  each head's best token, in a row
 cartesian:3,2,1 every combination of 3, 2 and 1 candidates of the first heads
 FILE.json       a list of rank paths, as FasterDecoding's medusa_choices
+suffix:10       no heads: up to 10 tokens that followed where the text last ended as it does now
+auto, 16+suffix heads and text together, see blend_plan.py
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.dynamic import DynamicDrafter
 from medusa_heads.inference.drafters.hydra import HydraDrafter
 from medusa_heads.inference.drafters.medusa import MedusaDrafter
+from medusa_heads.inference.drafters.suffix import SuffixDrafter
+from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.tree import TreeShape, cartesian_choices
 
+SUFFIX_TOKENS = 10  # as many as transformers' prompt lookup drafts
 Choices = Sequence[Sequence[int]]
 TreeSpec = int | str | Choices
 
@@ -37,7 +41,7 @@ def make_drafter(
     chain_only: bool = False,
     with_log_probs: bool = False,
 ) -> Drafter:
-    """The drafter that `tree` asks for; every form but `auto`.
+    """The drafter that `tree` asks for; every form but those of blend_plan.py.
 
     Args:
         tree: see the head of this file; choices may also be given as a list.
@@ -56,6 +60,9 @@ def make_drafter(
     if kind == "dynamic" and not chain_only:
         nodes = _count(tree, argument)
         return DynamicDrafter(heads, nodes, temperatures=temperatures)
+    if kind == "suffix":
+        most = _count(tree, argument) if argument else SUFFIX_TOKENS
+        return SuffixDrafter(StepCosts.of_size(most))
     shape = TreeShape.from_choices(_choices(tree, kind, argument, heads, statistics))
     if chain_only:
         shape = shape.chain()
@@ -105,8 +112,8 @@ def _choices(
     if kind.endswith(".json"):
         return read_choices(str(tree))
     raise ValueError(
-        "tree must be auto, none, a number of nodes, static:N, dynamic:N, chain, cartesian:A,B,.. "
-        f"or a FILE.json, got {tree!r}"
+        "tree must be auto, none, a number of nodes, static:N, dynamic:N, chain, cartesian:A,B,.., "
+        f"a FILE.json, one of them +suffix, or suffix, got {tree!r}"
     )
 
 

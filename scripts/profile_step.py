@@ -64,7 +64,7 @@ class ProfileArguments:
         default_factory=lambda: [512, 2048, 8192],
         metadata={"help": "tokens in the cache; cut to what the target allows"},
     )
-    tree: str = field(default="auto", metadata={"help": "as generate() takes it"})
+    tree: str = field(default="15", metadata={"help": "as generate() takes it; of one size"})
     dtype: str = field(default="bfloat16", metadata={"help": "of the target"})
     device: str | None = field(default=None, metadata={"help": "such as cuda"})
     new_tokens: int = field(default=64, metadata={"help": "generated in a turn"})

@@ -50,7 +50,8 @@ class BenchmarkArguments:
     tree: str = field(
         default="auto",
         metadata={
-            "help": "auto, N, static:N, dynamic:N, none, chain, cartesian:A,B,.. or FILE.json."
+            "help": "auto, N, static:N, dynamic:N, none, chain, cartesian:A,B,.., FILE.json, one "
+            "of them +suffix, or suffix."
         },
     )
     dtypes: list[str] = field(

@@ -49,7 +49,8 @@ class DecodingArguments(ModelArguments):
     tree: str = field(
         default="auto",
         metadata={
-            "help": "auto, N, static:N, dynamic:N, none, chain, cartesian:A,B,.. or FILE.json"
+            "help": "auto, N, static:N, dynamic:N, none, chain, cartesian:A,B,.., FILE.json, one "
+            "of them +suffix, or suffix"
         },
     )
     acceptance: Literal["lossless", "typical", "threshold", "log_ratio"] = field(

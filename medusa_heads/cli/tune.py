@@ -71,7 +71,7 @@ def tune(arguments: TuneArguments) -> None:
             f"the heads in {arguments.checkpoint!r} carry no statistics, which say what a tree is "
             "worth: train them with an evaluation set"
         )
-    from medusa_heads.inference import tree_size
+    from medusa_heads.inference import step_seconds, tree_size
     from medusa_heads.inference.tree_plan import write_choices
 
     limit = model.target.max_positions
@@ -96,7 +96,7 @@ def tune(arguments: TuneArguments) -> None:
         batch = f", batch of {arguments.batch_size}" if arguments.batch_size > 1 else ""
         title = f"{dtype}, {context} tokens of context{batch}"
         console.print(make_table(sizes, title, arguments.batch_size))
-    kept = tree_size.measurement_folder()
+    kept = step_seconds.measurement_folder()
     console.print(f"Measurements are kept in {kept}", soft_wrap=True, highlight=False)
     if arguments.write is not None:
         static = [size for size in sizes if size.tree.startswith("static:")]
@@ -107,7 +107,7 @@ def tune(arguments: TuneArguments) -> None:
 
 
 def make_table(sizes: Sequence[TreeSize], title: str, batch_size: int = 1) -> Table:
-    """Every tree in the order given; what `auto` takes is marked."""
+    """Every tree in the order given; the fastest is marked."""
     from rich.table import Table
 
     from medusa_heads.inference.tree_size import fastest
@@ -123,7 +123,7 @@ def make_table(sizes: Sequence[TreeSize], title: str, batch_size: int = 1) -> Ta
             f"{1e3 * size.step_seconds:.2f}",
             f"{size.tokens_per_step:.2f}",
             f"{size.tokens_per_second:.1f}",
-            "<- auto" if size is chosen else "",
+            "<- fastest" if size is chosen else "",
             style="bold" if size is chosen else "",
         )
     return table

@@ -9,7 +9,9 @@ import torch
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.inference import model as model_module
+from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.by_rows import ByRowsDrafter, rounded_up
+from medusa_heads.inference.tree_plan import make_drafter
 from medusa_heads.inference.tree_size import TreeSize, fastest, tune
 from medusa_heads.statistics import HeadStatistics
 from tests.conftest import TinyLlama
@@ -30,15 +32,16 @@ def test_each_number_of_rows_has_its_own_tree(
 ) -> None:
     asked: list[int] = []
 
-    def best_tree(*_: Any, batch_size: int = 1) -> str:
+    def blended(_tree: str, _target: Any, heads: Any, *_: Any, batch_size: int = 1) -> Drafter:
         asked.append(batch_size)
-        return {1: "static:15", 2: "dynamic:7", 4: "none", 8: "static:3"}[batch_size]
+        tree = {1: "static:15", 2: "dynamic:7", 4: "none", 8: "static:3"}[batch_size]
+        return make_drafter(tree, heads, statistics)
 
-    monkeypatch.setattr(model_module, "best_tree", best_tree)
+    monkeypatch.setattr(model_module, "blended", blended)
     plain: Any = tiny_llama(vocab_size=24)
     heads = MedusaHeads.from_target(plain, HeadsConfig(num_heads=3))
     medusa = MedusaModel(plain, heads, statistics=statistics)
-    assert asked == [1] and medusa.tree == "static:15"
+    assert asked == [1] and medusa.drafter.num_nodes == 16
 
     nodes: list[tuple[int, int]] = []
     propose = ByRowsDrafter.propose

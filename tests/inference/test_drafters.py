@@ -9,20 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from medusa_heads import HeadsConfig, MedusaModel, TargetModel, new_heads
+from medusa_heads import MedusaModel, TargetModel
 from medusa_heads.heads import DraftHeads, HydraHeads
 from medusa_heads.inference.drafters.dynamic import DynamicDrafter
 from medusa_heads.inference.drafters.hydra import HydraDrafter
-from medusa_heads.inference.drafters.prefix import encoded_hidden
-from medusa_heads.inference.engine import decode
-from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.tree_plan import make_drafter
-from medusa_heads.tree import TokenTree, TreeShape, cartesian_choices
+from medusa_heads.tree import TreeShape, cartesian_choices
 from tests.conftest import DEVICE, TinyLlama
-from tests.inference.planted import PlantedDrafter
+from tests.inference.rereading import RereadingDrafter, random_heads, run
 
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"kind": "medusa"},
@@ -32,18 +28,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "hydra, 50 tokens": {"kind": "hydra", "draft_vocab_size": 50},
     "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
 }
-
-
-def random_heads(model: Any, **config: Any) -> DraftHeads:
-    size = config.get("draft_vocab_size")
-    tokens_V = None if size is None else torch.randperm(199)[:size]
-    heads = new_heads(model, HeadsConfig(num_heads=3, **config), tokens_V)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * 0.1
-            parameter.add_(noise.to(parameter.device))
-    return heads
 
 
 @pytest.fixture(params=KINDS)
@@ -150,27 +134,6 @@ def test_a_tree_beyond_the_heads_is_refused(heads: DraftHeads) -> None:
         make_drafter("dynamic:99999", heads, None)
 
 
-class RereadingDrafter(PlantedDrafter):
-    """Compares at every step what the prefix layer says with what it says of the whole text."""
-
-    reads_prompt = True
-
-    def __init__(self, heads: DraftHeads, target: TargetModel, *args: Any) -> None:
-        super().__init__(*args)
-        self.heads, self.target = heads, target
-        self.compared = 0
-
-    def propose(self, state: DecodingState) -> TokenTree:
-        encoded_BD = encoded_hidden(self.heads, state)
-        for b, row in enumerate(state.rows):
-            ids_1T = row.ids_1T()[:, state.padding[b] :]
-            hidden_1TD = self.target.hidden(ids_1T[:, :-1])
-            expected_1TD = self.heads.encode(F.pad(hidden_1TD, (0, 0, 0, 1)), ids_1T)
-            torch.testing.assert_close(encoded_BD[b], expected_1TD[0, -2], atol=2e-4, rtol=1e-3)
-            self.compared += 1
-        return super().propose(state)
-
-
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_the_prefix_layer_reads_on_as_if_from_the_start(
@@ -196,8 +159,3 @@ def test_the_prefix_layer_reads_on_as_if_from_the_start(
     options.pop("prefill_chunk_size", None)
     assert torch.equal(got_BT, model.generate(ids_BT, **options))
     assert drafter.compared > 15
-
-
-def run(target: TargetModel, drafter: Any, _model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-    kwargs.pop("synced_gpus", None)
-    return decode(target, drafter, input_ids, **kwargs)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
-from medusa_heads.inference import tree_size
+from medusa_heads.inference import step_seconds, tree_size
 from medusa_heads.inference.drafters.dynamic import DynamicDrafter
 from medusa_heads.inference.drafters.medusa import MedusaDrafter
+from medusa_heads.inference.step_seconds import CACHE_VARIABLE
 from medusa_heads.inference.tree_plan import TreeSpec, make_drafter, read_choices, write_choices
-from medusa_heads.inference.tree_size import CACHE_VARIABLE, TreeSize, best_tree, tune
+from medusa_heads.inference.tree_size import TreeSize, best_tree, tune
 from medusa_heads.statistics import HeadStatistics
 from tests.conftest import TinyLlama
 
@@ -108,9 +109,13 @@ def test_tune_measures_once_and_keeps_the_result(
     assert sizes[0].tree == "none" and sizes[0].tokens_per_step == 1
     assert all(size.step_seconds > 0 and size.tokens_per_step > 1 for size in sizes[1:])
     (file,) = (tmp_path / "step_seconds").iterdir()
-    assert json.loads(file.read_text()) == {size.tree: size.step_seconds for size in sizes}
+    assert json.loads(file.read_text()) == {
+        size.tree: [size.step_seconds, size.drafting_seconds] for size in sizes
+    }
 
-    monkeypatch.setattr(tree_size, "measure_step_seconds", lambda *a: pytest.fail("measured twice"))
+    monkeypatch.setattr(
+        step_seconds, "measure_step_seconds", lambda *a: pytest.fail("measured twice")
+    )
     assert tune(target, heads, statistics, context=32, batch_size=batch_size) == sizes
     file.write_text("{broken")
     with pytest.raises(pytest.fail.Exception):

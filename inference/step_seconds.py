@@ -1,0 +1,185 @@
+"""What a decoding step takes on this machine, measured once and kept on disk.
+
+Shapes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from medusa_heads.compiled import CompiledTarget
+from medusa_heads.files import replace_file
+from medusa_heads.heads import DraftHeads
+from medusa_heads.inference.acceptance import SampleThenMatch
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.row import Row, StopCheck
+from medusa_heads.inference.state import DecodingState
+from medusa_heads.inference.tree_plan import make_drafter
+from medusa_heads.statistics import HeadStatistics
+from medusa_heads.target import TargetModel
+
+CACHE_VARIABLE = "MEDUSA_HEADS_CACHE"
+_REPEATS = 7
+_SECONDS = 5.0  # where seven rounds take longer, fewer are measured, but at least two
+
+
+class StepSeconds(NamedTuple):
+    """Median seconds of a step: draft, verification, walk.
+
+    Attributes:
+        step: of all of it.
+        drafting: of the draft in it.
+    """
+
+    step: float
+    drafting: float
+
+
+def step_seconds(
+    target: TargetModel,
+    heads: DraftHeads,
+    statistics: HeadStatistics,
+    trees: Sequence[str],
+    context: int,
+    batch_size: int,
+    *,
+    refresh: bool = False,
+) -> dict[str, StepSeconds]:
+    """Seconds of a step with each tree, from disk where they were measured before.
+
+    Args:
+        target: the target.
+        heads: attached to it.
+        statistics: measured ranks of the heads.
+        trees: in the words of tree_plan.py.
+        context: tokens in the cache while measuring.
+        batch_size: sequences decoded together.
+        refresh: measure even if an earlier measurement is on disk.
+    """
+    path = measurement_folder() / f"{_key(target, heads, context, batch_size)}.json"
+    known = None if refresh else _read(path)
+    if known is None or not set(trees) <= set(known):
+        # Uncompiled where the target would compile: every size would be a graph of its own.
+        with target.uncompiled() if isinstance(target, CompiledTarget) else nullcontext():
+            known = measure_step_seconds(target, heads, statistics, trees, context, batch_size)
+        _write(path, known)
+    return {tree: known[tree] for tree in trees}
+
+
+@torch.inference_mode()
+def measure_step_seconds(
+    target: TargetModel,
+    heads: DraftHeads,
+    statistics: HeadStatistics,
+    trees: Sequence[str],
+    context: int,
+    batch_size: int,
+) -> dict[str, StepSeconds]:
+    """Measure steps with each tree, interleaved."""
+    drafters = {tree: make_drafter(tree, heads, statistics) for tree in trees}
+    random = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(target.vocab_size, (batch_size, context), generator=random)
+    ids_BT = ids_BT.to(target.device)
+    most = max(drafter.num_nodes for drafter in drafters.values())
+    cache = target.new_cache(batch_size, context + most)
+    stop = StopCheck(StoppingCriteriaList())
+    rows = [Row(i, batch_size, ids_T, stop) for i, ids_T in enumerate(ids_BT)]
+    state = DecodingState(rows, cache, [0] * batch_size)
+    with target.capture_prompt() as prompt_hidden:
+        target.model(ids_BT, past_key_values=cache, use_cache=True)
+    state.hidden_BD = prompt_hidden[0][:, -1].clone()
+    state.take_prompt(prompt_hidden[0][:, -2:])  # as if the last step had committed two tokens
+    state.roots_B = ids_BT[:, -1]
+    rule = SampleThenMatch(LogitsProcessorList(), do_sample=False)
+    seconds: dict[str, list[StepSeconds]] = {tree: [] for tree in trees}
+    started = time.perf_counter()
+    for repeat in range(_REPEATS + 1):
+        if repeat > 2 and time.perf_counter() - started > _SECONDS:
+            break
+        for tree, drafter in drafters.items():
+            elapsed = _time_step(target, drafter, rule, state)
+            if repeat:  # the first round warms up
+                seconds[tree].append(elapsed)
+    return {
+        tree: StepSeconds(median(t.step for t in times), median(t.drafting for t in times))
+        for tree, times in seconds.items()
+    }
+
+
+def _time_step(
+    target: TargetModel,
+    drafter: Drafter,
+    rule: SampleThenMatch,
+    state: DecodingState,
+) -> StepSeconds:
+    _wait(target.device)
+    started = time.perf_counter()
+    tree = drafter.propose(state)
+    _wait(target.device)
+    drafted = time.perf_counter()
+    logits_BNV = target.verify(tree, state.cache, state.tree_mask(tree))
+    rule(tree, logits_BNV, state.rows)  # waits for the device; the state itself does not advance
+    return StepSeconds(time.perf_counter() - started, drafted - started)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _key(target: TargetModel, heads: DraftHeads, context: int, batch_size: int) -> str:
+    """What a step's time depends on."""
+    device: Any = target.device
+    facts = {
+        "target": target.config.to_dict() | {"_name_or_path": None},
+        "heads": heads.config.to_dict(),
+        "dtype": str(target.dtype),
+        "attention": target.config._attn_implementation,
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()} {platform.processor()} {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "context": context,
+        "batch_size": batch_size,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def measurement_folder() -> Path:
+    """Where measured step times are kept."""
+    base = os.environ.get(CACHE_VARIABLE)
+    if base:
+        return Path(base) / "step_seconds"
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "medusa_heads" / "step_seconds"
+
+
+def _read(path: Path) -> dict[str, StepSeconds] | None:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return {tree: StepSeconds(*map(float, seconds)) for tree, seconds in stored.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None  # nothing there, or damaged: measured anew
+
+
+def _write(path: Path, costs: Mapping[str, StepSeconds]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(dict(costs), indent=2) + "\n")
+    except OSError:
+        return  # a read-only home: measured again next time
