@@ -115,6 +115,9 @@ def as_corpus(
     Raises:
         ValueError: it is empty, or its columns are of no known format.
     """
+    if isinstance(rows, dict):  # of splits
+        raise ValueError(f"{name} has the splits {sorted(rows)}: give one of them")
+    rows = rows.with_format(None)
     if is_stream(rows):
         columns, counted = list(next(iter(rows), {})), []
     else:

@@ -149,6 +149,11 @@ def prepare_data(
     Raises:
         ValueError: something in the corpora or the settings cannot be used.
     """
+    if held_out is not None and held_out.is_stream:
+        raise ValueError(
+            "the held-out set is a stream, which is never all there: give a table, such as "
+            "datasets.Dataset.from_list(list(stream))"
+        )
     limits = RowLimits.of(target)
     parts = [part for part in (corpus, held_out) if part is not None]
     if any(part.format.name != "tokens" for part in parts):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from medusa_heads.training.resumable import checkpoints, find_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | None:
@@ -73,7 +76,11 @@ def prepare_sets(
     if not isinstance(data, TrainingData):
         given = {"dataset": dataset, "eval_dataset": eval_dataset}
         in_memory = {name: value for name, value in given.items() if hasattr(value, "column_names")}
-        names = {n: v for n, v in given.items() if v is not None and n not in in_memory}
+        names: dict[str, Any] = {
+            name: _names(value, name)
+            for name, value in given.items()
+            if name not in in_memory and (name == "dataset" or value is not None)
+        }
         settings = DataArguments(**names, **data_settings)
         corpus, held_out = load_corpora(settings, **in_memory)
         data = prepare_data(
@@ -98,6 +105,18 @@ def prepare_sets(
             f"{batch}; lower per_device_train_batch_size, or give more text"
         )
     return data
+
+
+def _names(given: Any, argument: str) -> list[str]:
+    names = list(given) if isinstance(given, list | tuple) else [given]
+    for name in names:
+        if not isinstance(name, str | os.PathLike):
+            raise ValueError(
+                f"{argument} must be the names of corpora, or a dataset, got a "
+                f"{type(name).__name__}: make a dataset of rows in memory with "
+                "datasets.Dataset.from_list"
+            )
+    return [os.fspath(name) for name in names]
 
 
 def watchers(args: TrainingArguments, patience: int | None) -> list[TrainerCallback]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +27,7 @@ from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.results import write_heads
 from medusa_heads.training.resumable import clear_checkpoints
 from medusa_heads.training.run_record import changed_arguments, check_same_run
-from medusa_heads.training.run_setup import as_target, find_start, prepare_sets, watchers
+from medusa_heads.training.run_setup import Names, as_target, find_start, prepare_sets, watchers
 from medusa_heads.training.sharding import is_sharded
 from medusa_heads.training.trainer import HeadsTrainer
 from medusa_heads.training.vocabulary import count_tokens
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 def train_heads(
     target: str | TargetModel | PreTrainedModel,
-    dataset: Dataset | IterableDataset | TrainingData | str | Sequence[str],
+    dataset: Dataset | IterableDataset | TrainingData | Names,
     *,
-    eval_dataset: Dataset | str | Sequence[str] | None = None,
+    eval_dataset: Dataset | Names | None = None,
     config: HeadsConfig | None = None,
     output_dir: str | os.PathLike[str],
     training_args: TrainingArguments | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from medusa_heads.training.packing import check_packing
 from medusa_heads.training.results import write_figures
 from medusa_heads.training.resumable import clear_checkpoints
 from medusa_heads.training.run_record import changed_arguments, check_same_run
-from medusa_heads.training.run_setup import as_target, find_start, prepare_sets, watchers
+from medusa_heads.training.run_setup import Names, as_target, find_start, prepare_sets, watchers
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 def train_draft(
     target: str | TargetModel | PreTrainedModel,
-    dataset: Dataset | IterableDataset | TrainingData | str | Sequence[str],
+    dataset: Dataset | IterableDataset | TrainingData | Names,
     *,
-    eval_dataset: Dataset | str | Sequence[str] | None = None,
+    eval_dataset: Dataset | Names | None = None,
     draft: DraftArguments | None = None,
     output_dir: str | os.PathLike[str],
     training_args: TrainingArguments | None = None,

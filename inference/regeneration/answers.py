@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -82,9 +83,11 @@ class Backend(Protocol):
 
     max_positions: int | None
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Everything about it that decides an answer, as plain values."""
 
+    @abstractmethod
     def answer(
         self,
         prompts: Sequence[Prompt],

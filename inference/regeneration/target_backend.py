@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from medusa_heads.inference.regeneration.answers import Finished, Sampling
-from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.inference.regeneration.answers import Backend
 from medusa_heads.target import TargetModel
 
 
-class TargetBackend(ABC):
+class TargetBackend(Backend):
     """What the ways in which a target in memory answers have in common.
 
     Args:
@@ -39,16 +36,6 @@ class TargetBackend(ABC):
             "dtype": str(self.target.dtype),
             "generation_config": self.target.model.generation_config.to_dict(),
         }
-
-    @abstractmethod
-    def answer(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        finished: Finished,
-        on_tokens: Callable[[int], object],
-    ) -> None:
-        """As of any backend."""
 
 
 def end_tokens(model: Any) -> frozenset[int]:

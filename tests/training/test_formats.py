@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from medusa_heads.training.corpora import as_corpus, load_corpus
 from medusa_heads.training.formats import Conversation, Document, Tokens
@@ -55,6 +55,15 @@ def test_unknown_columns_are_named_with_what_is_accepted() -> None:
         as_corpus(Dataset.from_list([{"chosen": "a", "rejected": "b"}]), "x")
     with pytest.raises(ValueError, match="the corpus is empty"):
         as_corpus(Dataset.from_list([]), "x")
+    splits = DatasetDict({"train": Dataset.from_list([{"text": "a"}])})
+    with pytest.raises(ValueError, match=r"x has the splits \['train'\]: give one of them"):
+        as_corpus(splits, "x")
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "pandas", "arrow"])
+def test_rows_are_read_whatever_they_are_formatted_as(kind: str) -> None:
+    tokens = Dataset.from_list([{"input_ids": [1, 2], "labels": [-100, 2]}])
+    assert contents(as_corpus(tokens.with_format(kind), "x")) == [Tokens([1, 2], [-100, 2])]
 
 
 def test_function_calls_and_tools_of_sharegpt() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,14 @@ def test_a_resumed_run_on_a_stream_ends_bitwise_like_the_whole_one(
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     story = yaml.safe_load((tmp_path / "again" / "run.yaml").read_text())
     assert story["corpora"][0]["format"] == "text" and story["held_out_set"]["rows"] == 4
+
+
+def test_a_stream_is_nothing_to_measure_on(
+    target: TargetModel, make_rows: Callable[..., Dataset], tmp_path: Path
+) -> None:
+    stream: Any = make_rows(4).to_iterable_dataset()
+    with pytest.raises(ValueError, match="the held-out set is a stream"):
+        train_heads(target, make_rows(8), eval_dataset=stream, output_dir=tmp_path)
 
 
 def test_a_stream_needs_a_number_of_steps(

@@ -85,6 +85,27 @@ def test_a_share_is_held_out_where_no_eval_set_is_given(
     assert (run["training_set"]["rows"], run["held_out_set"]["rows"]) == (38, 2)
 
 
+def test_a_corpus_can_be_given_by_its_path(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    make_rows(20).to_json(tmp_path / "rows.jsonl")
+    train_heads(
+        target,
+        tmp_path / "rows.jsonl",
+        eval_dataset=[tmp_path / "rows.jsonl"],
+        output_dir=tmp_path / "run",
+        training_args=quick(tmp_path, 1),
+    )
+    story = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert story["training_set"]["rows"] == story["held_out_set"]["rows"] == 20
+
+
+@pytest.mark.parametrize("given", [None, [{"text": "a"}], 5])
+def test_what_is_no_corpus_is_refused(given: Any, target: TargetModel, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"dataset must be .*, got .*Dataset\.from_list"):
+        train_heads(target, given, output_dir=tmp_path / "run")
+
+
 def test_a_target_that_changes_is_noticed(
     target: TargetModel, make_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
