@@ -80,8 +80,9 @@ def test_values_of_configurations(tmp_path: Path, layout: str) -> None:
     source = LAYOUTS[layout](tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     assert attempt(source, tmp_path / "whole")
-    for key in [*config, "medusa", "grounded_heads", "hidden_state_offset", "version"]:
-        for number, value in enumerate(VALUES):
+    keys = [*config, "medusa", "grounded_heads", "hidden_state_offset", "version"]
+    for place, key in enumerate(keys):
+        for number, value in enumerate(VALUES[place % 2 :: 2]):
             layouts.write_config(source, config | {key: value})
             out = tmp_path / f"{key}{number}"
             if attempt(source, out):
