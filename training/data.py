@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from medusa_heads.training.bad_rows import BadRows
 from medusa_heads.training.chat import ChatTemplate
 from medusa_heads.training.corpora import HELD_OUT, Corpus, as_corpus, is_stream, load_corpus
 from medusa_heads.training.data_arguments import STREAM_EVAL_ROWS, DataArguments
+from medusa_heads.training.held_out import hold_out
 from medusa_heads.training.packing import check_packing, pack_rows
 from medusa_heads.training.row_facts import RowFacts, RowLimits, check_rows
 from medusa_heads.training.streams import stream_rows
@@ -192,37 +192,6 @@ def prepare_data(
         rows = pack_rows(known, settings.max_length)
     streams = [part for part in parts if part.is_stream]
     return TrainingData(rows, measured, known, facts, held_out_facts, [*streams, *tables])
-
-
-def hold_out(
-    rows: Dataset, share: float, seed: int, count: int | None = None
-) -> tuple[Dataset, Dataset]:
-    """Split into rows to train on and rows to measure on, by document: a share, or a count of them.
-
-    Without a column `document` each row is one; only where all rows are of one document are they
-    drawn row by row.
-
-    Raises:
-        ValueError: there is only one row, or no more documents than are to be held out.
-    """
-    documents = np.arange(len(rows))
-    if "document" in rows.column_names and len(set(rows["document"])) > 1:
-        documents = np.asarray(rows["document"])
-    known = np.unique(documents)
-    if len(known) < 2:
-        raise ValueError(
-            "the corpus has a single row, so none can be held out: give more text or an "
-            "eval_dataset"
-        )
-    if count is None:
-        count = min(max(round(share * len(known)), 1), len(known) - 1)
-    elif count >= len(known):
-        raise ValueError(
-            f"eval_rows {count} would hold out all {len(known)} documents: ask for fewer"
-        )
-    drawn = np.random.default_rng(seed).permutation(known)[:count]
-    held = np.isin(documents, drawn)
-    return rows.select(np.flatnonzero(~held)), rows.select(np.flatnonzero(held))
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def distilled_prompts(
 ) -> list[Dataset]:
     """Prompts from the text to train on, and from the held-out text."""
     from medusa_heads.corpus import prompt_windows
-    from medusa_heads.training.data import hold_out
+    from medusa_heads.training.held_out import hold_out
 
     if tokenizer is None:
         raise ValueError("self_distill needs the target's tokenizer, and none lies beside it")

@@ -12,11 +12,11 @@ from medusa_heads.training.data import (
     TrainingData,
     collate,
     find_tokenizer,
-    hold_out,
     load_corpora,
     prepare_data,
 )
 from medusa_heads.training.data_arguments import DataArguments
+from medusa_heads.training.held_out import hold_out
 
 
 @pytest.fixture
