@@ -93,7 +93,8 @@ def test_values_of_configurations(tmp_path: Path, layout: str) -> None:
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "model_type", "dtype"])
 def test_configurations_of_models_with_heads(tmp_path: Path, target: Path, key: str) -> None:
     planted = native_tensors(2)
-    for number, value in enumerate([None, 0, 10**30, "x", [1], {"a": []}]):
+    values: list[Any] = [None, 0, 10**30, "x", [1], {"a": []}]
+    for number, value in enumerate(values):
         source = layouts.whole_model(
             tmp_path / "source", target, planted, "medusa_head.", {key: value}
         )
