@@ -126,7 +126,7 @@ def _download(
     if not (Path(found) / SIDECAR_FILE).is_file():
         raise ValueError(
             f"the repository {repo_id!r} holds no heads of this package (no {SIDECAR_FILE}): those "
-            "of another project are read by medusa-heads convert, once downloaded"
+            "of another project are read by medusa-heads convert"
         )
     read_sidecar(found)
     return Path(found)
