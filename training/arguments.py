@@ -179,8 +179,6 @@ def to_training_arguments(
         # bf16 without an accelerator is refused unless the CPU is asked for by name.
         "use_cpu": not torch.accelerator.is_available(),
         "disable_tqdm": False,
-        # The heads' inputs are made from these columns, not by the heads' own forward.
-        "remove_unused_columns": False,
         "label_names": ["labels"],
         # Else the order of the rows would hang on whatever touched torch's generator before.
         "data_seed": arguments.seed,

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, N positions with a supervised next token.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,12 @@ class JointTrainer(HeadsTrainer):
         objective: the heads' part of the loss.
         kwargs: further arguments of HeadsTrainer.
     """
+
+    unusable: ClassVar[Mapping[str, Any]] = {
+        name: unset
+        for name, unset in HeadsTrainer.unusable.items()
+        if name != "activation_checkpointing"
+    }
 
     def __init__(
         self,

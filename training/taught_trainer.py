@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,18 @@ class TaughtTrainer(ResumableTrainer, ABC):
         kwargs: further arguments of transformers.Trainer.
 
     Raises:
-        ValueError: the run is sharded in a way that would take the model apart.
+        ValueError: the run is sharded in a way that would take the model apart, or is given a
+            setting of transformers that has no place in it.
     """
+
+    # Settings of transformers that would be dropped in silence or end in a fault, and what they are
+    # where nobody set them.
+    unusable: ClassVar[Mapping[str, Any]] = {
+        "label_smoothing_factor": 0.0,
+        "prediction_loss_only": False,
+        "batch_eval_metrics": False,
+        "eval_do_concat_batches": True,
+    }
 
     def __init__(
         self,
@@ -58,6 +68,14 @@ class TaughtTrainer(ResumableTrainer, ABC):
                 "DeepSpeed: launch with configs/accelerate/ddp.yaml; a target of heads can be "
                 "spread with shard_target"
             )
+        for name, unset in self.unusable.items():
+            if getattr(args, name, unset) != unset:
+                raise ValueError(
+                    f"training_args: {name} has no place in this training: leave it out, got "
+                    f"{getattr(args, name)!r}"
+                )
+        # Inputs are made from these columns, not by the model's own forward.
+        args.remove_unused_columns = False
         if args.n_gpu > 1:
             # DataParallel would copy the model to every GPU, but not the target.
             args._n_gpu = 1

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, R supervised rows, K heads, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,13 @@ class HeadsTrainer(TaughtTrainer):
         hidden_states: where the target's come from. Default: the target, run on every batch.
         kwargs: further arguments of transformers.Trainer.
     """
+
+    unusable: ClassVar[Mapping[str, Any]] = {
+        **TaughtTrainer.unusable,
+        "neftune_noise_alpha": None,
+        "activation_checkpointing": False,
+        "push_to_hub": False,
+    }
 
     def __init__(
         self,

@@ -85,6 +85,24 @@ def test_a_share_is_held_out_where_no_eval_set_is_given(
     assert (run["training_set"]["rows"], run["held_out_set"]["rows"]) == (38, 2)
 
 
+def test_transformers_own_arguments_will_do(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "unused"),
+        max_steps=2,
+        use_cpu=True,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="best",
+        load_best_model_at_end=True,
+        metric_for_best_model="tokens_per_step_32",
+    )
+    train_heads(target, make_rows(20), output_dir=tmp_path / "run", training_args=args)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["steps"] == 2 and metrics["best_step"] in (1, 2)
+
+
 def test_a_corpus_can_be_given_by_its_path(
     target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
@@ -151,6 +169,16 @@ def test_the_last_checkpoint_is_resumed(
             {"load_best_model_at_end": False},
             {"early_stopping_patience": 2},
             "early_stopping_patience ends with the best: leave load_best_model_at_end on",
+        ),
+        (
+            {"training_args": {"use_cpu": True, "label_smoothing_factor": 0.1}},
+            {},
+            "label_smoothing_factor has no place in this training: leave it out, got 0.1",
+        ),
+        (
+            {"training_args": {"use_cpu": True, "activation_checkpointing": True}},
+            {},
+            "activation_checkpointing has no place in this training",
         ),
         (
             {"training_args": {"use_cpu": True, "dataloader_drop_last": True}},
