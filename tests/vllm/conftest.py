@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 
 from medusa_heads.inference.serving.chain import SimulatedChain, simulate_chain
 from tests.vllm import partly_trained
 
+has_medusa = pytest.mark.skipif(
+    tuple(map(int, vllm.__version__.split(".")[:2])) >= (0, 33),
+    reason="vLLM 0.33 deleted its own Medusa",
+)
 PLUGIN = "medusa_heads.inference.serving.vllm.MedusaProposer"
 ENGINE = Path(__file__).with_name("engine.py")
 

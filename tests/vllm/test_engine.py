@@ -13,7 +13,7 @@ import pytest
 
 from medusa_heads.inference.serving.chain import SimulatedChain
 from medusa_heads.stored_heads import CONFIG_FILE, SIDECAR_FILE, VOCAB_MATRIX_FILE
-from tests.vllm.conftest import Decoded, counters, engine_arguments
+from tests.vllm.conftest import Decoded, counters, engine_arguments, has_medusa
 from tests.vllm.partly_trained import NUM_HEADS
 
 Checkpoint = Callable[[str], Path]
@@ -33,8 +33,8 @@ def test_counters_tell_good_heads_from_bad_ones(simulated: Simulated, kind: str)
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
-        ("medusa", "shared"),
-        ("medusa", "own"),
+        pytest.param("medusa", "shared", marks=has_medusa),
+        pytest.param("medusa", "own", marks=has_medusa),
         ("custom_class", "shared"),
         ("custom_class", "own"),
         ("custom_class", "reduced-shared"),
@@ -72,23 +72,32 @@ def test_fewer_tokens_than_heads_and_texts_that_end_early(
     assert decoded.counters == counters(expected)
 
 
-@pytest.mark.parametrize("lost", ["vocabulary matrix", "bias flag"])
-def test_lost_parts_show_in_the_counters_and_nowhere_else(
-    checkpoint: Checkpoint, simulated: Simulated, decode: Decode, tmp_path: Path, lost: str
-) -> None:
+@pytest.fixture(params=["vocabulary matrix", "bias flag"])
+def robbed(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path) -> Path:
+    """A checkpoint without a part that only vLLM's own Medusa reads."""
     folder = tmp_path / "heads"
     shutil.copytree(checkpoint("shared"), folder)
-    if lost == "vocabulary matrix":
+    if request.param == "vocabulary matrix":
         (folder / VOCAB_MATRIX_FILE).unlink()
     else:
         config = json.loads((folder / CONFIG_FILE).read_text())
         del config["medusa_fc_bias"]
         (folder / CONFIG_FILE).write_text(json.dumps(config))
-    decoded = decode(engine_arguments("medusa", folder, NUM_HEADS))
+    return folder
+
+
+@has_medusa
+def test_lost_parts_show_in_the_counters_and_nowhere_else(
+    robbed: Path, simulated: Simulated, decode: Decode
+) -> None:
+    decoded = decode(engine_arguments("medusa", robbed, NUM_HEADS))
     assert decoded.texts == simulated("shared").texts
     assert decoded.counters != counters(simulated("shared"))
-    # The plugin reads neither: the matrix is the target's own, the biases are the heads'.
-    decoded = decode(engine_arguments("custom_class", folder, NUM_HEADS))
+
+
+def test_the_plugin_reads_neither(robbed: Path, simulated: Simulated, decode: Decode) -> None:
+    """The matrix is the target's own, and the biases stand among the heads."""
+    decoded = decode(engine_arguments("custom_class", robbed, NUM_HEADS))
     assert decoded.counters == counters(simulated("shared"))
 
 

@@ -17,7 +17,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from medusa_heads.inference.serving.chain import SimulatedChain
-from tests.vllm.conftest import counters, engine_arguments
+from tests.vllm.conftest import counters, engine_arguments, has_medusa
 from tests.vllm.partly_trained import NEW_TOKENS, NUM_HEADS, prompts
 
 STARTING_SECONDS = 240
@@ -79,7 +79,10 @@ def read_counters(address: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("method", "kind"), [("medusa", "shared"), ("custom_class", "own")])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [pytest.param("medusa", "shared", marks=has_medusa), ("custom_class", "own")],
+)
 def test_text_and_counters_over_http(
     checkpoint: Callable[[str], Path],
     simulated: Callable[..., SimulatedChain],
