@@ -78,4 +78,9 @@ def find(source: Source, name: ReadFormat) -> Layout:
             f"{source.name!r} is not in the layout {name!r}: it looks like {detect(source)!r}"
         )
     layout: Layout = reader.find(source)
+    used = {*layout.names.values(), layout.matrix, layout.token_map}
+    if not layout.whole_model and (unused := sorted(set(source.files) - used)):
+        raise ValueError(
+            f"{source.name!r}: {unused[0]} stands where another tensor does: leave one of them out"
+        )
     return layout

@@ -1,5 +1,6 @@
 """Hydra's layout: `hydra_mlp.{i}.{l}.linear.*`, where the first block of head i reads the hidden
 state and i + 1 token embeddings and has a `res_connection`; `hydra_lm_head.{i}.weight`, `.bias`.
+Where dropout stood before each layer, l counts 1, 3, .. and it is `hydra_lm_head.{i}.1.weight`.
 
 Source: Ankner et al. 2024, arXiv:2402.05109, and their published code.
 """
@@ -16,7 +17,7 @@ _NUMBER = "(0|[1-9][0-9]{0,5})"
 _BLOCK = re.compile(
     rf"hydra_mlp\.{_NUMBER}\.{_NUMBER}\.((?:linear|res_connection)\.(?:weight|bias))"
 )
-_OUT = re.compile(rf"hydra_lm_head\.{_NUMBER}\.(weight|bias)")
+_OUT = re.compile(rf"hydra_lm_head\.{_NUMBER}\.(?:1\.)?(weight|bias)")
 _OTHERS = {
     "prefix-mlp": "a decoder layer of the target's kind before the heads",
     "cross-attn": "a decoder layer that attends to the target's hidden states",
@@ -47,19 +48,23 @@ def find(source: Source) -> Layout:
             f"{source.name!r} holds Hydra heads that read layer -{offset} of the target "
             "(hidden_state_offset): heads here read its last hidden state"
         )
-    names = {}
+    blocks: dict[tuple[str, int, str], str] = {}
+    names: dict[str, str] = {}
     for theirs in source.files:
         if block := _BLOCK.fullmatch(theirs):
-            names[f"{block[1]}.{block[2]}.{block[3]}"] = theirs
-        elif out := _OUT.fullmatch(theirs):
-            names[f"{out[1]}.out.{out[2]}"] = theirs
-        else:
+            blocks[block[1], int(block[2]), block[3]] = theirs
+        elif not _OUT.fullmatch(theirs):
             raise ValueError(
                 f"{source.name!r}: {theirs} is no tensor of Hydra's 'mlp' architecture, the only "
                 "one of its that heads here can hold"
             )
-    num_layers = len({name.split(".")[1] for name in names} - {"out"})
-    names = {name.replace(".out.", f".{num_layers}."): theirs for name, theirs in names.items()}
+    places = {place for _, place, _ in blocks}
+    step = 2 if all(place % 2 for place in places) else 1  # behind dropout, which holds no tensor
+    for (head, place, part), theirs in blocks.items():
+        names[f"{head}.{place // step}.{part}"] = theirs
+    for theirs in source.files:
+        if out := _OUT.fullmatch(theirs):
+            names[f"{out[1]}.{len(places)}.{out[2]}"] = theirs
     # Ungrounded heads see no tokens: they are Medusa's, with a bias behind.
     grounded = any(name.endswith("res_connection.weight") for name in names)
     layout = Layout(

@@ -53,6 +53,13 @@ def test_heads_and_target_by_name(hub: LocalHub, tmp_path: Path, target: Path) -
     served = export_heads(tmp_path / "out", tmp_path / "tgi", "tgi").folder
     said = json.loads((served / "config.json").read_text())["base_model_name_or_path"]
     assert said == "bob/target"
+    # A checkpoint of ours is found by name as well, and its matrix where its target is.
+    own = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir() if p.is_file()}
+    hub.upload("bob/heads", own)
+    by_name = export_heads("bob/heads", tmp_path / "modelopt", "modelopt").folder
+    assert (by_name / "model-00002-of-00002.safetensors").is_file()
+    with pytest.raises(ValueError, match="of this package already"):
+        convert_heads("bob/heads", tmp_path / "no")
 
 
 def test_of_a_merged_model_only_the_shards_with_heads_and_lm_head(

@@ -60,6 +60,21 @@ def test_grounded_heads_say_what_theirs_say(tmp_path: Path, target: Path, decode
     decodes(converted.folder)
 
 
+def test_places_behind_dropout_are_counted_without_it(tmp_path: Path) -> None:
+    theirs = hydra_tensors(3, 2, grounded=True)
+    convert_heads(layouts.hydra(tmp_path / "a", theirs, hydra_num_layers=2), tmp_path / "whole")
+    moved = {}
+    for name, tensor in theirs.items():
+        module, head, *rest = name.split(".")
+        place = ["1"] if module == "hydra_lm_head" else [str(2 * int(rest.pop(0)) + 1)]
+        moved[".".join([module, head, *place, *rest])] = tensor
+    assert "hydra_mlp.0.3.linear.weight" in moved and "hydra_lm_head.2.1.bias" in moved
+    convert_heads(layouts.hydra(tmp_path / "b", moved, hydra_num_layers=2), tmp_path / "out")
+    layouts.assert_same_bits(
+        read_stored(tmp_path / "out").tensors, read_stored(tmp_path / "whole").tensors
+    )
+
+
 def test_ungrounded_heads_are_medusas_with_a_bias(
     tmp_path: Path, target: Path, decodes: Decodes
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from medusa_heads.interop.convert import convert_heads
@@ -278,6 +278,20 @@ def test_vllms_config_without_its_matrices(tmp_path: Path) -> None:
     assert "holds no lm_heads" in refused(source, tmp_path)
     source = layouts.vllm(tmp_path / "b", heads, original_lm_head=True)
     assert "got no matrix" in refused(source, tmp_path)
+
+
+@pytest.mark.parametrize("twice", ["blocks.0.layers.0.bias", "lm_heads.0.weight"])
+def test_a_place_taken_twice(tmp_path: Path, twice: str) -> None:
+    source = layouts.vllm(
+        tmp_path / "source",
+        native_tensors(2, own=False),
+        matrix_VD=layouts.values(V, D, seed=1),
+        prefix="medusa_heads.",
+    )
+    tensors = load_file(source / "model.safetensors")
+    tensors[twice] = tensors[f"medusa_heads.{twice}".replace("lm_heads.0", "lm_head")] + 1
+    save_file(tensors, source / "model.safetensors")
+    assert "stands where another tensor does" in refused(source, tmp_path)
 
 
 def test_vllms_silent_loss_of_biases_is_told(tmp_path: Path) -> None:
