@@ -10,6 +10,7 @@ from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
+from medusa_heads.inference.drafters.growing import TensorTrees
 from medusa_heads.inference.drafters.suffix import SuffixDrafter
 from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.inference.tree_plan import make_drafter
@@ -56,7 +57,7 @@ def blended(
             raise ValueError(f"{tree!r} leaves the heads nothing to draft: use 'suffix'")
         fixed = isinstance(target, CompiledTarget)
         costs = StepCosts.of_size(drafter.num_nodes - 1, fixed=fixed)
-    return BlendedDrafter(drafter, costs, _chances(drafter, statistics))
+    return BlendedDrafter(TensorTrees(drafter, _chances(drafter, statistics)), costs)
 
 
 def _chances(drafter: Drafter, statistics: HeadStatistics) -> list[float] | None:

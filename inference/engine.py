@@ -19,7 +19,7 @@ from medusa_heads.cache import RowCache
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, make_rule
 from medusa_heads.inference.capability import capability
-from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.base import Drafter, Observer
 from medusa_heads.inference.row import Row, ScoreRecorder, StopCheck
 from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.stats import GenerationStats
@@ -105,6 +105,8 @@ def decode(
         with stats.phase("walk"):
             # The prompt's last token is a tree of one node, verified by the prefill.
             prompt = TokenTree.root_only(input_ids_BT[:, -1])
+            if isinstance(drafter, Observer):
+                drafter.observe(prompt, logits_BV[:, None])
             _finish_step(state, rule(prompt, logits_BV[:, None], rows), hidden_B1D, stats)
             if prompt_hidden:
                 state.take_prompt(torch.cat(prompt_hidden, dim=1))
@@ -147,6 +149,8 @@ def _step(
         hidden_BND = last_hidden()
     with stats.phase("walk"):
         paths = rule(tree, logits_BNV, state.rows)
+        if isinstance(drafter, Observer):
+            drafter.observe(tree, logits_BNV)
     with stats.phase("cache"):
         state.keep(paths)
         _finish_step(state, paths, hidden_BND, stats)

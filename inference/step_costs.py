@@ -67,13 +67,19 @@ class StepCosts:
         """As if all sizes up to this one cost the same: as many nodes as there are."""
         return cls(dict.fromkeys(range(size + 1), 1.0), fixed=fixed)
 
-    def worth_asking(self, chains: Sequence[Sequence[float]], by_depth: Sequence[float]) -> bool:
+    def worth_asking(
+        self,
+        chains: Sequence[Sequence[float]],
+        by_depth: Sequence[float],
+        belief: float = 1.0,
+    ) -> bool:
         """Whether drafting pays where chains are known already.
 
         Args:
             chains: of every row, the chance that the first 1, 2, .. tokens of its chain are right.
             by_depth: the chance that the `usual` likeliest nodes of what would be drafted hold the
                 first 1, 2, .. tokens; empty where nothing is known of them.
+            belief: by which the chances of both together are multiplied.
         """
         if not by_depth:
             return True
@@ -84,41 +90,58 @@ class StepCosts:
         together = 0.0
         for chain in chains:
             both = zip_longest(chain, by_depth, fillvalue=0.0)
-            together += 1.0 + sum(1 - (1 - known) * (1 - drafted) for known, drafted in both)
+            either = sum(1 - (1 - known) * (1 - drafted) for known, drafted in both)
+            together += 1.0 + belief * either
         return together / self._asked[self._sizes.index(self.usual)] > alone
 
     def cut(
-        self, trees: Sequence[PrefixTree], device: torch.device, *, asked: bool = True
-    ) -> TokenTree:
-        """Of every row's tree the likeliest nodes, as many in all rows as pay for all together."""
+        self,
+        trees: Sequence[PrefixTree],
+        device: torch.device,
+        *,
+        asked: bool = True,
+        belief: float = 1.0,
+    ) -> tuple[TokenTree, float]:
+        """Of every row's tree the likeliest nodes, as many in all rows as pay for all together.
+
+        Args:
+            trees: one a row.
+            device: where the tensors go.
+            asked: whether a step so costs what drafting costs, too.
+            belief: by which the trees' chances are multiplied.
+
+        Returns:
+            The nodes, and how many of them are expected to be accepted, before `belief`.
+        """
         orders = [tree.best_first() for tree in trees]
-        size = self._best_size(trees, orders, self._asked if asked else self._unasked)
-        if asked:
+        seconds = self._asked if asked else self._unasked
+        size, promised = self._best_size(trees, orders, seconds, belief)
+        if asked and size:
             self.usual = size
         kept = [tree.only(order[:size]) for tree, order in zip(trees, orders, strict=True)]
-        return to_token_tree(kept, device, self.most + 1 if self._fixed else 1)
+        return to_token_tree(kept, device, self.most + 1 if self._fixed else 1), promised
 
     def _best_size(
         self,
         trees: Sequence[PrefixTree],
         orders: Sequence[list[int]],
         seconds: Sequence[float],
-    ) -> int:
-        if self._fixed:
-            return self.most
+        belief: float,
+    ) -> tuple[int, float]:
         longest = max(map(len, orders))
         by_depth = [[0.0] * (max(tree.depth) + 1) for tree in trees]
-        best, best_speed, counted = 0, 0.0, 0
+        best, best_speed, best_promised, counted = 0, 0.0, 0.0, 0
         # Beyond the first size that holds all there is, nothing is gained.
         for place in range(min(bisect_left(self._sizes, longest) + 1, len(self._sizes))):
             size = self._sizes[place]
-            expected = float(len(trees))
+            promised = 0.0
             for tree, order, chances in zip(trees, orders, by_depth, strict=True):
                 for node in order[counted:size]:
                     chances[tree.depth[node]] += tree.chances[node]
                 # Two drafters that disagree may promise more than a certainty.
-                expected += sum(min(chance, 1.0) for chance in chances)
+                promised += sum(min(chance, 1.0) for chance in chances)
             counted = size
-            if expected / seconds[place] > best_speed:
-                best, best_speed = size, expected / seconds[place]
-        return best
+            speed = (len(trees) + belief * promised) / seconds[place]
+            if speed > best_speed:
+                best, best_speed, best_promised = size, speed, promised
+        return best, best_promised

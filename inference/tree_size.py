@@ -7,7 +7,6 @@ that maximises E(n) / t(n) decodes fastest; on a GPU that may be 64 nodes, on tw
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -15,13 +14,11 @@ from statistics import median
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.step_costs import StepCosts
-from medusa_heads.inference.step_seconds import step_seconds
+from medusa_heads.inference.step_seconds import DEFAULT_CONTEXT, SIZES, last_row, step_seconds
+from medusa_heads.inference.tree_plan import make_drafter
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
 
-# With the root a multiple of what matrix units take at a time: a 17th row costs as much as a 32nd.
-SIZES = (1, 3, 7, 11, 15, 23, 31, 47, 63)
-DEFAULT_CONTEXT = 256
 _MOST_NODES = 1024
 _AS_FAST = 0.98  # closer than this, measured times do not tell two trees apart
 
@@ -74,16 +71,10 @@ def fastest(sizes: Sequence[TreeSize], batch_size: int = 1) -> TreeSize:
     """
 
     def speed(size: TreeSize) -> float:
-        return size.tokens_per_second / (_last_row(batch_size) if size.nodes else 1.0)
+        return size.tokens_per_second / (last_row(batch_size) if size.nodes else 1.0)
 
     best = max(map(speed, sizes))
     return min((s for s in sizes if speed(s) >= _AS_FAST * best), key=lambda s: s.nodes)
-
-
-def _last_row(batch_size: int) -> float:
-    """How many steps a batch's last row takes, over the mean row's. With the demo's heads, greedy
-    and sampled text: 1.07 in batches of 2, 1.2 of 4, 1.4 of 8, 1.5 of 16."""
-    return 1 + math.log2(batch_size) / 8
 
 
 def tune(
@@ -108,21 +99,15 @@ def tune(
     Raises:
         ValueError: the context does not fit the target.
     """
-    if target.max_positions is not None and context + max(SIZES) > target.max_positions:
-        context = target.max_positions - max(SIZES)
-    if context < 1:
-        raise ValueError(
-            f"the target's context of {target.max_positions} leaves no room to measure"
-        )
     expected = expected_tokens(statistics)
     # More nodes than this in all rows together pay on no machine, and take long to measure.
     most = max(_MOST_NODES // batch_size, 1)
     expected = {
         tree: tokens for tree, tokens in expected.items() if int(tree.partition(":")[2] or 0) < most
     }
-    seconds = step_seconds(
-        target, heads, statistics, list(expected), context, batch_size, refresh=refresh
-    )
+    drafters = {tree: make_drafter(tree, heads, statistics) for tree in expected}
+    kind = heads.config.to_dict()
+    seconds = step_seconds(target, drafters, kind, context, batch_size, refresh=refresh)
     return [
         TreeSize(tree, seconds[tree].step, tokens, seconds[tree].drafting)
         for tree, tokens in expected.items()
@@ -153,7 +138,7 @@ def step_costs(
     drafting = [size for size in static if size.nodes]
     return StepCosts(
         {0: static[0].step_seconds}
-        | {size.nodes: size.step_seconds * _last_row(batch_size) for size in drafting},
+        | {size.nodes: size.step_seconds * last_row(batch_size) for size in drafting},
         draft_seconds=median(size.drafting_seconds for size in drafting),
         usual=best.nodes,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from medusa_heads.inference.state import DecodingState
     from medusa_heads.tree import TokenTree
 
@@ -21,3 +23,11 @@ class Drafter(Protocol):
 
     def propose(self, state: DecodingState) -> TokenTree:
         """A tree for every active row; node 0 holds `state.roots_B`."""
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A drafter that learns from what the target says of its trees."""
+
+    def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
+        """Called after every verification, with the target's logits of every node."""

@@ -1,19 +1,23 @@
 """Drafts of heads and of the text itself in one tree, of the size that pays at this very step.
 
-Shapes: B active rows, N tree nodes (root included).
+Shapes: B active rows.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from medusa_heads.inference.drafters.base import Observer
 from medusa_heads.inference.drafters.suffix_memory import SuffixMemory
-from medusa_heads.inference.drafters.trust import SuffixTrust, TreeTrust
+from medusa_heads.inference.drafters.trust import Belief, SuffixTrust, TreeTrust
 from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.drafters.base import Drafter
+    from torch import Tensor
+
+    from medusa_heads.inference.drafters.growing import Grower
+    from medusa_heads.inference.row import Row
     from medusa_heads.inference.state import DecodingState
     from medusa_heads.tree import TokenTree
 
@@ -27,19 +31,18 @@ class BlendedDrafter:
     the other drafter could add is worth, that one is not asked.
 
     Args:
-        base: the other drafter. Its trees carry draft probabilities, unless `chances` stand for
-            them.
+        base: grows the other trees.
         costs: what steps of each size cost here.
-        chances: of a base whose trees always look alike: for each node but the root, the chance
-            that it is accepted.
+        suffix: whether the text's own drafts are merged in at all.
     """
 
-    def __init__(self, base: Drafter, costs: StepCosts, chances: list[float] | None = None) -> None:
-        self._base = base
+    def __init__(self, base: Grower, costs: StepCosts, *, suffix: bool = True) -> None:
+        self.grower = base
         self._costs = costs
-        self._chances = chances
+        self._longest = costs.most if suffix else 0
         self._suffix_trust = SuffixTrust()
         self._tree_trust = TreeTrust()
+        self._belief = Belief()  # the two may contradict each other, and promise too much together
         # What the base's trees promise by depth, before they are drafted: a running mean.
         self._promise: list[float] = []
         self.reads_prompt = base.reads_prompt
@@ -53,48 +56,46 @@ class BlendedDrafter:
         """The likeliest nodes of both, for every active row."""
         memory = state.memories.get(self)
         if memory is None:
-            memory = state.memories[self] = _Memory(self._suffix_trust, self._costs.most)
-        memory.learn(state, self._tree_trust)
+            memory = state.memories[self] = _Memory(self._suffix_trust, self._longest)
+        memory.learn(state, self._tree_trust, self._belief)
         found = memory.suffixes.continuations(state)
         asked = self._costs.worth_asking(
-            [chances for _, chances in found], self._expected_by_depth()
+            [chances for _, chances in found], self._expected_by_depth(), self._belief.factor
         )
         if asked:
-            drafted = self._base_trees(self._base.propose(state))
+            drafted = self.grower.grow(state)
+            for tree in drafted:
+                self._remember_promise(tree)
             memory.drafted = {
                 row.index: (row.length, tree) for row, tree in zip(state.rows, drafted, strict=True)
             }
             trees = [self._believed(tree) for tree in drafted]
         else:
             self._tree_trust.forgive()
+            self._belief.forgive()
             trees = [PrefixTree(root) for root in state.roots_B.tolist()]
         for tree, (tokens, chances) in zip(trees, found, strict=True):
             tree.add_path(tokens, chances)
-        return self._costs.cut(trees, state.roots_B.device, asked=asked)
+        drafts, promised = self._costs.cut(
+            trees,
+            state.roots_B.device,
+            asked=asked,
+            belief=self._belief.factor if asked else 1.0,
+        )
+        if asked and promised:
+            memory.promised = (promised, sum(row.length for row in state.rows), state.rows)
+        return drafts
+
+    def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
+        """See Observer."""
+        if isinstance(self.grower, Observer):
+            self.grower.observe(tree, logits_BNV)
 
     def _expected_by_depth(self) -> list[float]:
         """The chance that a base tree holds the first 1, 2, .. tokens; empty before the first."""
         factors = self._tree_trust.factors(len(self._promise))
         pairs = zip(self._promise, factors[1:], strict=True)
         return [min(promise * factor, 1.0) for promise, factor in pairs]
-
-    def _base_trees(self, drafted: TokenTree) -> list[PrefixTree]:
-        """On the host, with the base's own chances."""
-        tokens, parents = drafted.tokens_BN.tolist(), drafted.parents_BN.tolist()
-        if self._chances is not None:
-            chances = [[1.0, *self._chances]] * len(tokens)
-        else:
-            assert drafted.log_probs_BN is not None
-            path_BN = (drafted.log_probs_BN[:, None] * drafted.ancestors_BNN).sum(-1)
-            chances = path_BN.exp().tolist()
-        trees = []
-        for b, (root, *others) in enumerate(tokens):
-            tree, place = PrefixTree(root), [0]
-            for node, token in enumerate(others, 1):
-                place.append(tree.add(place[parents[b][node]], token, chances[b][node]))
-            trees.append(tree)
-            self._remember_promise(tree)
-        return trees
 
     def _remember_promise(self, tree: PrefixTree) -> None:
         by_depth = [0.0] * max(tree.depth)
@@ -120,9 +121,14 @@ class _Memory:
     def __init__(self, trust: SuffixTrust, most: int) -> None:
         self.suffixes = SuffixMemory(trust, most)
         self.drafted: dict[int, tuple[int, PrefixTree]] = {}
+        self.promised: tuple[float, int, list[Row]] | None = None
 
-    def learn(self, state: DecodingState, trust: TreeTrust) -> None:
+    def learn(self, state: DecodingState, trust: TreeTrust, belief: Belief) -> None:
         """Compare the trees drafted last with what was committed since."""
+        if self.promised is not None:
+            promised, before, rows = self.promised
+            belief.learn(promised, sum(row.length - 1 for row in rows) - before)
+            self.promised = None
         for row in state.rows:
             length, tree = self.drafted.pop(row.index, (row.length, None))
             if tree is not None:

@@ -44,4 +44,4 @@ class SuffixDrafter:
         trees = [PrefixTree(root) for root in state.roots_B.tolist()]
         for tree, found in zip(trees, memory.continuations(state), strict=True):
             tree.add_path(*found)
-        return self._costs.cut(trees, state.roots_B.device)
+        return self._costs.cut(trees, state.roots_B.device)[0]

@@ -11,7 +11,7 @@ _BOUNDS = (2, 3, 4, 6, 10, 16, 32)  # from these lengths of a match on, it is be
 _PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 _PRIOR_WEIGHT = 4.0
 _FORGET = 0.995  # what was seen two hundred drafts ago counts little
-_FORGIVE = 0.99  # drafts that are not made are slowly believed again, so that they are tried again
+_FORGIVE = 0.997  # drafts that are not made are slowly believed again, so that they are tried again
 
 
 class SuffixTrust:
@@ -42,6 +42,27 @@ class SuffixTrust:
             self._hits[level] = _FORGET * self._hits[level] + (drafted == true)
             if drafted != true:
                 return
+
+
+class Belief:
+    """How many drafted tokens were accepted, over how many were promised."""
+
+    def __init__(self) -> None:
+        self._accepted = self._promised = _PRIOR_WEIGHT
+
+    @property
+    def factor(self) -> float:
+        """By what promises are to be multiplied; never more than they say."""
+        return min(self._accepted / self._promised, 1.0)
+
+    def learn(self, promised: float, accepted: int) -> None:
+        """What one step's drafts promised, and how many of them were accepted."""
+        self._promised = _FORGET * self._promised + promised
+        self._accepted = _FORGET * self._accepted + accepted
+
+    def forgive(self) -> None:
+        """A step for which nothing was drafted."""
+        self._accepted = self._promised - _FORGIVE * (self._promised - self._accepted)
 
 
 class TreeTrust:

@@ -75,14 +75,14 @@ def tune(arguments: TuneArguments) -> None:
     from medusa_heads.inference.tree_plan import write_choices
 
     limit = model.target.max_positions
-    most = None if limit is None else limit - max(tree_size.SIZES)
+    most = None if limit is None else limit - max(step_seconds.SIZES)
     if most is not None and (beyond := [n for n in arguments.context if n > most]):
         raise ValueError(
             f"a context of {beyond[0]} and a tree do not fit the target's {limit} positions: "
             f"{most} at most"
         )
     console = Console()
-    for context in arguments.context or [min(tree_size.DEFAULT_CONTEXT, most or 1 << 30)]:
+    for context in arguments.context or [min(step_seconds.DEFAULT_CONTEXT, most or 1 << 30)]:
         with console.status(f"measuring at a context of {context}"):
             sizes = tree_size.tune(
                 model.target,

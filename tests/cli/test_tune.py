@@ -10,8 +10,8 @@ import pytest
 from medusa_heads import TargetModel
 from medusa_heads.checkpoint import load_heads
 from medusa_heads.cli.tune import main
+from medusa_heads.inference.step_seconds import SIZES
 from medusa_heads.inference.tree_plan import read_choices
-from medusa_heads.inference.tree_size import SIZES
 
 
 @pytest.fixture

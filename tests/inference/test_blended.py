@@ -12,8 +12,9 @@ from torch import Tensor
 
 from medusa_heads import MedusaModel, TargetModel
 from medusa_heads.inference.drafters.blended import BlendedDrafter
+from medusa_heads.inference.drafters.growing import TensorTrees
 from medusa_heads.inference.drafters.suffix import SuffixDrafter
-from medusa_heads.inference.drafters.trust import SuffixTrust, TreeTrust
+from medusa_heads.inference.drafters.trust import Belief, SuffixTrust, TreeTrust
 from medusa_heads.inference.engine import decode
 from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.stats import GenerationStats
@@ -71,7 +72,7 @@ def test_one_row_equals_generate(tiny_llama: TinyLlama, options: dict[str, Any])
     expected_BT = model.generate(**inputs)
     base = PlantedDrafter(expected_BT[:, 12:].tolist(), 199)
     costs = SometimesAsked(COSTS)
-    got_BT, stats = generate(model, BlendedDrafter(base, costs, chances()), inputs)
+    got_BT, stats = generate(model, BlendedDrafter(TensorTrees(base, chances()), costs), inputs)
     assert torch.equal(got_BT, expected_BT)
     assert min(costs.asked) > 5 and stats.tokens_per_step > 1.3
 
@@ -85,7 +86,9 @@ def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama) -> None:
     expected_BT = model.generate(**inputs)
     references = expected_BT[:, 10:].tolist()
     for drafter in (
-        BlendedDrafter(PlantedDrafter(references, 24), SometimesAsked(COSTS), chances()),
+        BlendedDrafter(
+            TensorTrees(PlantedDrafter(references, 24), chances()), SometimesAsked(COSTS)
+        ),
         SuffixDrafter(StepCosts(COSTS)),
         SuffixDrafter(StepCosts.of_size(6, fixed=True)),
     ):
@@ -129,7 +132,7 @@ def test_heads_that_are_asked_now_and_then_have_read_everything(
     references = expected_BT[:, 9:].tolist()
     options |= {"eos_token_id": references[2][40], "pad_token_id": 0}
     base, costs = RereadingDrafter(heads, target, references, 199), SometimesAsked(COSTS)
-    drafter = BlendedDrafter(base, costs, chances())
+    drafter = BlendedDrafter(TensorTrees(base, chances()), costs)
     with torch.no_grad():
         got_BT = model.generate(ids_BT, **options, custom_generate=partial(run, target, drafter))
     assert torch.equal(got_BT, model.generate(ids_BT, **options))
@@ -183,9 +186,22 @@ def test_trees_are_believed_as_far_as_they_were_right() -> None:
         trust.learn(tree, [9])  # promised 0.9 at depth 1, and held nothing
     factors = trust.factors(2)
     assert factors[1] < 0.2 and factors[2] == pytest.approx(factors[1])
-    for _ in range(200):
+    for _ in range(700):
         trust.forgive()
     assert trust.factors(1)[1] > 0.8
     for _ in range(300):
         trust.learn(tree, [1, 2, 5])  # depth 2 promised 0.4 / 0.8, and was always right
     assert trust.factors(2)[2] / trust.factors(2)[1] == pytest.approx(2.0, rel=0.1)
+
+
+def test_promises_are_believed_as_far_as_they_were_kept() -> None:
+    belief = Belief()
+    assert belief.factor == 1
+    for _ in range(200):
+        belief.learn(promised=2.0, accepted=1)
+    assert belief.factor == pytest.approx(0.5, abs=0.05)
+    for _ in range(800):
+        belief.forgive()
+    assert belief.factor > 0.9
+    belief.learn(promised=1.0, accepted=30)
+    assert belief.factor == 1

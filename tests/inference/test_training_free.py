@@ -1,0 +1,97 @@
+"""A target that drafts for itself untrained: its text stays its own, and drafts are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from medusa_heads.inference import training_free
+from medusa_heads.inference.drafters.recycling import RecyclingDrafter
+from medusa_heads.inference.step_costs import StepCosts
+from medusa_heads.inference.target_costs import target_costs
+from medusa_heads.inference.training_free import DRAFTERS, TrainingFreeModel
+from medusa_heads.target import TargetModel
+from medusa_heads.tree import TreeShape
+from tests.conftest import DEVICE, TinyLlama
+
+
+@pytest.fixture(autouse=True)
+def cheap_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs of a machine on which many nodes pay, as they do not on a model this small."""
+    costs = {0: 1.0, 3: 1.02, 7: 1.05, 15: 1.1, 31: 1.3}
+    monkeypatch.setattr(training_free, "target_costs", lambda *_: StepCosts(costs))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.3, "top_k": 0},
+        {"do_sample": False, "repetition_penalty": 1.2},
+    ],
+    ids=str,
+)
+def test_equals_generate(tiny_llama: TinyLlama, drafter: str, options: dict[str, Any]) -> None:
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    ids_BT = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]], device=DEVICE)
+    drafted = TrainingFreeModel(model, drafter)
+    for _ in range(2):  # what is recycled is carried from text to text
+        torch.manual_seed(3)
+        expected_BT = model.generate(ids_BT, max_new_tokens=70, **options)
+        torch.manual_seed(3)
+        got_BT: Any = drafted.generate(ids_BT, max_new_tokens=70, **options)
+        assert torch.equal(got_BT, expected_BT)
+    if drafter != "suffix":
+        assert drafted.last_stats.tokens_per_step > 1.2
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama, drafter: str) -> None:
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    ids_BT = torch.randint(3, 24, (5, 10), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    starts_B1 = torch.tensor([[0], [3], [7], [1], [5]])
+    mask_BT = (torch.arange(10) >= starts_B1).long().to(DEVICE)
+    options: dict[str, Any] = {"attention_mask": mask_BT, "do_sample": False, "pad_token_id": 0}
+    options |= {"max_new_tokens": 60, "eos_token_id": 2}
+    drafted = TrainingFreeModel(model, drafter)
+    got_BT: Any = drafted.generate(ids_BT, **options)
+    assert torch.equal(got_BT, model.generate(ids_BT, **options))
+
+
+def test_recycled_trees_hold_the_latest_successors() -> None:
+    drafter = RecyclingDrafter(vocab_size=10, num_drafted=3)
+    tree = TreeShape.from_choices([(0,)]).tree(torch.tensor([[3, 5]]))
+    logits_BNV = torch.zeros(1, 2, 10)
+    logits_BNV[0, 0, [5, 6]] = torch.tensor([9.0, 8.0])  # behind 3: 5, then 6
+    logits_BNV[0, 1, [3, 7]] = torch.tensor([9.0, 8.0])  # behind 5: 3, then 7
+    drafter.observe(tree, logits_BNV)
+    grown = drafter._grow(3)
+    assert grown.tokens == [3, 5, 3, 6] and grown.parents == [-1, 0, 1, 0]
+    assert np.all(np.diff(grown.chances) <= 0)
+    assert drafter._grow(4).tokens == [4]  # never read
+    drafter.observe(tree, -logits_BNV)
+    assert 5 not in drafter._grow(3).tokens[1:2]
+
+
+def test_unknown_drafter(tiny_llama: TinyLlama) -> None:
+    with pytest.raises(ValueError, match="drafter must be one of auto, suffix, recycling, got 'x'"):
+        TrainingFreeModel(tiny_llama(), "x")
+
+
+def test_costs_are_measured_once(
+    tiny_llama: TinyLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
+    target = TargetModel(tiny_llama())
+    assert target_costs(target).most == 63
+    (kept,) = tmp_path.rglob("*.json")
+    before = kept.read_bytes()
+    target_costs(target)
+    assert kept.read_bytes() == before
+    target_costs(target, batch_size=2)
+    assert len(list(tmp_path.rglob("*.json"))) == 2
