@@ -53,6 +53,11 @@ class MedusaProposer:
         self._stored = read_stored(_folder(vllm_config))
         self._num_tokens: int = vllm_config.speculative_config.num_speculative_tokens
         check_chain(self._stored.config, self._num_tokens)
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError(
+                "vLLM's runner looks for a proposer in every stage of a pipeline and makes one in "
+                "the last only: spread the target by --tensor-parallel-size"
+            )
         if vllm_config.lora_config is not None:
             raise ValueError(
                 "heads do not follow LoRA modules that change between requests: merge the adapter "

@@ -128,7 +128,7 @@ def decode(environment: dict[str, str]) -> Callable[..., Decoded]:
             text=True,
         )
         if result.returncode != 0:
-            raise RuntimeError(result.stderr[-4000:])
+            raise RuntimeError(result.stderr)
         return Decoded(**json.loads(result.stdout.splitlines()[-1]))
 
     return run

@@ -55,8 +55,9 @@ def test_text_and_counters_are_as_simulated(
     assert decoded.counters == counters(simulated(kind))
 
 
+@pytest.mark.parametrize("method", [pytest.param("medusa", marks=has_medusa), "custom_class"])
 def test_fewer_tokens_than_heads_and_texts_that_end_early(
-    checkpoint: Checkpoint, simulated: Simulated, decode: Decode
+    checkpoint: Checkpoint, simulated: Simulated, decode: Decode, method: str
 ) -> None:
     texts = simulated("own").texts
     ends = frozenset(text[17] for text in texts[:4])
@@ -64,7 +65,7 @@ def test_fewer_tokens_than_heads_and_texts_that_end_early(
     expected = simulated("own", **settings)
     assert len({len(text) for text in expected.texts}) > 3
     decoded = decode(
-        engine_arguments("custom_class", checkpoint("own"), 2),
+        engine_arguments(method, checkpoint("own"), 2),
         max_tokens=37,
         sampling={"ignore_eos": True, "stop_token_ids": sorted(ends)},
     )
@@ -118,3 +119,9 @@ def test_more_tokens_than_heads_are_refused(checkpoint: Checkpoint, decode: Deco
     engine = engine_arguments("custom_class", checkpoint("shared"), NUM_HEADS + 1)
     with pytest.raises(RuntimeError, match="4 heads draft 1 to 4 tokens, not 5"):
         decode(engine)
+
+
+def test_pipelines_are_refused(checkpoint: Checkpoint, decode: Decode) -> None:
+    engine = engine_arguments("custom_class", checkpoint("shared"), NUM_HEADS)
+    with pytest.raises(RuntimeError, match="spread the target by --tensor-parallel-size"):
+        decode(engine | {"pipeline_parallel_size": 2})

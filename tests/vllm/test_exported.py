@@ -8,9 +8,10 @@ import pytest
 
 from medusa_heads.inference.serving.chain import SimulatedChain
 from medusa_heads.interop.export import export_heads
-from tests.vllm.conftest import Decoded, counters, engine_arguments
+from tests.vllm.conftest import Decoded, counters, engine_arguments, has_medusa
 from tests.vllm.partly_trained import NUM_HEADS
 
+pytestmark = has_medusa
 TOKEN_MAP: dict[str, Any] = {"model_loader_extra_config": {"enable_weights_track": False}}
 
 
