@@ -46,8 +46,7 @@ class TrainingFreeModel(AssistedModel):
         compile: bool = False,
         compile_backend: str | Callable[..., Any] = "inductor",
     ) -> None:
-        if drafter not in DRAFTERS:
-            raise ValueError(f"drafter must be one of {', '.join(DRAFTERS)}, got {drafter!r}")
+        _check_drafter(drafter)
         super().__init__(
             target,
             acceptance=acceptance,
@@ -79,6 +78,7 @@ class TrainingFreeModel(AssistedModel):
             ValueError: nothing loadable stands there, or see the class.
         """
         names = ("acceptance", "acceptance_settings", "compile", "compile_backend")
+        _check_drafter(drafter)  # before seconds of loading
         own = {name: kwargs.pop(name) for name in names if name in kwargs}
         return cls(TargetModel.from_pretrained(str(target), **kwargs), drafter, **own)
 
@@ -93,3 +93,8 @@ class TrainingFreeModel(AssistedModel):
             return SuffixDrafter(costs)
         recycling = RecyclingDrafter(self.target.vocab_size, min(costs.most, _WIDEST))
         return BlendedDrafter(recycling, costs, suffix=self.method == "auto")
+
+
+def _check_drafter(drafter: str) -> None:
+    if drafter not in DRAFTERS:
+        raise ValueError(f"drafter must be one of {', '.join(DRAFTERS)}, got {drafter!r}")

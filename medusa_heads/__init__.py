@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from medusa_heads.heads import HydraHeads, MedusaHeads, new_heads
     from medusa_heads.inference.draft_model import DraftedModel
     from medusa_heads.inference.model import MedusaModel, attach
+    from medusa_heads.inference.training_free import TrainingFreeModel
     from medusa_heads.target import TargetModel
     from medusa_heads.training.train import train_heads
     from medusa_heads.training.train_draft import train_draft
@@ -24,6 +25,7 @@ __all__ = [
     "MedusaHeads",
     "MedusaModel",
     "TargetModel",
+    "TrainingFreeModel",
     "__version__",
     "attach",
     "new_heads",
@@ -38,6 +40,7 @@ _HOMES = {
     "MedusaHeads": "medusa_heads.heads",
     "MedusaModel": "medusa_heads.inference.model",
     "TargetModel": "medusa_heads.target",
+    "TrainingFreeModel": "medusa_heads.inference.training_free",
     "attach": "medusa_heads.inference.model",
     "new_heads": "medusa_heads.heads",
     "train_draft": "medusa_heads.training.train_draft",

@@ -1,4 +1,4 @@
-"""`medusa-heads chat CHECKPOINT`: a conversation with a head-augmented target."""
+"""`medusa-heads chat CHECKPOINT`: a conversation with a target that drafts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from medusa_heads.cli.decoding import (
     describe,
     generation_options,
     load_model,
+    load_training_free_model,
     warn_if_lossy,
 )
 
 if TYPE_CHECKING:
     from medusa_heads.cli.conversation import Conversation
+    from medusa_heads.inference.assisted import AssistedModel
 
 HELP = """\
 /stats             counts and times of the last answer
@@ -63,7 +65,7 @@ def chat(arguments: ChatArguments) -> None:
     """
     from medusa_heads.cli.conversation import Conversation
 
-    model, tokenizer = load_model(arguments, **decoder_options(arguments))
+    model, tokenizer = _load(arguments)
     generation_options(arguments, tokenizer)  # refuses before the first line is typed
     warn_if_lossy(model)
     session = Session(arguments, tokenizer, Conversation(model, tokenizer, arguments.system))
@@ -87,6 +89,13 @@ def chat(arguments: ChatArguments) -> None:
             session.take(line)
         except (ValueError, OSError) as error:
             say("error: " + " ".join(str(error).split()))
+
+
+def _load(arguments: ChatArguments) -> tuple[AssistedModel, Any]:
+    options = decoder_options(arguments)
+    if arguments.drafter is not None:
+        return load_training_free_model(arguments, **options)
+    return load_model(arguments, **options)
 
 
 class Session:
@@ -182,13 +191,24 @@ class Session:
             )
         changed = replace(self.arguments, **{name: read_value(value, hints[name], name)})
         generation_options(changed, self._tokenizer)  # refuses at once, not in the next answer
-        model = self.conversation.model
         if decoder_options(changed) != decoder_options(self.arguments):
-            self.conversation.model = type(model)(
-                model.target, model.heads, statistics=model.statistics, **decoder_options(changed)
-            )
+            self.conversation.model = self._rebuilt(decoder_options(changed))
             warn_if_lossy(self.conversation.model)
         self.arguments = changed
+
+    def _rebuilt(self, options: dict[str, Any]) -> AssistedModel:
+        """The same target, with what drafts for it made anew."""
+        from medusa_heads.inference.model import MedusaModel
+        from medusa_heads.inference.training_free import TrainingFreeModel
+
+        model = self.conversation.model
+        with_heads = isinstance(model, MedusaModel)
+        if with_heads != ("tree" in options):
+            drafts = "heads draft" if with_heads else "a drafter drafts"
+            raise ValueError(f"{drafts} in this chat: begin another one to change that")
+        if isinstance(model, MedusaModel):
+            return MedusaModel(model.target, model.heads, statistics=model.statistics, **options)
+        return TrainingFreeModel(model.target, **options)
 
     def _quit(self) -> None:
         self.done = True

@@ -1,4 +1,4 @@
-"""A conversation with a head-augmented target, whose cache is kept from turn to turn."""
+"""A conversation with a target that drafts, whose cache is kept from turn to turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from medusa_heads.files import replace_file
 
 if TYPE_CHECKING:
     from medusa_heads.cli.streaming import StepStreamer
-    from medusa_heads.inference.model import MedusaModel
+    from medusa_heads.inference.assisted import AssistedModel
 
 
 class Conversation:
@@ -32,7 +32,7 @@ class Conversation:
         cached_tokens: of these, how many the cache held already.
     """
 
-    def __init__(self, model: MedusaModel, tokenizer: Any, system: str | None = None) -> None:
+    def __init__(self, model: AssistedModel, tokenizer: Any, system: str | None = None) -> None:
         self.model = model
         self._tokenizer = tokenizer
         self._system = system

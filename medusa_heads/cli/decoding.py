@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from medusa_heads.inference.draft_model import DraftedModel
     from medusa_heads.inference.model import MedusaModel
     from medusa_heads.inference.stats import GenerationStats
+    from medusa_heads.inference.training_free import TrainingFreeModel
 
 ACCEPTANCE_SETTINGS = ("epsilon", "delta", "threshold", "tau")
 # Options of generate() that only sampling reads: whoever gives one wants to sample.
@@ -51,6 +53,13 @@ class DecodingArguments(ModelArguments):
         metadata={
             "help": "auto, N, static:N, dynamic:N, none, chain, cartesian:A,B,.., FILE.json, one "
             "of them +suffix, or suffix"
+        },
+    )
+    drafter: str | None = field(
+        default=None,
+        metadata={
+            "help": "draft without training: auto, suffix or recycling; the first argument is then "
+            "the target itself"
         },
     )
     acceptance: Literal["lossless", "typical", "threshold", "log_ratio"] = field(
@@ -109,9 +118,8 @@ def load_model(arguments: ModelArguments, **options: Any) -> tuple[MedusaModel, 
     """
     from medusa_heads.inference.model import MedusaModel
 
-    return _load(
-        arguments, MedusaModel.from_pretrained, arguments.checkpoint, arguments.target, options
-    )
+    options["target"] = arguments.target
+    return _load(arguments, MedusaModel.from_pretrained, arguments.checkpoint, options)
 
 
 def load_drafted_model(
@@ -131,14 +139,41 @@ def load_drafted_model(
     """
     from medusa_heads.inference.draft_model import DraftedModel
 
-    return _load(arguments, DraftedModel.from_pretrained, draft, target, options)
+    options["target"] = target
+    return _load(arguments, DraftedModel.from_pretrained, draft, options)
+
+
+def load_training_free_model(
+    arguments: DecodingArguments, **options: Any
+) -> tuple[TrainingFreeModel, Any]:
+    """A target that drafts for itself, as `load_model` loads one with heads.
+
+    Args:
+        arguments: whose `checkpoint` is the target.
+        options: of TrainingFreeModel, such as `drafter`.
+
+    Raises:
+        ValueError: target or device is unusable, or something else is to draft as well.
+        OSError: no tokenizer beside the target.
+    """
+    from medusa_heads.inference.training_free import TrainingFreeModel
+    from medusa_heads.stored_heads import SIDECAR_FILE
+
+    if arguments.target is not None:
+        raise ValueError("with --drafter, the first argument is the target: leave out --target")
+    if (Path(arguments.checkpoint).expanduser() / SIDECAR_FILE).is_file():
+        raise ValueError(
+            f"{arguments.checkpoint!r} holds heads, and --drafter drafts without any: give their "
+            "target instead, or leave --drafter out"
+        )
+    load = TrainingFreeModel.from_pretrained
+    return _load(arguments, load, arguments.checkpoint, options)
 
 
 def _load(
     arguments: ModelArguments,
     load: Callable[..., Any],
     checkpoint: str,
-    target: str | None,
     options: dict[str, Any],
 ) -> tuple[Any, Any]:
     from transformers import AutoTokenizer, logging
@@ -149,7 +184,6 @@ def _load(
     check_device(arguments.device)
     model = load(
         checkpoint,
-        target=target,
         dtype=arguments.dtype,
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
@@ -180,10 +214,19 @@ def check_device(name: str | None) -> None:
 
 
 def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
-    """What MedusaModel is built with: the tree, the acceptance rule, compiled or not."""
+    """What the model is built with: tree or drafter, the acceptance rule, compiled or not.
+
+    Raises:
+        ValueError: both a tree and a drafter.
+    """
     given = {name: getattr(arguments, name) for name in ACCEPTANCE_SETTINGS}
+    drafts = {"tree": arguments.tree}
+    if arguments.drafter is not None:
+        if arguments.tree != "auto":
+            raise ValueError("a tree is of heads or a draft model, with --drafter there is neither")
+        drafts = {"drafter": arguments.drafter}
     return {
-        "tree": arguments.tree,
+        **drafts,
         "compile": arguments.compile,
         "acceptance": arguments.acceptance,
         "acceptance_settings": {name: value for name, value in given.items() if value is not None},

@@ -1,4 +1,4 @@
-"""`medusa-heads generate CHECKPOINT --prompt TEXT`: text from a head-augmented target, streamed."""
+"""`medusa-heads generate CHECKPOINT --prompt TEXT`: text from a target that drafts, streamed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from medusa_heads.cli.decoding import (
     generation_options,
     load_drafted_model,
     load_model,
+    load_training_free_model,
     warn_if_lossy,
 )
 
@@ -84,10 +85,14 @@ def generate(arguments: GenerateArguments) -> None:
 
 
 def _load(arguments: GenerateArguments) -> tuple[AssistedModel, Any]:
-    """The target with what drafts for it: heads, or a draft model."""
+    """The target with what drafts for it: heads, a draft model, or nothing that was trained."""
     from medusa_heads.draft_checkpoint import is_draft
 
     options = decoder_options(arguments)
+    if arguments.drafter is not None:
+        if arguments.draft_model is not None:
+            raise ValueError("--drafter drafts without a model: leave it or --draft_model out")
+        return load_training_free_model(arguments, **options)
     if arguments.draft_model is not None:
         if arguments.target is not None:
             raise ValueError(

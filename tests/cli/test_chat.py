@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from medusa_heads import TargetModel
 from medusa_heads.cli.chat import main
+from medusa_heads.inference.training_free import DRAFTERS
 
 FAITHFUL = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -108,6 +109,25 @@ def test_keeping_the_cache_changes_nothing(
         assert cached == before + (7 if template == SHORTENED else 23)
 
 
+def test_a_target_that_drafts_for_itself(
+    speaker: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(speaker, FAITHFUL)
+    script = [LINES[0], "/set drafter suffix", LINES[1], "/set drafter none", "/set tree chain"]
+    script += ["/set drafter best", LINES[2]]
+    flags = ["--drafter", "recycling", "--max-new-tokens", "24"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in script)))
+    assert main([str(speaker / "target"), *flags]) == 0
+    printed = capsys.readouterr()
+    answers = plain_answers(speaker, FAITHFUL, LINES, do_sample=False)
+    assert printed.out == "".join(answer + "\n" for answer in answers)
+    assert [line.split(": ")[1] for line in printed.err.splitlines()] == [
+        "a drafter drafts in this chat",
+        "a tree is of heads or a draft model, with --drafter there is neither",
+        f"drafter must be one of {', '.join(DRAFTERS)}, got 'best'",
+    ]
+
+
 def test_reset_save_and_set(
     speaker: Path,
     tmp_path: Path,
@@ -152,6 +172,7 @@ def test_mistakes_in_a_conversation_do_not_end_it(
         "/set acceptance loose": "acceptance must be one of",
         "/set tau 1": "lossless acceptance has no setting",
         "/set tree 0": "at least 1 drafted node",
+        "/set drafter suffix": "heads draft in this chat",
         "/set checkpoint x": "unknown setting 'checkpoint'",
         "/save": "/save needs the name of a file",
         f"/save {tmp_path}/no/where.json": "No such file",
@@ -233,6 +254,8 @@ def test_a_template_that_refuses(
         (["{}/heads", "--typical-p", "0"], "typical_p must be above 0"),
         (["{}/heads", "--acceptance", "typical", "--tau", "1"], "has no setting ['tau']"),
         ([], "--checkpoint is missing"),
+        (["{}/heads", "--drafter", "auto"], "holds heads, and --drafter drafts without any"),
+        (["{}/target", "--drafter", "auto", "--tree", "chain"], "with --drafter there is neither"),
     ],
 )
 def test_mistakes_are_one_sentence(

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from medusa_heads import TargetModel
 from medusa_heads.cli.generate import main
 from medusa_heads.cli.streaming import StepStreamer
+from medusa_heads.inference.training_free import DRAFTERS
 
 
 def expected(checkpoint: Path, **options: Any) -> str:
@@ -48,6 +49,25 @@ def test_streams_the_targets_text(
     assert "tokens per step" in printed.err
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_target_drafts_for_itself(
+    checkpoint: Path, drafter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = [str(checkpoint / "target"), "--prompt", "def f(", "--max-new-tokens", "30"]
+    assert main([*base, "--drafter", drafter, "--stats"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.rstrip("\n") == expected(checkpoint, do_sample=False).rstrip("\n")
+    assert "tokens per step" in printed.err
+
+
+def test_the_help_names_every_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    help_text = " ".join(capsys.readouterr().out.split())
+    told = help_text[help_text.index("draft without training") :].split(";")[0]
+    assert all(drafter in told for drafter in DRAFTERS)
+
+
 def test_prompt_from_standard_input(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,6 +96,18 @@ def test_prompt_from_standard_input(
         (["{}/heads", "--prompt", "x", "--no-repeat-ngram-size", "-1"], "at least 0, got -1"),
         (["{}/heads", "--prompt", "x", "--max-new-tokens", "0"], "must be greater than 0"),
         (["{}/heads", "--prompt", "x", "--device", "abacus"], "expected a device such as cpu"),
+        (["{}/heads", "--prompt", "x", "--drafter", "auto"], "holds heads, and --drafter drafts"),
+        (["{}/target", "--prompt", "x", "--drafter", "sufix"], "drafter must be one of auto, suff"),
+        (["{}/target", "--prompt", "x", "--drafter", "auto", "--tree", "4"], "there is neither"),
+        (
+            ["{}/target", "--prompt", "x", "--drafter", "auto", "--target", "x"],
+            "the first argument is the target: leave out --target",
+        ),
+        (
+            ["{}/target", "--prompt", "x", "--drafter", "auto", "--draft-model", "x"],
+            "leave it or --draft_model out",
+        ),
+        (["nowhere/at/all", "--prompt", "x", "--drafter", "auto"], "expected a causal language"),
     ],
 )
 def test_mistakes_are_one_sentence(
