@@ -1,7 +1,9 @@
 """How many drafted nodes pay in this very step, from what steps of each size cost.
 
 A step that verifies the n likeliest nodes commits E tokens, 1 and for every depth the chance that
-one of its nodes is accepted, and takes t(n) seconds: the n with the largest E / t(n) is taken.
+one of its nodes is accepted, and takes t(n) seconds: the n with the largest E / t(n) is taken. Of a
+batch E is the rows' harmonic mean: it is done when its slowest row is, and gains little from rows
+that run ahead.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ class StepCosts:
     """Seconds of a step by drafted nodes.
 
     Args:
-        seconds: by number of nodes, the root not counted: a step with drafting. Of 0 nodes, a step
-            of plain decoding.
-        draft_seconds: how much of a step is drafting, where a drafter need not be asked.
+        seconds: by number of nodes, the root not counted: of a step without its drafting. Of 0
+            nodes, a step of plain decoding.
+        draft_seconds: of drafting, until `learn_drafting` is told better.
         fixed: every tree has as many nodes, spare ones included (one graph where the target is
             compiled).
         usual: how many nodes are taken on the whole, one of the sizes; by default the most.
@@ -47,16 +49,8 @@ class StepCosts:
             raise ValueError(f"step costs need sizes of at least 0 and times above 0: {seconds}")
         self._sizes = sorted(seconds)
         # More nodes never cost less: what a measurement says otherwise is its noise.
-        self._asked = list(
-            accumulate(
-                (seconds[size] + (0 if size else draft_seconds) for size in self._sizes), max
-            )
-        )
-        self._unasked = list(
-            accumulate(
-                (seconds[size] - (draft_seconds if size else 0) for size in self._sizes), max
-            )
-        )
+        self._seconds = list(accumulate((seconds[size] for size in self._sizes), max))
+        self._drafting = draft_seconds
         self._fixed = fixed
         self.most = self._sizes[-1]
         self.usual = self.most if usual is None else usual
@@ -84,15 +78,16 @@ class StepCosts:
         if not by_depth:
             return True
         alone = max(
-            sum(1.0 + sum(chain[:size]) for chain in chains) / self._unasked[place]
+            _harmonic_mean([1.0 + sum(chain[:size]) for chain in chains]) / self._seconds[place]
             for place, size in enumerate(self._sizes)
         )
-        together = 0.0
+        together = []
         for chain in chains:
             both = zip_longest(chain, by_depth, fillvalue=0.0)
             either = sum(1 - (1 - known) * (1 - drafted) for known, drafted in both)
-            together += 1.0 + belief * either
-        return together / self._asked[self._sizes.index(self.usual)] > alone
+            together.append(1.0 + belief * either)
+        drafted = self._seconds[self._sizes.index(self.usual)] + self._drafting
+        return _harmonic_mean(together) / drafted > alone
 
     def cut(
         self,
@@ -114,18 +109,24 @@ class StepCosts:
             The nodes, and how many of them are expected to be accepted, before `belief`.
         """
         orders = [tree.best_first() for tree in trees]
-        seconds = self._asked if asked else self._unasked
-        size, promised = self._best_size(trees, orders, seconds, belief)
+        drafting = self._drafting if asked else 0.0
+        size, promised = self._best_size(trees, orders, drafting, belief)
         if asked and size:
             self.usual = size
         kept = [tree.only(order[:size]) for tree, order in zip(trees, orders, strict=True)]
         return to_token_tree(kept, device, self.most + 1 if self._fixed else 1), promised
 
+    def learn_drafting(self, seconds: float) -> None:
+        """What drafting has just taken; by and by that is what it is taken to cost."""
+        # Now and then something else takes the processor for a while.
+        believable = min(seconds, 3 * self._drafting or seconds)
+        self._drafting += 0.05 * (believable - self._drafting)
+
     def _best_size(
         self,
         trees: Sequence[PrefixTree],
         orders: Sequence[list[int]],
-        seconds: Sequence[float],
+        drafting: float,
         belief: float,
     ) -> tuple[int, float]:
         longest = max(map(len, orders))
@@ -134,14 +135,19 @@ class StepCosts:
         # Beyond the first size that holds all there is, nothing is gained.
         for place in range(min(bisect_left(self._sizes, longest) + 1, len(self._sizes))):
             size = self._sizes[place]
-            promised = 0.0
+            promised = []
             for tree, order, chances in zip(trees, orders, by_depth, strict=True):
                 for node in order[counted:size]:
                     chances[tree.depth[node]] += tree.chances[node]
                 # Two drafters that disagree may promise more than a certainty.
-                promised += sum(min(chance, 1.0) for chance in chances)
+                promised.append(sum(min(chance, 1.0) for chance in chances))
             counted = size
-            speed = (len(trees) + belief * promised) / seconds[place]
+            speed = _harmonic_mean([1.0 + belief * each for each in promised])
+            speed /= self._seconds[place] + drafting
             if speed > best_speed:
-                best, best_speed, best_promised = size, speed, promised
+                best, best_speed, best_promised = size, speed, sum(promised)
         return best, best_promised
+
+
+def _harmonic_mean(values: Sequence[float]) -> float:
+    return len(values) / sum(1 / value for value in values)

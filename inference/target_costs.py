@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.inference.step_costs import StepCosts
-from medusa_heads.inference.step_seconds import DEFAULT_CONTEXT, SIZES, last_row, step_seconds
+from medusa_heads.inference.step_seconds import DEFAULT_CONTEXT, SIZES, last_row, room, step_seconds
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TokenTree, TreeShape, cartesian_choices
 
@@ -21,10 +21,11 @@ def target_costs(target: TargetModel, batch_size: int = 1) -> StepCosts:
     """Measured seconds of steps that verify chains of each size, and draft them for nothing."""
     if isinstance(target, CompiledTarget):
         return StepCosts({_COMPILED_NODES: 1.0}, fixed=True)  # every size would be another graph
-    chains: dict[str, Drafter] = {f"chain:{n}": RootChain(n) for n in (0, *SIZES)}
+    sizes = [n for n in (0, *SIZES) if n < room(target)]
+    chains: dict[str, Drafter] = {f"chain:{n}": RootChain(n) for n in sizes}
     seconds = step_seconds(target, chains, {"kind": "root"}, DEFAULT_CONTEXT, batch_size)
     waits = last_row(batch_size)  # rows without drafts keep step
-    return StepCosts({n: seconds[f"chain:{n}"].step * (waits if n else 1.0) for n in (0, *SIZES)})
+    return StepCosts({n: seconds[f"chain:{n}"].step * (waits if n else 1.0) for n in sizes})
 
 
 class RootChain:

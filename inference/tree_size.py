@@ -14,7 +14,7 @@ from statistics import median
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.step_costs import StepCosts
-from medusa_heads.inference.step_seconds import DEFAULT_CONTEXT, SIZES, last_row, step_seconds
+from medusa_heads.inference.step_seconds import DEFAULT_CONTEXT, SIZES, last_row, room, step_seconds
 from medusa_heads.inference.tree_plan import make_drafter
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
@@ -101,7 +101,7 @@ def tune(
     """
     expected = expected_tokens(statistics)
     # More nodes than this in all rows together pay on no machine, and take long to measure.
-    most = max(_MOST_NODES // batch_size, 1)
+    most = min(max(_MOST_NODES // batch_size, 1), room(target))
     expected = {
         tree: tokens for tree, tokens in expected.items() if int(tree.partition(":")[2] or 0) < most
     }
@@ -136,9 +136,12 @@ def step_costs(
     if isinstance(target, CompiledTarget):
         return StepCosts({best.nodes: best.step_seconds}, fixed=True)
     drafting = [size for size in static if size.nodes]
+    waits = last_row(batch_size)  # rows without drafts keep step
     return StepCosts(
-        {0: static[0].step_seconds}
-        | {size.nodes: size.step_seconds * last_row(batch_size) for size in drafting},
-        draft_seconds=median(size.drafting_seconds for size in drafting),
+        {
+            size.nodes: (size.step_seconds - size.drafting_seconds) * (waits if size.nodes else 1.0)
+            for size in static
+        },
+        draft_seconds=median(size.drafting_seconds for size in drafting) * waits,
         usual=best.nodes,
     )

@@ -5,6 +5,7 @@ Shapes: B active rows.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from medusa_heads.inference.drafters.base import Observer
@@ -54,6 +55,7 @@ class BlendedDrafter:
 
     def propose(self, state: DecodingState) -> TokenTree:
         """The likeliest nodes of both, for every active row."""
+        started = time.perf_counter()
         memory = state.memories.get(self)
         if memory is None:
             memory = state.memories[self] = _Memory(self._suffix_trust, self._longest)
@@ -82,6 +84,8 @@ class BlendedDrafter:
             asked=asked,
             belief=self._belief.factor if asked else 1.0,
         )
+        if asked:
+            self._costs.learn_drafting(time.perf_counter() - started)
         if asked and promised:
             memory.promised = (promised, sum(row.length for row in state.rows), state.rows)
         return drafts

@@ -48,7 +48,7 @@ def test_a_depth_promises_no_more_than_a_certainty() -> None:
 
 
 def test_a_drafter_is_asked_where_it_adds_more_than_it_costs() -> None:
-    costs = StepCosts({0: 1.0, 4: 1.5}, draft_seconds=0.4)
+    costs = StepCosts({0: 1.0, 4: 1.1}, draft_seconds=0.4)
     drafted = [0.8, 0.5, 0.3]
     assert costs.worth_asking([[]], drafted)
     # 4.8 tokens in 1.1 seconds against at most 5.0 in 1.5.
@@ -78,7 +78,7 @@ def test_what_no_machine_measures(seconds: dict[int, float]) -> None:
 
 
 def test_promises_are_believed_in_part() -> None:
-    costs = StepCosts({0: 1.0, 3: 1.5}, draft_seconds=0.1)
+    costs = StepCosts({0: 1.0, 3: 1.5})
     tree = chain(0.5, 0.3, 0.1)
     drafts, promised = costs.cut([tree], CPU)
     assert drafts.num_nodes == 4 and promised == pytest.approx(0.9)
@@ -86,3 +86,16 @@ def test_promises_are_believed_in_part() -> None:
     assert drafts.num_nodes == 1 and promised == 0
     assert costs.worth_asking([[]], [0.5, 0.3, 0.1])
     assert not costs.worth_asking([[]], [0.5, 0.3, 0.1], belief=0.4)
+
+
+def test_drafting_costs_what_it_has_cost() -> None:
+    costs = StepCosts({0: 1.0, 3: 1.2}, draft_seconds=0.1)
+    assert costs.worth_asking([[]], [0.4, 0.2, 0.1])
+    for _ in range(100):
+        costs.learn_drafting(0.9)
+    assert not costs.worth_asking([[]], [0.4, 0.2, 0.1])
+    # Once it was asked, that is spent whatever the size: more nodes are worth more.
+    assert nodes(costs.cut([chain(0.3, 0.05, 0.01)], CPU, asked=False)) == 4
+    assert nodes(costs.cut([chain(0.15, 0.05, 0.01)], CPU, asked=False)) == 4
+    assert nodes(costs.cut([chain(0.1, 0.05, 0.01)], CPU, asked=False)) == 1
+    assert nodes(costs.cut([chain(0.1, 0.05, 0.01)], CPU, asked=True)) == 4
