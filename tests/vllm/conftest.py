@@ -24,6 +24,7 @@ has_medusa = pytest.mark.skipif(
     reason="vLLM 0.33 deleted its own Medusa",
 )
 PLUGIN = "medusa_heads.inference.serving.vllm.MedusaProposer"
+_figures: list[str] = []
 ENGINE = Path(__file__).with_name("engine.py")
 
 
@@ -99,9 +100,20 @@ def simulated(checkpoint: Callable[[str], Path]) -> Callable[..., SimulatedChain
         target = partly_trained.load_target()
         heads = partly_trained.load(checkpoint(kind), target)
         settings = {"max_new_tokens": partly_trained.NEW_TOKENS} | settings
-        return simulate_chain(target, heads, partly_trained.prompts(), **settings)
+        made = simulate_chain(target, heads, partly_trained.prompts(), **settings)
+        _figures.append(
+            f"{kind}: {made.drafts} drafts of {made.draft_tokens} tokens, {made.accepted} accepted, "
+            f"by head {made.accepted_per_position}"
+        )
+        return made
 
     return simulate
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was simulated, and so counted, as the last lines on the screen."""
+    for line in [f"vLLM {vllm.__version__}", *_figures]:
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")
