@@ -102,8 +102,8 @@ def simulated(checkpoint: Callable[[str], Path]) -> Callable[..., SimulatedChain
         settings = {"max_new_tokens": partly_trained.NEW_TOKENS} | settings
         made = simulate_chain(target, heads, partly_trained.prompts(), **settings)
         _figures.append(
-            f"{kind}: {made.drafts} drafts of {made.draft_tokens} tokens, {made.accepted} accepted, "
-            f"by head {made.accepted_per_position}"
+            f"{kind}: {made.drafts} drafts of {made.draft_tokens} tokens, "
+            f"{made.accepted} accepted, by head {made.accepted_per_position}"
         )
         return made
 
