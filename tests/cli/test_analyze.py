@@ -1,0 +1,61 @@
+"""`medusa-heads analyze`: tables, files, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from medusa_heads.cli.analyze import main
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_tables_and_files(
+    speaker: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads, output = str(speaker / "heads"), tmp_path / "analysis"
+    flags = ["--batch-sizes", "1", "2", "--context", "16", "--output", str(output)]
+    assert main([heads, *flags]) == 0
+    shown = capsys.readouterr().out
+    for words in ("chain:2", "static:63", "theorem", "Drafting pays", "the heads, as held"):
+        assert words in shown
+    report = json.loads((output / "analysis.json").read_text())
+    assert report["context"] == 16 and report["memory"]["heads"] > 0
+    assert report["target"] == str(speaker / "target") and (output / "analysis.png").is_file()
+    measured = {path: path.read_text() for path in cache.rglob("*.json")}
+    assert len(measured) == 4  # chains and trees, of both batch sizes
+
+    assert main([heads, *flags]) == 0  # nothing is measured again
+    assert {path: path.read_text() for path in cache.rglob("*.json")} == measured
+    assert main([heads, *flags, "--refresh"]) == 0
+    assert {path: path.read_text() for path in cache.rglob("*.json")} != measured
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["nowhere"], "expected a heads checkpoint"),
+        (["{}/heads", "--context", "0"], "at least 1"),
+        (["{}/heads", "--batch-sizes", "0"], "at least 1"),
+        (["{}/heads", "--context", "500"], "do not fit the target's 512 positions: 449 at most"),
+        (["{}/heads", "--output", "{}/heads/config.json"], "is a file"),
+        (["{}/heads", "--batch-size", "2"], "did you mean '--batch-sizes'"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    flags: list[str], message: str, speaker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([flag.format(speaker) for flag in flags]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1
+
+
+def test_heads_without_statistics(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(checkpoint / "heads")]) == 2
+    assert "carry no statistics" in capsys.readouterr().err
