@@ -17,8 +17,14 @@ if TYPE_CHECKING:
 _COMPILED_NODES = 15
 
 
-def target_costs(target: TargetModel, batch_size: int = 1) -> StepCosts:
-    """Measured seconds of steps that verify chains of each size, and draft them for nothing."""
+def target_costs(target: TargetModel, batch_size: int = 1, beside: int = 0) -> StepCosts:
+    """Measured seconds of steps that verify chains of each size, and draft them for nothing.
+
+    Args:
+        target: the target.
+        batch_size: rows decoded together.
+        beside: nodes that every step verifies besides.
+    """
     if isinstance(target, CompiledTarget):
         return StepCosts({_COMPILED_NODES: 1.0}, fixed=True)  # every size would be another graph
     sizes = [n for n in (0, *SIZES) if n < room(target)]
