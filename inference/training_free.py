@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
+from medusa_heads.inference.drafters.lookahead import WINDOW, LookaheadDrafter
 from medusa_heads.inference.drafters.recycling import RecyclingDrafter
 from medusa_heads.inference.drafters.suffix import SuffixDrafter
 from medusa_heads.inference.target_costs import target_costs
@@ -17,7 +18,7 @@ from medusa_heads.target import TargetModel
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DRAFTERS = ("auto", "suffix", "recycling")
+DRAFTERS = ("auto", "suffix", "recycling", "lookahead", "lookahead+suffix")
 _WIDEST = 31  # nodes of the recycled tree that a step's own tree is picked from
 
 
@@ -28,7 +29,8 @@ class TrainingFreeModel(AssistedModel):
         target: the causal LM; it is not modified.
         drafter: `"suffix"`, what followed where the text last ended as it does now; `"recycling"`,
             what the target took to follow each token when it last read it; `"auto"`, both in one
-            tree. Each verifies at every step as many nodes as pay on this machine.
+            tree; `"lookahead"`, n-grams of its own parallel guesses at later tokens, and
+            `"lookahead+suffix"`. Each verifies at every step as many nodes as pay on this machine.
         acceptance, acceptance_settings, compile, compile_backend: see AssistedModel.
 
     Raises:
@@ -88,11 +90,15 @@ class TrainingFreeModel(AssistedModel):
         return self._by_rows[batch_size]
 
     def _make(self, batch_size: int) -> Drafter:
+        name, _, suffix = self.method.partition("+")
+        if name == "lookahead":
+            beside = target_costs(self.target, batch_size, WINDOW)
+            return LookaheadDrafter(beside, suffix=bool(suffix))
         costs = target_costs(self.target, batch_size)
-        if self.method == "suffix":
+        if name == "suffix":
             return SuffixDrafter(costs)
         recycling = RecyclingDrafter(self.target.vocab_size, min(costs.most, _WIDEST))
-        return BlendedDrafter(recycling, costs, suffix=self.method == "auto")
+        return BlendedDrafter(None, costs, cheap=recycling, suffix=name == "auto")
 
 
 def _check_drafter(drafter: str) -> None:

@@ -79,7 +79,7 @@ def test_recycled_trees_hold_the_latest_successors() -> None:
 
 
 def test_unknown_drafter(tiny_llama: TinyLlama) -> None:
-    with pytest.raises(ValueError, match="drafter must be one of auto, suffix, recycling, got 'x'"):
+    with pytest.raises(ValueError, match=r"drafter must be one of auto, suffix, .* got 'x'"):
         TrainingFreeModel(tiny_llama(), "x")
 
 

@@ -1,0 +1,168 @@
+"""Drafts from the target's own parallel guesses at what comes later: lookahead decoding.
+
+Every forward that verifies drafts also runs a window of guesses through the target, one Jacobi
+iteration a step. Each column of the window holds the guesses that the last iterations made for
+consecutive positions; what the target takes to follow them completes an n-gram. N-grams are kept in
+a pool by their first token, and are drafted when the text comes to that token.
+
+The window hangs below the root like any draft, each guess behind the ones it was made from, so that
+the verifying forward and its mask know nothing of it. Here are 3 columns of 4-grams: a first row
+that is a chain, and below each of its guesses the later ones for the positions behind it.
+
+    root --- a0 ------- b0 ------- c0
+              `- a1      `- b1      `- c1
+                  `- a2      `- b2      `- c2       a0 a1 a2 and what the target says next: a 4-gram
+
+Shapes: B active rows, N nodes of the tree below which the window hangs, W nodes of the window, C
+columns, V vocabulary.
+Source: Fu et al. 2024, "Break the sequential dependency of LLM inference using lookahead decoding",
+arXiv:2402.02057; Jacobi iterations: Santilli et al. 2023, arXiv:2305.10427.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medusa_heads.inference.drafters.blended import BlendedDrafter
+from medusa_heads.inference.ngram_pool import NgramPool
+from medusa_heads.inference.step_costs import StepCosts
+from medusa_heads.prefix_tree import PrefixTree
+from medusa_heads.tree import TokenTree, TreeShape
+
+if TYPE_CHECKING:
+    from medusa_heads.inference.row import Row
+    from medusa_heads.inference.state import DecodingState
+
+COLUMNS = 5
+NGRAM = 4
+WINDOW = COLUMNS * (NGRAM - 1)  # guesses that every forward carries
+# Level by level: the last `COLUMNS` nodes are those that the target's new guesses come behind.
+_CELLS = [(level, column) for level in range(NGRAM - 1) for column in range(COLUMNS)]
+_FIRST = (0.35, 0.17, 0.12, 0.09, 0.07, 0.06, 0.05, 0.04)  # that the latest n-grams begin rightly
+_NEXT = 0.6  # and go on so; how far both hold here is learnt
+
+
+class LookaheadDrafter:
+    """N-grams of the pool, as many as pay, and the window that fills it.
+
+    The pool is carried from text to text; a window belongs to one row.
+
+    Args:
+        costs: what steps cost here that verify so many nodes beside a window of `WINDOW`.
+        suffix: whether the continuation of the text's longest suffix is merged in.
+    """
+
+    reads_prompt = False
+
+    def __init__(self, costs: StepCosts, *, suffix: bool = False) -> None:
+        self.pool = NgramPool(NGRAM, len(_FIRST))
+        self._drafts = BlendedDrafter(PoolTrees(self.pool), costs, suffix=suffix)
+        # The first level is a chain; what hangs below it is named by rank 1.
+        self._shape = TreeShape([(0,) * (column + 1) + (1,) * level for level, column in _CELLS])
+        self._asked: tuple[TokenTree, list[_Window]] | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """The most nodes that a proposed tree has, the root included."""
+        return self._drafts.num_nodes + WINDOW
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        """Drafts for every active row, and the row's window behind them."""
+        drafts = self._drafts.propose(state)
+        known: dict[int, _Window] = state.memories.setdefault(self, {})
+        windows = []
+        for row, padding in zip(state.rows, state.padding, strict=True):
+            if row.index not in known:
+                known[row.index] = _Window(row, padding)
+            windows.append(known[row.index])
+            windows[-1].follow(row.length)
+        tokens_BW = torch.tensor([window.tokens() for window in windows])
+        tree = self._with_window(drafts, tokens_BW.to(drafts.tokens_BN.device))
+        self._asked = (tree, windows)
+        return tree
+
+    def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
+        """Take what the target says behind each column: an n-gram, and the column's next guess."""
+        asked, self._asked = self._asked, None
+        if asked is None or asked[0] is not tree:
+            return  # the prompt, or a tree whose verification came to nothing
+        for window, said in zip(
+            asked[1], logits_BNV[:, -COLUMNS:].argmax(-1).tolist(), strict=True
+        ):
+            for ngram in window.learn(said):
+                self.pool.add(ngram)
+
+    def _with_window(self, drafts: TokenTree, tokens_BW: Tensor) -> TokenTree:
+        """The window's nodes behind the drafts', the first of them below the root."""
+        nodes = drafts.num_nodes
+        window = self._shape.tree(torch.cat([drafts.tokens_BN[:, :1], tokens_BW], dim=1))
+        parents_BW = window.parents_BN[:, 1:]
+        ancestors_BNN = F.pad(drafts.ancestors_BNN, (0, WINDOW, 0, WINDOW))
+        ancestors_BNN[:, nodes:, 0] = True
+        ancestors_BNN[:, nodes:, nodes:] = window.ancestors_BNN[:, 1:, 1:]
+        return TokenTree(
+            torch.cat([drafts.tokens_BN, tokens_BW], dim=1),
+            torch.cat(
+                [drafts.parents_BN, parents_BW.where(parents_BW == 0, parents_BW + nodes - 1)],
+                dim=1,
+            ),
+            torch.cat([drafts.depth_BN, window.depth_BN[:, 1:]], dim=1),
+            ancestors_BNN,
+        )
+
+
+class PoolTrees:
+    """What the pool holds of each row's last token: a grower, so that other drafts merge in."""
+
+    reads_prompt = False
+
+    def __init__(self, pool: NgramPool) -> None:
+        self._pool = pool
+
+    def grow(self, state: DecodingState) -> list[PrefixTree]:
+        """See Grower."""
+        return [self._grow(root) for root in state.roots_B.tolist()]
+
+    def _grow(self, root: int) -> PrefixTree:
+        tree = PrefixTree(root)
+        for first, tokens in zip(_FIRST, self._pool.behind(root), strict=False):
+            tree.add_path(tokens, [first * _NEXT**depth for depth in range(len(tokens))])
+        return tree
+
+
+class _Window:
+    """One row's guesses: for each level of iteration, a token a column.
+
+    At first they are the end of the prompt, as if it came again.
+    """
+
+    def __init__(self, row: Row, padding: int) -> None:
+        end = row.ids_1T()[0, padding:].tolist()[-(COLUMNS + NGRAM) :]
+        self._levels = [
+            [end[(level + column) % len(end)] for column in range(COLUMNS)]
+            for level in range(NGRAM - 1)
+        ]
+        self._length = row.length - 1
+
+    def follow(self, length: int) -> None:
+        """The text has this length now: guesses at positions that it has reached are dropped."""
+        reached = min(length - self._length - 1, COLUMNS)
+        self._length = length
+        for level, guesses in enumerate(self._levels):
+            # What comes in at the far end is guessed from what stands there.
+            self._levels[level] = guesses[reached:] + guesses[:reached]
+
+    def tokens(self) -> list[int]:
+        """All guesses, level by level."""
+        return [self._levels[level][column] for level, column in _CELLS]
+
+    def learn(self, said: list[int]) -> list[tuple[int, ...]]:
+        """Take the target's tokens behind the columns; returns the n-grams they complete."""
+        self._levels.append(said)
+        ngrams = list(zip(*self._levels, strict=True))
+        del self._levels[0]
+        return ngrams
