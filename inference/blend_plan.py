@@ -11,6 +11,7 @@ from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.growing import TensorTrees
+from medusa_heads.inference.drafters.recycling import RecyclingDrafter
 from medusa_heads.inference.drafters.suffix import SuffixDrafter
 from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.inference.tree_plan import make_drafter
@@ -57,7 +58,11 @@ def blended(
             raise ValueError(f"{tree!r} leaves the heads nothing to draft: use 'suffix'")
         fixed = isinstance(target, CompiledTarget)
         costs = StepCosts.of_size(drafter.num_nodes - 1, fixed=fixed)
-    return BlendedDrafter(TensorTrees(drafter, _chances(drafter, statistics)), costs)
+    grower = TensorTrees(drafter, _chances(drafter, statistics))
+    if tree != "auto":
+        return BlendedDrafter(grower, costs)
+    recycling = RecyclingDrafter(target.vocab_size, min(costs.most, _WIDEST))
+    return BlendedDrafter(grower, costs, cheap=recycling)
 
 
 def _chances(drafter: Drafter, statistics: HeadStatistics) -> list[float] | None:

@@ -11,11 +11,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from medusa_heads.prefix_tree import PrefixTree, to_token_tree
 from medusa_heads.tree import TokenTree
+
+
+class _Size(NamedTuple):
+    size: int
+    speed: float  # tokens of a row a second
+    promised: float  # drafted tokens of all rows that are expected to be accepted
 
 
 class StepCosts:
@@ -31,7 +39,7 @@ class StepCosts:
 
     Attributes:
         most: the largest number of drafted nodes.
-        usual: how many were taken when a drafter was last asked.
+        usual: how many were taken when last any were.
 
     Raises:
         ValueError: no size, or a time that is not above 0.
@@ -63,31 +71,34 @@ class StepCosts:
 
     def worth_asking(
         self,
-        chains: Sequence[Sequence[float]],
+        trees: Sequence[PrefixTree],
         by_depth: Sequence[float],
+        alone_belief: float = 1.0,
         belief: float = 1.0,
-    ) -> bool:
-        """Whether drafting pays where chains are known already.
+    ) -> tuple[bool, float]:
+        """Whether drafting pays where some drafts are known already.
 
         Args:
-            chains: of every row, the chance that the first 1, 2, .. tokens of its chain are right.
+            trees: of every row, what is known.
             by_depth: the chance that the `usual` likeliest nodes of what would be drafted hold the
-                first 1, 2, .. tokens; empty where nothing is known of them.
-            belief: by which the chances of both together are multiplied.
+                first 1, 2, .. tokens.
+            alone_belief: by which the chances of what is known are multiplied.
+            belief: by which those of both together are.
+
+        Returns:
+            Whether, and how many tokens would then be expected to be accepted, before `belief`.
         """
-        if not by_depth:
-            return True
-        alone = max(
-            _harmonic_mean([1.0 + sum(chain[:size]) for chain in chains]) / self._seconds[place]
-            for place, size in enumerate(self._sizes)
-        )
+        orders = [tree.best_first() for tree in trees]
+        alone = self._best_size(trees, orders, 0.0, alone_belief)
+        usual = self._sizes.index(self.usual)
         together = []
-        for chain in chains:
-            both = zip_longest(chain, by_depth, fillvalue=0.0)
-            either = sum(1 - (1 - known) * (1 - drafted) for known, drafted in both)
-            together.append(1.0 + belief * either)
-        drafted = self._seconds[self._sizes.index(self.usual)] + self._drafting
-        return _harmonic_mean(together) / drafted > alone
+        for tree, order in zip(trees, orders, strict=True):
+            known_by_depth = tree.by_depth(order[: self.usual])
+            both = zip_longest(known_by_depth, by_depth, fillvalue=0.0)
+            together.append(sum(1 - (1 - known) * (1 - drafted) for known, drafted in both))
+        speed = _harmonic_mean([1.0 + belief * each for each in together])
+        speed /= self._seconds[usual] + self._drafting
+        return speed > alone.speed, sum(together)
 
     def cut(
         self,
@@ -110,11 +121,15 @@ class StepCosts:
         """
         orders = [tree.best_first() for tree in trees]
         drafting = self._drafting if asked else 0.0
-        size, promised = self._best_size(trees, orders, drafting, belief)
-        if asked and size:
-            self.usual = size
-        kept = [tree.only(order[:size]) for tree, order in zip(trees, orders, strict=True)]
-        return to_token_tree(kept, device, self.most + 1 if self._fixed else 1), promised
+        best = self._best_size(trees, orders, drafting, belief)
+        if best.size:
+            self.usual = best.size
+        kept = [tree.only(order[: best.size]) for tree, order in zip(trees, orders, strict=True)]
+        return to_token_tree(kept, device, self.most + 1 if self._fixed else 1), best.promised
+
+    def nothing(self, roots_B: Tensor) -> TokenTree:
+        """Trees without drafts."""
+        return self.cut([PrefixTree(root) for root in roots_B.tolist()], roots_B.device)[0]
 
     def learn_drafting(self, seconds: float) -> None:
         """What drafting has just taken; by and by that is what it is taken to cost."""
@@ -128,10 +143,10 @@ class StepCosts:
         orders: Sequence[list[int]],
         drafting: float,
         belief: float,
-    ) -> tuple[int, float]:
+    ) -> _Size:
         longest = max(map(len, orders))
         by_depth = [[0.0] * (max(tree.depth) + 1) for tree in trees]
-        best, best_speed, best_promised, counted = 0, 0.0, 0.0, 0
+        best, counted = _Size(0, 0.0, 0.0), 0
         # Beyond the first size that holds all there is, nothing is gained.
         for place in range(min(bisect_left(self._sizes, longest) + 1, len(self._sizes))):
             size = self._sizes[place]
@@ -144,9 +159,9 @@ class StepCosts:
             counted = size
             speed = _harmonic_mean([1.0 + belief * each for each in promised])
             speed /= self._seconds[place] + drafting
-            if speed > best_speed:
-                best, best_speed, best_promised = size, speed, sum(promised)
-        return best, best_promised
+            if speed > best.speed:
+                best = _Size(size, speed, sum(promised))
+        return best
 
 
 def _harmonic_mean(values: Sequence[float]) -> float:

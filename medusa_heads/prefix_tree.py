@@ -63,6 +63,22 @@ class PrefixTree:
         for token, chance in zip(tokens, chances, strict=True):
             node = self.add(node, token, chance)
 
+    def merge(self, other: PrefixTree) -> None:
+        """Add another tree of the same root."""
+        assert other.tokens[0] == self.tokens[0]
+        place = [0]
+        for node in range(1, len(other)):
+            above = place[other.parents[node]]
+            place.append(self.add(above, other.tokens[node], other.chances[node]))
+
+    def by_depth(self, nodes: Iterable[int]) -> list[float]:
+        """The chances of these nodes added up at depth 1, 2, ..; no depth promises more than a
+        certainty, though drafters that disagree may."""
+        totals = [0.0] * max(self.depth)
+        for node in nodes:
+            totals[self.depth[node] - 1] += self.chances[node]
+        return [min(total, 1.0) for total in totals]
+
     def best_first(self) -> list[int]:
         """The nodes but the root, likeliest first, each after its parent: any beginning of the list
         is the subtree of that size with the most expected tokens."""

@@ -1,6 +1,6 @@
-"""Drafts of heads and of the text itself in one tree, of the size that pays at this very step.
+"""Drafts of several kinds in one tree, of the size that pays at this very step.
 
-Shapes: B active rows.
+Shapes: B active rows, N tree nodes (root included), V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,45 +8,57 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from medusa_heads.inference.drafters.base import Observer
+from torch import Tensor
+
 from medusa_heads.inference.drafters.suffix_memory import SuffixMemory
-from medusa_heads.inference.drafters.trust import Belief, SuffixTrust, TreeTrust
+from medusa_heads.inference.drafters.trust import Belief, SuffixTrust
+from medusa_heads.inference.drafters.trusted import TrustedGrower
 from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from medusa_heads.inference.drafters.growing import Grower
     from medusa_heads.inference.row import Row
     from medusa_heads.inference.state import DecodingState
     from medusa_heads.tree import TokenTree
 
 
-class BlendedDrafter:
-    """Another drafter's trees with the continuation of each row's longest suffix merged in.
+_LONGEST_REST = 31  # steps
 
-    Of both drafters' nodes those are verified that are likeliest to be accepted, and as many as
-    pay: a long chain where the text repeats itself, the other drafter's tree where it does not,
-    little where neither has been right of late. Where the text promises more by itself than what
-    the other drafter could add is worth, that one is not asked.
+
+class BlendedDrafter:
+    """What the text itself suggests, what a cheap grower does, and what a costly one does.
+
+    Of all their nodes those are verified that are likeliest to be accepted, and as many as pay: a
+    long chain where the text repeats itself, a bushy tree where it does not, little where drafts
+    have been wrong of late. Where the others promise more by themselves than what the costly one
+    could add is worth, that one is not asked.
 
     Args:
-        base: grows the other trees.
+        costly: a grower that takes time, such as heads; None for none.
         costs: what steps of each size cost here.
-        suffix: whether the text's own drafts are merged in at all.
+        cheap: a grower that takes next to none.
+        suffix: whether the continuation of each row's longest suffix is drafted.
     """
 
-    def __init__(self, base: Grower, costs: StepCosts, *, suffix: bool = True) -> None:
-        self.grower = base
+    def __init__(
+        self,
+        costly: Grower | None,
+        costs: StepCosts,
+        *,
+        cheap: Grower | None = None,
+        suffix: bool = True,
+    ) -> None:
+        self._costly = TrustedGrower(costly) if costly is not None else None
+        self._cheap = TrustedGrower(cheap) if cheap is not None else None
         self._costs = costs
         self._longest = costs.most if suffix else 0
         self._suffix_trust = SuffixTrust()
-        self._tree_trust = TreeTrust()
-        self._belief = Belief()  # the two may contradict each other, and promise too much together
-        # What the base's trees promise by depth, before they are drafted: a running mean.
-        self._promise: list[float] = []
-        self.reads_prompt = base.reads_prompt
+        # Several drafters may contradict each other, and promise too much together: of what is
+        # known without the costly one, of all that is known, and of that before it is known.
+        self._alone, self._together, self._ahead = Belief(), Belief(), Belief()
+        self._rest = Rest()
+        self.reads_prompt = any(grower.reads_prompt for grower in self._growers())
 
     @property
     def num_nodes(self) -> int:
@@ -54,86 +66,106 @@ class BlendedDrafter:
         return self._costs.most + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
-        """The likeliest nodes of both, for every active row."""
+        """The likeliest nodes of all, for every active row."""
         started = time.perf_counter()
         memory = state.memories.get(self)
         if memory is None:
             memory = state.memories[self] = _Memory(self._suffix_trust, self._longest)
-        memory.learn(state, self._tree_trust, self._belief)
-        found = memory.suffixes.continuations(state)
-        asked = self._costs.worth_asking(
-            [chances for _, chances in found], self._expected_by_depth(), self._belief.factor
-        )
+        memory.keep_promises()
+        for grower in self._growers():
+            grower.learn(state)
+        if self._rest.goes_on():
+            return self._costs.nothing(state.roots_B)
+        trees = self._cheap_trees(state, memory)
+        asked, expected = self._worth_asking(trees)
         if asked:
-            drafted = self.grower.grow(state)
-            for tree in drafted:
-                self._remember_promise(tree)
-            memory.drafted = {
-                row.index: (row.length, tree) for row, tree in zip(state.rows, drafted, strict=True)
-            }
-            trees = [self._believed(tree) for tree in drafted]
-        else:
-            self._tree_trust.forgive()
-            self._belief.forgive()
-            trees = [PrefixTree(root) for root in state.roots_B.tolist()]
-        for tree, (tokens, chances) in zip(trees, found, strict=True):
-            tree.add_path(tokens, chances)
+            assert self._costly is not None
+            for tree, drafted in zip(
+                trees, self._costly.grow(state, self._costs.usual), strict=True
+            ):
+                tree.merge(drafted)
+        elif self._costly is not None:
+            self._costly.forgive()
+            self._ahead.forgive()
+        belief = self._together if asked else self._alone
         drafts, promised = self._costs.cut(
-            trees,
-            state.roots_B.device,
-            asked=asked,
-            belief=self._belief.factor if asked else 1.0,
+            trees, state.roots_B.device, asked=asked, belief=belief.factor
         )
         if asked:
             self._costs.learn_drafting(time.perf_counter() - started)
-        if asked and promised:
-            memory.promised = (promised, sum(row.length for row in state.rows), state.rows)
+            memory.promise(state, self._ahead, expected)
+        if promised:
+            memory.promise(state, belief, promised)
+        else:
+            belief.forgive()
+        self._rest.after(drafted=promised > 0)
         return drafts
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
         """See Observer."""
-        if isinstance(self.grower, Observer):
-            self.grower.observe(tree, logits_BNV)
+        if self._rest.now:
+            return
+        for grower in self._growers():
+            grower.observe(tree, logits_BNV)
 
-    def _expected_by_depth(self) -> list[float]:
-        """The chance that a base tree holds the first 1, 2, .. tokens; empty before the first."""
-        factors = self._tree_trust.factors(len(self._promise))
-        pairs = zip(self._promise, factors[1:], strict=True)
-        return [min(promise * factor, 1.0) for promise, factor in pairs]
+    def _growers(self) -> list[TrustedGrower]:
+        return [grower for grower in (self._cheap, self._costly) if grower is not None]
 
-    def _remember_promise(self, tree: PrefixTree) -> None:
-        by_depth = [0.0] * max(tree.depth)
-        for node in tree.best_first()[: self._costs.usual]:
-            by_depth[tree.depth[node] - 1] += tree.chances[node]
-        self._promise += by_depth[len(self._promise) :]
-        for level, chance in enumerate(by_depth):
-            self._promise[level] += 0.1 * (chance - self._promise[level])
+    def _cheap_trees(self, state: DecodingState, memory: _Memory) -> list[PrefixTree]:
+        if self._cheap is not None:
+            trees = self._cheap.grow(state, self._costs.usual)
+        else:
+            trees = [PrefixTree(root) for root in state.roots_B.tolist()]
+        for tree, found in zip(trees, memory.suffixes.continuations(state), strict=True):
+            tree.add_path(*found)
+        return trees
 
-    def _believed(self, drafted: PrefixTree) -> PrefixTree:
-        """A copy whose chances are what they have turned out to be."""
-        factors = self._tree_trust.factors(max(drafted.depth))
-        tree = PrefixTree(drafted.tokens[0])
-        for node in range(1, len(drafted)):
-            chance = drafted.chances[node] * factors[drafted.depth[node]]
-            tree.add(drafted.parents[node], drafted.tokens[node], chance)
-        return tree
+    def _worth_asking(self, trees: list[PrefixTree]) -> tuple[bool, float]:
+        if self._costly is None:
+            return False, 0.0
+        promised = self._costly.expected_by_depth()
+        if not promised:
+            return True, 0.0
+        return self._costs.worth_asking(trees, promised, self._alone.factor, self._ahead.factor)
+
+
+class Rest:
+    """Steps for which drafting is not thought about: the longer, the longer it has not paid."""
+
+    def __init__(self) -> None:
+        self.now = False  # whether the step being taken is one
+        self._left = self._length = 0
+
+    def goes_on(self) -> bool:
+        """Whether the next step is one."""
+        self._left -= 1
+        self.now = self._left >= 0
+        return self.now
+
+    def after(self, *, drafted: bool) -> None:
+        """A step that was thought about: whether anything was drafted."""
+        self._length = 0 if drafted else min(2 * self._length + 1, _LONGEST_REST)
+        self._left = self._length
 
 
 class _Memory:
-    """Of the texts being decoded: their suffixes, and the trees last drafted for them."""
+    """Of the texts being decoded: their suffixes, and what was last promised for them."""
 
     def __init__(self, trust: SuffixTrust, most: int) -> None:
         self.suffixes = SuffixMemory(trust, most)
-        self.drafted: dict[int, tuple[int, PrefixTree]] = {}
-        self.promised: tuple[float, int, list[Row]] | None = None
+        self._promises: list[tuple[Belief, float]] = []
+        self._rows: list[Row] = []
+        self._before = 0
 
-    def learn(self, state: DecodingState, trust: TreeTrust, belief: Belief) -> None:
-        """Compare the trees drafted last with what was committed since."""
-        if self.promised is not None:
-            promised, before, rows = self.promised
-            belief.learn(promised, sum(row.length - 1 for row in rows) - before)
-            self.promised = None
-        for row in state.rows:
-            length, tree = self.drafted.pop(row.index, (row.length, None))
-            if tree is not None:
-                trust.learn(tree, row.behind(length))
+    def promise(self, state: DecodingState, belief: Belief, tokens: float) -> None:
+        """So many drafted tokens are expected to be accepted in this step."""
+        self._promises.append((belief, tokens))
+        self._rows = state.rows
+        self._before = sum(row.length for row in state.rows)
+
+    def keep_promises(self) -> None:
+        """Compare what was promised for the last step with what was committed."""
+        accepted = sum(row.length - 1 for row in self._rows) - self._before
+        for belief, promised in self._promises:
+            belief.learn(promised, accepted)
+        self._promises.clear()

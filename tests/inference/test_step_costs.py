@@ -49,13 +49,12 @@ def test_a_depth_promises_no_more_than_a_certainty() -> None:
 
 def test_a_drafter_is_asked_where_it_adds_more_than_it_costs() -> None:
     costs = StepCosts({0: 1.0, 4: 1.1}, draft_seconds=0.4)
-    drafted = [0.8, 0.5, 0.3]
-    assert costs.worth_asking([[]], drafted)
+    drafted, unknown, known = [0.8, 0.5, 0.3], PrefixTree(0), chain(0.98, 0.96, 0.94, 0.92)
+    assert costs.worth_asking([unknown], drafted)[0]
     # 4.8 tokens in 1.1 seconds against at most 5.0 in 1.5.
-    assert not costs.worth_asking([[0.98, 0.96, 0.94, 0.92]], drafted)
-    assert not costs.worth_asking([[]], [0.2, 0.1])
-    assert costs.worth_asking([[0.99] * 4], [])  # nothing is known of it yet
-    assert costs.worth_asking([[0.98, 0.96, 0.94, 0.92], [], [], []], drafted)
+    assert not costs.worth_asking([known], drafted)[0]
+    assert not costs.worth_asking([unknown], [0.2, 0.1])[0]
+    assert costs.worth_asking([known, unknown, unknown, unknown], drafted)[0]
 
 
 def test_noise_of_measurement_is_smoothed() -> None:
@@ -84,16 +83,16 @@ def test_promises_are_believed_in_part() -> None:
     assert drafts.num_nodes == 4 and promised == pytest.approx(0.9)
     drafts, promised = costs.cut([tree], CPU, belief=0.4)
     assert drafts.num_nodes == 1 and promised == 0
-    assert costs.worth_asking([[]], [0.5, 0.3, 0.1])
-    assert not costs.worth_asking([[]], [0.5, 0.3, 0.1], belief=0.4)
+    assert costs.worth_asking([PrefixTree(0)], [0.5, 0.3, 0.1])[0]
+    assert not costs.worth_asking([PrefixTree(0)], [0.5, 0.3, 0.1], belief=0.4)[0]
 
 
 def test_drafting_costs_what_it_has_cost() -> None:
     costs = StepCosts({0: 1.0, 3: 1.2}, draft_seconds=0.1)
-    assert costs.worth_asking([[]], [0.4, 0.2, 0.1])
+    assert costs.worth_asking([PrefixTree(0)], [0.4, 0.2, 0.1])[0]
     for _ in range(100):
         costs.learn_drafting(0.9)
-    assert not costs.worth_asking([[]], [0.4, 0.2, 0.1])
+    assert not costs.worth_asking([PrefixTree(0)], [0.4, 0.2, 0.1])[0]
     # Once it was asked, that is spent whatever the size: more nodes are worth more.
     assert nodes(costs.cut([chain(0.3, 0.05, 0.01)], CPU, asked=False)) == 4
     assert nodes(costs.cut([chain(0.15, 0.05, 0.01)], CPU, asked=False)) == 4
