@@ -144,7 +144,9 @@ def test_a_lossy_rule_says_so_once(
 def test_groups_are_the_tokens_of_a_step(
     speaker: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Of one size: how many nodes `auto` takes depends on how long steps took.
     base = [str(speaker / "heads"), "--prompt", "def f(", "--max-new-tokens", "60", "--stats"]
+    base += ["--tree", "15"]
     assert main(base) == 0
     plain = capsys.readouterr()
     steps = int(re.findall(r"in (\d+) steps", plain.err)[0])
