@@ -121,7 +121,9 @@ def test_a_repository(model: Any, folder: str, tmp_path: Path) -> None:
     expected = seeded(model, max_new_tokens=40)
     assert torch.equal(seeded(model, **hub), expected)
     assert torch.equal(seeded(model, **hub, revision=commit), expected)
-    with pytest.raises(ValueError, match="expected a heads checkpoint at 'user/none': there is no such folder"):
+    with pytest.raises(
+        ValueError, match="expected a heads checkpoint at 'user/none': there is no such folder"
+    ):
         seeded(model, **hub, heads="user/none")
 
 
