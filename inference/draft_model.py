@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_heads.draft_checkpoint import check_vocabulary, read_draft_sidecar
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.drafters.draft_model import DraftModelDrafter
+from medusa_heads.inference.drafters.sampled_tree import SampledTreeDrafter
 from medusa_heads.inference.named_target import load_target
 from medusa_heads.target import TargetModel
 
@@ -26,7 +27,9 @@ class DraftedModel(AssistedModel):
         target: the causal LM; it is not modified.
         draft: a causal LM with the target's token ids; put into evaluation mode.
         tree: `"chain"` or `"chain:6"`, the draft's likeliest tokens in a row; `"dynamic:12"`, the
-            12 likeliest nodes of a tree; `"auto"` is `"chain"`.
+            12 likeliest nodes of a tree; `"sampled:6"`, tokens drawn in a row where the target's
+            are drawn; `"sampled:3x2x1"`, a tree with 3 drawn tokens behind the text, 2 behind each
+            of them, 1 behind each of those; `"auto"` is `"chain"`.
         depth: tokens that a chain without a number, or a tree, is deep.
         acceptance, acceptance_settings, compile, compile_backend: see AssistedModel.
 
@@ -66,8 +69,18 @@ class DraftedModel(AssistedModel):
             ValueError: an unknown form, or more nodes than the draft model will offer.
         """
         kind, _, number = ("chain", "", "") if tree == "auto" else tree.partition(":")
-        if number and not (number.isdigit() and int(number)):
+        numbers = number.split("x") if kind == "sampled" else [number]
+        if number and not all(each.isdigit() and int(each) for each in numbers):
             raise ValueError(f"a draft has at least 1 token, got {tree!r}")
+        if kind == "sampled" and number:
+            branching = [int(each) for each in numbers]
+            if len(branching) == 1:
+                branching = [1] * branching[0]
+            elif self._chain_only:
+                branching = [1] * len(branching)
+            self.drafter = SampledTreeDrafter(self.draft, self.target.vocab_size, branching)
+            self.tree = f"sampled:{'x'.join(map(str, branching))}"
+            return
         if kind == "chain" or (kind == "dynamic" and number and self._chain_only):
             shape = {"depth": int(number) if kind == "chain" and number else depth}
         elif kind == "dynamic" and number:
@@ -76,7 +89,8 @@ class DraftedModel(AssistedModel):
             shape = {"depth": depth, "width": width, "num_drafted": nodes}
         else:
             raise ValueError(
-                f"a draft model's tree must be auto, chain, chain:N or dynamic:N, got {tree!r}"
+                f"a draft model's tree must be auto, chain, chain:N, dynamic:N, sampled:N "
+                f"or sampled:AxBx.., got {tree!r}"
             )
         self.drafter = DraftModelDrafter(self.draft, self.target.vocab_size, **shape)
         self.tree = f"chain:{shape['depth']}" if "width" not in shape else tree

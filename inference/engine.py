@@ -88,6 +88,8 @@ def decode(
                 generation_config.max_length,
                 keeps_fresh=drafter.reads_prompt,
             )
+            if generation_config.do_sample:
+                state.warpers = logits_processor
             reading: AbstractContextManager[list[Tensor]] = nullcontext([])
             if drafter.reads_prompt:
                 reading = target.capture_prompt()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from medusa_heads.attention import TreeMask, additive
 from medusa_heads.cache import RowCache
@@ -33,6 +34,8 @@ class DecodingState:
         roots_B: the last committed token, the next tree's node 0.
         hidden_BD: the target's hidden state that yielded it.
         memories: what drafters keep of the text between two steps, each under a key of its own.
+        warpers: what the target's logits go through before a token is drawn; None where none is
+            drawn.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class DecodingState:
         self.roots_B: Tensor
         self.hidden_BD: Tensor
         self.memories: dict[Any, Any] = {}
+        self.warpers: LogitsProcessorList | None = None
         self._fresh: list[tuple[Tensor, list[list[int]]]] = []
         self._fresh_was_read = True
         self._keeps_fresh = keeps_fresh

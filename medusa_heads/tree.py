@@ -1,6 +1,6 @@
 """Token trees: what a drafter proposes and one forward of the target verifies.
 
-Shapes: B batch, N tree nodes, K heads.
+Shapes: B batch, N tree nodes, K heads, V vocabulary.
 
 Node 0 is the last committed token; every other node's parent has a smaller index. Here is a tree of
 seven nodes, drawn with the token of each node, and its ancestor mask (a row sees its own path):
@@ -17,8 +17,8 @@ seven nodes, drawn with the token of each node, and its ancestor mask (a row see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -38,6 +38,8 @@ class TokenTree:
         ancestors_BNN: True where the column is the row's node itself or one of its ancestors.
         log_probs_BN: the draft's log-probability of each node after its parent, where the drafter
             knows it; only lossy acceptance rules ask for it.
+        drawn_from: of nodes whose children were drawn rather than chosen: the distribution [B, V]
+            they were drawn from, one after the other and none twice, in the order of their indices.
     """
 
     tokens_BN: Tensor
@@ -45,6 +47,7 @@ class TokenTree:
     depth_BN: Tensor
     ancestors_BNN: Tensor
     log_probs_BN: Tensor | None = None
+    drawn_from: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def num_nodes(self) -> int:

@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList
 
 from medusa_heads.inference.acceptance.base import AcceptanceRule
 from medusa_heads.inference.acceptance.lossless import SampleThenMatch
+from medusa_heads.inference.acceptance.rejection import RejectionSampling
 from medusa_heads.inference.acceptance.relaxed import (
     LogRatioAcceptance,
     ThresholdAcceptance,
@@ -16,7 +17,7 @@ from medusa_heads.inference.acceptance.relaxed import (
 )
 
 RULES: dict[str, type[Any]] = {
-    "lossless": SampleThenMatch,
+    "lossless": RejectionSampling,
     "typical": TypicalAcceptance,
     "threshold": ThresholdAcceptance,
     "log_ratio": LogRatioAcceptance,
@@ -54,6 +55,7 @@ __all__ = [
     "RULES",
     "AcceptanceRule",
     "LogRatioAcceptance",
+    "RejectionSampling",
     "SampleThenMatch",
     "ThresholdAcceptance",
     "TypicalAcceptance",

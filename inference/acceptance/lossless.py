@@ -62,6 +62,13 @@ class SampleThenMatch:
         ]
 
     def _draw(self, logits_NV: Tensor, row: Row, node: int) -> int:
+        scores_1V = self._scores(logits_NV, row, node)
+        if self._do_sample:
+            return int(torch.multinomial(torch.softmax(scores_1V, dim=-1), num_samples=1))
+        return int(scores_1V.argmax(dim=-1))
+
+    def _scores(self, logits_NV: Tensor, row: Row, node: int) -> Tensor:
+        """What the processors make of a node's logits, [1, V] in fp32, and recorded if asked."""
         ids: Any = row.ids_1T()
         # In fp32 and on the ids' device, as generate() hands logits to the processors.
         logits: Any = logits_NV[node, None].to(copy=True, dtype=torch.float32, device=ids.device)
@@ -73,9 +80,7 @@ class SampleThenMatch:
         scores_1V = self._processors(ids, logits)[row.index if self._by_batch_row else 0, None]
         if row.recorder:
             row.recorder.record(scores_1V, raw[:1])
-        if self._do_sample:
-            return int(torch.multinomial(torch.softmax(scores_1V, dim=-1), num_samples=1))
-        return int(scores_1V.argmax(dim=-1))
+        return scores_1V
 
 
 def _walk(

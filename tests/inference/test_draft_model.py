@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
-from medusa_heads.inference.drafters import draft_model
+from medusa_heads.inference.drafters import drafted_text
 from medusa_heads.inference.drafters.draft_model import DraftModelDrafter
 from medusa_heads.inference.engine import decode
 from medusa_heads.inference.state import DecodingState
@@ -189,7 +189,7 @@ def test_a_draft_that_is_not_rolled_back_is_caught(
             path.append(parents.index(path[-1] if path else -1))
         return path
 
-    monkeypatch.setattr(draft_model, "_walk", trusting)
+    monkeypatch.setattr(drafted_text, "_walk", trusting)
     assert max(checked_run(target, drafts["near"], SHAPES["tree"], 1)) > 0.1
 
 

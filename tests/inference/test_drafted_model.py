@@ -28,8 +28,11 @@ def pair(tiny_llama: TinyLlama) -> tuple[Any, Any]:
     return target, draft
 
 
+SAMPLED = [("sampled:3", 4), ("sampled:3x2x1", 16)]
+
+
 @pytest.mark.parametrize(
-    ("tree", "nodes"), [("auto", 5), ("chain", 5), ("chain:2", 3), ("dynamic:9", 10)]
+    ("tree", "nodes"), [("auto", 5), ("chain", 5), ("chain:2", 3), ("dynamic:9", 10), *SAMPLED]
 )
 def test_the_words_for_drafts(pair: tuple[Any, Any], tree: str, nodes: int) -> None:
     target, draft = pair
@@ -45,8 +48,11 @@ def test_the_words_for_drafts(pair: tuple[Any, Any], tree: str, nodes: int) -> N
 @pytest.mark.parametrize(
     ("tree", "sentence"),
     [
-        ("static:4", "auto, chain, chain:N or dynamic:N, got 'static:4'"),
-        ("dynamic", "auto, chain, chain:N or dynamic:N"),
+        ("static:4", "dynamic:N, sampled:N or sampled:AxBx.., got 'static:4'"),
+        ("dynamic", "must be auto, chain, chain:N"),
+        ("sampled", "must be auto, chain, chain:N"),
+        ("sampled:2x0", "at least 1 token"),
+        ("sampled:2x200", "1 to 199 tokens behind each node"),
         ("chain:0", "at least 1 token"),
         ("chain:x", "at least 1 token"),
         ("dynamic:99999", "got 99999"),
