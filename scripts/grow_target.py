@@ -1,0 +1,199 @@
+"""Grow a trained small Llama, and heads trained on it, to the size of a large one: the same text at
+a large model's cost.
+
+python -m scripts.grow_target assets/demo-target runs/0.1b --shape 0.1b --heads runs/demo/heads
+python -m scripts.grow_target assets/demo-target runs/grown --shape 1b --num_hidden_layers 12
+
+Speed can so be measured at a size that nothing needs to be downloaded for, with the acceptance that
+trained heads really have. What is written says that it was grown (`grown_from` in config.json), and
+whatever is reported of it must say so too. The matrices are stored and multiplied in full: what was
+added costs what any weights cost, zeros or not. Zeros alone might still be cheaper to move or draw
+less power, so noise stands wherever nothing reads it. Two things are unlike a model that was
+trained at that size: layers and heads that were added do nothing, so that leaving out layers says
+nothing of real models, and acceptance is the small model's.
+
+OUTPUT/target is an ordinary transformers model, OUTPUT/heads a checkpoint for it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from medusa_heads.cli.arguments import parse_arguments, run_command
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from medusa_heads import TargetModel
+    from medusa_heads.checkpoint import LoadedHeads
+    from medusa_heads.heads import DraftHeads
+
+
+@dataclass
+class Arguments:
+    """What to grow, and to which size."""
+
+    target: str = field(metadata={"help": "hub id or folder of a Llama"})
+    output: str = field(metadata={"help": "folder for target/ and heads/"})
+    shape: Literal["0.1b", "1b", "7b"] | None = field(
+        default=None, metadata={"help": "sizes of a Llama; by default the target's own"}
+    )
+    hidden_size: int | None = field(default=None, metadata={"help": "instead of the shape's"})
+    intermediate_size: int | None = field(default=None, metadata={"help": "instead of the shape's"})
+    num_hidden_layers: int | None = field(default=None, metadata={"help": "instead of the shape's"})
+    num_attention_heads: int | None = field(
+        default=None, metadata={"help": "instead of the shape's"}
+    )
+    num_key_value_heads: int | None = field(
+        default=None, metadata={"help": "instead of the shape's"}
+    )
+    head_dim: int | None = field(default=None, metadata={"help": "instead of the shape's"})
+    vocab_size: int | None = field(default=None, metadata={"help": "instead of the shape's"})
+    heads: str | None = field(
+        default=None, metadata={"help": "heads checkpoint of the target, to be grown with it"}
+    )
+    dtype: Literal["bfloat16", "float32"] = field(
+        default="bfloat16",
+        metadata={"help": "of what is written; in bfloat16 rescaled weights are rounded anew"},
+    )
+    seed: int = field(default=0, metadata={"help": "of the noise in weights that nothing reads"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Grow as the flags say; returns the exit code."""
+    prog = "grow_target"
+
+    def work() -> None:
+        (arguments,) = parse_arguments(
+            (Arguments,),
+            argv,
+            prog=prog,
+            description=__doc__ or "",
+            positional=("target", "output"),
+        )
+        grow(arguments)
+
+    return run_command(work, prog=prog)
+
+
+def grow(arguments: Arguments) -> None:
+    """Grow target and heads, compare them with the small ones, and write them.
+
+    Raises:
+        ValueError: target, heads or shape cannot be grown, or something stands at the output.
+    """
+    output = Path(arguments.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"expected no folder, or an empty one, at {str(output)!r}")
+    import torch
+    from rich.console import Console
+    from transformers import logging
+    from transformers.utils.logging import disable_progress_bar
+
+    from medusa_heads import TargetModel
+    from medusa_heads.checkpoint import load_heads, save_heads
+    from medusa_heads.hub.pull import find_checkpoint
+    from scripts.grown_heads import grow_heads, provenance_of_grown
+    from scripts.grown_llama import check_llama, grow_llama
+    from scripts.grown_shape import SHAPES, Shape
+
+    logging.set_verbosity_error()
+    disable_progress_bar()
+    console = Console(soft_wrap=True, highlight=False)
+    dtype = getattr(torch, arguments.dtype)
+    small = TargetModel.from_pretrained(arguments.target, dtype=torch.float32)
+    check_llama(small.model.config, arguments.target)
+    own = Shape.of(small.config)
+    shape = own if arguments.shape is None else SHAPES[arguments.shape]
+    shape = shape.with_sizes({name: getattr(arguments, name) for name in own.names()})
+    if shape == own:
+        raise ValueError("nothing would grow: give --shape or sizes above the target's")
+    loaded = None
+    if arguments.heads is not None:
+        loaded = load_heads(find_checkpoint(arguments.heads), small)
+    small_llama: Any = small.model
+    grown, place = grow_llama(small_llama, shape, dtype=dtype, seed=arguments.seed)
+    grown.generation_config = small_llama.generation_config
+    grown.config._name_or_path = str(output / "target")
+    target = TargetModel(grown)
+    target.freeze()
+    heads = None
+    if loaded is not None:
+        heads = grow_heads(loaded, target, place, dtype=dtype, seed=arguments.seed)
+    compared = _compare(small, target, loaded, heads)
+    for what, (difference, spread) in compared.items():
+        console.print(f"{what}: logits differ by {difference:.2g} at most, spread {spread:.2g}")
+    output.mkdir(parents=True, exist_ok=True)
+    _write_target(grown, arguments.target, output / "target")
+    count = sum(parameter.numel() for parameter in grown.parameters())
+    console.print(f"Written: {output / 'target'}, {count / 1e6:.1f} M parameters")
+    if loaded is not None and heads is not None:
+        save_heads(
+            output / "heads",
+            heads,
+            target,
+            statistics=loaded.statistics,
+            provenance=provenance_of_grown(loaded, place),
+            dtype=dtype,
+        )
+        console.print(f"Written: {output / 'heads'}")
+
+
+def _compare(
+    small: TargetModel, target: TargetModel, loaded: LoadedHeads | None, heads: DraftHeads | None
+) -> dict[str, tuple[float, float]]:
+    """The largest difference of logits on a text of random tokens, and how far they spread."""
+    import torch
+
+    ids_BT = torch.randint(small.vocab_size, (1, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        hidden, grown_hidden = small.hidden(ids_BT), target.hidden(ids_BT)
+        found = {
+            "target": (
+                small.get_output_embeddings()(hidden),
+                target.get_output_embeddings()(grown_hidden),
+            )
+        }
+        if loaded is not None and heads is not None:
+            # What follows each position, as many tokens as there are heads.
+            following_BTK = torch.stack(
+                [ids_BT.roll(-1 - i, dims=1) for i in range(heads.config.num_heads)], dim=-1
+            )
+            found["heads"] = (
+                loaded.heads(loaded.heads.encode(hidden, ids_BT), following_BTK),
+                heads(heads.encode(grown_hidden, ids_BT), following_BTK),
+            )
+    return {name: _difference(*logits) for name, logits in found.items()}
+
+
+def _difference(before: Tensor, after: Tensor) -> tuple[float, float]:
+    difference = (before - after[..., : before.shape[-1]].float()).abs().max()
+    return float(difference), float(before.std())
+
+
+def _write_target(model: Any, came_from: str, folder: Path) -> None:
+    """Beside its place first, with the tokenizer of the model it was made of, if that has one."""
+    from transformers import AutoTokenizer
+
+    staging = Path(tempfile.mkdtemp(prefix=".growing-", dir=folder.parent))
+    try:
+        model.save_pretrained(staging)
+        try:
+            AutoTokenizer.from_pretrained(came_from).save_pretrained(staging)
+        except (OSError, ValueError):
+            print("no tokenizer lies beside the target: none is written", file=sys.stderr)
+        staging.chmod(0o755)
+        os.replace(staging, folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
