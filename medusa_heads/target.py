@@ -5,10 +5,8 @@ Shapes: B batch, T tokens, N tree nodes, S cache slots, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +16,7 @@ from medusa_heads.attention import SUPPORTED_ATTENTION, TreeMask, tree_attention
 from medusa_heads.cache import RowCache
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.fingerprint import lm_head_sha256, weights_sha256
+from medusa_heads.loading import load_causal_lm
 from medusa_heads.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -60,34 +59,9 @@ class TargetModel:
         Raises:
             ValueError: nothing loadable stands at `name_or_path`.
         """
-        name = str(name_or_path)
-        # No hub id looks like this: the hub need not be asked, several times, for many seconds.
-        path_like = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if path_like:
-            name = str(Path(name).expanduser())
-            if not Path(name).is_dir():
-                raise ValueError(
-                    f"expected a causal language model in a folder {name!r}, found none"
-                )
-        from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM
-
-        model: Any
-        try:
-            with _quiet_hub():
-                model = AutoModelForCausalLM.from_pretrained(
-                    name, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
-                )
-        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(
-                f"expected a causal language model (a hub id or a local folder) at "
-                f"{name!r}: {reason}"
-            ) from error
-        if not path_like and not Path(name).is_dir():
-            model.config._commit_hash = _commit(name, kwargs)
+        model: Any = load_causal_lm(
+            str(name_or_path), dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
+        )
         if device is not None:
             model.to(device)
         target = cls(model)
@@ -289,28 +263,6 @@ class TargetModel:
         Without the adapter it is that of the target before a LoRA adapter was put into it.
         """
         return weights_sha256(self.model, with_adapter=with_adapter)
-
-
-def _commit(repo_id: str, where: dict[str, Any]) -> str | None:
-    """The commit that a model was just loaded at, which transformers 5.23 no longer says: the name
-    of its folder in the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    kwargs = {name: where[name] for name in ("revision", "cache_dir") if where.get(name)}
-    found = try_to_load_from_cache(repo_id, "config.json", **kwargs)
-    return Path(found).parent.name if isinstance(found, str) else None
-
-
-@contextmanager
-def _quiet_hub() -> Iterator[None]:
-    """The hub's client reports every failed attempt; the error that follows says it once."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:
