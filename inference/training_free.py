@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from medusa_heads.compiled import CompiledTarget
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
+from medusa_heads.inference.drafters.early_exit import EarlyExitTrees, ThinnedTarget
 from medusa_heads.inference.drafters.lookahead import WINDOW, LookaheadDrafter
 from medusa_heads.inference.drafters.recycling import RecyclingDrafter
 from medusa_heads.inference.drafters.suffix import SuffixDrafter
+from medusa_heads.inference.exit_costs import exit_costs
+from medusa_heads.inference.layer_stack import LayerStack
+from medusa_heads.inference.skip_search import best_skip_set
+from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.inference.target_costs import target_costs
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DRAFTERS = ("auto", "suffix", "recycling", "lookahead", "lookahead+suffix")
+DRAFTERS = (
+    "auto",
+    "suffix",
+    "recycling",
+    "lookahead",
+    "lookahead+suffix",
+    "early_exit",
+    "early_exit+suffix",
+)
 _WIDEST = 31  # nodes of the recycled tree that a step's own tree is picked from
+_USUAL_LENGTH = 3  # tokens of an early exit's draft, until it is known better
 
 
 class TrainingFreeModel(AssistedModel):
@@ -30,12 +49,20 @@ class TrainingFreeModel(AssistedModel):
         drafter: `"suffix"`, what followed where the text last ended as it does now; `"recycling"`,
             what the target took to follow each token when it last read it; `"auto"`, both in one
             tree; `"lookahead"`, n-grams of its own parallel guesses at later tokens, and
-            `"lookahead+suffix"`. Each verifies at every step as many nodes as pay on this machine.
+            `"lookahead+suffix"`; `"early_exit"`, the target itself without the layers that its
+            drafts can best do without, `"early_exit:4"`, with its first 4 layers alone, and either
+            of them `+suffix`. Each verifies at every step as many nodes as pay on this machine.
+        calibration: token ids [B, T] of text without padding, on which `"early_exit"` tries which
+            layers to leave out; by default the target writes some. What is found is kept on disk.
         acceptance, acceptance_settings, compile, compile_backend: see AssistedModel.
+
+    Attributes:
+        skipped_layers: of early exit: the layers, counted from 0, that drafts do without.
 
     Raises:
         ValueError: an unknown drafter, or one whose trees the target cannot verify.
-        UnsupportedArchitecture: the target cannot be decoded exactly with drafts.
+        UnsupportedArchitecture: the target cannot be decoded exactly with drafts, or its layers
+            cannot be left out.
     """
 
     def __init__(
@@ -43,6 +70,7 @@ class TrainingFreeModel(AssistedModel):
         target: TargetModel | PreTrainedModel,
         drafter: str = "auto",
         *,
+        calibration: Tensor | None = None,
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
         compile: bool = False,
@@ -56,12 +84,27 @@ class TrainingFreeModel(AssistedModel):
             compile=compile,
             compile_backend=compile_backend,
         )
+        name, _, suffix = drafter.partition("+")
+        name, _, kept = name.partition(":")
+        if calibration is not None and (name != "early_exit" or kept):
+            raise ValueError(
+                f"calibration is of the drafter 'early_exit', {drafter!r} tries nothing"
+            )
         if self._chain_only and drafter != "suffix":
             raise ValueError(
                 f"the drafter {drafter!r} adds branches, and this target verifies chains alone: "
                 "use 'suffix'"
             )
         self.method = drafter
+        self._name, self._suffix = name, bool(suffix)
+        self.skipped_layers: tuple[int, ...] = ()
+        if name == "early_exit":
+            if isinstance(self.target, CompiledTarget):
+                raise ValueError(
+                    "early_exit runs layers of an uncompiled target: leave compile out"
+                )
+            self._stack = LayerStack(self.target)
+            self.skipped_layers = self._layers_to_skip(int(kept) if kept else None, calibration)
         self._by_rows: dict[int, Drafter] = {}
         self.drafter = self._drafter_for(1)
 
@@ -79,10 +122,21 @@ class TrainingFreeModel(AssistedModel):
         Raises:
             ValueError: nothing loadable stands there, or see the class.
         """
-        names = ("acceptance", "acceptance_settings", "compile", "compile_backend")
+        names = ("calibration", "acceptance", "acceptance_settings", "compile", "compile_backend")
         _check_drafter(drafter)  # before seconds of loading
         own = {name: kwargs.pop(name) for name in names if name in kwargs}
         return cls(TargetModel.from_pretrained(str(target), **kwargs), drafter, **own)
+
+    def _layers_to_skip(self, kept: int | None, calibration: Tensor | None) -> tuple[int, ...]:
+        if kept is None:
+            costs = partial(exit_costs, self.target, self._stack)
+            return best_skip_set(self.target, self._stack, costs, calibration)
+        if not 0 < kept < len(self._stack):
+            raise ValueError(
+                f"early_exit:N keeps at least 1 of the target's {len(self._stack)} layers and "
+                f"leaves one out, got {self.method!r}"
+            )
+        return tuple(range(kept, len(self._stack)))
 
     def _drafter_for(self, batch_size: int) -> Drafter:
         if batch_size not in self._by_rows:
@@ -90,17 +144,28 @@ class TrainingFreeModel(AssistedModel):
         return self._by_rows[batch_size]
 
     def _make(self, batch_size: int) -> Drafter:
-        name, _, suffix = self.method.partition("+")
-        if name == "lookahead":
+        if self._name == "lookahead":
             beside = target_costs(self.target, batch_size, WINDOW)
-            return LookaheadDrafter(beside, suffix=bool(suffix))
+            return LookaheadDrafter(beside, suffix=self._suffix)
+        if self._name == "early_exit":
+            return self._make_early_exit(batch_size)
         costs = target_costs(self.target, batch_size)
-        if name == "suffix":
+        if self._name == "suffix":
             return SuffixDrafter(costs)
         recycling = RecyclingDrafter(self.target.vocab_size, min(costs.most, _WIDEST))
-        return BlendedDrafter(None, costs, cheap=recycling, suffix=name == "auto")
+        return BlendedDrafter(None, costs, cheap=recycling, suffix=self._name == "auto")
+
+    def _make_early_exit(self, batch_size: int) -> Drafter:
+        costs = exit_costs(self.target, self._stack, self.skipped_layers, batch_size)
+        thinned = ThinnedTarget(self.target, self._stack, self.skipped_layers)
+        return BlendedDrafter(
+            EarlyExitTrees(thinned, costs),
+            StepCosts(costs.verify, draft_seconds=_USUAL_LENGTH * costs.draft),
+            suffix=self._suffix,
+        )
 
 
 def _check_drafter(drafter: str) -> None:
-    if drafter not in DRAFTERS:
-        raise ValueError(f"drafter must be one of {', '.join(DRAFTERS)}, got {drafter!r}")
+    if re.sub(r"^early_exit:\d+", "early_exit", drafter) not in DRAFTERS:
+        known = [*DRAFTERS, "early_exit:N", "early_exit:N+suffix"]
+        raise ValueError(f"drafter must be one of {', '.join(known)}, got {drafter!r}")

@@ -60,7 +60,7 @@ class LookaheadDrafter:
 
     def __init__(self, costs: StepCosts, *, suffix: bool = False) -> None:
         self.pool = NgramPool(NGRAM, len(_FIRST))
-        self._drafts = BlendedDrafter(PoolTrees(self.pool), costs, suffix=suffix)
+        self._drafts = BlendedDrafter(None, costs, cheap=PoolTrees(self.pool), suffix=suffix)
         # The first level is a chain; what hangs below it is named by rank 1.
         self._shape = TreeShape([(0,) * (column + 1) + (1,) * level for level, column in _CELLS])
         self._asked: tuple[TokenTree, list[_Window]] | None = None

@@ -58,8 +58,9 @@ class DecodingArguments(ModelArguments):
     drafter: str | None = field(
         default=None,
         metadata={
-            "help": "draft without training: auto, suffix, recycling, lookahead or "
-            "lookahead+suffix; the first argument is then the target itself"
+            "help": "draft without training: auto, suffix, recycling, lookahead, "
+            "lookahead+suffix, early_exit, early_exit+suffix, or early_exit:N with the first N "
+            "layers; the first argument is then the target itself"
         },
     )
     acceptance: Literal["lossless", "typical", "threshold", "log_ratio"] = field(

@@ -11,6 +11,7 @@ import torch
 
 from medusa_heads.inference import training_free
 from medusa_heads.inference.drafters.recycling import RecyclingDrafter
+from medusa_heads.inference.exit_costs import ExitCosts
 from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.inference.target_costs import target_costs
 from medusa_heads.inference.training_free import DRAFTERS, TrainingFreeModel
@@ -20,10 +21,13 @@ from tests.conftest import DEVICE, TinyLlama
 
 
 @pytest.fixture(autouse=True)
-def cheap_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def cheap_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Costs of a machine on which many nodes pay, as they do not on a model this small."""
     costs = {0: 1.0, 3: 1.02, 7: 1.05, 15: 1.1, 31: 1.3}
     monkeypatch.setattr(training_free, "target_costs", lambda *_: StepCosts(costs))
+    exits = ExitCosts(draft=0.05, verify=costs)
+    monkeypatch.setattr(training_free, "exit_costs", lambda *_: exits)
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -46,7 +50,8 @@ def test_equals_generate(tiny_llama: TinyLlama, drafter: str, options: dict[str,
         torch.manual_seed(3)
         got_BT: Any = drafted.generate(ids_BT, max_new_tokens=70, **options)
         assert torch.equal(got_BT, expected_BT)
-    if drafter != "suffix":
+    # This text hardly repeats itself, and layers of random weights cannot be left out.
+    if drafter not in ("suffix", "early_exit"):
         assert drafted.last_stats.tokens_per_step > 1.2
 
 

@@ -1,0 +1,140 @@
+"""The layers of a target, any of which can be left out of a forward.
+
+A layer that is left out hands on what it is given; the model's own forward does everything else:
+embeddings, positions, masks of each kind of layer, final norm, lm_head. Whether the layers really
+follow one another is not taken from names but watched in a forward.
+
+Shapes: B batch, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.target import TargetModel
+
+_INSTEAD = "use another drafter"
+
+
+class LayerStack:
+    """The decoder layers of a target, in the order in which they run.
+
+    Args:
+        target: stays as it is; within `without`, forwards of some of its layers are replaced.
+
+    Raises:
+        UnsupportedArchitecture: its layers cannot be found, or do not simply follow one another.
+    """
+
+    def __init__(self, target: TargetModel) -> None:
+        self._kind = target.config.model_type
+        self._layers = _decoder_layers(target)
+        cache = target.new_cache()
+        if len(cache.row_layers) != len(self._layers):
+            raise UnsupportedArchitecture(
+                f"{self._kind} has layers that read the keys and values of others, so that none "
+                "can be left out",
+                _INSTEAD,
+            )
+        if len(self._layers) < 2:
+            raise UnsupportedArchitecture(
+                f"this {self._kind} has one layer, which cannot be left out", _INSTEAD
+            )
+        # How many things a layer returns beside the hidden states; None where it returns them bare.
+        self._returns = self._watch(target)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @contextmanager
+    def without(self, skipped: Collection[int]) -> Iterator[None]:
+        """Within the block, these layers do nothing."""
+        own = [(self._layers[i], self._layers[i].__dict__.get("forward")) for i in skipped]
+        try:
+            for i in skipped:
+                self._layers[i].forward = partial(_hand_on, self._returns[i])
+            yield
+        finally:
+            for layer, forward in own:
+                layer.__dict__.pop("forward", None)
+                if forward is not None:  # such as accelerate puts around a layer
+                    layer.forward = forward
+
+    @torch.no_grad()
+    def _watch(self, target: TargetModel) -> list[int | None]:
+        """Run three tokens, and see that each layer takes what the one before it returned."""
+        taken: list[Any] = []
+        returned: list[Any] = []
+
+        def take(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            taken.append(args[0] if args else kwargs.get("hidden_states"))
+
+        def give(_module: nn.Module, _args: Any, output: Any) -> None:
+            returned.append(output)
+
+        hooks = [
+            hook
+            for layer in self._layers
+            for hook in (
+                layer.register_forward_pre_hook(take, with_kwargs=True),
+                layer.register_forward_hook(give),
+            )
+        ]
+        try:
+            ids_1T = torch.arange(3, device=target.device)[None]
+            target.model(ids_1T, past_key_values=target.new_cache(), use_cache=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        hidden = [output[0] if isinstance(output, tuple) else output for output in returned]
+        follow = len(taken) == len(hidden) == len(self._layers) and all(
+            isinstance(given, Tensor)
+            and isinstance(made, Tensor)
+            and given.shape == made.shape
+            and (i == 0 or torch.equal(given, hidden[i - 1]))
+            for i, (given, made) in enumerate(zip(taken, hidden, strict=True))
+        )
+        more = [output[1:] if isinstance(output, tuple) else () for output in returned]
+        if not follow or any(part is not None for parts in more for part in parts):
+            raise UnsupportedArchitecture(
+                f"{self._kind} has layers that do more than hand hidden states on, so that none "
+                "can be left out",
+                _INSTEAD,
+            )
+        return [len(output) - 1 if isinstance(output, tuple) else None for output in returned]
+
+
+def _decoder_layers(target: TargetModel) -> list[nn.Module]:
+    """The list of as many modules as the configuration counts layers."""
+    model: Any = target.model
+    decoder = model.get_decoder() or model
+    count = getattr(target.config, "num_hidden_layers", None)
+    lists = {
+        name: module
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    }
+    outermost = [
+        module
+        for name, module in lists.items()
+        if not any(name.startswith(f"{other}.") for other in lists)
+    ]
+    if len(outermost) != 1:
+        raise UnsupportedArchitecture(
+            f"{target.config.model_type} has {len(outermost) or 'no'} lists of {count} modules "
+            "that could be its layers, expected one",
+            _INSTEAD,
+        )
+    return list(outermost[0])
+
+
+def _hand_on(more: int | None, *args: Any, **kwargs: Any) -> Any:
+    hidden_BTD = args[0] if args else kwargs["hidden_states"]
+    return hidden_BTD if more is None else (hidden_BTD, *[None] * more)

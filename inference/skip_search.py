@@ -1,0 +1,158 @@
+"""Which of a target's layers to leave out of its drafts: measured on text, kept on disk.
+
+A set's agreement is how often the target without those layers names the token that the whole target
+names, each time behind the whole target's own cache, as it is when a draft's first token is chosen.
+All positions of a text are asked in one forward: position t reads the cached rows before t and
+nothing of the others.
+
+Shapes: B texts, T tokens, S cache slots.
+Source: Zhang et al. 2023, arXiv:2309.08168, section 3.2, with a greedy search in place of theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from medusa_heads.attention import TreeMask
+from medusa_heads.files import replace_file
+from medusa_heads.inference.exit_costs import ExitCosts
+from medusa_heads.inference.layer_stack import LayerStack
+from medusa_heads.inference.step_seconds import measurement_folder
+from medusa_heads.target import TargetModel
+
+_TEXTS, _TOKENS = 4, 128  # of the target's own, where no text is given
+_PROMISING = 6  # layers that are tried next, of those that cost least agreement before
+_HOPELESS = 0.2  # agreement below which no further layer is left out
+
+Measured = dict[tuple[int, ...], float]  # agreement by what is left out
+
+
+def best_skip_set(
+    target: TargetModel,
+    stack: LayerStack,
+    costs: Callable[[Sequence[int]], ExitCosts],
+    text_BT: Tensor | None = None,
+) -> tuple[int, ...]:
+    """The layers without which drafts promise the most tokens per second.
+
+    Args:
+        target: the target.
+        stack: its layers.
+        costs: of drafting without a set of layers.
+        text_BT: token ids to measure on, without padding; by default text of the target's own.
+    """
+    measured = skip_sets(target, stack, text_BT)
+    return max(measured, key=lambda skipped: costs(skipped).speed(measured[skipped]))
+
+
+@torch.no_grad()
+def skip_sets(target: TargetModel, stack: LayerStack, text_BT: Tensor | None = None) -> Measured:
+    """Agreement of every set that was tried: all early exits, and one layer more at a time."""
+    facts = [target.fingerprint(), target.config.to_dict() | {"_name_or_path": None}]
+    facts += [str(target.dtype), None if text_BT is None else text_BT.tolist()]
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    path = measurement_folder().with_name("skip_sets") / f"{key}.json"
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return {tuple(map(int, skipped)): float(share) for skipped, share in stored}
+    except (OSError, ValueError, TypeError):
+        pass  # nothing there, or damaged: measured anew
+    agreement = Agreement(target, stack, own_text(target) if text_BT is None else text_BT)
+    measured = search(agreement, len(stack))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps([[list(skipped), s] for skipped, s in measured.items()]))
+    except OSError:
+        pass  # a read-only home: measured again next time
+    return measured
+
+
+def search(agreement: Callable[[Sequence[int]], float], layers: int) -> Measured:
+    """Measure all early exits, then leave out greedily what costs least agreement.
+
+    Args:
+        agreement: of a set of layers left out.
+        layers: how many there are.
+    """
+    measured: Measured = {
+        tuple(range(kept, layers)): agreement(range(kept, layers)) for kept in range(1, layers)
+    }
+    skipped: tuple[int, ...] = ()
+    promising = list(range(layers))
+    while len(skipped) < layers - 1:
+        found = {}
+        for layer in promising:
+            candidate = tuple(sorted((*skipped, layer)))
+            if candidate not in measured:
+                measured[candidate] = agreement(candidate)
+            found[layer] = measured[candidate]
+        if not skipped:
+            ranked = sorted(found, key=lambda layer: -found[layer])
+        best = max(found, key=lambda layer: found[layer])
+        skipped = tuple(sorted((*skipped, best)))
+        if found[best] < _HOPELESS:
+            break
+        ranked.remove(best)
+        # What was tried last is known best; layers that were never promising are tried late.
+        tried = sorted((layer for layer in ranked if layer in found), key=lambda x: -found[x])
+        ranked = tried + [layer for layer in ranked if layer not in found]
+        promising = ranked[:_PROMISING]
+    return measured
+
+
+class Agreement:
+    """How often the target without some layers agrees with itself on a text.
+
+    Args:
+        target: the target.
+        stack: its layers.
+        text_BT: token ids, without padding.
+    """
+
+    def __init__(self, target: TargetModel, stack: LayerStack, text_BT: Tensor) -> None:
+        self._target, self._stack = target, stack
+        self._text_BT = text_BT.to(target.device)
+        self._cache = target.new_cache(len(text_BT), 2 * text_BT.shape[1])
+        logits_BTV = target.model(self._text_BT, past_key_values=self._cache, use_cache=True).logits
+        self._said_BT = logits_BTV.argmax(dim=-1)
+
+    def __call__(self, skipped: Sequence[int]) -> float:
+        batch, tokens = self._text_BT.shape
+        device = self._text_BT.device
+        before_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril(-1)
+        own_TT = torch.eye(tokens, dtype=torch.bool, device=device)
+        visible_BTS = torch.cat([before_TT, own_TT], dim=1).expand(batch, -1, -1)
+        positions_BT = torch.arange(tokens, device=device).expand(batch, -1)
+        self._cache.set_length(tokens)
+        with self._stack.without(skipped):
+            logits_BTV = self._target.read(
+                self._text_BT, self._cache, TreeMask(visible_BTS, positions_BT, tokens)
+            )
+        return float((logits_BTV.argmax(dim=-1) == self._said_BT).float().mean())
+
+
+def own_text(target: TargetModel) -> Tensor:
+    """Text that the target writes when it is left to itself, the same every time."""
+    start = target.config.bos_token_id
+    tokens = min(_TOKENS, (target.max_positions or _TOKENS + 1) - 1)
+    model = target.model
+    with torch.random.fork_rng(devices=[] if target.device.type == "cpu" else None):
+        torch.manual_seed(0)
+        if start is None:
+            start_B1 = torch.randint(target.vocab_size, (_TEXTS, 1), device=target.device)
+        else:
+            start_B1 = torch.full((_TEXTS, 1), int(start), device=target.device)
+        text_BT: Tensor = model.generate(  # type: ignore[operator]
+            start_B1,
+            attention_mask=torch.ones_like(start_B1),
+            do_sample=True,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            pad_token_id=0,
+        )
+    return text_BT
