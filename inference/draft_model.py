@@ -6,8 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from medusa_heads.compiled import CompiledTarget
 from medusa_heads.draft_checkpoint import check_vocabulary, read_draft_sidecar
 from medusa_heads.inference.assisted import AssistedModel
+from medusa_heads.inference.draft_costs import draft_costs
+from medusa_heads.inference.drafters.adaptive_chain import AdaptiveChainDrafter
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.by_rows import rounded_up
 from medusa_heads.inference.drafters.draft_model import DraftModelDrafter
 from medusa_heads.inference.drafters.sampled_tree import SampledTreeDrafter
 from medusa_heads.inference.named_target import load_target
@@ -29,7 +34,8 @@ class DraftedModel(AssistedModel):
         tree: `"chain"` or `"chain:6"`, the draft's likeliest tokens in a row; `"dynamic:12"`, the
             12 likeliest nodes of a tree; `"sampled:6"`, tokens drawn in a row where the target's
             are drawn; `"sampled:3x2x1"`, a tree with 3 drawn tokens behind the text, 2 behind each
-            of them, 1 behind each of those; `"auto"` is `"chain"`.
+            of them, 1 behind each of those; `"auto"`, a row of tokens, drawn where the target's
+            are drawn, that ends where the next one would cost more than it gains here.
         depth: tokens that a chain without a number, or a tree, is deep.
         acceptance, acceptance_settings, compile, compile_backend: see AssistedModel.
 
@@ -68,18 +74,25 @@ class DraftedModel(AssistedModel):
         Raises:
             ValueError: an unknown form, or more nodes than the draft model will offer.
         """
-        kind, _, number = ("chain", "", "") if tree == "auto" else tree.partition(":")
+        self._adaptive: dict[int, AdaptiveChainDrafter] = {}
+        kind, _, number = tree.partition(":")
+        if tree == "auto" and not isinstance(self.target, CompiledTarget):
+            self.drafter, self.tree = self._adaptive_for(1), tree
+            return
+        if tree == "auto":
+            kind = "chain"  # one graph, whatever the draft's length: a fixed one
         numbers = number.split("x") if kind == "sampled" else [number]
         if number and not all(each.isdigit() and int(each) for each in numbers):
             raise ValueError(f"a draft has at least 1 token, got {tree!r}")
         if kind == "sampled" and number:
-            branching = [int(each) for each in numbers]
-            if len(branching) == 1:
-                branching = [1] * branching[0]
+            levels = [int(each) for each in numbers]
+            if len(levels) == 1:
+                levels = [1] * levels[0]
             elif self._chain_only:
-                branching = [1] * len(branching)
-            self.drafter = SampledTreeDrafter(self.draft, self.target.vocab_size, branching)
-            self.tree = f"sampled:{'x'.join(map(str, branching))}"
+                levels = [1] * len(levels)
+            self.drafter = SampledTreeDrafter(self.draft, self.target.vocab_size, levels)
+            chain = max(levels) == 1
+            self.tree = f"sampled:{len(levels)}" if chain else tree
             return
         if kind == "chain" or (kind == "dynamic" and number and self._chain_only):
             shape = {"depth": int(number) if kind == "chain" and number else depth}
@@ -89,11 +102,24 @@ class DraftedModel(AssistedModel):
             shape = {"depth": depth, "width": width, "num_drafted": nodes}
         else:
             raise ValueError(
-                f"a draft model's tree must be auto, chain, chain:N, dynamic:N, sampled:N "
-                f"or sampled:AxBx.., got {tree!r}"
+                "a draft model's tree must be auto, chain, chain:N, dynamic:N, sampled:N or "
+                f"sampled:AxBx.., got {tree!r}"
             )
         self.drafter = DraftModelDrafter(self.draft, self.target.vocab_size, **shape)
         self.tree = f"chain:{shape['depth']}" if "width" not in shape else tree
+
+    def _drafter_for(self, batch_size: int) -> Drafter:
+        if self.tree != "auto" or batch_size == 1:
+            return self.drafter
+        return self._adaptive_for(batch_size)
+
+    def _adaptive_for(self, batch_size: int) -> AdaptiveChainDrafter:
+        rows = rounded_up(batch_size)
+        if rows not in self._adaptive:
+            costs = draft_costs(self.target, self.draft, rows)
+            vocab_size = self.target.vocab_size
+            self._adaptive[rows] = AdaptiveChainDrafter(self.draft, vocab_size, costs)
+        return self._adaptive[rows]
 
     @classmethod
     def from_pretrained(

@@ -12,9 +12,15 @@ from medusa_heads import DraftedModel, TargetModel
 from medusa_heads.draft_checkpoint import DRAFT_FILE, read_draft_sidecar, save_draft
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.named_target import named_target
+from medusa_heads.inference.step_seconds import CACHE_VARIABLE
 from tests.conftest import TinyLlama
 
 PROMPT = torch.arange(1, 12)[None]
+
+
+@pytest.fixture(autouse=True)
+def measured_apart(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "measured"))
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +38,7 @@ SAMPLED = [("sampled:3", 4), ("sampled:3x2x1", 16)]
 
 
 @pytest.mark.parametrize(
-    ("tree", "nodes"), [("auto", 5), ("chain", 5), ("chain:2", 3), ("dynamic:9", 10), *SAMPLED]
+    ("tree", "nodes"), [("auto", 17), ("chain", 5), ("chain:2", 3), ("dynamic:9", 10), *SAMPLED]
 )
 def test_the_words_for_drafts(pair: tuple[Any, Any], tree: str, nodes: int) -> None:
     target, draft = pair
@@ -42,7 +48,8 @@ def test_the_words_for_drafts(pair: tuple[Any, Any], tree: str, nodes: int) -> N
     expected = target.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **settings)
     got = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **settings)
     assert isinstance(got, torch.Tensor) and torch.equal(got, expected)
-    assert model.last_stats.tokens_per_step > 1.2
+    # Of models this small and equal in size, drafts do not pay: adaptive ones may so be none.
+    assert tree == "auto" or model.last_stats.tokens_per_step > 1.2
 
 
 @pytest.mark.parametrize(
@@ -75,14 +82,14 @@ def test_a_folder_that_names_its_target_needs_nothing_else(
     target.save_pretrained(tmp_path / "target")
     loaded = TargetModel.from_pretrained(str(tmp_path / "target"))
     save_draft(tmp_path / "draft", draft, loaded)
-    model = DraftedModel.from_pretrained(tmp_path / "draft")
+    model = DraftedModel.from_pretrained(tmp_path / "draft", tree="chain")
     got = model.generate(PROMPT, do_sample=False, max_new_tokens=20)
     assert isinstance(got, torch.Tensor) and got.shape == (1, 31)
     assert model.last_stats.tokens_per_step > 1.2
     # A plain model folder names none.
     with pytest.raises(ValueError, match="does not name its target"):
         DraftedModel.from_pretrained(tmp_path / "target")
-    DraftedModel.from_pretrained(tmp_path / "target", target=loaded)
+    DraftedModel.from_pretrained(tmp_path / "target", target=loaded, tree="chain")
     with pytest.raises(ValueError, match="leave them out"):
         DraftedModel.from_pretrained(tmp_path / "draft", target=loaded, dtype="float32")
 
@@ -117,7 +124,7 @@ def test_a_damaged_story_of_a_draft_model(content: str, sentence: str, tmp_path:
 
 def test_sampling_with_the_same_seed_gives_the_same_text(pair: tuple[Any, Any]) -> None:
     target, draft = pair
-    model = DraftedModel(target, draft)
+    model = DraftedModel(target, draft, tree="chain")
     settings: dict[str, Any] = {"do_sample": True, "temperature": 0.5, "max_new_tokens": 40}
     torch.manual_seed(3)
     expected = target.generate(PROMPT, **settings)

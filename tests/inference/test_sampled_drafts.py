@@ -11,6 +11,8 @@ from transformers import LogitsProcessorList
 
 from medusa_heads import DraftedModel
 from medusa_heads.inference.acceptance import RULES, RejectionSampling
+from medusa_heads.inference.draft_costs import DraftCosts
+from medusa_heads.inference.drafters.adaptive_chain import AdaptiveChainDrafter
 from medusa_heads.inference.drafters.drawing import draw_different
 from scripts.prove_sampling import chi_square
 from tests.conftest import DEVICE, TinyLlama
@@ -83,7 +85,10 @@ def p_value(
     target: Any, draft: Any, tree: str, options: dict[str, Any], samples: int
 ) -> tuple[float, float]:
     """Of the texts drawn with these drafts; and their tokens per step."""
-    model = DraftedModel(target, draft, tree=tree)
+    model = DraftedModel(target, draft, tree="chain" if tree == "adaptive" else tree)
+    if tree == "adaptive":
+        costs = DraftCosts([1.0, 1.05, 1.1, 1.3, 1.5], first=0.1, further=0.1)
+        model.drafter = AdaptiveChainDrafter(model.draft, VOCAB, costs)
     counts_C = torch.zeros(VOCAB * VOCAB)
     steps = tokens = 0
     torch.manual_seed(0)
@@ -104,7 +109,7 @@ def check(target: Any, draft: Any, tree: str, warpers: str, samples: int) -> Non
     assert tokens_per_step > 1.1  # an accepted draft, and the token behind it
 
 
-@pytest.mark.parametrize("tree", TREES[:2])
+@pytest.mark.parametrize("tree", [*TREES[:2], "adaptive"])
 @pytest.mark.parametrize("warpers", ["plain", "top-k"])
 def test_drawn_text_follows_the_target(
     target: Any, drafts: dict[str, Any], tree: str, warpers: str
@@ -113,7 +118,7 @@ def test_drawn_text_follows_the_target(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", [*TREES, "adaptive"])
 @pytest.mark.parametrize("warpers", WARPERS)
 @pytest.mark.parametrize("draft", ["near", "bad"])
 def test_drawn_text_follows_the_target_closely(

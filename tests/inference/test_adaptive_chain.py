@@ -1,0 +1,120 @@
+"""Chains that end where the next token costs more than it gains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads import DraftedModel, TargetModel
+from medusa_heads.inference.draft_costs import DraftCosts, draft_costs
+from medusa_heads.inference.drafters.adaptive_chain import AdaptiveChainDrafter
+from medusa_heads.inference.drafters.draft_trust import DraftTrust
+from tests.conftest import DEVICE, TinyLlama
+
+VOCAB = 24
+CHEAP = DraftCosts([1.0 + 0.01 * n for n in range(9)], first=0.02, further=0.02)
+DEAR = DraftCosts([1.0 + 0.3 * n for n in range(9)], first=0.3, further=0.3)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_llama: TinyLlama) -> tuple[Any, Any]:
+    target, draft = tiny_llama(vocab_size=VOCAB), tiny_llama(vocab_size=VOCAB)
+    noise = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
+    return target.to(DEVICE), draft.to(DEVICE)
+
+
+def drafted(target: Any, draft: Any, costs: DraftCosts) -> DraftedModel:
+    model = DraftedModel(target, draft, tree="chain")
+    model.drafter = AdaptiveChainDrafter(model.draft, VOCAB, costs)
+    return model
+
+
+@pytest.mark.parametrize("costs", [CHEAP, DEAR], ids=["cheap", "dear"])
+def test_equals_generate(pair: tuple[Any, Any], costs: DraftCosts) -> None:
+    """One text, and a ragged batch; what is learnt is carried from one to the next."""
+    target, draft = pair
+    model = drafted(target, draft, costs)
+    ids_BT = torch.randint(3, VOCAB, (5, 10), generator=torch.Generator().manual_seed(1))
+    mask_BT = (torch.arange(10) >= torch.tensor([[0], [3], [7], [1], [5]])).long()
+    for rows in (1, 5, 3):
+        inputs = {"input_ids": ids_BT[:rows].to(DEVICE), "attention_mask": mask_BT[:rows]}
+        inputs["attention_mask"] = inputs["attention_mask"].to(DEVICE)
+        for options in ({"max_new_tokens": 40}, {"max_new_tokens": 60, "eos_token_id": 2}):
+            settings: dict[str, Any] = {**inputs, **options, "do_sample": False, "pad_token_id": 0}
+            got_BT: Any = model.generate(**settings)
+            assert torch.equal(got_BT, target.generate(**settings))
+    assert costs is DEAR or model.last_stats.tokens_per_step > 1.3
+
+
+def lengths_drafted(target: Any, draft: Any, costs: DraftCosts) -> list[int]:
+    model = drafted(target, draft, costs)
+    nodes: list[int] = []
+    verify = model.target.verify
+
+    def noted(tree: Any, *others: Any) -> Any:
+        nodes.append(tree.num_nodes - 1)
+        return verify(tree, *others)
+
+    model.target.verify = noted  # type: ignore[method-assign]
+    model.generate(torch.tensor([[5, 6, 7, 8]]).to(DEVICE), do_sample=False, max_new_tokens=300)
+    return nodes
+
+
+def test_lengths_follow_worth_and_costs(pair: tuple[Any, Any], tiny_llama: TinyLlama) -> None:
+    target, draft = pair
+    perfect = lengths_drafted(target, target, CHEAP)
+    assert perfect[-5:] == [8] * 5  # every token is right
+    near = lengths_drafted(target, draft, DEAR)
+    assert max(near[20:]) < 8
+    stranger = tiny_llama(vocab_size=VOCAB, num_layers=1, seed=9).to(DEVICE)
+    useless = lengths_drafted(target, stranger, DEAR)
+    # It rests, and is tried ever more rarely.
+    assert sum(map(bool, useless[-128:])) <= 8 and any(useless)
+
+
+def test_a_draft_model_that_gets_better_is_found_out() -> None:
+    trust = DraftTrust(DEAR)
+    for _ in range(400):
+        if trust.worth_reading(0, 1.0):
+            trust.learn([1], [0.5], [2])
+    tried = [trust.worth_reading(0, 1.0) for _ in range(130)]
+    assert 1 <= sum(tried) <= 3
+    for _ in range(30):
+        trust.learn([1, 1, 1], [0.5] * 3, [1, 1, 1])
+    assert all(trust.worth_reading(0, 1.0) for _ in range(20))
+
+
+def test_the_length_is_the_best_where_all_tokens_are_alike() -> None:
+    """Against the optimum of a chance per token and costs that are known: Leviathan et al."""
+    chance, costs = 0.8, DraftCosts([1.0] * 17, first=0.12, further=0.12)
+    gained = [(1 - chance ** (n + 1)) / (1 - chance) / costs.seconds(n, n) for n in range(17)]
+    best = max(range(17), key=gained.__getitem__)
+    trust, coins = DraftTrust(costs), torch.Generator().manual_seed(0)
+    for _ in range(3000):
+        n = 0
+        while n < 16 and trust.worth_reading(n, chance**n):
+            n += 1
+        flips = (torch.rand(n, generator=coins) < chance).tolist()
+        trust.learn([1] * n, [0.5] * n, [int(flip) for flip in flips])
+        right = flips.index(False) if False in flips else n
+        trust.learn_step(1 + right, costs.seconds(n, n))
+    assert gained[n] > 0.97 * gained[best]
+
+
+def test_costs_are_measured(pair: tuple[Any, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
+    target, draft = map(TargetModel, pair)
+    costs = draft_costs(target, draft)
+    assert costs.most == 16 and costs.first > 0 and costs.further > 0
+    assert list(costs.verification) == sorted(costs.verification)
+    assert costs.seconds(0, 0) < costs.seconds(2, 2) < costs.seconds(8, 8)
+    (kept,) = tmp_path.rglob("*.json")
+    before = kept.read_bytes()
+    assert draft_costs(target, draft) == costs
+    assert kept.read_bytes() == before
