@@ -49,6 +49,7 @@ class LayerStack:
             )
         # How many things a layer returns beside the hidden states; None where it returns them bare.
         self._returns = self._watch(target)
+        self._try_without(target)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -101,14 +102,27 @@ class LayerStack:
             and (i == 0 or torch.equal(given, hidden[i - 1]))
             for i, (given, made) in enumerate(zip(taken, hidden, strict=True))
         )
-        more = [output[1:] if isinstance(output, tuple) else () for output in returned]
-        if not follow or any(part is not None for parts in more for part in parts):
+        if not follow:
             raise UnsupportedArchitecture(
                 f"{self._kind} has layers that do more than hand hidden states on, so that none "
                 "can be left out",
                 _INSTEAD,
             )
         return [len(output) - 1 if isinstance(output, tuple) else None for output in returned]
+
+    @torch.no_grad()
+    def _try_without(self, target: TargetModel) -> None:
+        """See that the model does not miss what else its layers return."""
+        try:
+            with self.without(range(1, len(self))):
+                ids_1T = torch.arange(3, device=target.device)[None]
+                target.model(ids_1T, past_key_values=target.new_cache(), use_cache=True)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise UnsupportedArchitecture(
+                f"{self._kind} fails without some of its layers ({type(error).__name__}: "
+                f"{' '.join(str(error).split())[:120]})",
+                _INSTEAD,
+            ) from error
 
 
 def _decoder_layers(target: TargetModel) -> list[nn.Module]:

@@ -90,10 +90,10 @@ class TrainingFreeModel(AssistedModel):
             raise ValueError(
                 f"calibration is of the drafter 'early_exit', {drafter!r} tries nothing"
             )
-        if self._chain_only and drafter != "suffix":
+        if self._chain_only and (name not in ("suffix", "early_exit") or suffix):
             raise ValueError(
                 f"the drafter {drafter!r} adds branches, and this target verifies chains alone: "
-                "use 'suffix'"
+                "use 'suffix' or 'early_exit'"
             )
         self.method = drafter
         self._name, self._suffix = name, bool(suffix)

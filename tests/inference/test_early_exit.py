@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    MixtralConfig,
+    StoppingCriteriaList,
+)
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference import training_free
@@ -241,31 +247,38 @@ def test_text_of_ones_own_is_calibration_of_its_own(model: Any) -> None:
         TrainingFreeModel(model, "suffix", calibration=mine_BT)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
+OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt2": (GPT2Config, {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64}),
+    # Verifies chains of one unpadded text alone, and its layers return more than hidden states.
+    "bloom": (BloomConfig, {"hidden_size": 32, "n_layer": 3, "n_head": 2}),
+    "mixtral": (
+        MixtralConfig,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_local_experts": 3,  # as many as there are layers
+            "max_position_embeddings": 64,
+            "sliding_window": 8,
+        },
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:bloom verifies a chain")
+@pytest.mark.parametrize("kind", OTHERS)
 def test_other_architectures(kind: str) -> None:
-    sizes: dict[str, Any] = {"vocab_size": 24, "bos_token_id": None, "eos_token_id": None}
-    config: Any = (
-        GPT2Config(**sizes, n_embd=32, n_layer=3, n_head=2, n_positions=64)
-        if kind == "gpt2"
-        else MixtralConfig(
-            **sizes,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_local_experts=3,  # a list as long as that of the layers
-            max_position_embeddings=64,
-            sliding_window=8,
-        )
-    )
+    made_by, sizes = OTHERS[kind]
+    config = made_by(vocab_size=24, bos_token_id=None, eos_token_id=None, **sizes)
     torch.manual_seed(0)
     made: Any = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0, 0.15)
-    given = inputs(3)
+    given = inputs(1 if kind == "bloom" else 3)
     options = GREEDY | {"max_new_tokens": 53}  # up to the last position that there is
     expected_BT = made.generate(**given, **options)
     drafting = TrainingFreeModel(made, "early_exit:2")
@@ -289,6 +302,16 @@ def test_what_cannot_be_left_out_is_refused_by_name(model: Any, tiny_llama: Tiny
     between.model.layers[1].register_forward_pre_hook(lambda _layer, args: (2 * args[0], *args[1:]))
     with pytest.raises(UnsupportedArchitecture, match="do more than hand hidden states on"):
         LayerStack(TargetModel(between))
+    particular = tiny_llama(num_layers=3)
+
+    def demand(layer: nn.Module, *_: Any) -> None:
+        if "forward" in layer.__dict__:
+            raise RuntimeError("nothing came")
+
+    particular.model.layers[1].register_forward_hook(demand)
+    with pytest.raises(UnsupportedArchitecture, match=r"fails without .* nothing came"):
+        LayerStack(TargetModel(particular))
+    assert "forward" not in particular.model.layers[1].__dict__
     with pytest.raises(ValueError, match="keeps at least 1 of the target's 5 layers"):
         TrainingFreeModel(model, "early_exit:5")
     with pytest.raises(ValueError, match="leave compile out"):
