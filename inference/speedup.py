@@ -150,6 +150,8 @@ def analyze(
         batches.append(_batch(rows, chains, trees))
     report: dict[str, Any] = {
         "target": target.name_or_path,
+        # What scripts/grow_target.py made costs as much as its size says, but guesses as small.
+        "grown_from": getattr(target.config, "grown_from", None),
         "dtype": str(target.dtype).removeprefix("torch."),
         "context": context,
         "machine": describe_machine(),

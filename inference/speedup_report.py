@@ -43,7 +43,9 @@ def break_even_sentence(report: Mapping[str, Any]) -> str:
 
     waiting = upto(report["break_even_batch_size"])
     alone = upto(report["break_even_batch_size_without_waiting"])
-    return f"Drafting pays {waiting}; where no row waits for a batch's last one, {alone}."
+    grown = report["grown_from"]
+    real = f" The target was grown from {grown['name_or_path']!r}." if grown else ""
+    return f"Drafting pays {waiting}; where no row waits for a batch's last one, {alone}.{real}"
 
 
 def _chain_table(report: Mapping[str, Any]) -> Table:
@@ -151,6 +153,7 @@ def _draw(report: Mapping[str, Any], file: Path) -> None:
     machine = report["machine"]
     where = machine.get("gpu") or f"{machine['cores']} cores, {machine['cpu']}"
     name = Path(str(report["target"])).name or "target"
+    name += " (grown from a smaller model)" if report["grown_from"] else ""
     figure.suptitle(f"{name}, {report['dtype']}, on {where}", fontsize=11)
     figure.savefig(file, dpi=150)
 
@@ -166,13 +169,14 @@ def _draw_by_nodes(axes: Any, report: Mapping[str, Any]) -> None:
                 style,
                 marker=".",
                 color=colour,
-                label=f"{rows} row{'s' * (rows > 1)}, {kind}" if drafts else None,
+                label=f"{rows} row{'s' * (rows > 1)}" if kind == "chain" else None,
             )
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel("drafted nodes")
     axes.set_ylabel("expected speed-up over plain decoding")
+    axes.set_title("Chains (dotted), static trees, dynamic trees (dashed)", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
 
@@ -190,6 +194,7 @@ def _draw_by_rows(axes: Any, report: Mapping[str, Any]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(rows, [str(row) for row in rows])
     axes.set_xlabel("rows decoded together")
-    axes.set_ylabel("speed-up of the best draft")
+    axes.set_ylabel("speed-up over plain decoding")
+    axes.set_title("The best draft by batch size", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

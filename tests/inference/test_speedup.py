@@ -178,6 +178,9 @@ def test_an_analysis_in_full(
     numbers, picture = write_analysis(tmp_path / "new" / "folder", report)
     assert json.loads(numbers.read_text()) == report
     assert picture.read_bytes().startswith(b"\x89PNG") and len(list(picture.parent.iterdir())) == 2
+    assert "grown" not in break_even_sentence(report)
+    grown = report | {"grown_from": {"name_or_path": "small"}}
+    assert "grown from 'small'" in break_even_sentence(grown)
     assert len(tables({k: v for k, v in report.items() if k != "chains"})) == 3
 
 
