@@ -131,6 +131,10 @@ class StepCosts:
         """Trees without drafts."""
         return self.cut([PrefixTree(root) for root in roots_B.tolist()], roots_B.device)[0]
 
+    def seconds(self, nodes: int) -> float:
+        """Of a step with so many drafted nodes, its drafting left out."""
+        return self._seconds[min(bisect_left(self._sizes, nodes), len(self._sizes) - 1)]
+
     def learn_drafting(self, seconds: float) -> None:
         """What drafting has just taken; by and by that is what it is taken to cost."""
         # Now and then something else takes the processor for a while.
