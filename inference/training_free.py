@@ -146,7 +146,10 @@ class TrainingFreeModel(AssistedModel):
     def _make(self, batch_size: int) -> Drafter:
         if self._name == "lookahead":
             beside = target_costs(self.target, batch_size, WINDOW)
-            return LookaheadDrafter(beside, suffix=self._suffix)
+            # Compiled, the window stays: steps without one would be another graph.
+            compiled = isinstance(self.target, CompiledTarget)
+            alone = None if compiled else target_costs(self.target, batch_size)
+            return LookaheadDrafter(beside, alone, suffix=self._suffix)
         if self._name == "early_exit":
             return self._make_early_exit(batch_size)
         costs = target_costs(self.target, batch_size)

@@ -15,6 +15,9 @@ that is a chain, and below each of its guesses the later ones for the positions 
 
 Shapes: B active rows, N nodes of the tree below which the window hangs, W nodes of the window, C
 columns, V vocabulary.
+A window takes time in every step. Where the same drafts bring more tokens per second without it, it
+is left out, and tried again now and then.
+
 Source: Fu et al. 2024, "Break the sequential dependency of LLM inference using lookahead decoding",
 arXiv:2402.02057; Jacobi iterations: Santilli et al. 2023, arXiv:2305.10427.
 """
@@ -44,6 +47,10 @@ WINDOW = COLUMNS * (NGRAM - 1)  # guesses that every forward carries
 _CELLS = [(level, column) for level in range(NGRAM - 1) for column in range(COLUMNS)]
 _FIRST = (0.35, 0.17, 0.12, 0.09, 0.07, 0.06, 0.05, 0.04)  # that the latest n-grams begin rightly
 _NEXT = 0.6  # and go on so; how far both hold here is learnt
+_WITH_WINDOW = 0  # the first way to go
+_TRIAL = 24  # steps
+_BETWEEN_TRIALS = 480
+_FORGET = 0.98  # what was seen fifty steps ago counts little
 
 
 class LookaheadDrafter:
@@ -53,14 +60,20 @@ class LookaheadDrafter:
 
     Args:
         costs: what steps cost here that verify so many nodes beside a window of `WINDOW`.
+        alone: what steps cost here without a window; None for a window in every step.
         suffix: whether the continuation of the text's longest suffix is merged in.
     """
 
     reads_prompt = False
 
-    def __init__(self, costs: StepCosts, *, suffix: bool = False) -> None:
+    def __init__(
+        self, costs: StepCosts, alone: StepCosts | None = None, *, suffix: bool = False
+    ) -> None:
         self.pool = NgramPool(NGRAM, len(_FIRST))
-        self._drafts = BlendedDrafter(None, costs, cheap=PoolTrees(self.pool), suffix=suffix)
+        self._ways = [_Way(self.pool, costs, suffix)]
+        if alone is not None:
+            self._ways.append(_Way(self.pool, alone, suffix))
+        self.choice = Choice(len(self._ways))
         # The first level is a chain; what hangs below it is named by rank 1.
         self._shape = TreeShape([(0,) * (column + 1) + (1,) * level for level, column in _CELLS])
         self._asked: tuple[TokenTree, list[_Window]] | None = None
@@ -68,12 +81,27 @@ class LookaheadDrafter:
     @property
     def num_nodes(self) -> int:
         """The most nodes that a proposed tree has, the root included."""
-        return self._drafts.num_nodes + WINDOW
+        return max(way.drafts.num_nodes for way in self._ways) + WINDOW
 
     def propose(self, state: DecodingState) -> TokenTree:
-        """Drafts for every active row, and the row's window behind them."""
-        drafts = self._drafts.propose(state)
-        known: dict[int, _Window] = state.memories.setdefault(self, {})
+        """Drafts for every active row, and the row's window behind them where that pays."""
+        text: _Text = state.memories.setdefault(self, _Text())
+        if text.lengths:
+            committed = sum(row.length - text.lengths[row.index] for row in state.rows)
+            self.choice.learn(text.way, committed / len(state.rows), text.seconds)
+        text.way = self.choice.next()
+        way = self._ways[text.way]
+        drafts = way.drafts.propose(state)
+        text.seconds = way.costs.seconds(drafts.num_nodes - 1)
+        text.lengths = {row.index: row.length for row in state.rows}
+        if text.way != _WITH_WINDOW:
+            text.windows.clear()  # their positions are passed by
+            return drafts
+        return self._beside_windows(drafts, state, text.windows)
+
+    def _beside_windows(
+        self, drafts: TokenTree, state: DecodingState, known: dict[int, _Window]
+    ) -> TokenTree:
         windows = []
         for row, padding in zip(state.rows, state.padding, strict=True):
             if row.index not in known:
@@ -113,6 +141,65 @@ class LookaheadDrafter:
             torch.cat([drafts.depth_BN, window.depth_BN[:, 1:]], dim=1),
             ancestors_BNN,
         )
+
+
+class _Way:
+    """Drafts of the pool at one kind of costs."""
+
+    def __init__(self, pool: NgramPool, costs: StepCosts, suffix: bool) -> None:
+        self.costs = costs
+        self.drafts = BlendedDrafter(None, costs, cheap=PoolTrees(pool), suffix=suffix)
+
+
+class _Text:
+    """Where the texts being decoded stood when they were last drafted for, and how."""
+
+    def __init__(self) -> None:
+        self.way = _WITH_WINDOW
+        self.seconds = 0.0
+        self.lengths: dict[int, int] = {}
+        self.windows: dict[int, _Window] = {}
+
+
+class Choice:
+    """Which of several ways is the fastest: each is tried, then the best one gone, and the others
+    tried again from time to time.
+
+    Args:
+        ways: how many there are.
+    """
+
+    def __init__(self, ways: int) -> None:
+        self._tokens = [0.0] * ways
+        self._seconds = [0.0] * ways
+        self._way = 0
+        self._left = 2 * _TRIAL  # the first one also has a pool to fill
+        self._gone = 0  # steps along the best way since another was tried
+
+    def next(self) -> int:
+        """The way of the next step."""
+        if len(self._tokens) == 1:
+            return 0
+        if self._left == 0:
+            untried = [way for way, seconds in enumerate(self._seconds) if not seconds]
+            best = max(range(len(self._tokens)), key=self._speed)
+            if untried:
+                self._way, self._left = untried[0], _TRIAL
+            elif self._way == best and self._gone >= _BETWEEN_TRIALS:
+                self._way, self._left, self._gone = (best + 1) % len(self._tokens), _TRIAL, 0
+            else:
+                self._gone = self._gone + 1 if self._way == best else 0
+                self._way, self._left = best, 1
+        self._left -= 1
+        return self._way
+
+    def learn(self, way: int, tokens: float, seconds: float) -> None:
+        """What a step that went this way brought a row, and what it cost."""
+        self._tokens[way] = _FORGET * self._tokens[way] + tokens
+        self._seconds[way] = _FORGET * self._seconds[way] + seconds
+
+    def _speed(self, way: int) -> float:
+        return self._tokens[way] / max(self._seconds[way], 1e-9)
 
 
 class PoolTrees:

@@ -15,6 +15,7 @@ from medusa_heads.inference.drafters.lookahead import (
     COLUMNS,
     NGRAM,
     WINDOW,
+    Choice,
     LookaheadDrafter,
     PoolTrees,
 )
@@ -135,6 +136,40 @@ def test_a_tree_that_was_not_verified_teaches_nothing(tiny_llama: TinyLlama) -> 
     assert [drafter.pool.behind(token) for token in range(24)] == before
     drafter.observe(tree, torch.randn(1, tree.num_nodes, 24))  # that text is over
     assert [drafter.pool.behind(token) for token in range(24)] == before
+
+
+def test_a_window_that_does_not_pay_is_left_out(tiny_llama: TinyLlama) -> None:
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    expected_BT = model.generate(IDS_BT, max_new_tokens=400, do_sample=False)
+    drafted = TrainingFreeModel(model, "lookahead")
+    shares = []
+    for slow in (1.0, 3.0):
+        seen: list[int] = []
+
+        class Counting(LookaheadDrafter):
+            def propose(self, state: DecodingState) -> TokenTree:
+                tree = super().propose(state)
+                seen.append(tree.num_nodes > WINDOW)  # noqa: B023
+                return tree
+
+        beside = StepCosts({nodes: slow * seconds for nodes, seconds in COSTS.items()})
+        drafted._by_rows[1] = Counting(beside, StepCosts({0: 1.0, 1: 2.0}))
+        got_BT: Any = drafted.generate(IDS_BT, max_new_tokens=400, do_sample=False)
+        assert torch.equal(got_BT, expected_BT)
+        shares.append(sum(seen) / len(seen))
+    assert shares[0] > 0.6 > shares[1]
+
+
+def test_the_fastest_way_is_found_and_the_other_tried_again() -> None:
+    choice = Choice(2)
+    gone = []
+    for step in range(2000):
+        gone.append(choice.next())
+        faster = 0 if step < 700 else 1
+        choice.learn(gone[-1], 2.0, 1.0 if gone[-1] == faster else 1.5)
+    assert 0 < sum(gone[:700]) < 100
+    assert sum(gone[-500:]) > 400
+    assert {Choice(1).next() for _ in range(3)} == {0}
 
 
 class Blind(LookaheadDrafter):
