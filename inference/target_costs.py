@@ -27,9 +27,10 @@ def target_costs(target: TargetModel, batch_size: int = 1, beside: int = 0) -> S
     """
     if isinstance(target, CompiledTarget):
         return StepCosts({_COMPILED_NODES: 1.0}, fixed=True)  # every size would be another graph
-    sizes = [n for n in (0, *SIZES) if n < room(target)]
-    chains: dict[str, Drafter] = {f"chain:{n}": RootChain(n) for n in sizes}
-    seconds = step_seconds(target, chains, {"kind": "root"}, DEFAULT_CONTEXT, batch_size)
+    sizes = [n for n in (0, *SIZES) if n + beside < room(target)]
+    chains: dict[str, Drafter] = {f"chain:{n}": RootChain(n + beside) for n in sizes}
+    kind = {"kind": "root"} | ({"beside": beside} if beside else {})
+    seconds = step_seconds(target, chains, kind, DEFAULT_CONTEXT, batch_size)
     waits = last_row(batch_size)  # rows without drafts keep step
     return StepCosts({n: seconds[f"chain:{n}"].step * (waits if n else 1.0) for n in sizes})
 

@@ -13,6 +13,7 @@ from medusa_heads.inference import training_free
 from medusa_heads.inference.drafters.recycling import RecyclingDrafter
 from medusa_heads.inference.exit_costs import ExitCosts
 from medusa_heads.inference.step_costs import StepCosts
+from medusa_heads.inference.step_seconds import StepSeconds
 from medusa_heads.inference.target_costs import target_costs
 from medusa_heads.inference.training_free import DRAFTERS, TrainingFreeModel
 from medusa_heads.target import TargetModel
@@ -100,3 +101,19 @@ def test_costs_are_measured_once(
     assert kept.read_bytes() == before
     target_costs(target, batch_size=2)
     assert len(list(tmp_path.rglob("*.json"))) == 2
+
+
+def test_costs_beside_a_window_are_those_of_larger_steps(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+
+    def measure(_target: TargetModel, drafters: dict[str, Any], *_: Any) -> dict[str, StepSeconds]:
+        measured.extend(drafter.num_nodes for drafter in drafters.values())
+        return {name: StepSeconds(float(d.num_nodes), 0.0) for name, d in drafters.items()}
+
+    monkeypatch.setattr("medusa_heads.inference.step_seconds.measure_step_seconds", measure)
+    target = TargetModel(tiny_llama())
+    alone, beside = target_costs(target), target_costs(target, 1, 15)
+    assert (min(measured), max(measured)) == (1, 79)
+    assert (alone.seconds(7), beside.seconds(7)) == (8.0, 23.0)
