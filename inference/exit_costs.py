@@ -16,7 +16,7 @@ import torch
 
 from medusa_heads.inference.drafters.early_exit import ThinnedTarget
 from medusa_heads.inference.layer_stack import LayerStack
-from medusa_heads.inference.step_seconds import DEFAULT_CONTEXT, SIZES, last_row, step_seconds
+from medusa_heads.inference.step_seconds import DEFAULT_CONTEXT, SIZES, last_row, room, step_seconds
 from medusa_heads.inference.target_costs import RootChain
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TreeShape, cartesian_choices
@@ -83,7 +83,8 @@ def exit_costs(
     target: TargetModel, stack: LayerStack, skipped: Collection[int], batch_size: int = 1
 ) -> ExitCosts:
     """Measured, or as measured before; of a number of layers, whichever they are."""
-    drafters: dict[str, Drafter] = {f"chain:{n}": RootChain(n) for n in (0, *SIZES)}
+    sizes = [n for n in (0, *SIZES) if n < room(target)]
+    drafters: dict[str, Drafter] = {f"chain:{n}": RootChain(n) for n in sizes}
     # What a layer takes is the same for all of them: with the least and the most of them measured,
     # every set is known, and a search needs to measure nothing.
     few, all_of_them = range(1, len(stack)), range(0)
@@ -95,7 +96,7 @@ def exit_costs(
     waits = last_row(batch_size)  # rows without drafts keep step
     return ExitCosts(
         draft=least + share * max(most - least, 0.0),
-        verify={n: seconds[f"chain:{n}"].step * (waits if n else 1.0) for n in (0, *SIZES)},
+        verify={n: seconds[f"chain:{n}"].step * (waits if n else 1.0) for n in sizes},
     )
 
 

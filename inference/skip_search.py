@@ -138,15 +138,15 @@ class Agreement:
 
 def own_text(target: TargetModel) -> Tensor:
     """Text that the target writes when it is left to itself, the same every time."""
-    start = target.config.bos_token_id
+    start = getattr(target.config, "bos_token_id", None)
     tokens = min(_TOKENS, (target.max_positions or _TOKENS + 1) - 1)
     model = target.model
     with torch.random.fork_rng(devices=[] if target.device.type == "cpu" else None):
         torch.manual_seed(0)
-        if start is None:
+        if not isinstance(start, int):
             start_B1 = torch.randint(target.vocab_size, (_TEXTS, 1), device=target.device)
         else:
-            start_B1 = torch.full((_TEXTS, 1), int(start), device=target.device)
+            start_B1 = torch.full((_TEXTS, 1), start, device=target.device)
         text_BT: Tensor = model.generate(  # type: ignore[operator]
             start_B1,
             attention_mask=torch.ones_like(start_B1),
