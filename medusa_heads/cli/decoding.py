@@ -52,7 +52,8 @@ class DecodingArguments(ModelArguments):
         default="auto",
         metadata={
             "help": "auto, N, static:N, dynamic:N, none, chain, cartesian:A,B,.., FILE.json, one "
-            "of them +suffix, or suffix"
+            "of them +suffix, or suffix; of a draft model auto, chain:N, dynamic:N, sampled:N or "
+            "sampled:AxBx.."
         },
     )
     drafter: str | None = field(
