@@ -1,0 +1,45 @@
+"""The script that compares lengths of drafts, on a draft that knows nothing yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medusa_heads.draft_checkpoint import save_draft
+from medusa_heads.target import TargetModel
+from medusa_heads.training.draft_model import begin_draft
+from scripts.compare_draft_lengths import main
+
+TARGET = Path(__file__).parents[2] / "assets" / "demo-target"
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", "0.7"]], ids=["greedy", "sampled"])
+def test_a_table_for_each_set(
+    sampling: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "measured"))
+    target = TargetModel.from_pretrained(str(TARGET))
+    save_draft(tmp_path / "draft", begin_draft(target, num_layers=1), target)
+    small = ["--num_prompts", "1", "--prompt_length", "16", "--max_new_tokens", "6"]
+    flags = [*small, "--lengths", "1", "3", "--sets", "prose", "numbers", *sampling]
+    assert main([str(tmp_path / "draft"), *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "prose, 1 prompts" in shown and "numbers, 1 prompts" in shown
+    assert ("sampled drafts" in shown) == bool(sampling)
+    # The fastest fixed length is what the others are compared with.
+    for table in shown.split("numbers, "):
+        fixed = [line.split("│") for line in table.splitlines() if "│" in line]
+        ratios = {cells[1].strip(): float(cells[4]) for cells in fixed}
+        assert set(ratios) == {"none", "1", "3", "adaptive"}
+        assert max(ratios["1"], ratios["3"]) == 1.0
+
+
+def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nowhere"]) == 2
+    assert "does not name its target" in capsys.readouterr().err
+    assert main(["nowhere", "--sets", "code", "music"]) == 2
+    assert "got ['music']" in capsys.readouterr().err
