@@ -64,6 +64,12 @@ def _engines(
     if why := _held_by_none(config, sidecar):
         return [*parts, f"vLLM and TGI cannot hold these heads: {why}."]
     base_model = sidecar["target"]["name_or_path"]
+    plugin = [
+        "vLLM 0.33, which has no Medusa of its own, drafts with them by this package's plugin:",
+        _shell(_with_plugin(repo_id, base_model, config.num_heads)),
+    ]
+    if config.draft_vocab_size is not None:
+        return [*parts, *plugin, "TGI cannot hold them: they draft from a part of the vocabulary."]
     if config.vocab_matrix == "own" or with_matrix:
         speculative = (
             f'{{"method": "medusa", "model": "{repo_id}", '
@@ -75,6 +81,7 @@ def _engines(
         ]
     else:
         parts.append("vLLM wants the vocabulary matrix beside the heads, which is not here.")
+    parts += plugin
     if config.vocab_matrix == "own" or config.num_layers == 1:
         parts += [
             "TGI finds the target in `config.json`:",
@@ -85,13 +92,23 @@ def _engines(
     return parts
 
 
+def _with_plugin(repo_id: str, base_model: str, num_heads: int) -> str:
+    speculative = (
+        f'{{"method": "custom_class", "num_speculative_tokens": {num_heads}, '
+        '"model": "medusa_heads.inference.serving.vllm.MedusaProposer"}'
+    )
+    return (
+        f"medusa-heads pull {repo_id} heads\n"
+        f"vllm serve {base_model} --speculative-config '{speculative}' "
+        '--additional-config \'{"medusa_heads": "heads"}\''
+    )
+
+
 def _held_by_none(config: HeadsConfig, sidecar: Mapping[str, Any]) -> str | None:
     if config.kind != "medusa":
         return f"their kind is `{config.kind}`, whose heads also see the tokens drafted before"
     if config.prefix_attention:
         return "a layer of theirs attends over the text so far"
-    if config.draft_vocab_size is not None:
-        return "they draft from a part of the vocabulary"
     if sidecar.get("adapter"):
         return "they belong to the target with its adapter, which would have to be merged first"
     return None

@@ -140,19 +140,19 @@ def test_a_card_that_someone_wrote_is_kept(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "vllm", "tgi"),
+    ("config", "vllm", "plugin", "tgi"),
     [
-        ({"vocab_matrix": "own"}, True, True),
-        ({"vocab_matrix": "shared"}, True, True),
-        ({"vocab_matrix": "shared", "num_layers": 2}, True, False),
-        ({"kind": "hydra"}, False, False),
-        ({"draft_vocab_size": 12}, False, False),
-        ({"prefix_attention": True}, False, False),
+        ({"vocab_matrix": "own"}, True, True, True),
+        ({"vocab_matrix": "shared"}, True, True, True),
+        ({"vocab_matrix": "shared", "num_layers": 2}, True, True, False),
+        ({"kind": "hydra"}, False, False, False),
+        ({"draft_vocab_size": 12}, False, True, False),
+        ({"prefix_attention": True}, False, False, False),
     ],
     ids=str,
 )
 def test_engines_that_cannot_hold_the_heads_are_not_promised(
-    config: dict[str, Any], vllm: bool, tgi: bool, target: TargetModel, tmp_path: Path
+    config: dict[str, Any], vllm: bool, plugin: bool, tgi: bool, target: TargetModel, tmp_path: Path
 ) -> None:
     shape = HeadsConfig(num_heads=2, **config)
     tokens = None
@@ -161,8 +161,9 @@ def test_engines_that_cannot_hold_the_heads_are_not_promised(
     save_heads(tmp_path, new_heads(target, shape, tokens), target)
     card = card_of(tmp_path, base_model="alice/target")
     assert ('"method": "medusa", "model": "alice/heads"' in card) == vllm
+    assert ('"method": "custom_class", "num_speculative_tokens": 2' in card) == plugin
     assert ("text-generation-launcher --model-id alice/heads" in card) == tgi
-    assert ("vLLM and TGI cannot hold these heads" in card) == (not vllm and not tgi)
+    assert ("vLLM and TGI cannot hold these heads" in card) == (not plugin)
     assert 'custom_generate="alice/heads", trust_remote_code=True' in card
     assert 'MedusaModel.from_pretrained("alice/heads")' in card
 
