@@ -1,260 +1,221 @@
 """Every method on the same prompts, in one process, each output checked against plain decoding.
 
-Timings on a shared machine drift, so the methods take turns on every prompt, in an order that
-rotates, and what is reported are medians: of each prompt's tokens per second, and of each prompt's
-ratio to plain decoding moments before or after.
-
-Shapes: T prompt tokens.
+Timings on a shared machine drift, so the methods take turns on every batch of prompts, in an order
+that rotates, and what is reported are medians: of each batch's tokens per second, and of each
+batch's ratio to plain decoding moments before or after.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
-from medusa_heads.inference.machine import describe_machine
-from medusa_heads.inference.model import MedusaModel
-from medusa_heads.inference.timed_run import WARM_UP_TOKENS, Method, Run, fastest_threads, run_once
-from medusa_heads.inference.tree_plan import TreeSpec
-
-PLAIN = "transformers generate"
-PROMPT_LOOKUP = "transformers prompt lookup"
-MEDUSA = "medusa heads, tree"
-# The draft length that transformers' documentation uses for prompt lookup.
-PROMPT_LOOKUP_TOKENS = 10
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is measured: `"greedy"` or `"sampled"`, a dtype, and the methods compared in it."""
-
-    name: str
-    dtype: str
-    methods: tuple[str, ...] = (PLAIN, PROMPT_LOOKUP, MEDUSA)
-
-
-# Speed is measured in bf16. In fp32, where rounding cannot tip a choice, the output of the heads
-# must be plain decoding's: there the proof counts and prompt lookup need not be timed once more.
-DEFAULT_SETTINGS = (
-    Setting("greedy", "bfloat16"),
-    Setting("sampled", "bfloat16"),
-    Setting("greedy", "float32", (PLAIN, MEDUSA)),
-    Setting("sampled", "float32", (PLAIN, MEDUSA)),
+from medusa_heads.inference.benchmark_methods import (
+    PLAIN,
+    Models,
+    check_methods,
+    make_method,
+    needs_heads,
 )
+from medusa_heads.inference.benchmark_setting import (
+    DEFAULT_SETTINGS,
+    Setting,
+    decoding_options,
+    measure,
+)
+from medusa_heads.inference.benchmark_source import Source, find_source, load_models
+from medusa_heads.inference.machine import describe_machine
+from medusa_heads.inference.prompts import Prompt, batches_of
+from medusa_heads.inference.timed_run import Method, fastest_threads, run_once
 
 
 def benchmark(
     checkpoint: str | os.PathLike[str],
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt | Sequence[int]],
     *,
     target: str | None = None,
+    draft_model: str | None = None,
     settings: Sequence[Setting] = DEFAULT_SETTINGS,
+    batch_sizes: Sequence[int] = (1,),
     max_new_tokens: int = 128,
+    max_prompt_length: int | None = None,
     temperature: float = 0.7,
     seed: int = 0,
-    tree: TreeSpec = "auto",
     device: str | None = None,
     threads: int | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Measure a heads checkpoint against transformers' own decoding.
+    """Measure ways to decode a target.
 
     Args:
-        checkpoint: folder written by train-heads.
-        prompts: token ids of each prompt.
+        checkpoint: heads, as a folder or a hub's repository; or the target itself.
+        prompts: of which a question's further turns are made with plain decoding's greedy answers.
         target: hub id or path of the target; by default the one the heads name.
+        draft_model: hub id or path, for the methods that need one.
         settings: what to measure; a copy of the target is loaded per dtype, one at a time.
+        batch_sizes: prompts decoded together; everything is measured with each.
         max_new_tokens: tokens after each prompt; fewer where the target ends its text.
+        max_prompt_length: further turns with more tokens are left out, and counted.
         temperature: of the sampled settings.
-        seed: sampling of prompt i starts from seed + i, for every method.
-        tree: drafted nodes a step.
+        seed: sampling of batch i starts from seed + i, for every method.
         device: where to run; by default where transformers loads the target.
         threads: CPU threads; by default as many as plain decoding is fastest with, tried for each
             dtype, so that all methods are compared at the best that plain decoding can do.
         trust_remote_code: run the Python code that the target's repository brings.
-        progress: show a progress bar, in generated sequences.
+        progress: show progress bars, in generated batches.
 
     Returns:
         The report, plain values for JSON: target, machine, settings with their methods.
 
     Raises:
-        ValueError: no prompts, a prompt beyond the target's context, or an unusable checkpoint.
+        ValueError: no prompts, a prompt beyond the target's context, an unknown method, or an
+            unusable checkpoint.
     """
     if not prompts or not settings or max_new_tokens < 1:
         raise ValueError("a benchmark needs at least one prompt, setting and new token")
     if temperature <= 0.0:
         raise ValueError(f"expected a temperature above 0, got {temperature}")
+    if not batch_sizes or min(batch_sizes) < 1:
+        raise ValueError(f"expected batch sizes of at least 1, got {list(batch_sizes)}")
+    asked = [p if isinstance(p, Prompt) else Prompt(tuple(p)) for p in prompts]
+    named = [name for setting in settings for name in setting.methods]
+    source = find_source(checkpoint, target, heads=needs_heads(named))
+    for setting in settings:
+        has_heads = source.checkpoint is not None
+        check_methods(setting.methods, heads=has_heads, draft=draft_model is not None)
     machine = describe_machine()  # before our own work adds to the load
-
-    def load(dtype: str) -> MedusaModel:
-        torch.set_num_threads(machine["threads"])
-        loaded = MedusaModel.from_pretrained(
-            checkpoint,
-            target=target,
-            tree="none",
-            dtype=getattr(torch, dtype),
-            device=device,
-            trust_remote_code=trust_remote_code,
-        )
-        _check_length(loaded, prompts, max_new_tokens)
-        torch.set_num_threads(threads or fastest_threads(loaded.target.model, prompts[0]))
-        loaded.use_tree(tree)
-        return loaded
-
-    # Before the bar: what is wrong with a checkpoint is told on a line of its own.
-    with _no_loading_bars():
-        medusa = load(settings[0].dtype)
+    loader = _Loader(source, draft_model, device, trust_remote_code, threads, machine["threads"])
     results: list[dict[str, Any]] = []
-    total = sum(len(setting.methods) for setting in settings) * len(prompts)
-    with (
-        _no_loading_bars(),
-        tqdm(total=total, desc="benchmark", unit="run", disable=not progress) as bar,
-    ):
+    with _quiet():
+        models = loader.load(settings[0].dtype, asked, max_new_tokens)
+        asked, left_out = _with_further_turns(models, asked, max_new_tokens, max_prompt_length)
+        _check_length(models, asked, max_new_tokens)
         for setting in settings:
-            if medusa.target.dtype != getattr(torch, setting.dtype):
-                medusa = load(setting.dtype)
-            bar.set_description(f"{setting.dtype} {setting.name}")
-            methods = [m for m in available_methods(medusa) if m.name in setting.methods]
-            measured = measure(
-                setting,
-                methods,
-                medusa.target.model,
-                prompts,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                seed=seed,
-                on_run=bar.update,
-            )
-            results.append(measured | {"tree": medusa.tree, "threads": torch.get_num_threads()})
+            if models.target.dtype != getattr(torch, setting.dtype):
+                del models  # one copy at a time
+                loader.methods.clear()
+                models = loader.load(setting.dtype, asked, max_new_tokens)
+            names = dict.fromkeys((PLAIN, *setting.methods))
+            most = max(len(prompt.tokens) for prompt in asked) + max_new_tokens
+            for name in names:
+                if name not in loader.methods:
+                    loader.methods[name] = make_method(name, models, most_tokens=most)
+            for size in batch_sizes:
+                rows = f", {size} rows" if size > 1 else ""
+                with tqdm(
+                    total=len(batches_of(asked, size)) * len(names),
+                    desc=f"{setting.dtype} {setting.name}{rows}",
+                    unit="run",
+                    disable=not progress,
+                ) as bar:
+                    measured = measure(
+                        setting,
+                        [loader.methods[name] for name in names],
+                        models.target.model,
+                        asked,
+                        batch_size=size,
+                        max_new_tokens=max_new_tokens,
+                        temperature=temperature,
+                        seed=seed,
+                        on_run=bar.update,
+                    )
+                results.append(measured | {"threads": torch.get_num_threads()})
     torch.set_num_threads(machine["threads"])
     return {
-        "target": medusa.target.name_or_path,
+        "target": models.target.name_or_path,
         "machine": machine,
         "settings": results,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "checkpoint": str(checkpoint),
-        "target_fingerprint": medusa.target.fingerprint(),
-        "parameters": medusa.target.model.num_parameters(),
+        "draft_model": draft_model,
+        "target_fingerprint": models.target.fingerprint(),
+        "parameters": models.target.model.num_parameters(),
         "temperature": temperature,
         "seed": seed,
+        "prompts_left_out": left_out,
     }
 
 
-def available_methods(medusa: MedusaModel) -> list[Method]:
-    """Plain decoding first: it is what the others are compared with."""
-    model: Any = medusa.target.model
+class _Loader:
+    """The models of one dtype after the other, and the methods made of them."""
 
-    def prompt_lookup(input_ids: Tensor, **kwargs: Any) -> Any:
-        return model.generate(input_ids, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **kwargs)
+    def __init__(
+        self,
+        source: Source,
+        draft_model: str | None,
+        device: str | None,
+        trust_remote_code: bool,
+        threads: int | None,
+        most_threads: int,
+    ) -> None:
+        self._source, self._draft_model, self._device = source, draft_model, device
+        self._trust, self._threads, self._most_threads = trust_remote_code, threads, most_threads
+        self.methods: dict[str, Method] = {}
 
-    return [
-        Method(PLAIN, model.generate),
-        Method(PROMPT_LOOKUP, prompt_lookup),
-        Method(MEDUSA, medusa.generate, lambda: medusa.last_stats),
-    ]
-
-
-def measure(
-    setting: Setting,
-    methods: Sequence[Method],
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    on_run: Callable[[], object] = lambda: None,
-) -> dict[str, Any]:
-    """One setting: every method on every prompt, in turns; the first method is the reference."""
-    sampling = {"do_sample": True, "temperature": temperature}
-    decoding = sampling if setting.name == "sampled" else {"do_sample": False}
-    pad = model.generation_config.pad_token_id
-    kwargs = {**decoding, "pad_token_id": pad if pad is not None else 0}
-    for method in methods:
-        warm_up = min(WARM_UP_TOKENS, max_new_tokens)
-        run_once(method, model, prompts[0], seed, max_new_tokens=warm_up, **kwargs)
-    runs: dict[str, list[Run]] = {method.name: [] for method in methods}
-    for index, prompt in enumerate(prompts):
-        turn = index % len(methods)
-        for method in [*methods[turn:], *methods[:turn]]:
-            done = run_once(
-                method, model, prompt, seed + index, max_new_tokens=max_new_tokens, **kwargs
-            )
-            runs[method.name].append(done)
-            on_run()
-    reference = runs[methods[0].name]
-    return {
-        "name": setting.name,
-        "dtype": setting.dtype,
-        "prompts": len(prompts),
-        "new_tokens": max_new_tokens,
-        "methods": [{"name": name, **summarise(done, reference)} for name, done in runs.items()],
-    }
+    def load(self, dtype: str, prompts: Sequence[Prompt], max_new_tokens: int) -> Models:
+        torch.set_num_threads(self._most_threads)
+        models = load_models(
+            self._source,
+            self._draft_model,
+            dtype=getattr(torch, dtype),
+            device=self._device,
+            trust_remote_code=self._trust,
+        )
+        _check_length(models, prompts, max_new_tokens)
+        model = models.target.model
+        # Before methods are made: some choose their trees by what steps take.
+        torch.set_num_threads(self._threads or fastest_threads(model, prompts[0].tokens))
+        return models
 
 
-def summarise(runs: Sequence[Run], reference: Sequence[Run]) -> dict[str, Any]:
-    """Medians over the prompts, with the quartiles beside them.
-
-    A text that ends sooner takes less time, so prompts are compared by their rates; where the
-    outputs are equally long that is the ratio of their times.
-    """
-    rates = [run.tokens_per_second for run in runs]
-    ratios = [rate / plain.tokens_per_second for rate, plain in zip(rates, reference, strict=True)]
-    same = [run.tokens == plain.tokens for run, plain in zip(runs, reference, strict=True)]
-    phases: Counter[str] = Counter()
-    for run in runs:
-        phases.update(run.phases)
-    summary: dict[str, Any] = {
-        "tokens_per_second": statistics.median(rates),
-        "speedup": statistics.median(ratios),
-        "tokens_per_step": sum(len(run.tokens) for run in runs) / sum(run.forwards for run in runs),
-        "identical": sum(same) / len(same),
-        "tokens_per_second_quartiles": _quartiles(rates),
-        "speedup_quartiles": _quartiles(ratios),
-        "tokens": sum(len(run.tokens) for run in runs),
-        "target_forwards": sum(run.forwards for run in runs),
-    }
-    if phases:
-        summary["seconds_by_phase"] = dict(phases)
-    return summary
-
-
-def _quartiles(values: Sequence[float]) -> list[float]:
-    if len(values) < 2:
-        return [values[0], values[0]]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return [low, high]
+def _with_further_turns(
+    models: Models, prompts: Sequence[Prompt], max_new_tokens: int, longest: int | None
+) -> tuple[list[Prompt], int]:
+    """Each prompt and its question's next turns, asked behind plain decoding's answers."""
+    model: Any = models.target.model
+    all_turns, left_out = list(prompts), 0
+    turn = list(prompts)
+    while turn := [prompt for prompt in turn if prompt.follow_up is not None]:
+        _check_length(models, turn, max_new_tokens)
+        following = []
+        for prompt in turn:
+            assert prompt.follow_up is not None
+            options = decoding_options("greedy", model, 1.0, max_new_tokens)
+            answered = run_once(Method(PLAIN, model.generate), model, [prompt.tokens], 0, **options)
+            following.append(prompt.follow_up(answered.rows[0]))
+        turn = [p for p in following if longest is None or len(p.tokens) <= longest]
+        left_out += len(following) - len(turn)
+        all_turns += turn
+    return all_turns, left_out
 
 
 @contextmanager
-def _no_loading_bars() -> Iterator[None]:
-    """Loading a model draws a bar of its own through ours: not within the block."""
+def _quiet() -> Iterator[None]:
+    """Within the block, transformers draws no bars of its own through ours, and says nothing of
+    how its own methods call it."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 
 
-def _check_length(
-    medusa: MedusaModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> None:
-    longest, limit = max(map(len, prompts)) + max_new_tokens, medusa.target.max_positions
+def _check_length(models: Models, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+    longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
+    limit = models.target.max_positions
     if limit is not None and longest > limit:
         raise ValueError(
             f"{longest} tokens (prompt and continuation) do not fit the target's context of "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import replace_file
-from medusa_heads.inference.report import COLOURS
+from medusa_heads.inference.benchmark_plots import COLOURS
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -177,7 +177,7 @@ def show_plan(console: Console, stages: tuple[Stage, ...], reused: list[Stage]) 
 
 def show_result(console: Console, *, reread: bool) -> None:
     """The tables of an earlier run, then the proof in a line and where everything lies."""
-    from medusa_heads.inference.report import tables
+    from medusa_heads.inference.benchmark_tables import tables
 
     report = json.loads((FOLDER / "report.json").read_text(encoding="utf-8"))
     if reread:

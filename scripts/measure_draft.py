@@ -64,7 +64,7 @@ def measure(arguments: Arguments) -> None:
     from transformers import AutoTokenizer, logging
     from transformers.utils.logging import disable_progress_bar
 
-    from medusa_heads.inference.benchmark import summarise
+    from medusa_heads.inference.benchmark_summary import summarise
     from medusa_heads.inference.draft_model import DraftedModel
     from medusa_heads.inference.prompts import held_out_prompts
     from medusa_heads.inference.timed_run import WARM_UP_TOKENS, Method, Run, run_once
@@ -84,7 +84,7 @@ def measure(arguments: Arguments) -> None:
     )
     methods = [
         Method(PLAIN, target.generate),
-        Method(ASSISTED, partial(target.generate, assistant_model=first.draft.model)),
+        Method(ASSISTED, partial(target.generate, assistant_model=first.draft.model), one_row=True),
     ]
     for tree in arguments.trees:
         model = DraftedModel(first.target, first.draft, tree=tree)
@@ -93,7 +93,7 @@ def measure(arguments: Arguments) -> None:
     for name, how in (("greedy", {"do_sample": False}), ("sampled", sampled)):
         options: dict[str, Any] = {"pad_token_id": 0, **how}
         for method in methods:
-            run_once(method, target, prompts[0], 0, max_new_tokens=WARM_UP_TOKENS, **options)
+            run_once(method, target, [prompts[0]], 0, max_new_tokens=WARM_UP_TOKENS, **options)
         runs: dict[str, list[Run]] = {method.name: [] for method in methods}
         for index, prompt in enumerate(prompts):
             turn = index % len(methods)
@@ -102,7 +102,7 @@ def measure(arguments: Arguments) -> None:
                     run_once(
                         method,
                         target,
-                        prompt,
+                        [prompt],
                         arguments.seed + index,
                         max_new_tokens=arguments.max_new_tokens,
                         **options,

@@ -1,21 +1,27 @@
 """The command `medusa-heads benchmark`.
 
 medusa-heads benchmark runs/demo/heads --num-prompts 20 --report runs/demo
-medusa-heads benchmark runs/qwen --prompts questions.jsonl --dtypes bfloat16
+medusa-heads benchmark runs/qwen --prompts question.jsonl --dtypes bfloat16 --batch-sizes 1 8
+medusa-heads benchmark assets/demo-target --methods plain suffix recycling auto
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import check_device
 
+if TYPE_CHECKING:
+    from medusa_heads.inference.benchmark_setting import Setting
+    from medusa_heads.inference.benchmark_source import Source
+    from medusa_heads.inference.prompts import Prompt
+
 PROG = "medusa-heads benchmark"
 DTYPES = ("bfloat16", "float32")
+DECODINGS = ("greedy", "sampled")
 
 
 @dataclass
@@ -24,22 +30,46 @@ class BenchmarkArguments:
 
     checkpoint: str = field(
         metadata={
-            "help": "Heads checkpoint, a folder or user/name[@revision] on a hub; the flag's name "
-            "may be left out."
+            "help": "Heads checkpoint, or a target without heads: a folder, or "
+            "user/name[@revision] on a hub; the flag's name may be left out."
         }
     )
     target: str | None = field(
         default=None,
         metadata={"help": "Hub id or path of the target; by default the one the heads name."},
     )
+    draft_model: str | None = field(
+        default=None,
+        metadata={"help": "Hub id or path of a draft model, for the methods that need one."},
+    )
+    methods: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What to compare: plain (always measured), plain-compiled, "
+            "transformers-prompt-lookup, transformers-assisted, heads[:TREE], draft-model[:TREE], "
+            "or a drafter that needs no training, as of generate --drafter; by default plain, "
+            "transformers-prompt-lookup and the heads (in float32 plain and the heads, to prove "
+            "the output the same), without heads auto in their place."
+        },
+    )
+    batch_sizes: list[int] = field(
+        default_factory=lambda: [1], metadata={"help": "Prompts decoded together."}
+    )
     prompts: str | None = field(
         default=None,
         metadata={
-            "help": "Prompts, .jsonl (key prompt or text) or one a line; by default windows of the "
-            "standard library packages that no training here has seen."
+            "help": "Prompts, one a line, or .jsonl with prompt, text, or turns and category as in "
+            "Spec-Bench; by default windows of the standard library packages that no training here "
+            "has seen."
         },
     )
-    num_prompts: int = field(default=20, metadata={"help": "Prompts to measure on."})
+    num_prompts: int = field(
+        default=20,
+        metadata={"help": "Prompts to measure on, from all categories in turn; 0: the whole file."},
+    )
+    max_prompt_length: int | None = field(
+        default=None, metadata={"help": "Leave out prompts of more tokens, and say how many."}
+    )
     prompt_length: int = field(
         default=64, metadata={"help": "Tokens in each of the default prompts."}
     )
@@ -50,16 +80,15 @@ class BenchmarkArguments:
     tree: str = field(
         default="auto",
         metadata={
-            "help": "auto, N, static:N, dynamic:N, none, chain, cartesian:A,B,.., FILE.json, one "
-            "of them +suffix, or suffix."
+            "help": "Of the method heads where it names none: auto, N, static:N, dynamic:N, none, "
+            "chain, cartesian:A,B,.., FILE.json, one of them +suffix, or suffix."
         },
     )
     dtypes: list[str] = field(
-        default_factory=lambda: list(DTYPES),
-        metadata={
-            "help": "bfloat16 (all methods, for speed) and float32 (plain and heads, to prove the "
-            "output the same)."
-        },
+        default_factory=lambda: list(DTYPES), metadata={"help": "Of the weights."}
+    )
+    decodings: list[str] = field(
+        default_factory=lambda: list(DECODINGS), metadata={"help": "greedy, sampled, or both."}
     )
     device: str | None = field(default=None, metadata={"help": "For example cuda; default CPU."})
     trust_remote_code: bool = field(
@@ -70,7 +99,7 @@ class BenchmarkArguments:
         metadata={"help": "CPU threads; by default as many as plain decoding is fastest with."},
     )
     report: str | None = field(
-        default=None, metadata={"help": "Folder for report.json and report.png."}
+        default=None, metadata={"help": "Folder for report.json, report.md and report.png."}
     )
 
 
@@ -84,7 +113,7 @@ def _parse_and_run(argv: Sequence[str]) -> None:
         (BenchmarkArguments,),
         argv,
         prog=PROG,
-        description="Measure a heads checkpoint against transformers' own decoding.",
+        description="Measure ways to decode a target against transformers' own.",
         positional="checkpoint",
     )
     run_benchmark(arguments)
@@ -96,58 +125,105 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
     Raises:
         ValueError: a setting, a file, the checkpoint or its target is unusable.
     """
-    if arguments.threads is not None and arguments.threads < 1:
-        raise ValueError(f"threads must be at least 1, got {arguments.threads}")
-    if unknown := [dtype for dtype in arguments.dtypes if dtype not in DTYPES]:
-        raise ValueError(f"expected dtypes among {', '.join(DTYPES)}, got {unknown[0]!r}")
-    from medusa_heads.hub.pull import find_checkpoint
+    _check(arguments)
+    from medusa_heads.inference.benchmark_methods import check_methods, needs_heads
+    from medusa_heads.inference.benchmark_source import find_source
     from medusa_heads.stored_heads import read_sidecar
 
-    folder = find_checkpoint(arguments.checkpoint)
-    sidecar = read_sidecar(folder)
+    source = find_source(
+        arguments.checkpoint, arguments.target, heads=needs_heads(arguments.methods or ["heads"])
+    )
+    has_heads = source.checkpoint is not None
+    settings = _settings(arguments, has_heads)
+    for setting in settings:
+        check_methods(setting.methods, heads=has_heads, draft=arguments.draft_model is not None)
     check_device(arguments.device)
 
     from rich.console import Console
 
-    from medusa_heads.inference.benchmark import DEFAULT_SETTINGS, benchmark
-    from medusa_heads.inference.report import tables, write_report
+    from medusa_heads.inference.benchmark import benchmark
+    from medusa_heads.inference.benchmark_tables import tables
+    from medusa_heads.inference.report import write_report
     from medusa_heads.statistics import HeadStatistics
 
+    prompts, left_out = _prompts(arguments, source)
     report = benchmark(
         arguments.checkpoint,
-        _prompts(arguments, folder),
+        prompts,
         target=arguments.target,
-        settings=[s for d in arguments.dtypes for s in DEFAULT_SETTINGS if s.dtype == d],
+        draft_model=arguments.draft_model,
+        settings=settings,
+        batch_sizes=arguments.batch_sizes,
         max_new_tokens=arguments.max_new_tokens,
+        max_prompt_length=arguments.max_prompt_length,
         temperature=arguments.temperature,
         seed=arguments.seed,
-        tree=arguments.tree,
         device=arguments.device,
         threads=arguments.threads,
         trust_remote_code=arguments.trust_remote_code,
     )
+    report["prompts_left_out"] += left_out
     console = Console()
     for table in tables(report):
         console.print(table)
+    if report["prompts_left_out"]:
+        console.print(f"Left out, as longer than asked for: {report['prompts_left_out']} prompts.")
     if arguments.report is not None:
-        stored = sidecar.get("statistics")
+        stored = read_sidecar(source.checkpoint).get("statistics") if source.checkpoint else None
         statistics = HeadStatistics.from_dict(stored) if stored else None
         for path in write_report(arguments.report, report, statistics):
             console.print(f"Written: {path}", soft_wrap=True, highlight=False)
     return report
 
 
-def _prompts(arguments: BenchmarkArguments, checkpoint: Path) -> list[list[int]]:
+def _check(arguments: BenchmarkArguments) -> None:
+    if arguments.threads is not None and arguments.threads < 1:
+        raise ValueError(f"threads must be at least 1, got {arguments.threads}")
+    if arguments.num_prompts < 0 or (arguments.prompts is None and arguments.num_prompts == 0):
+        raise ValueError(f"num_prompts must be at least 1, got {arguments.num_prompts}")
+    for name, given, known in (
+        ("dtypes", arguments.dtypes, DTYPES),
+        ("decodings", arguments.decodings, DECODINGS),
+    ):
+        if unknown := [value for value in given if value not in known]:
+            raise ValueError(f"expected {name} among {', '.join(known)}, got {unknown[0]!r}")
+    if not arguments.batch_sizes or min(arguments.batch_sizes) < 1:
+        raise ValueError(f"batch_sizes must be at least 1, got {arguments.batch_sizes}")
+
+
+def _settings(arguments: BenchmarkArguments, has_heads: bool) -> list[Setting]:
+    from medusa_heads.inference.benchmark_methods import HEADS
+    from medusa_heads.inference.benchmark_setting import DEFAULT_SETTINGS, Setting
+
+    def methods(default: tuple[str, ...]) -> tuple[str, ...]:
+        names = arguments.methods
+        if names is None:
+            names = [name if name != HEADS or has_heads else "auto" for name in default]
+        return tuple(f"{HEADS}:{arguments.tree}" if name == HEADS else name for name in names)
+
+    return [
+        Setting(setting.name, setting.dtype, methods(setting.methods))
+        for dtype in arguments.dtypes
+        for setting in DEFAULT_SETTINGS
+        if setting.dtype == dtype and setting.name in arguments.decodings
+    ]
+
+
+def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt], int]:
+    """The prompts, and how many were too long."""
     from transformers import AutoTokenizer
 
-    from medusa_heads.hub.names import split_revision
-    from medusa_heads.inference.named_target import named_target
-    from medusa_heads.inference.prompts import encode_prompts, held_out_prompts, read_prompts
+    from medusa_heads.inference.prompts import (
+        Prompt,
+        choose_prompts,
+        encode_questions,
+        held_out_prompts,
+        read_questions,
+    )
 
     # The file first: a misspelt name is told before anything is loaded.
-    texts = read_prompts(arguments.prompts) if arguments.prompts is not None else None
-    given = arguments.target
-    name, revision = named_target(checkpoint) if given is None else split_revision(given)
+    questions = read_questions(arguments.prompts) if arguments.prompts is not None else None
+    name, revision = source.target_name()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=revision or "main", trust_remote_code=arguments.trust_remote_code
@@ -155,11 +231,14 @@ def _prompts(arguments: BenchmarkArguments, checkpoint: Path) -> list[list[int]]
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"expected a tokenizer beside the target {name!r}: {reason}") from error
-    if texts is not None:
-        return encode_prompts(texts, tokenizer, num_prompts=arguments.num_prompts)
-    return held_out_prompts(
+    if questions is not None:
+        encoded = encode_questions(questions, tokenizer)
+        count = arguments.num_prompts or len(encoded)
+        return choose_prompts(encoded, count, arguments.max_prompt_length)
+    windows = held_out_prompts(
         tokenizer,
         num_prompts=arguments.num_prompts,
         prompt_length=arguments.prompt_length,
         seed=arguments.seed,
     )
+    return [Prompt(tuple(window)) for window in windows], 0

@@ -52,7 +52,7 @@ def test_a_target_with_code_of_its_own(
     save_heads(tmp_path / "heads", heads, target)
     command = [str(tmp_path / "heads"), "--dtypes", "float32", *SMALL]
     assert main([*command, "--trust-remote-code"]) == 0
-    assert "medusa heads, tree" in capsys.readouterr().out
+    assert "heads:2" in capsys.readouterr().out
     assert main(command) == 2
     told = capsys.readouterr().err
     assert "contains custom code which must be executed" in told.splitlines()[-1]
@@ -80,3 +80,54 @@ def test_a_sidecar_that_names_no_target(
     told = capsys.readouterr().err
     said = "no 'target' part" if target is None else "does not name its target"
     assert said in told and told.count("\n") == 1
+
+
+def test_a_target_alone_on_questions(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"question_id": 1, "category": "math", "turns": ["1 + 1?", "And 2 + 2?"]},
+        {"question_id": 2, "category": "math", "turns": ["too long " * 9]},
+        {"question_id": 3, "category": "writing", "turns": ["A poem."]},
+    ]
+    (tmp_path / "question.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = [str(checkpoint / "target"), "--methods", "plain", "transformers-prompt-lookup"]
+    command += ["draft-model:chain:2", "--draft_model", str(checkpoint / "target")]
+    command += ["--prompts", str(tmp_path / "question.jsonl"), "--max_prompt_length", "40"]
+    command += ["--dtypes", "float32", "--decodings", "greedy", "--batch_sizes", "1", "2"]
+    command += ["--max_new_tokens", "4", "--num_prompts", "0", "--report", str(tmp_path / "out")]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "speed-up by category" in shown and "draft-model:chain:2" in shown
+    assert "asked for: 1 prompts" in shown
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    one, two = report["settings"]
+    assert (one["batch_size"], one["prompts"]) == (1, 3)  # two turns of the first question
+    assert (two["batch_size"], two["prompts"]) == (2, 4)
+    assert list(one["methods"][0]["by_category"]) == ["math", "writing"]
+    assert all(method["identical"] == 1.0 for s in (one, two) for method in s["methods"])
+    assert (tmp_path / "out" / "report.md").read_text().startswith("# Benchmark")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--methods", "plain", "heds"], "expected methods among plain, plain-compiled"),
+        (
+            ["--methods", "plain", "heads:4"],
+            "needs a heads checkpoint, and the target has come alone",
+        ),
+        (["--methods", "draft-model"], "needs a draft model: give --draft_model"),
+        (["--batch_sizes", "0"], "batch_sizes must be at least 1, got [0]"),
+        (["--decodings", "beam"], "expected decodings among greedy, sampled, got 'beam'"),
+        (["--num_prompts", "0"], "num_prompts must be at least 1, got 0"),
+        (["--target", "other"], "leave out --target"),
+        (["--prompts", "nowhere.jsonl"], "expected a file of prompts at 'nowhere.jsonl'"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    checkpoint: Path, flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(checkpoint / "target"), *flags]) == 2
+    told = capsys.readouterr().err
+    assert sentence in told and told.count("\n") == 1

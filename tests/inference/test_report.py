@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 
 from medusa_heads.inference import report as module
-from medusa_heads.inference.report import identity_cell, tables, write_report
+from medusa_heads.inference.benchmark_tables import identity_cell, markdown, tables
+from medusa_heads.inference.report import write_report
 from medusa_heads.statistics import HeadStatistics
 
 
@@ -73,10 +74,11 @@ def test_files_are_written_and_replaced(report: dict[str, Any], tmp_path: Path) 
     statistics = HeadStatistics.from_ranks(torch.tensor([[0, 0], [0, 3], [7, 1]]))
     for speed in (1.0, 2.0):
         report["settings"][0]["methods"][0]["tokens_per_second"] = speed
-        json_file, png_file = write_report(tmp_path / "new", report, statistics)
+        json_file, _, png_file = write_report(tmp_path / "new", report, statistics)
         assert json.loads(json_file.read_text()) == report
         assert png_file.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in json_file.parent.iterdir()) == ["report.json", "report.png"]
+    written = sorted(path.name for path in json_file.parent.iterdir())
+    assert written == ["report.json", "report.md", "report.png"]
     wide = png_file.read_bytes()[16:20]
     write_report(tmp_path / "new", report)  # unmeasured heads: one panel
     assert png_file.read_bytes()[16:20] < wide
@@ -85,14 +87,60 @@ def test_files_are_written_and_replaced(report: dict[str, Any], tmp_path: Path) 
 def test_a_failure_leaves_the_old_report(
     report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    json_file, png_file = write_report(tmp_path, report)
-    before = json_file.read_bytes(), png_file.read_bytes()
+    files = write_report(tmp_path, report)
+    before = [file.read_bytes() for file in files]
 
     def fail(*_: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(module, "_draw", fail)
+    monkeypatch.setattr(module, "draw", fail)
     with pytest.raises(OSError, match="disk full"):
         write_report(tmp_path, {**report, "target": "another"})
-    assert (json_file.read_bytes(), png_file.read_bytes()) == before
-    assert len(list(tmp_path.iterdir())) == 2
+    assert [file.read_bytes() for file in files] == before
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.fixture
+def detailed(report: dict[str, Any]) -> dict[str, Any]:
+    """One setting with all that can be measured."""
+    setting = report["settings"][0]
+    setting["methods"] = [dict(one) for one in setting["methods"]]
+    for place, one in enumerate(setting["methods"]):
+        one["by_category"] = {"math": {"speedup": 1.0 + place}, "writing": {"speedup": 0.5}}
+        one |= {"first_token_seconds": 0.0125, "peak_memory_bytes": 5_000_000}
+        if place:
+            one |= {"nodes": 8 * place, "accepted_by_depth": [0.75, 0.5]}
+            one["seconds_by_phase"] = {"prefill": 1.0, "target": 3.0}
+    setting["left_out"] = {"plain-compiled": "no compiler"}
+    return report
+
+
+def test_details_are_on_the_page(detailed: dict[str, Any]) -> None:
+    page = markdown(detailed)
+    for line in (
+        "| heads | 180.0 | 1.80 | 2.52 | yes |",
+        "| heads | 1.70 - 1.90 | 12.5 | 5.0 | - |",
+        "| heads | 16 | 0.75 0.50 | 25% | 75% |",
+        "| math | 1.00 | 2.00 | 3.00 |",
+        "plain-compiled left out: no compiler",
+    ):
+        assert f"\n{line}\n" in page
+
+
+def test_a_table_of_categories_cuts_no_name(detailed: dict[str, Any]) -> None:
+    methods = detailed["settings"][0]["methods"]
+    many = [dict(methods[-1], name=f"transformers-number-{i}") for i in range(10)]
+    detailed["settings"][0]["methods"] = many
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(tables(detailed)[1])
+    shown = captured.get()
+    assert "\u2026" not in shown and shown.count("3.00") == 10
+
+
+def test_what_was_measured_is_drawn(detailed: dict[str, Any], tmp_path: Path) -> None:
+    *_, png_file = write_report(tmp_path / "detailed", detailed)
+    height = int.from_bytes(png_file.read_bytes()[20:24], "big")
+    detailed["settings"] = detailed["settings"][1:]
+    *_, plain_file = write_report(tmp_path / "plain", detailed)
+    assert int.from_bytes(plain_file.read_bytes()[20:24], "big") * 2 == height  # two rows of panels

@@ -1,0 +1,147 @@
+"""The names of all that is compared in a benchmark, and what they stand for.
+
+plain                       transformers' generate()
+plain-compiled              the same with its static cache, through torch.compile
+transformers-prompt-lookup  transformers' prompt lookup
+transformers-assisted       transformers' assisted generation, with the draft model
+heads, heads:TREE           the checkpoint's heads; trees as in tree_plan.py
+draft-model, draft-model:TREE   the draft model on this engine; trees as in draft_model.py
+and the names in training_free.py, of drafters that no training made
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from medusa_heads.inference.assisted import AssistedModel
+from medusa_heads.inference.draft_model import DraftedModel
+from medusa_heads.inference.model import MedusaModel
+from medusa_heads.inference.timed_run import Method
+from medusa_heads.inference.training_free import DRAFTERS, TrainingFreeModel
+from medusa_heads.target import TargetModel
+
+PLAIN = "plain"
+COMPILED = "plain-compiled"
+PLAIN_METHODS = (PLAIN, COMPILED)  # the faster of them is 1.0
+PROMPT_LOOKUP = "transformers-prompt-lookup"
+ASSISTED = "transformers-assisted"
+HEADS = "heads"
+DRAFT_MODEL = "draft-model"
+# The draft length that transformers' documentation uses for prompt lookup.
+PROMPT_LOOKUP_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Models:
+    """What methods are made of, in one dtype: the target, and what was given besides."""
+
+    target: TargetModel
+    medusa: MedusaModel | None = None
+    draft: TargetModel | None = None
+
+
+def needs_heads(methods: Sequence[str]) -> bool:
+    """Whether one of them decodes with trained heads."""
+    return any(_kind(name) == HEADS for name in methods)
+
+
+def check_methods(methods: Sequence[str], *, heads: bool, draft: bool) -> None:
+    """Refuse names that stand for nothing, or for what was not given.
+
+    Args:
+        methods: their names.
+        heads: whether a heads checkpoint was given.
+        draft: whether a draft model was given.
+
+    Raises:
+        ValueError: such a name, or one given twice.
+    """
+    for place, name in enumerate(methods):
+        kind, _, tree = name.partition(":")
+        treed = kind in (HEADS, DRAFT_MODEL)
+        known = (*PLAIN_METHODS, PROMPT_LOOKUP, ASSISTED, *DRAFTERS)
+        drafter = _without_number(name) in DRAFTERS
+        if not (treed or drafter or name in known) or (treed and ":" in name and not tree):
+            raise ValueError(
+                f"expected methods among {', '.join(known)}, {HEADS}:TREE and {DRAFT_MODEL}:TREE, "
+                f"got {name!r}"
+            )
+        if name in methods[:place]:
+            raise ValueError(f"the method {name!r} is given twice: name it once")
+        if kind == HEADS and not heads:
+            raise ValueError(f"{name!r} needs a heads checkpoint, and the target has come alone")
+        if kind in (DRAFT_MODEL, ASSISTED) and not draft:
+            raise ValueError(f"{name!r} needs a draft model: give --draft_model")
+
+
+def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
+    """What a name stands for.
+
+    Args:
+        name: one that check_methods let pass.
+        models: loaded.
+        most_tokens: in the longest text, prompt included; a static cache holds as many.
+
+    Raises:
+        ValueError: a tree that cannot be drafted, or that the target cannot verify.
+    """
+    generate: Any = models.target.model.generate
+    kind, _, tree = name.partition(":")
+    if name == PLAIN:
+        return Method(name, generate)
+    if name == COMPILED:
+        return _compiled(generate, most_tokens)
+    if name == PROMPT_LOOKUP:
+        looking = partial(generate, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS)
+        return Method(name, looking, one_row=True)
+    if kind == HEADS:
+        assert models.medusa is not None
+        return _engine(
+            name,
+            MedusaModel(
+                models.target,
+                models.medusa.heads,
+                statistics=models.medusa.statistics,
+                tree=tree or "auto",
+            ),
+        )
+    if _without_number(name) in DRAFTERS:
+        return _engine(name, TrainingFreeModel(models.target, name))
+    assert models.draft is not None
+    if name == ASSISTED:
+        return Method(name, partial(generate, assistant_model=models.draft.model), one_row=True)
+    return _engine(name, DraftedModel(models.target, models.draft, tree=tree or "auto"))
+
+
+def _compiled(generate: Any, most_tokens: int) -> Method:
+    from transformers import CompileConfig
+
+    settings: Any = CompileConfig()
+    settings._compile_all_devices = True  # by itself transformers compiles on GPUs alone
+    compiled = partial(
+        generate,
+        cache_implementation="static",
+        max_cache_len=most_tokens,  # one size for all prompts: another would be compiled anew
+        compile_config=settings,
+    )
+    return Method(COMPILED, compiled, compiled=True)
+
+
+def _engine(name: str, model: AssistedModel) -> Method:
+    def nodes() -> int:
+        return model.drafter.num_nodes - 1  # without the root
+
+    return Method(name, model.generate, lambda: model.last_stats, nodes)
+
+
+def _kind(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _without_number(name: str) -> str:
+    """A drafter's name may hold the layers it runs: `early_exit:4+suffix`."""
+    return re.sub(r":\d+", "", name)

@@ -1,0 +1,143 @@
+"""One setting of a benchmark: its methods in turns, batch after batch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_heads.inference.benchmark_methods import HEADS, PLAIN, PLAIN_METHODS, PROMPT_LOOKUP
+from medusa_heads.inference.benchmark_summary import summarise
+from medusa_heads.inference.prompts import Prompt, batches_of
+from medusa_heads.inference.timed_run import WARM_UP_TOKENS, Method, Run, run_once
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured: `"greedy"` or `"sampled"`, a dtype, and the methods compared in it.
+
+    Plain decoding, which all output is compared with, is measured whether it is named or not.
+    """
+
+    name: str
+    dtype: str
+    methods: tuple[str, ...] = (PLAIN, PROMPT_LOOKUP, HEADS)
+
+
+# Speed is measured in bf16. In fp32, where rounding cannot tip a choice, the output of the heads
+# must be plain decoding's: there the proof counts and prompt lookup need not be timed once more.
+DEFAULT_SETTINGS = (
+    Setting("greedy", "bfloat16"),
+    Setting("sampled", "bfloat16"),
+    Setting("greedy", "float32", (PLAIN, HEADS)),
+    Setting("sampled", "float32", (PLAIN, HEADS)),
+)
+
+
+def measure(
+    setting: Setting,
+    methods: Sequence[Method],
+    model: Any,
+    prompts: Sequence[Prompt],
+    *,
+    batch_size: int = 1,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    on_run: Callable[[int], object] = lambda _: None,
+) -> dict[str, Any]:
+    """One setting: every method on every batch, in turns; the first method is plain decoding, and
+    the fastest plain one the reference of the speed-ups."""
+    options = decoding_options(setting.name, model, temperature, max_new_tokens)
+    batches = batches_of(prompts, batch_size)
+    running, left_out = _warm_up(methods, model, batches, options)
+    on_run(len(left_out) * len(batches))
+    runs: dict[str, list[Run]] = {method.name: [] for method in running}
+    for index, batch in enumerate(batches):
+        turn = index % len(running)
+        for method in [*running[turn:], *running[:turn]]:
+            rows = [prompt.tokens for prompt in batch]
+            runs[method.name].append(run_once(method, model, rows, seed + index, **options))
+            on_run(1)
+    plain = next(iter(runs))
+    candidates = [name for name in runs if name in PLAIN_METHODS] or [plain]
+    rates = {name: statistics.median(r.tokens_per_second for r in runs[name]) for name in runs}
+    reference = max(candidates, key=rates.__getitem__)
+    kinds = [batch[0].category for batch in batches]
+    entries = []
+    for method in running:
+        done = runs[method.name]
+        entry = {"name": method.name, **summarise(done, runs[reference], runs[plain])}
+        if method.nodes is not None:
+            entry["nodes"] = method.nodes()
+        if len(set(kinds)) > 1:
+            entry["by_category"] = _by_category(kinds, done, runs[reference], runs[plain])
+        entries.append(entry)
+    return {
+        "name": setting.name,
+        "dtype": setting.dtype,
+        "batch_size": batch_size,
+        "prompts": len(batches) * batch_size,
+        "new_tokens": max_new_tokens,
+        "reference": reference,
+        "methods": entries,
+        "left_out": left_out,
+    }
+
+
+def decoding_options(
+    name: str, model: Any, temperature: float, max_new_tokens: int
+) -> dict[str, Any]:
+    """What generate() is called with in a setting of this name."""
+    sampling = {"do_sample": True, "temperature": temperature}
+    decoding = sampling if name == "sampled" else {"do_sample": False}
+    pad = model.generation_config.pad_token_id
+    return {
+        **decoding,
+        "pad_token_id": pad if pad is not None else 0,
+        "max_new_tokens": max_new_tokens,
+    }
+
+
+def _warm_up(
+    methods: Sequence[Method],
+    model: Any,
+    batches: Sequence[Sequence[Prompt]],
+    options: dict[str, Any],
+) -> tuple[list[Method], dict[str, str]]:
+    """The methods that run here, each warm, and why the others do not."""
+    running, left_out = [], {}
+    rows = [prompt.tokens for prompt in batches[0]]
+    short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
+    for method in methods:
+        if method.one_row and len(rows) > 1:
+            left_out[method.name] = "transformers assists one sequence at a time"
+            continue
+        started = time.perf_counter()
+        try:
+            run_once(method, model, rows, 0, **short)
+        # Compilers fail in ways of their own: there may be none here, or one that gives up.
+        except Exception as error:
+            if not method.compiled:
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            seconds = time.perf_counter() - started
+            left_out[method.name] = f"torch.compile failed after {seconds:.0f} seconds: {reason}"
+            continue
+        running.append(method)
+    return running, left_out
+
+
+def _by_category(
+    kinds: Sequence[str | None], runs: Sequence[Run], reference: Sequence[Run], plain: Sequence[Run]
+) -> dict[str, Any]:
+    shown = ("tokens_per_second", "speedup", "speedup_quartiles", "tokens_per_step", "identical")
+    found = {}
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, other in enumerate(kinds) if other == kind]
+        picked = [[each[place] for place in places] for each in (runs, reference, plain)]
+        whole = summarise(*picked)
+        found[kind or "other"] = {name: whole[name] for name in shown}
+    return found

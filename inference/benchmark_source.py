@@ -1,0 +1,111 @@
+"""What a benchmark was given to measure: heads with their target, or a target alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_heads.draft_checkpoint import check_vocabulary
+from medusa_heads.files import read_json
+from medusa_heads.hub.names import split_revision
+from medusa_heads.hub.pull import find_checkpoint
+from medusa_heads.inference.benchmark_methods import Models
+from medusa_heads.inference.model import MedusaModel
+from medusa_heads.inference.named_target import load_target, named_target
+from medusa_heads.stored_heads import SIDECAR_FILE
+from medusa_heads.target import TargetModel
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where heads lie, if there are any, and their target.
+
+    Attributes:
+        checkpoint: folder of the heads.
+        target: hub id or path, perhaps with a revision; None: the one the heads name.
+    """
+
+    checkpoint: Path | None
+    target: str | None
+
+    def target_name(self) -> tuple[str, str | None]:
+        """Hub id or path of the target, and a hub id's revision.
+
+        Raises:
+            ValueError: the heads name none.
+        """
+        if self.target is not None:
+            return split_revision(self.target)
+        assert self.checkpoint is not None
+        return named_target(self.checkpoint)
+
+
+def find_source(name: str | os.PathLike[str], target: str | None, *, heads: bool) -> Source:
+    """Tell a heads checkpoint from a target.
+
+    Args:
+        name: folder or hub id of either.
+        target: of the heads, where it is not the one they name.
+        heads: heads are to be measured: nothing else will do.
+
+    Raises:
+        ValueError: neither stands there.
+    """
+    folder = Path(name).expanduser()
+    if not _is_model(folder):
+        try:
+            return Source(find_checkpoint(name), target)
+        except ValueError:
+            # A hub's name may be a target's, which is found out when it is loaded.
+            if heads or folder.exists():
+                raise
+    if target is not None:
+        raise ValueError(
+            f"{str(name)!r} is taken for the target, as it holds no heads: leave out --target"
+        )
+    return Source(None, str(folder) if folder.exists() else str(name))
+
+
+def _is_model(folder: Path) -> bool:
+    """A whole model, which heads are not: those say nothing of an architecture."""
+    file = folder / "config.json"
+    return (
+        file.is_file() and not (folder / SIDECAR_FILE).is_file() and "model_type" in read_json(file)
+    )
+
+
+def load_models(
+    source: Source, draft_model: str | None, *, dtype: torch.dtype, **options: Any
+) -> Models:
+    """Load them all in one dtype.
+
+    Args:
+        source: target, and perhaps heads.
+        draft_model: hub id or path of a draft model.
+        dtype: of all weights.
+        options: `device` and `trust_remote_code`.
+
+    Raises:
+        ValueError: one of them is missing, damaged, or does not fit the target.
+    """
+    medusa = None
+    if source.checkpoint is not None:
+        medusa = MedusaModel.from_pretrained(
+            source.checkpoint, target=source.target, tree="none", dtype=dtype, **options
+        )
+        target = medusa.target
+    else:
+        assert source.target is not None
+        target = load_target(source.target, source.target, dtype=dtype, **options)
+    if draft_model is None:
+        return Models(target, medusa)
+    name, revision = split_revision(draft_model)
+    if revision is not None:
+        options["revision"] = revision
+    draft = TargetModel.from_pretrained(name, dtype=dtype, **(options | {"device": target.device}))
+    check_vocabulary(draft, target)
+    return Models(target, medusa, draft)
