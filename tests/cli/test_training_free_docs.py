@@ -1,0 +1,45 @@
+"""The commands and the program of docs/training-free.md, as they stand there, in small."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from medusa_heads.cli.main import main
+from medusa_heads.inference.training_free import DRAFTERS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "training-free.md").read_text(encoding="utf-8")
+SMALLER = {
+    "generate": ["--max_new_tokens", "8"],
+    "chat": ["--max_new_tokens", "8"],
+    "benchmark": ["--num_prompts", "1", "--max_new_tokens", "4", "--prompt_length", "8"]
+    + ["--dtypes", "float32", "--decodings", "greedy"],
+}
+
+
+def test_the_page_is_true(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("medusa_heads.inference.step_seconds._REPEATS", 1)
+    monkeypatch.setattr("medusa_heads.inference.skip_search._TOKENS", 16)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+    blocks = {name: re.findall(rf"```{name}\n(.*?)```", PAGE, re.S) for name in ("bash", "python")}
+    ran = set()
+    for line in "".join(blocks["bash"]).splitlines():
+        program, verb, *arguments = shlex.split(line)
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+        assert program == "medusa-heads"
+        assert main([verb, *arguments, *SMALLER[verb]]) == 0, capsys.readouterr().err
+        ran.add(verb)
+    assert ran == set(SMALLER)
+    (python,) = blocks["python"]
+    exec(python, {})
+    assert capsys.readouterr().out.strip()
+    assert all(f"`{drafter}`" in PAGE for drafter in DRAFTERS)
