@@ -17,8 +17,10 @@ PAGE = (ROOT / "docs" / "training-free.md").read_text(encoding="utf-8")
 SMALLER = {
     "generate": ["--max_new_tokens", "8"],
     "chat": ["--max_new_tokens", "8"],
-    "benchmark": ["--num_prompts", "1", "--max_new_tokens", "4", "--prompt_length", "8"]
-    + ["--dtypes", "float32", "--decodings", "greedy"],
+    "benchmark": [
+        *("--num_prompts", "1", "--max_new_tokens", "4", "--prompt_length", "8"),
+        *("--dtypes", "float32", "--decodings", "greedy"),
+    ],
 }
 
 
