@@ -43,7 +43,10 @@ def test_equals_generate(pair: tuple[Any, Any], costs: DraftCosts) -> None:
     ids_BT = torch.randint(3, VOCAB, (5, 10), generator=torch.Generator().manual_seed(1))
     mask_BT = (torch.arange(10) >= torch.tensor([[0], [3], [7], [1], [5]])).long()
     for rows in (1, 5, 3):
-        inputs = {"input_ids": ids_BT[:rows].to(DEVICE), "attention_mask": mask_BT[:rows]}
+        inputs: dict[str, Any] = {
+            "input_ids": ids_BT[:rows].to(DEVICE),
+            "attention_mask": mask_BT[:rows],
+        }
         inputs["attention_mask"] = inputs["attention_mask"].to(DEVICE)
         for options in ({"max_new_tokens": 40}, {"max_new_tokens": 60, "eos_token_id": 2}):
             settings: dict[str, Any] = {**inputs, **options, "do_sample": False, "pad_token_id": 0}
@@ -52,7 +55,9 @@ def test_equals_generate(pair: tuple[Any, Any], costs: DraftCosts) -> None:
     assert costs is DEAR or model.last_stats.tokens_per_step > 1.3
 
 
-def lengths_drafted(target: Any, draft: Any, costs: DraftCosts) -> list[int]:
+def lengths_drafted(
+    target: Any, draft: Any, costs: DraftCosts, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
     model = drafted(target, draft, costs)
     nodes: list[int] = []
     verify = model.target.verify
@@ -61,19 +66,21 @@ def lengths_drafted(target: Any, draft: Any, costs: DraftCosts) -> list[int]:
         nodes.append(tree.num_nodes - 1)
         return verify(tree, *others)
 
-    model.target.verify = noted  # type: ignore[method-assign]
+    monkeypatch.setattr(model.target, "verify", noted)
     model.generate(torch.tensor([[5, 6, 7, 8]]).to(DEVICE), do_sample=False, max_new_tokens=300)
     return nodes
 
 
-def test_lengths_follow_worth_and_costs(pair: tuple[Any, Any], tiny_llama: TinyLlama) -> None:
+def test_lengths_follow_worth_and_costs(
+    pair: tuple[Any, Any], tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, draft = pair
-    perfect = lengths_drafted(target, target, CHEAP)
+    perfect = lengths_drafted(target, target, CHEAP, monkeypatch)
     assert perfect[-5:] == [8] * 5  # every token is right
-    near = lengths_drafted(target, draft, DEAR)
+    near = lengths_drafted(target, draft, DEAR, monkeypatch)
     assert max(near[20:]) < 8
     stranger = tiny_llama(vocab_size=VOCAB, num_layers=1, seed=9).to(DEVICE)
-    useless = lengths_drafted(target, stranger, DEAR)
+    useless = lengths_drafted(target, stranger, DEAR, monkeypatch)
     # It rests, and is tried ever more rarely.
     assert sum(map(bool, useless[-128:])) <= 8 and any(useless)
 

@@ -51,7 +51,7 @@ def drafts(target: Any, tiny_llama: TinyLlama) -> dict[str, Any]:
     return {"near": near.to(DEVICE), "bad": bad.to(DEVICE), "itself": target}
 
 
-def prompts(batch: int = BATCH) -> dict[str, Tensor]:
+def prompts(batch: int = BATCH) -> dict[str, Any]:
     ids_BT = torch.tensor([PROMPT], device=DEVICE).repeat(batch, 1)
     return {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
 
@@ -205,7 +205,10 @@ def test_ragged_batches(target: Any, drafts: dict[str, Any], options: dict[str, 
     """Greedy text is generate()'s; drawn text ends where its end token stands."""
     ids_BT = torch.randint(1, VOCAB, (4, 12), generator=torch.Generator().manual_seed(1))
     mask_BT = (torch.arange(12) >= torch.tensor([[0], [5], [9], [2]])).long()
-    inputs = {"input_ids": (ids_BT * mask_BT).to(DEVICE), "attention_mask": mask_BT.to(DEVICE)}
+    inputs: dict[str, Any] = {
+        "input_ids": (ids_BT * mask_BT).to(DEVICE),
+        "attention_mask": mask_BT.to(DEVICE),
+    }
     settings = {**options, "max_new_tokens": 40, "eos_token_id": 7}
     model = DraftedModel(target, drafts["near"], tree="sampled:3x2x1")
     torch.manual_seed(0)
