@@ -184,6 +184,8 @@ def _speed(report: Mapping[str, Any] | None) -> list[str]:
     for setting in report["settings"]:
         for method in setting["methods"]:
             name = f"{setting['dtype']}, {setting['name']}"
+            if (batch := setting.get("batch_size", 1)) > 1:
+                name += f", {batch} rows"
             rows.append(
                 [
                     name,

@@ -75,7 +75,7 @@ def test_there_and_back_and_decoded_by_name(
     assert len(set(texts)) == 1 and texts[0]
     small = ["--num-prompts", "1", "--prompt-length", "8", "--max-new-tokens", "4", "--tree", "2"]
     assert benchmark.main(["alice/heads", *small, "--dtypes", "float32"]) == 0
-    assert "medusa heads" in capsys.readouterr().out
+    assert "heads:2" in capsys.readouterr().out
 
 
 def test_a_proposal(hub: LocalHub, heads: str, capsys: pytest.CaptureFixture[str]) -> None:
