@@ -140,7 +140,7 @@ def decode(environment: dict[str, str]) -> Callable[..., Decoded]:
             text=True,
         )
         if result.returncode != 0:
-            raise RuntimeError(result.stderr)
+            raise RuntimeError(result.stdout + result.stderr)  # workers write to the former
         return Decoded(**json.loads(result.stdout.splitlines()[-1]))
 
     return run
