@@ -12,8 +12,21 @@ from torch import Tensor
 from transformers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -34,10 +47,38 @@ _WARPERS = (
     TypicalLogitsWarper,
 )
 
+# These look at the row's own text as well, but neither at other rows nor at which row it is.
+_OF_ONE_ROW = (
+    *_WARPERS,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
-def looks_at_one_row(processors: LogitsProcessorList) -> bool:
-    """Whether running the processors on a single position's scores changes nothing."""
+
+def look_at_scores_alone(processors: LogitsProcessorList) -> bool:
+    """Whether the processors may be run on any scores, without the text before them."""
     return all(type(processor) in _WARPERS for processor in processors)
+
+
+def look_at_one_row(processors: LogitsProcessorList) -> bool:
+    """Whether the processors may be run on a single row, as if the batch had no other."""
+    return all(
+        type(processor) in _OF_ONE_ROW
+        # Lengths of prompts to leave out, one for each row.
+        and not isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
+        for processor in processors
+    )
 
 
 class AcceptanceRule(Protocol):

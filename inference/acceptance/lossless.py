@@ -1,19 +1,18 @@
 """The exact acceptance rule: sample, then match.
 
-Shapes: B active rows, N tree nodes, V vocabulary.
+Shapes: B active rows, W rows still walking, N tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from medusa_heads.inference.acceptance.base import looks_at_one_row
+from medusa_heads.inference.acceptance.base import look_at_one_row, look_at_scores_alone
 from medusa_heads.inference.row import Row
 from medusa_heads.tree import TokenTree
 
@@ -24,8 +23,11 @@ class SampleThenMatch:
     At each node the target's own next token is drawn from its own (processed) distribution, exactly
     as generate() draws it; a child that carries this token is descended to, otherwise the token is
     the bonus. Whatever was drafted, every committed token so comes from the target, in order, with
-    the random numbers that generate() would have used: same seed, same tokens. Greedy is the same
-    walk with argmax.
+    the random numbers that generate() would have used: same seed, same tokens (of a batch, as long
+    as its rows keep in step). Greedy is the same walk with argmax.
+
+    All rows walk their trees side by side, a node each at a time, and are drawn for at once: the
+    host waits for the device once a level, however large the batch.
 
     Args:
         processors: transformers' logits processors and warpers, run on walked nodes only.
@@ -37,7 +39,8 @@ class SampleThenMatch:
     def __init__(self, processors: LogitsProcessorList, do_sample: bool) -> None:
         self._processors = processors
         self._do_sample = do_sample
-        self._by_batch_row = not looks_at_one_row(processors)
+        self._at_once = look_at_scores_alone(processors)
+        self._by_batch_row = not look_at_one_row(processors)
 
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
         plain = not self._do_sample and not self._processors
@@ -49,23 +52,45 @@ class SampleThenMatch:
             tokens, parents, greedy = torch.stack(
                 [tree.tokens_BN, tree.parents_BN, greedy_BN]
             ).tolist()
-            return [
-                [] if row.done else _walk(tokens[b], parents[b], row, greedy[b].__getitem__)
-                for b, row in enumerate(rows)
-            ]
-        tokens, parents = torch.stack([tree.tokens_BN, tree.parents_BN]).tolist()
-        return [
-            []
-            if row.done
-            else _walk(tokens[b], parents[b], row, partial(self._draw, logits_BNV[b], row))
-            for b, row in enumerate(rows)
-        ]
+        else:
+            tokens, parents = torch.stack([tree.tokens_BN, tree.parents_BN]).tolist()
+            greedy = None
+        paths: list[list[int]] = [[] if row.done else [0] for row in rows]
+        walking = [b for b, path in enumerate(paths) if path]
+        while walking:
+            nodes = [paths[b][-1] for b in walking]
+            if greedy is not None:
+                drawn = [greedy[b][node] for b, node in zip(walking, nodes, strict=True)]
+            else:
+                drawn = self._draw(logits_BNV, rows, walking, nodes)
+            further = []
+            for b, node, token in zip(walking, nodes, drawn, strict=True):
+                if rows[b].commit(token):
+                    continue
+                child = _child(tokens[b], parents[b], node, token)
+                if child is not None:
+                    paths[b].append(child)
+                    further.append(b)
+            walking = further
+        return paths
 
-    def _draw(self, logits_NV: Tensor, row: Row, node: int) -> int:
-        scores_1V = self._scores(logits_NV, row, node)
-        if self._do_sample:
-            return int(torch.multinomial(torch.softmax(scores_1V, dim=-1), num_samples=1))
-        return int(scores_1V.argmax(dim=-1))
+    def _draw(
+        self, logits_BNV: Tensor, rows: Sequence[Row], walking: Sequence[int], nodes: Sequence[int]
+    ) -> list[int]:
+        """The target's next token behind a node of each of the walking rows."""
+        if self._at_once and len(walking) > 1:
+            ids: Any = rows[walking[0]].ids_1T()  # nothing here reads more of it than its device
+            logits: Any = logits_BNV[walking, nodes].to(dtype=torch.float32, device=ids.device)
+            scores_WV = self._processors(ids, logits)
+        else:
+            places = zip(walking, nodes, strict=True)
+            scores_WV = torch.cat(
+                [self._scores(logits_BNV[b], rows[b], node) for b, node in places]
+            )
+        if not self._do_sample:
+            return scores_WV.argmax(dim=-1).tolist()
+        probs_WV = torch.softmax(scores_WV, dim=-1)
+        return torch.multinomial(probs_WV, num_samples=1)[:, 0].tolist()
 
     def _scores(self, logits_NV: Tensor, row: Row, node: int) -> Tensor:
         """What the processors make of a node's logits, [1, V] in fp32, and recorded if asked."""
@@ -81,20 +106,6 @@ class SampleThenMatch:
         if row.recorder:
             row.recorder.record(scores_1V, raw[:1])
         return scores_1V
-
-
-def _walk(
-    tokens: Sequence[int], parents: Sequence[int], row: Row, target_token: Callable[[int], int]
-) -> list[int]:
-    path = [0]
-    while True:
-        token = target_token(path[-1])
-        if row.commit(token):
-            return path
-        child = _child(tokens, parents, path[-1], token)
-        if child is None:
-            return path
-        path.append(child)
 
 
 def _child(tokens: Sequence[int], parents: Sequence[int], node: int, token: int) -> int | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from medusa_heads.inference.acceptance.base import looks_at_one_row
+from medusa_heads.inference.acceptance.base import look_at_scores_alone
 from medusa_heads.inference.row import Row
 from medusa_heads.tree import TokenTree
 
@@ -37,7 +37,7 @@ class RelaxedRule(ABC):
     lossless = False
 
     def __init__(self, processors: LogitsProcessorList, do_sample: bool) -> None:
-        if not looks_at_one_row(processors):
+        if not look_at_scores_alone(processors):
             names = sorted({type(processor).__name__ for processor in processors})
             raise ValueError(
                 f"{type(self).__name__} takes warpers such as temperature, top-k and top-p only, "

@@ -24,7 +24,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from medusa_heads.inference.acceptance.base import looks_at_one_row
+from medusa_heads.inference.acceptance.base import look_at_scores_alone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ def draft_probs(
     missing = vocab_size - logits_BFV.shape[2]
     logits_BFV = F.pad(logits_BFV, (0, missing), value=float("-inf")) if missing else logits_BFV
     asked = _predictable(warpers or LogitsProcessorList())
-    if looks_at_one_row(asked):
+    if look_at_scores_alone(asked):
         ids: Any = paths_BFJ.flatten(0, 1)
         scores: Any = logits_BFV.flatten(0, 1)
         return torch.softmax(asked(ids, scores), dim=-1).view_as(logits_BFV)
@@ -85,7 +85,7 @@ def _predictable(warpers: LogitsProcessorList) -> LogitsProcessorList:
     return LogitsProcessorList(
         warper
         for warper in warpers
-        if type(warper) in _TEXT_READERS or looks_at_one_row(LogitsProcessorList([warper]))
+        if type(warper) in _TEXT_READERS or look_at_scores_alone(LogitsProcessorList([warper]))
     )
 
 

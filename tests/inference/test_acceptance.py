@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,8 +26,8 @@ VOCAB = 12
 SHAPE = TreeShape.from_choices([(0,), (0, 0), (0, 0, 0), (1,), (1, 0)])
 
 
-def tree() -> TokenTree:
-    return SHAPE.tree(torch.tensor([[5, 6, 7, 8, 9, 7]]))
+def tree(batch: int = 1) -> TokenTree:
+    return SHAPE.tree(torch.tensor([[5, 6, 7, 8, 9, 7]] * batch))
 
 
 def logits_naming(tokens: list[int]) -> Tensor:
@@ -59,6 +61,18 @@ def test_greedy_walk(
     assert one.tokens == tokens
 
 
+@pytest.mark.parametrize("processors", [[], [TopKLogitsWarper(12)]], ids=["plain", "warped"])
+def test_rows_of_a_batch_walk_their_own_paths(processors: list[TopKLogitsWarper]) -> None:
+    rule = SampleThenMatch(LogitsProcessorList(processors), do_sample=False)
+    named = [[6, 7, 8, 3, 0, 0], [0] * 6, [9, 0, 0, 0, 7, 11], [6, 7, 8, 3, 0, 0]]
+    rows = [row(), row(), row(), row(max_length=5)]
+    rows.insert(1, row(max_length=4))
+    rows[1].commit(1)
+    logits_BNV = torch.cat([logits_naming(tokens) for tokens in [named[0], *named]])
+    assert rule(tree(5), logits_BNV, rows) == [[0, 1, 2, 3], [], [0], [0, 4, 5], [0, 1]]
+    assert [one.tokens for one in rows] == [[6, 7, 8, 3], [1], [0], [9, 7, 11], [6, 7]]
+
+
 def test_nothing_follows_an_end_token_inside_an_accepted_block() -> None:
     rule = SampleThenMatch(LogitsProcessorList(), do_sample=False)
     one = row(eos=7)
@@ -80,23 +94,24 @@ def chi_square(counts_V: Tensor, probabilities_V: Tensor) -> float:
     return float(((counts_V - expected_V) ** 2 / expected_V)[seen_V].sum())
 
 
-def draw_pairs(rule: SampleThenMatch, logits_BNV: Tensor, rounds: int) -> Tensor:
+def draw_pairs(rule: SampleThenMatch, logits_1NV: Tensor, rounds: int, batch: int = 1) -> Tensor:
     """The first two tokens of each of many steps; a walk that ends early gives -1 as its second."""
     pairs = []
-    for _ in range(rounds):
-        one = row()
-        rule(tree(), logits_BNV, [one])
-        pairs.append([*one.tokens, -1][:2])
+    for _ in range(rounds // batch):
+        rows = [row() for _ in range(batch)]
+        rule(tree(batch), logits_1NV.expand(batch, -1, -1), rows)
+        pairs += [[*one.tokens, -1][:2] for one in rows]
     return torch.tensor(pairs)
 
 
-def test_sampled_tokens_follow_the_targets_distribution() -> None:
+@pytest.mark.parametrize("batch", [1, 8])
+def test_sampled_tokens_follow_the_targets_distribution(batch: int) -> None:
     """First tokens, and second tokens given an accepted first one, against the exact law."""
     torch.manual_seed(0)
     logits_BNV = torch.randn(1, 6, VOCAB) * 1.5
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(8)])
     rule = SampleThenMatch(processors, do_sample=True)
-    pairs = draw_pairs(rule, logits_BNV, 6000)
+    pairs = draw_pairs(rule, logits_BNV, 6000, batch)
     dummy: Tensor = torch.zeros(1, 1, dtype=torch.long)
     for node, counts_V in (
         (0, torch.bincount(pairs[:, 0], minlength=VOCAB)),
@@ -111,10 +126,15 @@ def test_sampled_tokens_follow_the_targets_distribution() -> None:
 class AcceptMoreThanAllowed(SampleThenMatch):
     """A wrong rule: takes a drafted child whenever it is likely enough, as lossy rules do."""
 
-    def _draw(self, logits_NV: Tensor, row: Row, node: int) -> int:
-        token = super()._draw(logits_NV, row, node)
-        likely = logits_NV[node].softmax(-1)[6] > 0.05
-        return 6 if node == 0 and likely and token != 9 else token
+    def _draw(
+        self, logits_BNV: Tensor, rows: Sequence[Row], walking: Sequence[int], nodes: Sequence[int]
+    ) -> list[int]:
+        drawn = super()._draw(logits_BNV, rows, walking, nodes)
+        likely_B = logits_BNV[:, 0].softmax(-1)[:, 6] > 0.05
+        return [
+            6 if node == 0 and likely_B[b] and token != 9 else token
+            for b, node, token in zip(walking, nodes, drawn, strict=True)
+        ]
 
 
 def test_a_wrong_rule_is_caught() -> None:

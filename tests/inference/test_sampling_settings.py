@@ -64,6 +64,43 @@ def test_same_seed_same_tokens(medusa: MedusaModel, seed: int) -> None:
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"repetition_penalty": 1.3}], ids=str)
+def test_rows_in_step_draw_as_the_batch_of_generate(
+    medusa: MedusaModel, options: dict[str, Any]
+) -> None:
+    options = options | {"do_sample": True, "temperature": 0.7, "max_new_tokens": 12}
+    ids = torch.randint(24, (3, 9), generator=torch.Generator().manual_seed(0))
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    target: Any = medusa.target
+    torch.manual_seed(0)
+    expected = target.model.generate(**inputs, **options)
+    torch.manual_seed(0)
+    got: Any = MedusaModel(target, medusa.heads, tree="none").generate(**inputs, **options)
+    assert torch.equal(got, expected)
+    torch.manual_seed(1)
+    other: Any = medusa.generate(**inputs, **options)
+    assert not torch.equal(other, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+        {"prefix_allowed_tokens_fn": lambda row, ids: range(8 * row, 8 * row + 8)},
+    ],
+    ids=["of a row's own text", "of which row it is"],
+)
+def test_processors_see_every_row_of_a_batch_as_generate_shows_it(
+    medusa: MedusaModel, options: dict[str, Any]
+) -> None:
+    options = options | {"do_sample": False, "max_new_tokens": 24}
+    ids = torch.randint(24, (3, 9), generator=torch.Generator().manual_seed(0))
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    model: Any = medusa.target.model
+    got: Any = medusa.generate(**inputs, **options)
+    assert torch.equal(got, model.generate(**inputs, **options))
+
+
 def test_options_were_really_combined() -> None:
     seen = {name for seed in range(50) for name in combination(seed)}
     assert seen == set(CHOICES)
