@@ -9,6 +9,8 @@ generate(): in fp32 a difference is an error, in bf16 the table says how far the
 that of MedusaModel.generate(), continued from a cache of the given length. Plain decoding is a bare
 loop over the target's forward with transformers' DynamicCache, and the faster of two ways: without
 a mask, and with an explicit one (models choose slower attention kernels for the one or the other).
+How a step without its attention grows with the context is shown beside how the target's forward of
+a single token does, over the same cache: that much is the target's own.
 On a GPU, work queued in one phase may be waited for in a later one: there only sums are exact.
 """
 
@@ -41,8 +43,10 @@ from scripts.step_timers import (
     PHASES,
     bare_step,
     generation,
+    one_token_beyond_attention,
     plain_step,
     plain_tokens,
+    standing_state,
     timed_attention,
 )
 
@@ -179,7 +183,7 @@ class Place:
         self._mask_11NS = torch.ones(
             1, 1, 1, self.context + 1, dtype=torch.bool, device=self._target.device
         )
-        self._bare = bare_step(model, self._ids_1T, self._cache)
+        self._state = standing_state(model, self._ids_1T, self._cache)
         self._expected = plain_tokens(model, self._ids_1T, self._cache, new_tokens)
 
     def take_turn(self) -> None:
@@ -190,7 +194,8 @@ class Place:
         turn["attention"] = 1e3 * attention["seconds"] / slowed["steps"]
         step = sum(slowed[phase] for phase in PHASES if phase != "rest")
         turn["beyond_attention"] = step - turn["attention"]
-        turn["bare_step"] = self._bare()
+        turn["one_token_beyond_attention"] = one_token_beyond_attention(self._model, self._state)
+        turn["bare_step"] = bare_step(self._model, self._state)
         token_11 = self._ids_1T[:, -1:]
         turn["plain_no_mask"] = plain_step(self._target, token_11, self._cache, None)
         turn["plain_mask"] = plain_step(self._target, token_11, self._cache, self._mask_11NS)
@@ -223,10 +228,12 @@ class Place:
             "step_over_plain": ratio(lambda t: t["step"] / t[fastest]),
             "speedup": ratio(lambda t: t["tokens_per_step"] * t[fastest] / t["step"]),
             "realised_over_expected": ratio(lambda t: t["bare_step"] / t["step"]),
-            "beyond_attention_growth": median(
-                t["beyond_attention"] / f["beyond_attention"]
-                for t, f in zip(turns, first, strict=True)
-            ),
+            **{
+                f"{name}_growth": median(
+                    t[name] / f[name] for t, f in zip(turns, first, strict=True)
+                )
+                for name in ("beyond_attention", "one_token_beyond_attention")
+            },
         }
 
 
@@ -242,6 +249,7 @@ def table_of(report: dict[str, Any]) -> Table:
         **{f"  {phase}": phase for phase in PHASES},
         "of it attention": "attention",
         "of it all else": "beyond_attention",
+        "forward of one token: all else": "one_token_beyond_attention",
         "plain step, no mask": "plain_no_mask",
         "plain step, explicit mask": "plain_mask",
     }
@@ -255,6 +263,7 @@ def table_of(report: dict[str, Any]) -> Table:
         "speed-up": "speedup",
         "tokens/s / (tokens per step / t(n))": "realised_over_expected",
         "all else / that of the first column": "beyond_attention_growth",
+        "of one token: the same": "one_token_beyond_attention_growth",
         "tokens until the first unlike plain": "agreed",
     }
     for label, name in ratios.items():

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, N tree nodes, S cache slots, D hidden.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -19,6 +19,7 @@ from medusa_heads import MedusaModel
 from medusa_heads.inference.acceptance import make_rule
 from medusa_heads.inference.row import Row, StopCheck
 from medusa_heads.inference.state import DecodingState
+from medusa_heads.tree import TokenTree
 
 PHASES = ("target", "draft", "walk", "cache", "rest")
 STEPS = 8  # whose median a single timing is
@@ -71,8 +72,8 @@ def plain_tokens(
     return tokens
 
 
-def bare_step(model: MedusaModel, ids_1T: torch.Tensor, cache: DynamicCache) -> Callable[[], float]:
-    """t(n), as trees are sized by: draft, verification and walk behind a context that stays."""
+def standing_state(model: MedusaModel, ids_1T: torch.Tensor, cache: DynamicCache) -> DecodingState:
+    """Decoding as it stands behind a text, to step from there again and again."""
     target = model.target
     own = target.new_cache(1, ids_1T.shape[1] + model.drafter.num_nodes)
     own.take_over(cache)
@@ -84,19 +85,36 @@ def bare_step(model: MedusaModel, ids_1T: torch.Tensor, cache: DynamicCache) -> 
     state.take_prompt(hidden_1TD)
     model.drafter.propose(state)  # one that remembers the text reads it here
     state.take_prompt(hidden_1TD[:, -2:])  # from now on as if each step had committed two tokens
-    rule = make_rule("lossless", LogitsProcessorList(), False)
+    return state
 
-    def step() -> float:
-        times = []
+
+def bare_step(model: MedusaModel, state: DecodingState) -> float:
+    """t(n), as trees are sized by: draft, verification and walk behind a context that stays."""
+    rule = make_rule("lossless", LogitsProcessorList(), False)
+    times = []
+    for _ in range(STEPS):
+        wait(model)
+        started = time.perf_counter()
+        tree = model.drafter.propose(state)
+        logits_BNV = model.target.verify(tree, state.cache, state.tree_mask(tree))
+        rule(tree, logits_BNV, state.rows)
+        times.append(time.perf_counter() - started)
+    return 1e3 * median(times)
+
+
+def one_token_beyond_attention(model: MedusaModel, state: DecodingState) -> float:
+    """The target's forward of a single token, over the same cache, without its attention."""
+    tree = TokenTree.root_only(state.roots_B)
+    times = []
+    with timed_attention(model, shortest=1) as attention:
         for _ in range(STEPS):
             wait(model)
-            started = time.perf_counter()
-            tree = model.drafter.propose(state)
-            rule(tree, target.verify(tree, own, state.tree_mask(tree)), state.rows)
-            times.append(time.perf_counter() - started)
-        return 1e3 * median(times)
-
-    return step
+            before, started = attention["seconds"], time.perf_counter()
+            logits_BNV = model.target.verify(tree, state.cache, state.tree_mask(tree))
+            int(logits_BNV[0, 0].argmax())  # waits for the device
+            spent = time.perf_counter() - started
+            times.append(spent - (attention["seconds"] - before))
+    return 1e3 * median(times)
 
 
 def plain_step(
@@ -116,8 +134,9 @@ def plain_step(
 
 
 @contextmanager
-def timed_attention(model: MedusaModel) -> Iterator[dict[str, float]]:
-    """Within the block, seconds inside the attention function of forwards of several tokens."""
+def timed_attention(model: MedusaModel, shortest: int = 2) -> Iterator[dict[str, float]]:
+    """Within the block, seconds inside the attention function of forwards of several tokens, or
+    of all that have at least `shortest`."""
     name = model.target.config._attn_implementation
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise ValueError(f"only sdpa attention can be timed apart, and the target has {name!r}")
@@ -129,7 +148,7 @@ def timed_attention(model: MedusaModel) -> Iterator[dict[str, float]]:
         started = time.perf_counter()
         result = attend(module, query, *args, **kwargs)
         wait(model)
-        if query.shape[2] > 1:  # the prefill here is one token
+        if query.shape[2] >= shortest:  # behind a cache, also the prefill is one token
             spent["seconds"] += time.perf_counter() - started
         return result
 
