@@ -9,8 +9,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from transformers import (
     EarlyStoppingCallback,
     TrainerCallback,
@@ -19,6 +17,8 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
+
+from medusa_heads.training.processes import anywhere
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Interruptions(TrainerCallback):
                 control.should_evaluate = True
             if args.save_strategy == SaveStrategy.STEPS:
                 control.should_save = True
-        self._stopping = _anywhere(self._told, args.device)
+        self._stopping = anywhere(self._told, args.device)  # all after the same step
         if self._stopping:
             control.should_save = control.should_training_stop = True
         if control.should_save:
@@ -121,12 +121,3 @@ class Interruptions(TrainerCallback):
             signal.signal(signal.SIGTERM, self._handler_before)
             if self._told:
                 signal.raise_signal(signal.SIGTERM)
-
-
-def _anywhere(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is set in any process; all must stop after the same step."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return flag
-    flags = torch.tensor(float(flag), device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())

@@ -20,7 +20,6 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import KINDS
 from medusa_heads.target import TargetModel
 from medusa_heads.training.row_blocks import BLOCK_FEATURES_CPU, BLOCK_FEATURES_GPU
-from medusa_heads.training.target_arguments import TargetArguments
 from medusa_heads.training.vocab_loss import CHUNK_LOGITS_CPU, CHUNK_LOGITS_GPU
 
 if TYPE_CHECKING:
@@ -66,34 +65,6 @@ class Plan:
     rows_a_step: int
     memory: Mapping[str, float]
     disk: Mapping[str, float]
-
-
-def meta_target(arguments: TargetArguments) -> TargetModel:
-    """The target's architecture without its weights.
-
-    Raises:
-        ValueError: no configuration of a causal language model stands there.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    name = arguments.model_name_or_path
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=arguments.trust_remote_code)
-        stored = config.dtype or torch.float32
-        dtype = stored if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=arguments.trust_remote_code
-            )
-    except (OSError, ValueError, ImportError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"expected the configuration of a causal language model (a hub id or a local folder) "
-            f"at {name!r}: {reason}"
-        ) from error
-    target = TargetModel(model)
-    target.freeze()
-    return target
 
 
 def plan_heads(

@@ -15,7 +15,10 @@ from medusa_heads.target import TargetModel
 from medusa_heads.training.callbacks import Interruptions, StopInTime
 from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
 from medusa_heads.training.data_arguments import DataArguments
+from medusa_heads.training.launched import Sharding
 from medusa_heads.training.resumable import checkpoints, find_checkpoint
+from medusa_heads.training.sharding import is_sharded, load_to_spread, shard_target
+from medusa_heads.training.target_arguments import TargetArguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,13 +45,25 @@ def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | No
     return checkpoint
 
 
-def as_target(target: str | TargetModel | PreTrainedModel, device: torch.device) -> TargetModel:
-    """The target, frozen and on the device of the run."""
-    if isinstance(target, str):
+def as_target(
+    target: str | TargetModel | PreTrainedModel,
+    device: torch.device,
+    sharding: Sharding | None = None,
+) -> TargetModel:
+    """The target, frozen and on the device of the run, or spread over its processes.
+
+    Raises:
+        ValueError: there is no such target, or it cannot be spread.
+    """
+    if isinstance(target, str) and sharding is not None:
+        target = load_to_spread(TargetArguments(target), sharding)
+    elif isinstance(target, str):
         target = TargetModel.from_pretrained(target)
     elif not isinstance(target, TargetModel):
         target = TargetModel(target)
     target.freeze()
+    if sharding is not None and not is_sharded(target):
+        shard_target(target, device, sharding)
     # A target that accelerate spread over devices, or that is sharded, stays where it is.
     if target.device.type != device.type and getattr(target.model, "hf_device_map", None) is None:
         target.model.to(device)  # type: ignore[arg-type]

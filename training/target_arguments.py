@@ -44,8 +44,6 @@ class TargetArguments:
         """What TargetModel.from_pretrained is told of the device and of quantisation: NormalFloat
         with quantised constants, computing in bf16 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
         """
-        if self.shard_target:
-            return {}  # on the CPU; shard_target takes it from there
         if not self.load_in_4bit:
             return {"device": device}
         import torch

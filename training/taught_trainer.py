@@ -5,7 +5,6 @@ Shapes: B batch, T tokens, P positions of a batch (B * T), R measured positions,
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,12 +16,12 @@ from transformers import ProgressCallback, TrainingArguments
 
 from medusa_heads.config import IGNORED
 from medusa_heads.target import TargetModel
+from medusa_heads.training.launched import launched_sharding, learning_whole
 from medusa_heads.training.resumable import ResumableTrainer
+from medusa_heads.training.sharding import is_sharded
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState
-
-_LAUNCHED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 
 class TaughtTrainer(ResumableTrainer, ABC):
@@ -39,8 +38,8 @@ class TaughtTrainer(ResumableTrainer, ABC):
         kwargs: further arguments of transformers.Trainer.
 
     Raises:
-        ValueError: the run is sharded in a way that would take the model apart, or is given a
-            setting of transformers that has no place in it.
+        ValueError: the launch would take the model apart, or wants a spread target and got a whole
+            one; or the run is given a setting of transformers that has no place in it.
     """
 
     # Settings of transformers that would be dropped in silence or end in a fault, and what they are
@@ -62,11 +61,16 @@ class TaughtTrainer(ResumableTrainer, ABC):
         describe: Callable[[dict[str, Any]], str | None],
         **kwargs: Any,
     ) -> None:
-        if args.fsdp or args.deepspeed or any(os.environ.get(name) == "true" for name in _LAUNCHED):
+        if args.fsdp or args.deepspeed:
             raise ValueError(
-                "heads and draft models are trained whole in each process, not under FSDP or "
-                "DeepSpeed: launch with configs/accelerate/ddp.yaml; a target of heads can be "
-                "spread with shard_target"
+                "heads and draft models are trained whole in each process: leave fsdp and "
+                "deepspeed out of training_args, and launch with configs/accelerate/fsdp.yaml, "
+                "which spreads the target of heads, or with configs/accelerate/ddp.yaml"
+            )
+        if launched_sharding() is not None and not is_sharded(target):
+            raise ValueError(
+                "this is an FSDP launch, and the target is whole in this process: spread it with "
+                "shard_target first, or launch with configs/accelerate/ddp.yaml"
             )
         for name, unset in self.unusable.items():
             if getattr(args, name, unset) != unset:
@@ -87,6 +91,11 @@ class TaughtTrainer(ResumableTrainer, ABC):
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(ReadableProgress(describe))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As transformers', without FSDP: a launch's is for the target, which has it already."""
+        with learning_whole():
+            super().create_accelerator_and_postprocess()
 
     def compute_loss(
         self,

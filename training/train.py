@@ -23,6 +23,7 @@ from medusa_heads.training.data import TrainingData
 from medusa_heads.training.joint import JointTrainer
 from medusa_heads.training.joint_config import JointConfig
 from medusa_heads.training.joint_objective import adapted
+from medusa_heads.training.launched import launched_sharding
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.results import write_heads
 from medusa_heads.training.resumable import clear_checkpoints
@@ -110,11 +111,11 @@ def train_heads(
             "joint training changes the target's hidden states, so none can be kept: leave "
             "hidden_cache off"
         )
-    target = as_target(target, args.device)
-    if is_sharded(target) and (joint is not None or cached):
+    target = as_target(target, args.device, launched_sharding())
+    if is_sharded(target) and cached:
         raise ValueError(
-            "a sharded target runs in all processes at once and as it is: leave joint training and "
-            "hidden_cache off"
+            "processes that share a target run it together, and a cache would leave some of them "
+            "out: leave hidden_cache off"
         )
     data = prepare_sets(
         target, dataset, eval_dataset, data_settings, tokenizer, config.num_heads, args

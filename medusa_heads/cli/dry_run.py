@@ -32,7 +32,8 @@ def dry_run_heads(
     Raises:
         ValueError: the target has no configuration, or the text cannot be used.
     """
-    from medusa_heads.training.dry_run import meta_target, plan_heads
+    from medusa_heads.training.dry_run import plan_heads
+    from medusa_heads.training.meta_target import meta_target
 
     target = meta_target(to_target)
     rows, size = _text(target, texts, config.num_heads, args)
@@ -51,7 +52,8 @@ def dry_run_draft(
     """
     from medusa_heads.training.draft_metrics import CHAINS
     from medusa_heads.training.draft_model import draft_shape
-    from medusa_heads.training.dry_run import meta_target, plan_draft
+    from medusa_heads.training.dry_run import plan_draft
+    from medusa_heads.training.meta_target import meta_target
 
     target = meta_target(to_target)
     if to_draft.draft_model is not None:

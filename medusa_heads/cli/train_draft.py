@@ -15,6 +15,7 @@ from medusa_heads.cli.training import find_texts, load_target, prepare_texts, ru
 from medusa_heads.inference.regenerate_arguments import DistillArguments
 from medusa_heads.training.data_arguments import DataArguments
 from medusa_heads.training.draft_arguments import DraftArguments, DraftOptimisationArguments
+from medusa_heads.training.launched import launched_sharding
 from medusa_heads.training.target_arguments import TargetArguments
 
 ARGUMENTS = (
@@ -38,9 +39,10 @@ def _train(argv: Sequence[str] | None) -> None:
         prog="train-draft",
         description="Distil a small draft model from a causal language model.",
     )
-    if to_target.shard_target:
+    if to_target.shard_target or launched_sharding() is not None:
         raise ValueError(
-            "a draft model is taught by a whole target in each process: leave shard_target out"
+            "a draft model is taught by a whole target in each process: leave shard_target out, "
+            "and launch several with configs/accelerate/ddp.yaml"
         )
     texts = find_texts(to_target, to_data, to_distill)
 

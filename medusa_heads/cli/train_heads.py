@@ -18,6 +18,7 @@ from medusa_heads.training.cache_arguments import CacheArguments
 from medusa_heads.training.data_arguments import DataArguments
 from medusa_heads.training.heads_arguments import HeadsArguments
 from medusa_heads.training.joint_arguments import JointArguments
+from medusa_heads.training.launched import Sharding, launched_sharding
 from medusa_heads.training.loss_arguments import LossArguments
 from medusa_heads.training.target_arguments import TargetArguments
 
@@ -48,6 +49,12 @@ def _train(argv: Sequence[str] | None) -> None:
         )
     )
     config, joint = to_heads.config(), to_joint.config()
+    sharding = launched_sharding() or (Sharding() if to_target.shard_target else None)
+    if sharding is not None and to_distill.self_distill:
+        raise ValueError(
+            "processes that share a target (shard_target, or an FSDP launch) cannot write text "
+            "apart: make it with medusa-heads regenerate, and give it as --dataset"
+        )
     texts = find_texts(to_target, to_data, to_distill)
 
     from medusa_heads.training.arguments import to_training_arguments
@@ -61,16 +68,7 @@ def _train(argv: Sequence[str] | None) -> None:
 
     from medusa_heads.training.train import train_heads
 
-    if to_target.shard_target and to_distill.self_distill:
-        raise ValueError(
-            "the processes of a sharded target cannot write text apart: make it with "
-            "medusa-heads regenerate, and give it as --dataset"
-        )
-    target = load_target(to_target, to_optimise, args)
-    if to_target.shard_target:
-        from medusa_heads.training.sharding import shard_target
-
-        shard_target(target, args.device)
+    target = load_target(to_target, to_optimise, args, sharding)
     data = prepare_texts(target, texts, to_optimise, args, config.num_heads)
     train_heads(
         target,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from medusa_heads.target import TargetModel
     from medusa_heads.training.corpora import Corpus
     from medusa_heads.training.data import TrainingData
+    from medusa_heads.training.launched import Sharding
 
 
 def run_training(train: Callable[[], None], prog: str) -> int:
@@ -72,15 +73,20 @@ def find_texts(
 
 
 def load_target(
-    to_target: TargetArguments, to_optimise: OptimisationArguments, args: TrainingArguments
+    to_target: TargetArguments,
+    to_optimise: OptimisationArguments,
+    args: TrainingArguments,
+    sharding: Sharding | None = None,
 ) -> TargetModel:
-    """The target of a run that can begin in its folder.
+    """The target of a run that can begin in its folder; spread over the processes, if so wished.
 
     Raises:
-        ValueError: the folder holds another run, or nothing to resume; or there is no such target.
+        ValueError: the folder holds another run, or nothing to resume; or there is no such target,
+            or it cannot be spread.
     """
     from medusa_heads.target import TargetModel
-    from medusa_heads.training.run_setup import find_start
+    from medusa_heads.training.run_setup import as_target, find_start
+    from medusa_heads.training.sharding import load_to_spread
 
     # Asked again when training begins; here, before hours may go into the target's own text.
     find_start(
@@ -88,11 +94,14 @@ def load_target(
         to_optimise.resume_from_checkpoint,
         overwrite=to_optimise.overwrite_output_dir,
     )
+    device = args.device  # asked for first, because it lets the processes know of one another
+    if sharding is not None:
+        return as_target(load_to_spread(to_target, sharding), device, sharding)
     return TargetModel.from_pretrained(
         to_target.model_name_or_path,
         dtype=to_target.dtype,
         trust_remote_code=to_target.trust_remote_code,
-        **to_target.placement(args.device),
+        **to_target.placement(device),
     )
 
 

@@ -183,10 +183,16 @@ def test_evaluation_sees_what_a_fused_optimiser_has_just_written(
     assert len(set(losses)) == 3 and losses[0] > losses[2]
 
 
-def test_heads_are_not_sharded(target: TargetModel, make_rows: Rows, tmp_path: Path) -> None:
+def test_heads_are_not_sharded(
+    target: TargetModel, make_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = arguments(tmp_path, fsdp="full_shard")
-    with pytest.raises(ValueError, match="not under FSDP or DeepSpeed: launch with configs/"):
+    with pytest.raises(ValueError, match="leave fsdp and deepspeed out of training_args"):
         HeadsTrainer(fresh(target), target, args, make_rows(4))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match="this is an FSDP launch, and the target is whole"):
+        HeadsTrainer(fresh(target), target, arguments(tmp_path), make_rows(4))
 
 
 def test_bf16_autocast_trains(target: TargetModel, make_rows: Rows, tmp_path: Path) -> None:

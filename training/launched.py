@@ -1,0 +1,91 @@
+"""What `accelerate launch` asks for. Light: nothing here imports torch before it is needed.
+
+An FSDP launch spreads the frozen target, where the memory is. What learns is small beside it: it
+stays whole in every process, with averaged gradients, as in a DDP launch; so checkpoints are the
+same, and can be resumed under either.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_FSDP = "ACCELERATE_USE_FSDP"
+_DDP = "configs/accelerate/ddp.yaml"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a target is spread over the processes.
+
+    Attributes:
+        layer_classes: of the modules that are gathered one at a time. Default: the model's layers.
+        reshard_after_forward: give a gathered layer up at once; else all of them stay, which takes
+            the memory of the whole target from the first step on and saves gathering again.
+        load_once: the first process alone reads the weights, and hands them round; else each does,
+            and the CPU holds the target once for each process of the machine.
+    """
+
+    layer_classes: tuple[str, ...] = ()
+    reshard_after_forward: bool = True
+    load_once: bool = True
+
+
+def launched_sharding() -> Sharding | None:
+    """How an FSDP launch wants the target spread; None where it was launched otherwise.
+
+    Raises:
+        ValueError: this is a DeepSpeed launch, or the FSDP settings cannot be met.
+    """
+    if _is_true("ACCELERATE_USE_DEEPSPEED"):
+        raise ValueError(
+            "DeepSpeed would take apart what is trained: launch with configs/accelerate/fsdp.yaml, "
+            f"which spreads the target alone, or with {_DDP}"
+        )
+    if not _is_true(_FSDP):
+        return None
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise ValueError(
+            f"the target is spread by FSDP2, got fsdp_version {os.environ.get('FSDP_VERSION', 1)}: "
+            "set fsdp_version: 2 in the launch's fsdp_config"
+        )
+    from accelerate import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    plugin = FullyShardedDataParallelPlugin()
+    unusable = {
+        "fsdp_offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "fsdp_activation_checkpointing": plugin.activation_checkpointing,
+        "fsdp_ignored_modules": plugin.ignored_modules is not None,
+        "fsdp_auto_wrap_policy: SIZE_BASED_WRAP": plugin.min_num_params is not None,
+        "parallelism_config": _is_true("ACCELERATE_USE_PARALLELISM_CONFIG"),
+    }
+    for name, is_set in unusable.items():
+        if is_set:
+            raise ValueError(
+                f"an FSDP launch spreads the frozen target layer by layer, without {name}: leave "
+                "that out of the launch's configuration, as configs/accelerate/fsdp.yaml does"
+            )
+    return Sharding(
+        layer_classes=tuple(plugin.transformer_cls_names_to_wrap or ()),
+        reshard_after_forward=bool(plugin.reshard_after_forward),
+        load_once=plugin.cpu_ram_efficient_loading,
+    )
+
+
+@contextmanager
+def learning_whole() -> Iterator[None]:
+    """Within the block accelerate sees no FSDP launch, so that it leaves what learns in one piece
+    and averages its gradients."""
+    before = os.environ.pop(_FSDP, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_FSDP] = before
+
+
+def _is_true(name: str) -> bool:
+    return os.environ.get(name, "false").lower() == "true"

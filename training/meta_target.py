@@ -1,0 +1,36 @@
+"""A target without its weights: its architecture on torch's meta device, from its configuration."""
+
+from __future__ import annotations
+
+import torch
+
+from medusa_heads.target import TargetModel
+from medusa_heads.training.target_arguments import TargetArguments
+
+
+def meta_target(arguments: TargetArguments) -> TargetModel:
+    """Make it, frozen.
+
+    Raises:
+        ValueError: no configuration of a causal language model stands there.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name = arguments.model_name_or_path
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=arguments.trust_remote_code)
+        stored = config.dtype or torch.float32
+        dtype = stored if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=arguments.trust_remote_code
+            )
+    except (OSError, ValueError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"expected the configuration of a causal language model (a hub id or a local folder) "
+            f"at {name!r}: {reason}"
+        ) from error
+    target = TargetModel(model)
+    target.freeze()
+    return target
