@@ -8,7 +8,7 @@ batch's ratio to plain decoding moments before or after.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
@@ -29,7 +29,7 @@ from medusa_heads.inference.benchmark_setting import (
     decoding_options,
     measure,
 )
-from medusa_heads.inference.benchmark_source import Source, find_source, load_models
+from medusa_heads.inference.benchmark_source import find_source, load_models
 from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.prompts import Prompt, batches_of
 from medusa_heads.inference.timed_run import Method, fastest_threads, run_once
@@ -51,6 +51,7 @@ def benchmark(
     threads: int | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
+    on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Measure ways to decode a target.
 
@@ -70,6 +71,7 @@ def benchmark(
             dtype, so that all methods are compared at the best that plain decoding can do.
         trust_remote_code: run the Python code that the target's repository brings.
         progress: show progress bars, in generated batches.
+        on_setting: called after each setting with the report so far.
 
     Returns:
         The report, plain values for JSON: target, machine, settings with their methods.
@@ -78,6 +80,56 @@ def benchmark(
         ValueError: no prompts, a prompt beyond the target's context, an unknown method, or an
             unusable checkpoint.
     """
+    named = [name for setting in settings for name in setting.methods]
+    source = find_source(checkpoint, target, heads=needs_heads(named))
+    for setting in settings:
+        has_heads = source.checkpoint is not None
+        check_methods(setting.methods, heads=has_heads, draft=draft_model is not None)
+    asked_for = {"checkpoint": str(checkpoint), "draft_model": draft_model}
+    options = {"device": device, "trust_remote_code": trust_remote_code}
+    report = measure_models(
+        lambda dtype: load_models(source, draft_model, dtype=dtype, **options),
+        prompts,
+        settings=settings,
+        batch_sizes=batch_sizes,
+        max_new_tokens=max_new_tokens,
+        max_prompt_length=max_prompt_length,
+        temperature=temperature,
+        seed=seed,
+        threads=threads,
+        progress=progress,
+        on_setting=lambda so_far: on_setting(so_far | asked_for),
+    )
+    return report | asked_for
+
+
+def measure_models(
+    load: Callable[[torch.dtype], Models],
+    prompts: Sequence[Prompt | Sequence[int]],
+    *,
+    settings: Sequence[Setting] = DEFAULT_SETTINGS,
+    batch_sizes: Sequence[int] = (1,),
+    max_new_tokens: int = 128,
+    max_prompt_length: int | None = None,
+    temperature: float = 0.7,
+    seed: int = 0,
+    threads: int | None = None,
+    progress: bool = True,
+    on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
+) -> dict[str, Any]:
+    """`benchmark` of models that come from anywhere.
+
+    Args:
+        load: called for each dtype; what it returns must have what the settings' methods need.
+        prompts, settings, batch_sizes, max_new_tokens, max_prompt_length, temperature, seed,
+            threads, progress, on_setting: see benchmark.
+
+    Returns:
+        As benchmark, without where the models came from.
+
+    Raises:
+        ValueError: no prompts, or a prompt beyond the target's context.
+    """
     if not prompts or not settings or max_new_tokens < 1:
         raise ValueError("a benchmark needs at least one prompt, setting and new token")
     if temperature <= 0.0:
@@ -85,39 +137,41 @@ def benchmark(
     if not batch_sizes or min(batch_sizes) < 1:
         raise ValueError(f"expected batch sizes of at least 1, got {list(batch_sizes)}")
     asked = [p if isinstance(p, Prompt) else Prompt(tuple(p)) for p in prompts]
-    named = [name for setting in settings for name in setting.methods]
-    source = find_source(checkpoint, target, heads=needs_heads(named))
-    for setting in settings:
-        has_heads = source.checkpoint is not None
-        check_methods(setting.methods, heads=has_heads, draft=draft_model is not None)
     machine = describe_machine()  # before our own work adds to the load
-    loader = _Loader(source, draft_model, device, trust_remote_code, threads, machine["threads"])
-    results: list[dict[str, Any]] = []
+    loader = _Loader(load, threads, machine["threads"])
     with _quiet():
         models = loader.load(settings[0].dtype, asked, max_new_tokens)
         asked, left_out = _with_further_turns(models, asked, max_new_tokens, max_prompt_length)
         _check_length(models, asked, max_new_tokens)
+        report: dict[str, Any] = {
+            "target": models.target.name_or_path,
+            "machine": machine,
+            "settings": [],
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "target_fingerprint": models.target.fingerprint(),
+            "parameters": models.target.model.num_parameters(),
+            "temperature": temperature,
+            "seed": seed,
+            "prompts_left_out": left_out,
+        }
         for setting in settings:
             if models.target.dtype != getattr(torch, setting.dtype):
                 del models  # one copy at a time
-                loader.methods.clear()
+                loader.forget()
                 models = loader.load(setting.dtype, asked, max_new_tokens)
-            names = dict.fromkeys((PLAIN, *setting.methods))
             most = max(len(prompt.tokens) for prompt in asked) + max_new_tokens
-            for name in names:
-                if name not in loader.methods:
-                    loader.methods[name] = make_method(name, models, most_tokens=most)
+            methods = loader.methods((PLAIN, *setting.methods), models, most)
             for size in batch_sizes:
                 rows = f", {size} rows" if size > 1 else ""
                 with tqdm(
-                    total=len(batches_of(asked, size)) * len(names),
+                    total=len(batches_of(asked, size)) * len(methods),
                     desc=f"{setting.dtype} {setting.name}{rows}",
                     unit="run",
                     disable=not progress,
                 ) as bar:
                     measured = measure(
                         setting,
-                        [loader.methods[name] for name in names],
+                        methods,
                         models.target.model,
                         asked,
                         batch_size=size,
@@ -126,53 +180,41 @@ def benchmark(
                         seed=seed,
                         on_run=bar.update,
                     )
-                results.append(measured | {"threads": torch.get_num_threads()})
+                report["settings"].append(measured | {"threads": torch.get_num_threads()})
+                on_setting(report)
     torch.set_num_threads(machine["threads"])
-    return {
-        "target": models.target.name_or_path,
-        "machine": machine,
-        "settings": results,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "checkpoint": str(checkpoint),
-        "draft_model": draft_model,
-        "target_fingerprint": models.target.fingerprint(),
-        "parameters": models.target.model.num_parameters(),
-        "temperature": temperature,
-        "seed": seed,
-        "prompts_left_out": left_out,
-    }
+    return report
 
 
 class _Loader:
     """The models of one dtype after the other, and the methods made of them."""
 
     def __init__(
-        self,
-        source: Source,
-        draft_model: str | None,
-        device: str | None,
-        trust_remote_code: bool,
-        threads: int | None,
-        most_threads: int,
+        self, load: Callable[[torch.dtype], Models], threads: int | None, most_threads: int
     ) -> None:
-        self._source, self._draft_model, self._device = source, draft_model, device
-        self._trust, self._threads, self._most_threads = trust_remote_code, threads, most_threads
-        self.methods: dict[str, Method] = {}
+        self._load, self._threads, self._most_threads = load, threads, most_threads
+        self._methods: dict[str, Method] = {}
 
     def load(self, dtype: str, prompts: Sequence[Prompt], max_new_tokens: int) -> Models:
         torch.set_num_threads(self._most_threads)
-        models = load_models(
-            self._source,
-            self._draft_model,
-            dtype=getattr(torch, dtype),
-            device=self._device,
-            trust_remote_code=self._trust,
-        )
+        models = self._load(getattr(torch, dtype))
         _check_length(models, prompts, max_new_tokens)
         model = models.target.model
         # Before methods are made: some choose their trees by what steps take.
         torch.set_num_threads(self._threads or fastest_threads(model, prompts[0].tokens))
         return models
+
+    def methods(self, names: Sequence[str], models: Models, most_tokens: int) -> list[Method]:
+        for name in dict.fromkeys(names):
+            if name not in self._methods:
+                self._methods[name] = make_method(name, models, most_tokens=most_tokens)
+        return [self._methods[name] for name in dict.fromkeys(names)]
+
+    def forget(self) -> None:
+        """Let the methods and their models go, with the graphs that were compiled of them."""
+        if any(method.compiled for method in self._methods.values()):
+            torch.compiler.reset()
+        self._methods.clear()
 
 
 def _with_further_turns(

@@ -7,6 +7,7 @@ transformers-assisted       transformers' assisted generation, with the draft mo
 heads, heads:TREE           the checkpoint's heads; trees as in tree_plan.py
 draft-model, draft-model:TREE   the draft model on this engine; trees as in draft_model.py
 and the names in training_free.py, of drafters that no training made
+One of the last three kinds with +compile behind it: verified through torch.compile
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
+from medusa_heads.compiled import CompiledTarget
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.draft_model import DraftedModel
 from medusa_heads.inference.model import MedusaModel
@@ -31,6 +33,7 @@ PROMPT_LOOKUP = "transformers-prompt-lookup"
 ASSISTED = "transformers-assisted"
 HEADS = "heads"
 DRAFT_MODEL = "draft-model"
+COMPILE = "+compile"  # behind the name of a method of this engine
 # The draft length that transformers' documentation uses for prompt lookup.
 PROMPT_LOOKUP_TOKENS = 10
 
@@ -42,6 +45,11 @@ class Models:
     target: TargetModel
     medusa: MedusaModel | None = None
     draft: TargetModel | None = None
+
+    @cached_property
+    def compiled(self) -> CompiledTarget:
+        """The target for all methods that compile it: trees of one size share a graph."""
+        return CompiledTarget(self.target.model)
 
 
 def needs_heads(methods: Sequence[str]) -> bool:
@@ -61,21 +69,35 @@ def check_methods(methods: Sequence[str], *, heads: bool, draft: bool) -> None:
         ValueError: such a name, or one given twice.
     """
     for place, name in enumerate(methods):
-        kind, _, tree = name.partition(":")
-        treed = kind in (HEADS, DRAFT_MODEL)
-        known = (*PLAIN_METHODS, PROMPT_LOOKUP, ASSISTED, *DRAFTERS)
-        drafter = _without_number(name) in DRAFTERS
-        if not (treed or drafter or name in known) or (treed and ":" in name and not tree):
-            raise ValueError(
-                f"expected methods among {', '.join(known)}, {HEADS}:TREE and {DRAFT_MODEL}:TREE, "
-                f"got {name!r}"
-            )
+        _check_name(name)
+        kind = _kind(name)
         if name in methods[:place]:
             raise ValueError(f"the method {name!r} is given twice: name it once")
         if kind == HEADS and not heads:
             raise ValueError(f"{name!r} needs a heads checkpoint, and the target has come alone")
         if kind in (DRAFT_MODEL, ASSISTED) and not draft:
             raise ValueError(f"{name!r} needs a draft model: give --draft_model")
+
+
+def _check_name(name: str) -> None:
+    plainly = name.removesuffix(COMPILE)
+    kind, colon, tree = plainly.partition(":")
+    ours = kind in (HEADS, DRAFT_MODEL) or _without_number(plainly) in DRAFTERS
+    others = (*PLAIN_METHODS, PROMPT_LOOKUP, ASSISTED)
+    if not (ours or plainly in others) or (kind in (HEADS, DRAFT_MODEL) and colon and not tree):
+        raise ValueError(
+            f"expected methods among {', '.join((*others, *DRAFTERS))}, {HEADS}:TREE and "
+            f"{DRAFT_MODEL}:TREE, got {name!r}"
+        )
+    if plainly == name:
+        return
+    if plainly in others:
+        instead = f"measure {COMPILED!r}" if plainly == PLAIN else f"leave {COMPILE!r} out"
+        raise ValueError(f"only methods of this engine are compiled, got {name!r}: {instead}")
+    if kind.startswith("early_exit"):
+        raise ValueError(
+            f"early_exit runs layers of an uncompiled target, got {name!r}: leave {COMPILE!r} out"
+        )
 
 
 def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
@@ -90,7 +112,6 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
         ValueError: a tree that cannot be drafted, or that the target cannot verify.
     """
     generate: Any = models.target.model.generate
-    kind, _, tree = name.partition(":")
     if name == PLAIN:
         return Method(name, generate)
     if name == COMPILED:
@@ -98,23 +119,32 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
     if name == PROMPT_LOOKUP:
         looking = partial(generate, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS)
         return Method(name, looking, one_row=True)
+    if name == ASSISTED:
+        assert models.draft is not None
+        return Method(name, partial(generate, assistant_model=models.draft.model), one_row=True)
+    return _of_engine(name, models)
+
+
+def _of_engine(name: str, models: Models) -> Method:
+    drafter = name.removesuffix(COMPILE)
+    target = models.target if drafter == name else models.compiled
+    kind, _, tree = drafter.partition(":")
+    model: AssistedModel
     if kind == HEADS:
         assert models.medusa is not None
-        return _engine(
-            name,
-            MedusaModel(
-                models.target,
-                models.medusa.heads,
-                statistics=models.medusa.statistics,
-                tree=tree or "auto",
-            ),
-        )
-    if _without_number(name) in DRAFTERS:
-        return _engine(name, TrainingFreeModel(models.target, name))
-    assert models.draft is not None
-    if name == ASSISTED:
-        return Method(name, partial(generate, assistant_model=models.draft.model), one_row=True)
-    return _engine(name, DraftedModel(models.target, models.draft, tree=tree or "auto"))
+        heads, statistics = models.medusa.heads, models.medusa.statistics
+        model = MedusaModel(target, heads, statistics=statistics, tree=tree or "auto")
+    elif kind == DRAFT_MODEL:
+        assert models.draft is not None
+        model = DraftedModel(target, models.draft, tree=tree or "auto")
+    else:
+        model = TrainingFreeModel(target, drafter)
+
+    def nodes() -> int:
+        return model.drafter.num_nodes - 1  # without the root
+
+    compiled = target is not models.target
+    return Method(name, model.generate, lambda: model.last_stats, nodes, compiled=compiled)
 
 
 def _compiled(generate: Any, most_tokens: int) -> Method:
@@ -131,15 +161,8 @@ def _compiled(generate: Any, most_tokens: int) -> Method:
     return Method(COMPILED, compiled, compiled=True)
 
 
-def _engine(name: str, model: AssistedModel) -> Method:
-    def nodes() -> int:
-        return model.drafter.num_nodes - 1  # without the root
-
-    return Method(name, model.generate, lambda: model.last_stats, nodes)
-
-
 def _kind(name: str) -> str:
-    return name.partition(":")[0]
+    return name.removesuffix(COMPILE).partition(":")[0]
 
 
 def _without_number(name: str) -> str:

@@ -166,6 +166,7 @@ def _finish_step(
             row.end_step()
     stats.steps += sum(1 for path in paths if path)
     stats.accepted.update(len(path) - 1 for path in paths if path)
+    stats.forwards += 1
     state.advance(hidden_BND, paths)
 
 

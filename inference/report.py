@@ -35,16 +35,27 @@ def write_report(
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    json_file, markdown_file, png_file = (
-        path / name for name in (JSON_FILE, MARKDOWN_FILE, PNG_FILE)
-    )
+    png_file = path / PNG_FILE
     staged = path / f".{PNG_FILE}.{os.getpid()}.png"
     try:
         draw(report, statistics, staged)
         os.replace(staged, png_file)
     finally:
         staged.unlink(missing_ok=True)
-    replace_file(markdown_file, markdown(report))
     # The numbers last: where they are, the rest is too.
-    replace_file(json_file, json.dumps(report, indent=2) + "\n")
+    json_file, markdown_file = write_numbers(path, report)
     return json_file, markdown_file, png_file
+
+
+def write_numbers(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> tuple[Path, Path]:
+    """The report without its picture, which needs matplotlib; returns the two paths.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    json_file, markdown_file = path / JSON_FILE, path / MARKDOWN_FILE
+    replace_file(markdown_file, markdown(report))
+    replace_file(json_file, json.dumps(report, indent=2) + "\n")
+    return json_file, markdown_file

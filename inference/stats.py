@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class GenerationStats:
-    """Counts and times of one generation, summed over its rows.
+    """Counts and times of one generation, steps and tokens summed over its rows.
 
     Attributes:
         steps: forwards a row took part in, its prefill included.
+        forwards: of the target, whatever rows took part; a prefill in chunks counts as one.
         tokens: tokens committed.
         accepted: how often a step accepted 0, 1, 2, .. drafted tokens of a row.
         seconds: wall time by phase: prefill, draft, target, walk, cache; on a GPU the work queued
@@ -24,6 +25,7 @@ class GenerationStats:
     """
 
     steps: int = 0
+    forwards: int = 0
     tokens: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)

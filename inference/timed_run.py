@@ -31,7 +31,7 @@ class Method:
         stats: what the last call did, of methods of this engine.
         nodes: the most tokens drafted at a step, of methods of this engine.
         one_row: it decodes one sequence at a time.
-        compiled: its forwards cannot be counted from outside: each yields one token a row.
+        compiled: its forwards cannot be counted from outside.
     """
 
     name: str
@@ -100,9 +100,11 @@ def run_once(
     rows = [_up_to_the_end(row, model) for row in output_BT[:, longest:].tolist()]
     run = Run(rows, seconds, forwards.count, forwards.count, forwards.first - started, peak, above)
     if method.compiled:
-        run.forwards = max(map(len, rows))
+        run.forwards = max(map(len, rows))  # plain: a token a forward
     if method.stats is not None:
         stats = method.stats()
+        if method.compiled:
+            run.forwards = stats.forwards
         run.steps = stats.steps
         run.phases = dict(stats.seconds) | {"other": seconds - sum(stats.seconds.values())}
         run.accepted = stats.accepted - Counter({0: len(rows)})

@@ -124,7 +124,8 @@ class StaticRowCache(RowCache):
         super().__init__(config)
         self.fixed_capacity = capacity
         self._slots = _Slots()
-        self._nodes_N: Tensor | None = None
+        # One buffer for each size of tree, for good: graphs know where it lies.
+        self._nodes: dict[int, Tensor] = {}
         self.layers = [
             StaticRowLayer(self._slots, capacity) if isinstance(layer, RowLayer) else layer
             for layer in self.layers
@@ -138,11 +139,12 @@ class StaticRowCache(RowCache):
     @contextmanager
     def tree_slots(self, first: int, nodes: int, device: torch.device) -> Iterator[None]:
         """Within the block, forwards write `nodes` rows from slot `first` on."""
-        if self._nodes_N is None or len(self._nodes_N) != nodes:
-            self._nodes_N = torch.empty(nodes, dtype=torch.long, device=device)
-            torch._dynamo.mark_static_address(self._nodes_N)
-        torch.arange(first, first + nodes, out=self._nodes_N)
-        self._slots.nodes_N = self._nodes_N
+        if nodes not in self._nodes:
+            self._nodes[nodes] = torch.empty(nodes, dtype=torch.long, device=device)
+            torch._dynamo.mark_static_address(self._nodes[nodes])
+        nodes_N = self._nodes[nodes]
+        torch.arange(first, first + nodes, out=nodes_N)
+        self._slots.nodes_N = nodes_N
         try:
             yield
         finally:
@@ -183,6 +185,7 @@ class CompiledTarget(TargetModel):
         super().__init__(model)
         self._caches: dict[tuple[int, int], StaticRowCache] = {}
         self._hidden: list[Tensor] = []
+        self._captures = False
         # One hook for good: registering it anew for every text would invalidate the graph.
         self.get_output_embeddings().register_forward_pre_hook(self._remember)
         self._forward: Callable[..., Any] = torch.compile(
@@ -206,12 +209,19 @@ class CompiledTarget(TargetModel):
             self._forward = compiled
 
     def _remember(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._hidden[:] = [args[0]]
+        if self._captures:
+            self._hidden[:] = [args[0]]
 
     @contextmanager
     def capture_hidden(self) -> Iterator[Callable[[], Tensor]]:
         """Within the block, the returned function gives what the lm_head last read [B, T, D]."""
-        yield lambda: self._hidden[0]
+        # Only there: others may compile the same model, and need not hand out hidden states.
+        self._captures = True
+        try:
+            yield lambda: self._hidden[0]
+        finally:
+            self._captures = False
+            self._hidden.clear()
 
     def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
         """An empty cache with room for `slots`; kept and used again, since the graph knows it."""

@@ -2,7 +2,7 @@
 
 medusa-heads benchmark runs/demo/heads --num-prompts 20 --report runs/demo
 medusa-heads benchmark runs/qwen --prompts question.jsonl --dtypes bfloat16 --batch-sizes 1 8
-medusa-heads benchmark assets/demo-target --methods plain suffix recycling auto
+medusa-heads benchmark assets/demo-target --methods plain suffix recycling auto auto+compile
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class BenchmarkArguments:
         metadata={
             "help": "What to compare: plain (always measured), plain-compiled, "
             "transformers-prompt-lookup, transformers-assisted, heads[:TREE], draft-model[:TREE], "
-            "or a drafter that needs no training, as of generate --drafter; by default plain, "
+            "or a drafter that needs no training, as of generate --drafter; of the last three "
+            "kinds NAME+compile verifies through torch.compile. By default plain, "
             "transformers-prompt-lookup and the heads (in float32 plain and the heads, to prove "
             "the output the same), without heads auto in their place."
         },
@@ -143,10 +144,17 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
 
     from medusa_heads.inference.benchmark import benchmark
     from medusa_heads.inference.benchmark_tables import tables
-    from medusa_heads.inference.report import write_report
+    from medusa_heads.inference.report import write_numbers, write_report
     from medusa_heads.statistics import HeadStatistics
 
     prompts, left_out = _prompts(arguments, source)
+
+    def keep(so_far: dict[str, Any]) -> None:
+        """What was measured stays, should the rest be interrupted."""
+        if arguments.report is not None:
+            all_left_out = so_far["prompts_left_out"] + left_out
+            write_numbers(arguments.report, so_far | {"prompts_left_out": all_left_out})
+
     report = benchmark(
         arguments.checkpoint,
         prompts,
@@ -161,6 +169,7 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
         device=arguments.device,
         threads=arguments.threads,
         trust_remote_code=arguments.trust_remote_code,
+        on_setting=keep,
     )
     report["prompts_left_out"] += left_out
     console = Console()
@@ -192,14 +201,15 @@ def _check(arguments: BenchmarkArguments) -> None:
 
 
 def _settings(arguments: BenchmarkArguments, has_heads: bool) -> list[Setting]:
-    from medusa_heads.inference.benchmark_methods import HEADS
+    from medusa_heads.inference.benchmark_methods import COMPILE, HEADS
     from medusa_heads.inference.benchmark_setting import DEFAULT_SETTINGS, Setting
 
     def methods(default: tuple[str, ...]) -> tuple[str, ...]:
         names = arguments.methods
         if names is None:
             names = [name if name != HEADS or has_heads else "auto" for name in default]
-        return tuple(f"{HEADS}:{arguments.tree}" if name == HEADS else name for name in names)
+        treed = {HEADS + end: f"{HEADS}:{arguments.tree}{end}" for end in ("", COMPILE)}
+        return tuple(treed.get(name, name) for name in names)
 
     return [
         Setting(setting.name, setting.dtype, methods(setting.methods))

@@ -1,0 +1,23 @@
+"""Memory held at most within a block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa_heads.inference.peak_memory import PeakMemory
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts this")
+def test_peak_memory_is_of_the_block_alone() -> None:
+    def needed(numbers: int) -> int:
+        memory = PeakMemory(torch.device("cpu"))
+        torch.ones(numbers).sum()
+        peak, above = memory.read()
+        assert peak is not None and above is not None and peak > above
+        return above
+
+    much, little = needed(16_000_000), needed(1000)
+    assert 60_000_000 < much < 90_000_000 and little < 8_000_000
