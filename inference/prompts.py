@@ -52,16 +52,13 @@ def held_out_prompts(
     Raises:
         ValueError: more or longer prompts than those packages hold.
     """
-    from medusa_heads.corpus import prompt_windows, standard_library
+    from medusa_heads.corpus import draw_windows, library_files
 
-    windows = prompt_windows(
-        standard_library("held_out"),
-        tokenizer,
-        num_prompts=num_prompts,
-        prompt_length=prompt_length,
-        seed=seed,
+    texts = [file["text"] for file in library_files("held_out")]
+    windows = draw_windows(
+        texts, tokenizer, num_prompts=num_prompts, prompt_length=prompt_length, seed=seed
     )
-    return list(windows["input_ids"])
+    return [input_ids for _, input_ids in windows]
 
 
 def read_questions(file: str | Path) -> list[Question]:

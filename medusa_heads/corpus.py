@@ -34,13 +34,24 @@ _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 
 
 def standard_library(split: Literal["train", "held_out"]) -> Dataset:
+    """The standard library's sources as a dataset, with the columns of `library_files`.
+
+    Raises:
+        ValueError: as `library_files`.
+    """
+    from datasets import Dataset
+
+    return Dataset.from_list(library_files(split))
+
+
+def library_files(split: Literal["train", "held_out"]) -> list[dict[str, str]]:
     """The standard library's sources, one row a file, in the order of their paths.
 
     Args:
         split: `"held_out"` for the packages of `HELD_OUT`, `"train"` for all others.
 
     Returns:
-        A dataset with the columns `path` (relative, with forward slashes) and `text`.
+        Rows with `path` (relative, with forward slashes) and `text`.
 
     Raises:
         ValueError: an unknown split, or an interpreter that ships without its sources.
@@ -56,9 +67,7 @@ def standard_library(split: Literal["train", "held_out"]) -> Dataset:
             f"this Python has no standard library sources in {root}: "
             "use another interpreter, or give a corpus of your own"
         )
-    from datasets import Dataset
-
-    return Dataset.from_list(rows)
+    return rows
 
 
 def _read_sources(root: Path) -> Iterator[dict[str, str]]:
@@ -104,37 +113,57 @@ def prompt_windows(
     Raises:
         ValueError: the corpus is empty, or does not hold that many windows of that length.
     """
+    if "text" not in corpus.column_names:
+        raise ValueError(f"expected a corpus with a column 'text', got {corpus.column_names}")
+    texts: list[str] = list(corpus["text"])
+    paths = list(corpus["path"]) if "path" in corpus.column_names else [""] * len(texts)
+    windows = draw_windows(
+        texts, tokenizer, num_prompts=num_prompts, prompt_length=prompt_length, seed=seed
+    )
+    from datasets import Dataset
+
+    return Dataset.from_list(
+        [{"input_ids": input_ids, "path": paths[document]} for document, input_ids in windows]
+    )
+
+
+def draw_windows(
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_prompts: int,
+    prompt_length: int,
+    seed: int,
+) -> list[tuple[int, list[int]]]:
+    """As prompt_windows, of which document which token ids.
+
+    Raises:
+        ValueError: as prompt_windows.
+    """
     if num_prompts < 1 or prompt_length < 1:
         raise ValueError(
             f"expected at least 1 prompt of at least 1 token, got {num_prompts} of {prompt_length}"
         )
-    if "text" not in corpus.column_names:
-        raise ValueError(f"expected a corpus with a column 'text', got {corpus.column_names}")
-    texts: list[str] = list(corpus["text"])
     if not any(text.strip() for text in texts):
         raise ValueError("the corpus is empty: give one with text in it")
-    paths = list(corpus["path"]) if "path" in corpus.column_names else [""] * len(texts)
-
-    rows: list[dict[str, object]] = []
+    windows: list[tuple[int, list[int]]] = []
     for document, start in _shuffled_starts(texts, random.Random(seed)):
         input_ids = _window(texts[document], start, tokenizer, prompt_length)
         if input_ids is not None:
-            rows.append({"input_ids": input_ids, "path": paths[document]})
-        if len(rows) == num_prompts:
+            windows.append((document, input_ids))
+        if len(windows) == num_prompts:
             break
-    if not rows:
+    if not windows:
         raise ValueError(
             f"no document of the corpus is {prompt_length} tokens long: "
             "ask for shorter prompts or give longer documents"
         )
-    if len(rows) < num_prompts:
+    if len(windows) < num_prompts:
         raise ValueError(
-            f"the corpus holds only {len(rows)} windows of {prompt_length} tokens, "
+            f"the corpus holds only {len(windows)} windows of {prompt_length} tokens, "
             f"{num_prompts} were asked for: ask for fewer or shorter prompts, or give more text"
         )
-    from datasets import Dataset
-
-    return Dataset.from_list(rows)
+    return windows
 
 
 def _shuffled_starts(texts: Sequence[str], rng: random.Random) -> Iterator[tuple[int, int]]:
