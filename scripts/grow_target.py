@@ -24,16 +24,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from medusa_heads import TargetModel
-    from medusa_heads.checkpoint import LoadedHeads
-    from medusa_heads.heads import DraftHeads
 
 
 @dataclass
@@ -97,85 +90,41 @@ def grow(arguments: Arguments) -> None:
     from transformers import logging
     from transformers.utils.logging import disable_progress_bar
 
-    from medusa_heads import TargetModel
-    from medusa_heads.checkpoint import load_heads, save_heads
-    from medusa_heads.hub.pull import find_checkpoint
-    from scripts.grown_heads import grow_heads, provenance_of_grown
-    from scripts.grown_llama import check_llama, grow_llama
+    from medusa_heads.checkpoint import save_heads
+    from scripts.grown_heads import provenance_of_grown
+    from scripts.grown_model import grow as grow_in_memory
+    from scripts.grown_model import load_small
     from scripts.grown_shape import SHAPES, Shape
 
     logging.set_verbosity_error()
     disable_progress_bar()
     console = Console(soft_wrap=True, highlight=False)
     dtype = getattr(torch, arguments.dtype)
-    small = TargetModel.from_pretrained(arguments.target, dtype=torch.float32)
-    check_llama(small.model.config, arguments.target)
+    small = load_small(arguments.target)
     own = Shape.of(small.config)
     shape = own if arguments.shape is None else SHAPES[arguments.shape]
     shape = shape.with_sizes({name: getattr(arguments, name) for name in own.names()})
     if shape == own:
         raise ValueError("nothing would grow: give --shape or sizes above the target's")
-    loaded = None
-    if arguments.heads is not None:
-        loaded = load_heads(find_checkpoint(arguments.heads), small)
-    small_llama: Any = small.model
-    grown, place = grow_llama(small_llama, shape, dtype=dtype, seed=arguments.seed)
-    grown.generation_config = small_llama.generation_config
-    grown.config._name_or_path = str(output / "target")
-    target = TargetModel(grown)
-    target.freeze()
-    heads = None
-    if loaded is not None:
-        heads = grow_heads(loaded, target, place, dtype=dtype, seed=arguments.seed)
-    compared = _compare(small, target, loaded, heads)
-    for what, (difference, spread) in compared.items():
+    grown = grow_in_memory(small, arguments.heads, shape, dtype=dtype, seed=arguments.seed)
+    model: Any = grown.target.model
+    model.config._name_or_path = str(output / "target")
+    for what, (difference, spread) in grown.differences().items():
         console.print(f"{what}: logits differ by {difference:.2g} at most, spread {spread:.2g}")
     output.mkdir(parents=True, exist_ok=True)
-    _write_target(grown, arguments.target, output / "target")
-    count = sum(parameter.numel() for parameter in grown.parameters())
+    _write_target(model, arguments.target, output / "target")
+    count = sum(parameter.numel() for parameter in model.parameters())
     console.print(f"Written: {output / 'target'}, {count / 1e6:.1f} M parameters")
-    if loaded is not None and heads is not None:
+    if grown.loaded is not None and grown.heads is not None:
         save_heads(
             output / "heads",
-            heads,
-            target,
-            statistics=loaded.statistics,
-            provenance=provenance_of_grown(loaded, place),
+            grown.heads,
+            grown.target,
+            statistics=grown.loaded.statistics,
+            provenance=provenance_of_grown(grown.loaded, grown.place),
             dtype=dtype,
         )
         console.print(f"Written: {output / 'heads'}")
-
-
-def _compare(
-    small: TargetModel, target: TargetModel, loaded: LoadedHeads | None, heads: DraftHeads | None
-) -> dict[str, tuple[float, float]]:
-    """The largest difference of logits on a text of random tokens, and how far they spread."""
-    import torch
-
-    ids_BT = torch.randint(small.vocab_size, (1, 32), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        hidden, grown_hidden = small.hidden(ids_BT), target.hidden(ids_BT)
-        found = {
-            "target": (
-                small.get_output_embeddings()(hidden),
-                target.get_output_embeddings()(grown_hidden),
-            )
-        }
-        if loaded is not None and heads is not None:
-            # What follows each position, as many tokens as there are heads.
-            following_BTK = torch.stack(
-                [ids_BT.roll(-1 - i, dims=1) for i in range(heads.config.num_heads)], dim=-1
-            )
-            found["heads"] = (
-                loaded.heads(loaded.heads.encode(hidden, ids_BT), following_BTK),
-                heads(heads.encode(grown_hidden, ids_BT), following_BTK),
-            )
-    return {name: _difference(*logits) for name, logits in found.items()}
-
-
-def _difference(before: Tensor, after: Tensor) -> tuple[float, float]:
-    difference = (before - after[..., : before.shape[-1]].float()).abs().max()
-    return float(difference), float(before.std())
 
 
 def _write_target(model: Any, came_from: str, folder: Path) -> None:

@@ -30,12 +30,12 @@ class Noise:
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._block = torch.randn((1 << 20) - 3, generator=generator)
+        self._block = torch.randn((1 << 20) - 3, generator=generator, device="cpu")
 
     def like(self, weight: Tensor, *size: int, dtype: torch.dtype) -> Tensor:
-        """A tensor with the spread of `weight`."""
+        """A tensor with the spread of `weight`, on its device."""
         count = torch.Size(size).numel()
-        block = (self._block * float(weight.float().std(correction=0))).to(dtype)
+        block = (self._block * float(weight.float().std(correction=0))).to(weight.device, dtype)
         return block.repeat(-(-count // len(block)))[:count].view(size)
 
 
@@ -50,11 +50,17 @@ def check_llama(config: Any, name: str) -> None:
 
 
 def grow_llama(
-    small: LlamaForCausalLM, shape: Shape, *, dtype: torch.dtype, seed: int = 0
+    small: LlamaForCausalLM,
+    shape: Shape,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device | None = None,
+    seed: int = 0,
 ) -> tuple[LlamaForCausalLM, Placement]:
     """A model of `shape` in `dtype` with the logits of `small`, up to rounding.
 
-    Where no logits of `small` exist, for tokens beyond its vocabulary, they are hugely negative.
+    It is made on `device`, by default that of `small`; nothing of its size is held elsewhere. Where
+    no logits of `small` exist, for tokens beyond its vocabulary, they are hugely negative.
     The new model's configuration says what it was in `grown_from`.
 
     Raises:
@@ -62,27 +68,37 @@ def grow_llama(
     """
     config: Any = small.config
     check_llama(config, str(config._name_or_path))
-    place = Placement(Shape.of(config), shape, config.rms_norm_eps)
+    device = small.device if device is None else torch.device(device)
+    with device:
+        place = Placement(Shape.of(config), shape, config.rms_norm_eps)
     rope = config.rope_parameters["rope_type"]
     if shape.head_dim != config.head_dim and rope != "default":
         raise ValueError(
             f"rotary frequencies of type {rope!r} depend on head_dim: keep it at {config.head_dim}"
         )
-    state: Mapping[str, Tensor] = small.state_dict()
-    noise = Noise(seed)
+    with device:
+        return _model(config, place, _weights(small, place, Noise(seed), dtype), dtype), place
+
+
+def _weights(
+    small: LlamaForCausalLM, place: Placement, noise: Noise, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """All weights of the large model, on the device of the context."""
+    here = torch.get_default_device()
+    state = {name: tensor.to(here) for name, tensor in small.state_dict().items()}
     grown = _outer(state, place, noise, dtype)
     for old, start in enumerate(place.layers):
         prefix = f"model.layers.{old}."
         layer = {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
         weights = _layer(layer, place, noise, dtype)
         grown |= {f"model.layers.{start}.{name}": weight for name, weight in weights.items()}
-        end = [*place.layers, shape.num_hidden_layers][old + 1]
+        end = [*place.layers, place.large.num_hidden_layers][old + 1]
         for identity in range(start + 1, end):
             for name, weight in weights.items():
                 silent = name.split(".")[1] in ("o_proj", "down_proj")
                 copy = torch.zeros_like(weight) if silent else weight.clone()
                 grown[f"model.layers.{identity}.{name}"] = copy
-    return _model(config, place, grown, dtype), place
+    return grown
 
 
 def _model(
@@ -93,10 +109,11 @@ def _model(
     values |= {"rms_norm_eps": place.epsilon, "tie_word_embeddings": False, "dtype": dtype}
     new_config = LlamaConfig(**values)
     new_config.grown_from = made_of
-    # Without a name it takes these weights, and does not draw any first.
-    model: Any = LlamaForCausalLM.from_pretrained(
-        None, config=new_config, state_dict=state, dtype=dtype
-    )
+    with torch.device("meta"):  # it takes these weights for its own, and makes none before
+        model: Any = LlamaForCausalLM(new_config)
+    model.load_state_dict(state, assign=True)
+    # All that is no weight: the frequencies, which follow from the configuration.
+    model.model.rotary_emb = type(model.model.rotary_emb)(new_config)
     return model.eval()
 
 
