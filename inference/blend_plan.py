@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import DraftHeads
+from medusa_heads.inference.corpus_index import CorpusIndex
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.growing import TensorTrees
 from medusa_heads.inference.drafters.recycling import RecyclingDrafter
 from medusa_heads.inference.drafters.suffix import SuffixDrafter
 from medusa_heads.inference.step_costs import StepCosts
-from medusa_heads.inference.tree_plan import make_drafter
+from medusa_heads.inference.tree_plan import TreeSpec, make_drafter
 from medusa_heads.inference.tree_size import step_costs
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
@@ -29,6 +30,11 @@ def blends(tree: str) -> bool:
     return tree == "auto" or tree.endswith(SUFFIX)
 
 
+def continues_text(tree: TreeSpec) -> bool:
+    """Whether a tree holds what followed where the text ended as now before."""
+    return isinstance(tree, str) and (blends(tree) or tree.partition(":")[0] == "suffix")
+
+
 def blended(
     tree: str,
     target: TargetModel,
@@ -36,6 +42,7 @@ def blended(
     statistics: HeadStatistics,
     *,
     batch_size: int = 1,
+    corpus: CorpusIndex | None = None,
 ) -> Drafter:
     """The drafter of such a tree.
 
@@ -43,6 +50,7 @@ def blended(
         tree: the words.
         target, heads, statistics: that belong together.
         batch_size: rows decoded together.
+        corpus: continued as well as the text itself; None for none.
 
     Raises:
         ValueError: an unknown form, or a tree that does not fit the heads.
@@ -60,9 +68,9 @@ def blended(
         costs = StepCosts.of_size(drafter.num_nodes - 1, fixed=fixed)
     grower = TensorTrees(drafter, _chances(drafter, statistics))
     if tree != "auto":
-        return BlendedDrafter(grower, costs)
+        return BlendedDrafter(grower, costs, corpus=corpus)
     recycling = RecyclingDrafter(target.vocab_size, min(costs.most, _WIDEST))
-    return BlendedDrafter(grower, costs, cheap=recycling)
+    return BlendedDrafter(grower, costs, cheap=recycling, corpus=corpus)
 
 
 def _chances(drafter: Drafter, statistics: HeadStatistics) -> list[float] | None:

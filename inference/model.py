@@ -16,7 +16,8 @@ from medusa_heads.heads import DraftHeads
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.inference.assisted import AssistedModel
-from medusa_heads.inference.blend_plan import blended, blends
+from medusa_heads.inference.blend_plan import blended, blends, continues_text
+from medusa_heads.inference.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.by_rows import ByRowsDrafter, rounded_up
 from medusa_heads.inference.named_target import load_target
@@ -43,6 +44,9 @@ class MedusaModel(AssistedModel):
         statistics: measured ranks of the heads, from which the best tree of a size is built.
         tree: which tree to draft, in the words of tree_plan.py: `"auto"`, a number of nodes,
             `"dynamic:16"`, .., or the tree itself as a list of rank paths.
+        corpus: text that the target may write parts of, continued wherever the target's own text
+            ends as it did somewhere there: a file or folder, a saved index, or token ids, one
+            sequence a document; for the trees `"auto"`, `"16+suffix"` and `"suffix"`.
         acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"`, `"log_ratio"`.
         acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
         compile: verify through torch.compile: one graph over a cache of fixed size, replayed as a
@@ -61,6 +65,7 @@ class MedusaModel(AssistedModel):
         *,
         statistics: HeadStatistics | None = None,
         tree: TreeSpec = "auto",
+        corpus: Corpus | None = None,
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
         compile: bool = False,
@@ -76,6 +81,7 @@ class MedusaModel(AssistedModel):
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
         self.statistics = statistics
+        self.corpus = find_corpus(corpus, self.target)
         # Where the heads were loaded from, and what stood there beside them.
         self.checkpoint: Path | None = None
         self.stored: StoredHeads | None = None
@@ -97,6 +103,11 @@ class MedusaModel(AssistedModel):
             # What the text itself suggests comes without a probability.
             assert self.statistics is not None
             tree = best_tree(self.target, self.heads, self.statistics)
+        if self.corpus is not None and not continues_text(tree):
+            raise ValueError(
+                f"a corpus is continued by the trees auto, N+suffix and suffix, and the tree here "
+                f"is {tree!r}: use one of them, or leave the corpus out"
+            )
         self.tree = tree
         self._chooses = str(tree).startswith("auto")
         self.drafter = self._make_drafter(tree)
@@ -123,13 +134,21 @@ class MedusaModel(AssistedModel):
                     f"the tree {tree!r} needs heads with statistics, a target that verifies "
                     f"branches, and a rule other than {' and '.join(DRAFT_PROBABILITY_RULES)}"
                 )
-            return blended(tree, self.target, self.heads, self.statistics, batch_size=rows)
+            return blended(
+                tree,
+                self.target,
+                self.heads,
+                self.statistics,
+                batch_size=rows,
+                corpus=self.corpus,
+            )
         return make_drafter(
             tree,
             self.heads,
             self.statistics,
             chain_only=self._chain_only,
             with_log_probs=compares,
+            corpus=self.corpus,
         )
 
     @classmethod
@@ -143,6 +162,7 @@ class MedusaModel(AssistedModel):
         cache_dir: str | os.PathLike[str] | None = None,
         local_files_only: bool = False,
         tree: TreeSpec = "auto",
+        corpus: Corpus | None = None,
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
         compile: bool = False,
@@ -161,7 +181,7 @@ class MedusaModel(AssistedModel):
                 the revision they were trained on.
             revision: branch, tag or commit of the repository of the heads.
             token, cache_dir, local_files_only: of the hub, for the heads and a target loaded here.
-            tree, acceptance, acceptance_settings, compile: see the class.
+            tree, corpus, acceptance, acceptance_settings, compile: see the class.
             merge_adapter: add the adapter to the target's matrices: faster, and in bf16 rounded.
             target_kwargs: passed on when the target is loaded: `dtype`, `device`, `device_map`,
                 `quantization_config`, `attn_implementation`, `trust_remote_code`, ..
@@ -188,6 +208,7 @@ class MedusaModel(AssistedModel):
                 adapted = load_adapter(view.model, folder / ADAPTER_FOLDER)
         else:
             view = target if isinstance(target, TargetModel) else TargetModel(target)
+        trusted = bool(target_kwargs.get("trust_remote_code"))
         loaded = load_heads(folder, view)
         if merge_adapter:
             if adapted is None:
@@ -201,6 +222,7 @@ class MedusaModel(AssistedModel):
             loaded.heads,
             statistics=loaded.statistics,
             tree=tree,
+            corpus=find_corpus(corpus, view, trust_remote_code=trusted),
             acceptance=acceptance,
             acceptance_settings=acceptance_settings,
             compile=compile,

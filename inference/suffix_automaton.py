@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from medusa_heads.inference.continuation import Continuation
+
 
 class SuffixAutomaton:
     """The text so far, and its longest suffix that also occurs earlier in it.
@@ -41,11 +43,12 @@ class SuffixAutomaton:
             self._append(token)
             self._remember()
 
-    def continuation(self, most: int) -> list[int]:
-        """What followed the earlier occurrence, at most so many tokens; none without a match."""
+    def continuation(self, most: int) -> Continuation:
+        """What followed the earlier occurrence, at most so many tokens."""
         if not self.match_length:
-            return []
-        return self.text[self.match_end : self.match_end + most]
+            return Continuation(0, [], [])
+        tokens = self.text[self.match_end : self.match_end + most]
+        return Continuation(self.match_length, tokens, [1.0] * len(tokens))
 
     def _follow(self, token: int) -> None:
         """The match, made longer by `token`, or as much shorter as it takes."""

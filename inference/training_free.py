@@ -12,6 +12,7 @@ from torch import Tensor
 
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.inference.assisted import AssistedModel
+from medusa_heads.inference.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.early_exit import EarlyExitTrees, ThinnedTarget
@@ -52,6 +53,9 @@ class TrainingFreeModel(AssistedModel):
             `"lookahead+suffix"`; `"early_exit"`, the target itself without the layers that its
             drafts can best do without, `"early_exit:4"`, with its first 4 layers alone, and either
             of them `+suffix`. Each verifies at every step as many nodes as pay on this machine.
+        corpus: text that the target may write parts of, continued wherever the target's own text
+            ends as it did somewhere there: a file or folder, a saved index, or token ids, one
+            sequence a document; for `"suffix"`, `"auto"` and all `+suffix`.
         calibration: token ids [B, T] of text without padding, on which `"early_exit"` tries which
             layers to leave out; by default the target writes some. What is found is kept on disk.
         acceptance, acceptance_settings, compile, compile_backend: see AssistedModel.
@@ -60,7 +64,8 @@ class TrainingFreeModel(AssistedModel):
         skipped_layers: of early exit: the layers, counted from 0, that drafts do without.
 
     Raises:
-        ValueError: an unknown drafter, or one whose trees the target cannot verify.
+        ValueError: an unknown drafter, one whose trees the target cannot verify, or a corpus that
+            it does not continue, or that cannot be read.
         UnsupportedArchitecture: the target cannot be decoded exactly with drafts, or its layers
             cannot be left out.
     """
@@ -70,13 +75,14 @@ class TrainingFreeModel(AssistedModel):
         target: TargetModel | PreTrainedModel,
         drafter: str = "auto",
         *,
+        corpus: Corpus | None = None,
         calibration: Tensor | None = None,
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
         compile: bool = False,
         compile_backend: str | Callable[..., Any] = "inductor",
     ) -> None:
-        _check_drafter(drafter)
+        _check_drafter(drafter, corpus)
         super().__init__(
             target,
             acceptance=acceptance,
@@ -97,6 +103,7 @@ class TrainingFreeModel(AssistedModel):
             )
         self.method = drafter
         self._name, self._suffix = name, bool(suffix)
+        self.corpus = find_corpus(corpus, self.target)
         self.skipped_layers: tuple[int, ...] = ()
         if name == "early_exit":
             if isinstance(self.target, CompiledTarget):
@@ -123,9 +130,13 @@ class TrainingFreeModel(AssistedModel):
             ValueError: nothing loadable stands there, or see the class.
         """
         names = ("calibration", "acceptance", "acceptance_settings", "compile", "compile_backend")
-        _check_drafter(drafter)  # before seconds of loading
+        corpus = kwargs.pop("corpus", None)
+        _check_drafter(drafter, corpus)  # before seconds of loading
         own = {name: kwargs.pop(name) for name in names if name in kwargs}
-        return cls(TargetModel.from_pretrained(str(target), **kwargs), drafter, **own)
+        view = TargetModel.from_pretrained(str(target), **kwargs)
+        trusted = bool(kwargs.get("trust_remote_code"))
+        index = find_corpus(corpus, view, trust_remote_code=trusted)
+        return cls(view, drafter, corpus=index, **own)
 
     def _layers_to_skip(self, kept: int | None, calibration: Tensor | None) -> tuple[int, ...]:
         if kept is None:
@@ -149,14 +160,16 @@ class TrainingFreeModel(AssistedModel):
             # Compiled, the window stays: steps without one would be another graph.
             compiled = isinstance(self.target, CompiledTarget)
             alone = None if compiled else target_costs(self.target, batch_size)
-            return LookaheadDrafter(beside, alone, suffix=self._suffix)
+            return LookaheadDrafter(beside, alone, suffix=self._suffix, corpus=self.corpus)
         if self._name == "early_exit":
             return self._make_early_exit(batch_size)
         costs = target_costs(self.target, batch_size)
         if self._name == "suffix":
-            return SuffixDrafter(costs)
+            return SuffixDrafter(costs, self.corpus)
         recycling = RecyclingDrafter(self.target.vocab_size, min(costs.most, _WIDEST))
-        return BlendedDrafter(None, costs, cheap=recycling, suffix=self._name == "auto")
+        return BlendedDrafter(
+            None, costs, cheap=recycling, suffix=self._name == "auto", corpus=self.corpus
+        )
 
     def _make_early_exit(self, batch_size: int) -> Drafter:
         costs = exit_costs(self.target, self._stack, self.skipped_layers, batch_size)
@@ -165,10 +178,16 @@ class TrainingFreeModel(AssistedModel):
             EarlyExitTrees(thinned, costs),
             StepCosts(costs.verify, draft_seconds=_USUAL_LENGTH * costs.draft),
             suffix=self._suffix,
+            corpus=self.corpus,
         )
 
 
-def _check_drafter(drafter: str) -> None:
+def _check_drafter(drafter: str, corpus: object) -> None:
     if re.sub(r"^early_exit:\d+", "early_exit", drafter) not in DRAFTERS:
         known = [*DRAFTERS, "early_exit:N", "early_exit:N+suffix"]
         raise ValueError(f"drafter must be one of {', '.join(known)}, got {drafter!r}")
+    if corpus is not None and drafter not in ("auto", "suffix") and not drafter.endswith("+suffix"):
+        raise ValueError(
+            f"a corpus is continued by the drafters auto, suffix and all +suffix, not {drafter!r}: "
+            "use one of them, or leave the corpus out"
+        )

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from medusa_heads.files import replace_file
 from medusa_heads.heads import DraftHeads, HydraHeads
+from medusa_heads.inference.corpus_index import CorpusIndex
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.dynamic import DynamicDrafter
 from medusa_heads.inference.drafters.hydra import HydraDrafter
@@ -40,6 +41,7 @@ def make_drafter(
     *,
     chain_only: bool = False,
     with_log_probs: bool = False,
+    corpus: CorpusIndex | None = None,
 ) -> Drafter:
     """The drafter that `tree` asks for; every form but those of blend_plan.py.
 
@@ -49,6 +51,7 @@ def make_drafter(
         statistics: measured ranks and temperatures of the heads.
         chain_only: the target verifies chains alone; of any tree its best chain is taken.
         with_log_probs: the acceptance rule compares with draft probabilities.
+        corpus: continued by `suffix` where it promises more than the text itself; None for none.
 
     Raises:
         ValueError: an unknown form, or a tree that does not fit the heads.
@@ -62,7 +65,7 @@ def make_drafter(
         return DynamicDrafter(heads, nodes, temperatures=temperatures)
     if kind == "suffix":
         most = _count(tree, argument) if argument else SUFFIX_TOKENS
-        return SuffixDrafter(StepCosts.of_size(most))
+        return SuffixDrafter(StepCosts.of_size(most), corpus)
     shape = TreeShape.from_choices(_choices(tree, kind, argument, heads, statistics))
     if chain_only:
         shape = shape.chain()

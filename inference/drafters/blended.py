@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from medusa_heads.inference.drafters.suffix_memory import SuffixMemory
-from medusa_heads.inference.drafters.trust import Belief, SuffixTrust
+from medusa_heads.inference.drafters.suffix_memory import SuffixMemory, SuffixSources
+from medusa_heads.inference.drafters.trust import Belief
 from medusa_heads.inference.drafters.trusted import TrustedGrower
 from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
+    from medusa_heads.inference.corpus_index import CorpusIndex
     from medusa_heads.inference.drafters.growing import Grower
     from medusa_heads.inference.row import Row
     from medusa_heads.inference.state import DecodingState
@@ -39,6 +40,7 @@ class BlendedDrafter:
         costs: what steps of each size cost here.
         cheap: a grower that takes next to none.
         suffix: whether the continuation of each row's longest suffix is drafted.
+        corpus: whose continuation of it is drafted as well; None for none.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class BlendedDrafter:
         *,
         cheap: Grower | None = None,
         suffix: bool = True,
+        corpus: CorpusIndex | None = None,
     ) -> None:
+        assert suffix or corpus is None
         self._costly = TrustedGrower(costly) if costly is not None else None
         self._cheap = TrustedGrower(cheap) if cheap is not None else None
         self._costs = costs
         self._longest = costs.most if suffix else 0
-        self._suffix_trust = SuffixTrust()
+        self._sources = SuffixSources(corpus)
         # Several drafters may contradict each other, and promise too much together: of what is
         # known without the costly one, of all that is known, and of that before it is known.
         self._alone, self._together, self._ahead = Belief(), Belief(), Belief()
@@ -70,7 +74,7 @@ class BlendedDrafter:
         started = time.perf_counter()
         memory = state.memories.get(self)
         if memory is None:
-            memory = state.memories[self] = _Memory(self._suffix_trust, self._longest)
+            memory = state.memories[self] = _Memory(self._sources, self._longest)
         memory.keep_promises()
         for grower in self._growers():
             grower.learn(state)
@@ -116,8 +120,9 @@ class BlendedDrafter:
             trees = self._cheap.grow(state, self._costs.usual)
         else:
             trees = [PrefixTree(root) for root in state.roots_B.tolist()]
-        for tree, found in zip(trees, memory.suffixes.continuations(state), strict=True):
-            tree.add_path(*found)
+        for tree, paths in zip(trees, memory.suffixes.continuations(state), strict=True):
+            for path in paths:
+                tree.add_path(*path)
         return trees
 
     def _worth_asking(self, trees: list[PrefixTree]) -> tuple[bool, float]:
@@ -151,8 +156,8 @@ class Rest:
 class _Memory:
     """Of the texts being decoded: their suffixes, and what was last promised for them."""
 
-    def __init__(self, trust: SuffixTrust, most: int) -> None:
-        self.suffixes = SuffixMemory(trust, most)
+    def __init__(self, sources: SuffixSources, most: int) -> None:
+        self.suffixes = SuffixMemory(sources, most)
         self._promises: list[tuple[Belief, float]] = []
         self._rows: list[Row] = []
         self._before = 0

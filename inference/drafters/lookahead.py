@@ -37,6 +37,7 @@ from medusa_heads.prefix_tree import PrefixTree
 from medusa_heads.tree import TokenTree, TreeShape
 
 if TYPE_CHECKING:
+    from medusa_heads.inference.corpus_index import CorpusIndex
     from medusa_heads.inference.row import Row
     from medusa_heads.inference.state import DecodingState
 
@@ -62,17 +63,23 @@ class LookaheadDrafter:
         costs: what steps cost here that verify so many nodes beside a window of `WINDOW`.
         alone: what steps cost here without a window; None for a window in every step.
         suffix: whether the continuation of the text's longest suffix is merged in.
+        corpus: whose continuation of it is merged in as well; None for none.
     """
 
     reads_prompt = False
 
     def __init__(
-        self, costs: StepCosts, alone: StepCosts | None = None, *, suffix: bool = False
+        self,
+        costs: StepCosts,
+        alone: StepCosts | None = None,
+        *,
+        suffix: bool = False,
+        corpus: CorpusIndex | None = None,
     ) -> None:
         self.pool = NgramPool(NGRAM, len(_FIRST))
-        self._ways = [_Way(self.pool, costs, suffix)]
+        self._ways = [_Way(self.pool, costs, suffix, corpus)]
         if alone is not None:
-            self._ways.append(_Way(self.pool, alone, suffix))
+            self._ways.append(_Way(self.pool, alone, suffix, corpus))
         self.choice = Choice(len(self._ways))
         # The first level is a chain; what hangs below it is named by rank 1.
         self._shape = TreeShape([(0,) * (column + 1) + (1,) * level for level, column in _CELLS])
@@ -146,9 +153,13 @@ class LookaheadDrafter:
 class _Way:
     """Drafts of the pool at one kind of costs."""
 
-    def __init__(self, pool: NgramPool, costs: StepCosts, suffix: bool) -> None:
+    def __init__(
+        self, pool: NgramPool, costs: StepCosts, suffix: bool, corpus: CorpusIndex | None
+    ) -> None:
         self.costs = costs
-        self.drafts = BlendedDrafter(None, costs, cheap=PoolTrees(pool), suffix=suffix)
+        self.drafts = BlendedDrafter(
+            None, costs, cheap=PoolTrees(pool), suffix=suffix, corpus=corpus
+        )
 
 
 class _Text:

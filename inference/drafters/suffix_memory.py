@@ -1,4 +1,4 @@
-"""What a suffix drafter keeps of every row's text.
+"""What a suffix drafter keeps of every row's text, and where it looks for the text's end.
 
 Shapes: B active rows.
 """
@@ -7,37 +7,70 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from medusa_heads.inference.continuation import Continuation
 from medusa_heads.inference.drafters.trust import SuffixTrust
 from medusa_heads.inference.suffix_automaton import SuffixAutomaton
 
 if TYPE_CHECKING:
+    from medusa_heads.inference.corpus_index import CorpusIndex
     from medusa_heads.inference.row import Row
     from medusa_heads.inference.state import DecodingState
+
+Path = tuple[list[int], list[float]]  # tokens, and the chance that all up to each follow
+
+
+class SuffixSources:
+    """Where the end of a text may have occurred before: in the text itself, and in a corpus. How
+    far each can be believed is learnt from every text.
+
+    Args:
+        corpus: besides the text; None for none.
+    """
+
+    def __init__(self, corpus: CorpusIndex | None = None) -> None:
+        self._corpus = corpus
+        self._trusts = (SuffixTrust(), SuffixTrust())  # of the text, and of the corpus
+
+    def search(self, automaton: SuffixAutomaton, most: int) -> list[Continuation]:
+        """What each of them says to follow a text, at most so many tokens."""
+        found = [automaton.continuation(most)]
+        if self._corpus is not None:
+            found.append(self._corpus.continuation(automaton.text, most))
+        return found
+
+    def paths(self, found: list[Continuation]) -> list[Path]:
+        """The same with the chances that they are right."""
+        pairs = zip(self._trusts, found, strict=False)
+        return [(each.tokens, trust.chances(each)) for trust, each in pairs]
+
+    def learn(self, found: list[Continuation], committed: list[int]) -> None:
+        """Compare what was found with what the target wrote."""
+        for trust, each in zip(self._trusts, found, strict=False):
+            trust.learn(each, committed)
 
 
 class SuffixMemory:
     """A suffix automaton for every active row.
 
     Args:
-        trust: learns from every step.
+        sources: learn from every step.
         most: tokens that a continuation has at most.
     """
 
-    def __init__(self, trust: SuffixTrust, most: int) -> None:
-        self._trust = trust
+    def __init__(self, sources: SuffixSources, most: int) -> None:
+        self._sources = sources
         self._most = most
         self._automata: dict[int, SuffixAutomaton] = {}
-        self._promised: dict[int, tuple[int, list[int]]] = {}
+        self._promised: dict[int, list[Continuation]] = {}
 
-    def continuations(self, state: DecodingState) -> list[tuple[list[int], list[float]]]:
-        """For every active row what may follow, and the chance that all up to each token does."""
-        found = []
+    def continuations(self, state: DecodingState) -> list[list[Path]]:
+        """For every active row what may follow, from each source."""
+        paths_B = []
         for row, padding in zip(state.rows, state.padding, strict=True):
-            automaton = self._read(row, padding)
-            draft = automaton.continuation(self._most)
-            self._promised[row.index] = (automaton.match_length, draft)
-            found.append((draft, self._trust.chances(automaton.match_length, len(draft))))
-        return found
+            found = self._sources.search(self._read(row, padding), self._most)
+            self._promised[row.index] = found
+            paths_B.append(self._sources.paths(found))
+        return paths_B
 
     def _read(self, row: Row, padding: int) -> SuffixAutomaton:
         automaton = self._automata.get(row.index)
@@ -46,6 +79,6 @@ class SuffixMemory:
             automaton = self._automata[row.index] = SuffixAutomaton(prompt)
             return automaton
         committed = row.behind(padding + len(automaton.text))
-        self._trust.learn(*self._promised[row.index], committed)
+        self._sources.learn(self._promised[row.index], committed)
         automaton.extend(committed)
         return automaton

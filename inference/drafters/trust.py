@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from medusa_heads.inference.continuation import Continuation
 from medusa_heads.prefix_tree import PrefixTree
 
 _BOUNDS = (2, 3, 4, 6, 10, 16, 32)  # from these lengths of a match on, it is believed more
@@ -15,30 +16,29 @@ _FORGIVE = 0.997  # drafts that are not made are slowly believed again, so that 
 
 
 class SuffixTrust:
-    """How often what followed an earlier occurrence followed again, by the length of the match."""
+    """How often what followed earlier occurrences followed again, over the share of them that it
+    had followed, by the length of the match."""
 
     def __init__(self) -> None:
         self._hits = [_PRIOR_WEIGHT * chance for chance in _PRIOR]
-        self._trials = [_PRIOR_WEIGHT] * len(_PRIOR)
+        self._shares = [_PRIOR_WEIGHT] * len(_PRIOR)
 
-    def chances(self, match_length: int, count: int) -> list[float]:
-        """The chance that the first 1, 2, .. `count` tokens of a continuation are all right. With
-        each token that is, the match is one longer."""
+    def chances(self, found: Continuation) -> list[float]:
+        """The chance that the first 1, 2, .. tokens of a continuation are all right. With each
+        token that is, the match is one longer."""
         chances, chance = [], 1.0
-        for length in range(match_length, match_length + count):
+        for length, share in enumerate(found.shares, found.match_length):
             level = bisect_right(_BOUNDS, length)
-            chance *= self._hits[level] / self._trials[level]
+            chance *= min(share * self._hits[level] / self._shares[level], 1.0)
             chances.append(chance)
         return chances
 
-    def learn(
-        self, match_length: int, continuation: Sequence[int], committed: Sequence[int]
-    ) -> None:
+    def learn(self, found: Continuation, committed: Sequence[int]) -> None:
         """Compare what a match promised with what the target wrote."""
-        pairs = zip(continuation, committed, strict=False)
-        for length, (drafted, true) in enumerate(pairs, match_length):
+        drafts = zip(found.tokens, found.shares, committed, strict=False)
+        for length, (drafted, share, true) in enumerate(drafts, found.match_length):
             level = bisect_right(_BOUNDS, length)
-            self._trials[level] = _FORGET * self._trials[level] + 1
+            self._shares[level] = _FORGET * self._shares[level] + share
             self._hits[level] = _FORGET * self._hits[level] + (drafted == true)
             if drafted != true:
                 return

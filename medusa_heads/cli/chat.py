@@ -198,6 +198,7 @@ class Session:
 
     def _rebuilt(self, options: dict[str, Any]) -> AssistedModel:
         """The same target, with what drafts for it made anew."""
+        from medusa_heads.inference.corpus_files import find_corpus
         from medusa_heads.inference.model import MedusaModel
         from medusa_heads.inference.training_free import TrainingFreeModel
 
@@ -206,6 +207,9 @@ class Session:
         if with_heads != ("tree" in options):
             drafts = "heads draft" if with_heads else "a drafter drafts"
             raise ValueError(f"{drafts} in this chat: begin another one to change that")
+        trusted = self.arguments.trust_remote_code
+        corpus = find_corpus(options.get("corpus"), model.target, trust_remote_code=trusted)
+        options = options | {"corpus": corpus}
         if isinstance(model, MedusaModel):
             return MedusaModel(model.target, model.heads, statistics=model.statistics, **options)
         return TrainingFreeModel(model.target, **options)

@@ -64,6 +64,13 @@ class DecodingArguments(ModelArguments):
             "layers; the first argument is then the target itself"
         },
     )
+    corpus: str | None = field(
+        default=None,
+        metadata={
+            "help": "text that the target may write parts of, a file or a folder: drafts continue "
+            "it too, where they continue the text's own end (auto, suffix, +suffix); indexed once"
+        },
+    )
     acceptance: Literal["lossless", "typical", "threshold", "log_ratio"] = field(
         default="lossless",
         metadata={"help": "lossless, or a LOSSY rule, whose text is no longer the target's own"},
@@ -216,7 +223,7 @@ def check_device(name: str | None) -> None:
 
 
 def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
-    """What the model is built with: tree or drafter, the acceptance rule, compiled or not.
+    """What the model is built with: tree or drafter, corpus, the acceptance rule, compiled or not.
 
     Raises:
         ValueError: both a tree and a drafter.
@@ -227,6 +234,8 @@ def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
         if arguments.tree != "auto":
             raise ValueError("a tree is of heads or a draft model, with --drafter there is neither")
         drafts = {"drafter": arguments.drafter}
+    if arguments.corpus is not None:
+        drafts["corpus"] = arguments.corpus
     return {
         **drafts,
         "compile": arguments.compile,

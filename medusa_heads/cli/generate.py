@@ -93,12 +93,17 @@ def _load(arguments: GenerateArguments) -> tuple[AssistedModel, Any]:
         if arguments.draft_model is not None:
             raise ValueError("--drafter drafts without a model: leave it or --draft_model out")
         return load_training_free_model(arguments, **options)
+    drafted = arguments.draft_model is not None or is_draft(arguments.checkpoint)
+    if drafted and arguments.corpus is not None:
+        raise ValueError(
+            "--corpus is of heads or a --drafter, and here a model drafts: leave one out"
+        )
     if arguments.draft_model is not None:
         if arguments.target is not None:
             raise ValueError(
                 "with draft_model, the first argument is the target: leave out --target"
             )
         return load_drafted_model(arguments, arguments.draft_model, arguments.checkpoint, **options)
-    if is_draft(arguments.checkpoint):
+    if drafted:
         return load_drafted_model(arguments, arguments.checkpoint, arguments.target, **options)
     return load_model(arguments, **options)

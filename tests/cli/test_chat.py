@@ -130,6 +130,26 @@ def test_a_target_that_drafts_for_itself(
         assert line.startswith(f"error: {message}")
 
 
+def test_drafts_continue_a_corpus(
+    speaker: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
+    install(speaker, FAITHFUL)
+    answers = plain_answers(speaker, FAITHFUL, LINES, do_sample=False)
+    corpus = tmp_path / "answers.txt"
+    corpus.write_text("\n".join(answers), encoding="utf-8")
+    script = [LINES[0], "/set corpus nowhere", f"/set corpus {corpus}", LINES[1], LINES[2]]
+    assert talk(speaker, script, monkeypatch, "--tree", "suffix", "--stats") == 0
+    printed = capsys.readouterr()
+    assert printed.out == "".join(answer + "\n" for answer in answers)
+    assert "error: expected a corpus at 'nowhere', a file or a folder, found nothing" in printed.err
+    without, *with_corpus = map(float, re.findall(r"\((\S+) tokens per step", printed.err))
+    assert min(with_corpus) > without
+
+
 def test_reset_save_and_set(
     speaker: Path,
     tmp_path: Path,

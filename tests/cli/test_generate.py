@@ -60,6 +60,30 @@ def test_a_target_drafts_for_itself(
     assert "tokens per step" in printed.err
 
 
+@pytest.mark.parametrize(
+    "flags", [["heads", "--tree", "suffix"], ["target", "--drafter", "suffix"]]
+)
+def test_drafts_continue_a_corpus(
+    flags: list[str],
+    speaker: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
+    base = [str(speaker / flags[0]), *flags[1:], "--prompt", "def f(", "--max-new-tokens", "40"]
+    assert main([*base, "--stats"]) == 0
+    without = capsys.readouterr()
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.py").write_text(f"import this\n{without.out}", encoding="utf-8")
+    for corpus in ("corpus", "corpus/a.py"):
+        assert main([*base, "--corpus", str(tmp_path / corpus), "--stats"]) == 0
+        printed = capsys.readouterr()
+        assert printed.out == without.out
+        steps = [int(re.findall(r"in (\d+) steps", text.err)[0]) for text in (printed, without)]
+        assert 2 * steps[0] < steps[1]
+
+
 def test_the_help_names_every_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -108,6 +132,19 @@ def test_prompt_from_standard_input(
             "leave it or --draft_model out",
         ),
         (["nowhere/at/all", "--prompt", "x", "--drafter", "auto"], "expected a causal language"),
+        (
+            ["{}/target", "--prompt", "x", "--drafter", "auto", "--corpus", "nowhere"],
+            "expected a corpus at 'nowhere'",
+        ),
+        (["{}/heads", "--prompt", "x", "--corpus", "{}/heads"], "continued by the trees auto, N+"),
+        (
+            ["{}/target", "--prompt", "x", "--drafter", "recycling", "--corpus", "x"],
+            "continued by the drafters auto, suffix and all +suffix, not 'recycling'",
+        ),
+        (
+            ["{}/target", "--prompt", "x", "--draft-model", "{}/target", "--corpus", "x"],
+            "--corpus is of heads or a --drafter",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from medusa_heads.inference.drafters.suffix import SuffixDrafter
 from medusa_heads.inference.state import DecodingState
 from medusa_heads.tree import TokenTree, TreeShape
 
@@ -75,3 +76,12 @@ class PlainCausalDrafter(PlantedDrafter):
         return replace(
             tree, ancestors_BNN=causal_NN.to(tree.tokens_BN.device).expand_as(tree.ancestors_BNN)
         )
+
+
+class Misremembering(SuffixDrafter):
+    """Negative control: what the text suggests, every node seeing those behind it as well."""
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        tree = super().propose(state)
+        tree.ancestors_BNN[:] = torch.ones_like(tree.ancestors_BNN).triu()
+        return tree

@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from medusa_heads import MedusaModel, TargetModel
+from medusa_heads.inference.continuation import Continuation
 from medusa_heads.inference.drafters.blended import BlendedDrafter, Rest
 from medusa_heads.inference.drafters.growing import TensorTrees
 from medusa_heads.inference.drafters.suffix import SuffixDrafter
 from medusa_heads.inference.drafters.trust import Belief, SuffixTrust, TreeTrust
 from medusa_heads.inference.engine import decode
-from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.stats import GenerationStats
 from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.prefix_tree import PrefixTree
 from medusa_heads.statistics import HeadStatistics
-from medusa_heads.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
-from tests.inference.planted import BUSHY, PlantedDrafter
+from tests.inference.planted import BUSHY, Misremembering, PlantedDrafter
 from tests.inference.rereading import RereadingDrafter, random_heads, run
 
 COSTS = {0: 1.0, 1: 1.05, 3: 1.1, 7: 1.2, 15: 1.5}
@@ -97,15 +96,6 @@ def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama) -> None:
         assert stats.tokens_per_step > 1.2
 
 
-class Misremembering(SuffixDrafter):
-    """Negative control: siblings that see each other."""
-
-    def propose(self, state: DecodingState) -> TokenTree:
-        tree = super().propose(state)
-        tree.ancestors_BNN[:] = torch.ones_like(tree.ancestors_BNN).triu()
-        return tree
-
-
 def test_a_wrong_mask_is_caught(tiny_llama: TinyLlama) -> None:
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
     ids_BT = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]], device=DEVICE)
@@ -165,16 +155,26 @@ def test_words_that_need_statistics_say_so(tiny_llama: TinyLlama) -> None:
 
 
 def test_a_match_is_believed_as_far_as_it_was_right() -> None:
-    trust = SuffixTrust()
-    before = trust.chances(5, 3)
+    trust, found = SuffixTrust(), Continuation(5, [1, 2, 3], [1.0] * 3)
+    before = trust.chances(found)
     assert before == sorted(before, reverse=True) and 0 < before[2] < 1
     for _ in range(20):
-        trust.learn(5, [1, 2, 3], [1, 2, 3])
-    assert trust.chances(5, 3)[0] > before[0]
+        trust.learn(found, [1, 2, 3])
+    assert trust.chances(found)[0] > before[0]
     for _ in range(40):
-        trust.learn(5, [1, 2, 3], [9])
-    assert trust.chances(5, 3)[0] < before[0]
-    assert trust.chances(40, 1) == SuffixTrust().chances(40, 1)  # other lengths learnt nothing
+        trust.learn(found, [9])
+    assert trust.chances(found)[0] < before[0]
+    longer = Continuation(40, [1], [1.0])
+    assert trust.chances(longer) == SuffixTrust().chances(longer)  # other lengths learnt nothing
+
+
+def test_a_token_is_believed_by_its_share_of_the_occurrences() -> None:
+    trust, found = SuffixTrust(), Continuation(1, [7], [0.25])
+    for place in range(400):
+        trust.learn(found, [7 if place % 4 == 0 else 8])
+    assert trust.chances(found)[0] == pytest.approx(0.25, abs=0.05)
+    assert trust.chances(found._replace(shares=[0.5]))[0] == pytest.approx(0.5, abs=0.1)
+    assert max(trust.chances(found._replace(shares=[1.0]))) <= 1.0
 
 
 def test_trees_are_believed_as_far_as_they_were_right() -> None:

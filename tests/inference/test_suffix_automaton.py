@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from medusa_heads.inference.continuation import Continuation
 from medusa_heads.inference.suffix_automaton import SuffixAutomaton
 
 
@@ -19,9 +20,9 @@ def test_finds_what_a_search_finds(text: list[int]) -> None:
         if longest:
             behind = automaton.match_end
             assert behind < end and read[behind - longest : behind] == read[-longest:]
-            assert automaton.continuation(4) == read[behind : behind + 4]
+            assert automaton.continuation(4).tokens == read[behind : behind + 4]
         else:
-            assert automaton.continuation(4) == []
+            assert automaton.continuation(4).tokens == []
 
 
 def occurs_before(text: list[int], length: int) -> bool:
@@ -35,4 +36,4 @@ def test_reading_at_once_or_bit_by_bit_is_the_same() -> None:
     parts.extend(text[3:7])
     parts.extend(text[7:])
     assert (whole.match_length, whole.match_end) == (parts.match_length, parts.match_end) == (4, 4)
-    assert whole.continuation(3) == [2, 4, 1]
+    assert whole.continuation(3) == Continuation(4, [2, 4, 1], [1.0] * 3)
