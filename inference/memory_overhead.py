@@ -28,11 +28,12 @@ def memory_overhead(
 
     Returns:
         `target`: the target's weights. `heads`: theirs, with the second copy of their blocks that
-        medusa heads keep in one piece while they decode, and with the rows of the vocabulary
-        matrix that a reduced vocabulary copies. `cache_per_token`: the target's keys and values
-        of one token; `prefix_per_token`: those of the heads' own layer, if they have one.
-        `tree_cache`: the rows of all drafted nodes, held until the walk has dropped most of them.
-        `tree_logits`: the target's logits of these nodes, for as long as a step takes.
+        medusa heads keep in one piece while they decode, with the rows of the vocabulary matrix
+        that a reduced vocabulary copies, and with the preview of a large one. `cache_per_token`:
+        the target's keys and values of one token; `prefix_per_token`: those of the heads' own
+        layer, if they have one. `tree_cache`: the rows of all drafted nodes, held until the walk
+        has dropped most of them. `tree_logits`: the target's logits of these nodes, for as long as
+        a step takes.
     """
     per_token = cache_bytes_per_token(target)
     drafted = nodes * batch_size
@@ -63,7 +64,7 @@ def _heads_bytes(heads: DraftHeads) -> int:
         total += _bytes(heads.get_parameter(name) for name in blocks)
     if heads.draft_tokens is not None and heads.config.vocab_matrix == "shared":
         total += _bytes([heads.vocab_matrix(0)[0]])
-    return total
+    return total + _bytes(tensor for preview in heads.previews or () for tensor in preview.held)
 
 
 def _prefix_bytes_per_token(heads: DraftHeads) -> int:

@@ -13,6 +13,7 @@ from medusa_heads.adapter import ADAPTER_FOLDER, load_adapter
 from medusa_heads.checkpoint import load_heads
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import DraftHeads
+from medusa_heads.heads.preview import with_preview
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.inference.assisted import AssistedModel
@@ -53,6 +54,11 @@ class MedusaModel(AssistedModel):
             CUDA graph on a GPU. The first text takes the seconds of compiling.
         compile_backend: of torch.compile.
 
+    Attributes:
+        heads: as given, on the target's device and in its dtype.
+        drafting: the same heads as drafters read them: on a CPU, with a preview of a large
+            vocabulary. A view of the weights in `heads`.
+
     Raises:
         ValueError: heads or tree do not fit the target.
         UnsupportedArchitecture: the target cannot be decoded exactly with a tree.
@@ -80,6 +86,7 @@ class MedusaModel(AssistedModel):
         )
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
+        self.drafting = with_preview(self.heads)
         self.statistics = statistics
         self.corpus = find_corpus(corpus, self.target)
         # Where the heads were loaded from, and what stood there beside them.
@@ -102,7 +109,7 @@ class MedusaModel(AssistedModel):
         elif tree == "auto" and self.acceptance in DRAFT_PROBABILITY_RULES:
             # What the text itself suggests comes without a probability.
             assert self.statistics is not None
-            tree = best_tree(self.target, self.heads, self.statistics)
+            tree = best_tree(self.target, self.drafting, self.statistics)
         if self.corpus is not None and not continues_text(tree):
             raise ValueError(
                 f"a corpus is continued by the trees auto, N+suffix and suffix, and the tree here "
@@ -137,14 +144,14 @@ class MedusaModel(AssistedModel):
             return blended(
                 tree,
                 self.target,
-                self.heads,
+                self.drafting,
                 self.statistics,
                 batch_size=rows,
                 corpus=self.corpus,
             )
         return make_drafter(
             tree,
-            self.heads,
+            self.drafting,
             self.statistics,
             chain_only=self._chain_only,
             with_log_probs=compares,

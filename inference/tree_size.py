@@ -106,7 +106,7 @@ def tune(
         tree: tokens for tree, tokens in expected.items() if int(tree.partition(":")[2] or 0) < most
     }
     drafters = {tree: make_drafter(tree, heads, statistics) for tree in expected}
-    kind = heads.config.to_dict()
+    kind = heads.config.to_dict() | {"preview": heads.previews is not None}
     seconds = step_seconds(target, drafters, kind, context, batch_size, refresh=refresh)
     return [
         TreeSize(tree, seconds[tree].step, tokens, seconds[tree].drafting)

@@ -100,7 +100,7 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
     ways: dict[str, Any] = {PLAIN: target.model}
     for tree in arguments.trees or ["auto", *expected]:
         ways[tree] = MedusaModel(target, heads, statistics=chain.statistics, tree=tree)
-    sizes = tune(target, heads, chain.statistics, batch_size=arguments.batch_size)
+    sizes = tune(target, chain.drafting, chain.statistics, batch_size=arguments.batch_size)
     batches = make_batches(arguments, tokenizer, target.device)
     turns = take_turns(ways, batches, arguments)
     medusas = {name: way for name, way in ways.items() if name != PLAIN}

@@ -79,7 +79,7 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
     with console.status("measuring"):
         report = speedup.analyze(
             model.target,
-            model.heads,
+            model.drafting,
             model.statistics,
             context=arguments.context,
             batch_sizes=arguments.batch_sizes,
@@ -88,7 +88,7 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
         )
     smallest = report["batches"][0]
     report["memory"] = memory_overhead(
-        model.target, model.heads, smallest["best"]["nodes"], smallest["batch_size"]
+        model.target, model.drafting, smallest["best"]["nodes"], smallest["batch_size"]
     )
     for table in speedup_report.tables(report):
         console.print(table)

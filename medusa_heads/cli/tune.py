@@ -86,7 +86,7 @@ def tune(arguments: TuneArguments) -> None:
         with console.status(f"measuring at a context of {context}"):
             sizes = tree_size.tune(
                 model.target,
-                model.heads,
+                model.drafting,
                 model.statistics,
                 context=context,
                 batch_size=arguments.batch_size,

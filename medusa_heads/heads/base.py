@@ -7,8 +7,8 @@ heads, which may be smaller than the target's).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from medusa_heads.config import IGNORED, HeadsConfig
 from medusa_heads.heads.prefix import PrefixLayer
 from medusa_heads.heads.vocabulary import HasVocabulary, embeddings, vocabulary
+
+if TYPE_CHECKING:
+    from medusa_heads.heads.preview import VocabularyPreview
 
 AnyHeads = TypeVar("AnyHeads", bound="DraftHeads")
 
@@ -51,6 +54,7 @@ class DraftHeads(nn.Module, ABC):
     """
 
     kind: str
+    previews: Sequence[VocabularyPreview] | None = None  # of each vocabulary matrix, for drafting
     sequential = False  # whether a head also sees the tokens drafted before its own
     draft_tokens: Tensor | None
 
@@ -215,6 +219,9 @@ class DraftHeads(nn.Module, ABC):
 
     def project(self, head: int, features_RD: Tensor) -> Tensor:
         """Logits of head `head` from its features: (..., D) -> (..., V)."""
+        if self.previews is not None:
+            own = self.config.vocab_matrix == "own"
+            return self.previews[head if own else 0].logits(features_RD)
         weight_VD, bias_V = self.vocab_matrix(head)
         # In two dimensions: with odd strides in three, a product takes a far slower path.
         flat_ND = features_RD.flatten(0, -2).to(weight_VD.dtype)
