@@ -218,7 +218,9 @@ class CompiledTarget(TargetModel):
         # Only there: others may compile the same model, and need not hand out hidden states.
         self._captures = True
         try:
-            yield lambda: self._hidden[0]
+            # A copy: a replayed CUDA graph writes the next step's where these lie, and drafters may
+            # read those of several steps at once.
+            yield lambda: self._hidden[0].clone()
         finally:
             self._captures = False
             self._hidden.clear()

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, StoppingCriteriaList
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.compiled import CompiledTarget
+from medusa_heads.inference.row import Row, StopCheck
+from medusa_heads.inference.state import DecodingState
+from medusa_heads.tree import TokenTree
 from tests.conftest import TinyLlama
 
 SMALL: dict[str, Any] = {
@@ -76,6 +79,38 @@ def test_equal_to_generate_from_one_graph(config: Any) -> None:
 def check(model: Any, medusa: MedusaModel, ids: Any, mask: Any, new: int, **options: Any) -> None:
     inputs = {"attention_mask": mask, "max_new_tokens": new, "do_sample": False, **options}
     assert torch.equal(medusa.generate(ids, **inputs), model.generate(ids, **inputs))  # type: ignore[arg-type]
+
+
+def test_hidden_states_outlive_the_next_step(tiny_llama: TinyLlama) -> None:
+    """A CUDA graph that is replayed writes to where it wrote before; so does this backend."""
+
+    def replayed(graph: Any, _: Any) -> Any:
+        places: list[torch.Tensor] = []
+
+        def run(*inputs: Any) -> list[torch.Tensor]:
+            outputs = graph.forward(*inputs)
+            if not places:
+                places.extend(output.clone() for output in outputs)
+            for place, output in zip(places, outputs, strict=True):
+                place.copy_(output)
+            return places
+
+        return run
+
+    target = CompiledTarget(tiny_llama(), replayed)
+    prompt = torch.arange(1, 13)[None]
+    rows = [Row(0, 1, prompt[0], StopCheck(StoppingCriteriaList()))]
+    state = DecodingState(rows, target.new_cache(1, 20), [0])
+    kept = []
+    with torch.no_grad(), target.capture_hidden() as last_hidden:
+        target.model(prompt[:, :-1], past_key_values=state.cache, use_cache=True)
+        state.lengths = [11]
+        for token in (12, 13):
+            tree = TokenTree.root_only(torch.tensor([token]))
+            target.verify(tree, state.cache, state.tree_mask(tree))
+            kept.append((last_hidden(), last_hidden().clone()))
+    assert not torch.equal(kept[0][1], kept[1][1])
+    assert all(torch.equal(given, then) for given, then in kept)
 
 
 def test_its_cache_is_handed_out_as_a_copy(tiny_llama: TinyLlama) -> None:
