@@ -11,40 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import (
-    ForcedEOSTokenLogitsProcessor,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+from transformers import LogitsProcessorList
 
-from medusa_heads.inference.acceptance.base import look_at_scores_alone
+from medusa_heads.inference.acceptance.base import look_at_one_row, look_at_scores_alone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from medusa_heads.inference.row import Row
-
-# What these say follows from the text alone, so that they can be asked about a text that was only
-# drafted. Others may count the times they are called, or run the model; drafts go without them,
-# which costs acceptance and nothing else.
-_TEXT_READERS = (
-    ForcedEOSTokenLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
 
 
 def draft_probs(
@@ -81,11 +55,11 @@ def draft_probs(
 
 
 def _predictable(warpers: LogitsProcessorList) -> LogitsProcessorList:
-    """Those of them that can be asked about a text that may never be."""
+    """Those of them that can be asked about a text that may never be: what they say follows from
+    one row's text alone. Others may count the times they are called, or run the model; drafts go
+    without them, which costs acceptance and nothing else."""
     return LogitsProcessorList(
-        warper
-        for warper in warpers
-        if type(warper) in _TEXT_READERS or look_at_scores_alone(LogitsProcessorList([warper]))
+        warper for warper in warpers if look_at_one_row(LogitsProcessorList([warper]))
     )
 
 
