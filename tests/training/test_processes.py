@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from medusa_heads.cli.train_heads import main
 from medusa_heads.target import TargetModel
+from tests.conftest import TinyLlama
 from tests.training.conftest import VOCAB
 
 ROOT = Path(__file__).parents[2]
@@ -59,12 +60,13 @@ def launch(
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
     command += ["--config_file", str(CONFIGS / f"{config}.yaml"), "--main_process_port", "0"]
     script = str(Path(__file__).with_name("two_processes.py"))
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.run(
         [*command, script, str(folder), config, runs, *flags, BATCH, "4"],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         check=False,
     )
 
@@ -107,6 +109,32 @@ def test_two_processes_learn_what_one_does_with_twice_the_batch(
     assert {"rng_state_0.pth", "rng_state_1.pth", "run.yaml", "trainer_state.json"} <= parts
     answered = [json.loads((ddp / f"answered-{r}.json").read_text()) for r in (0, 1)]
     assert answered == [12, 0], "the first process writes the text, the other reads it"
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_quantised_target(
+    flags: list[str], tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    wide = tmp_path / "wide"  # enough for the kernels of bitsandbytes
+    tiny_llama().save_pretrained(wide)
+    flags = [*flags, "--model_name_or_path", str(wide), "--load_in_4bit", "--dtype", "float32"]
+    more = ["--joint", "--joint_warmup_steps", "2", "--lora_r", "4"]
+    one = {"plain": tmp_path / "one", "joint": tmp_path / "one-joint"}
+    for name, folder in one.items():
+        output = ["--output_dir", str(folder), *(more if name == "joint" else [])]
+        assert main([*flags, BATCH, "8", *output]) == 0
+    done = launch("ddp", tmp_path, "plain,joint", flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, folder in one.items():
+        path = "checkpoint-8/model.safetensors"
+        expected, found = load_file(folder / path), load_file(tmp_path / "ddp" / name / path)
+        assert expected.keys() == found.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-5)
+
+    refused = launch("fsdp", tmp_path, "plain", flags)
+    assert refused.returncode != 0 and "4-bit matrices cannot be spread" in refused.stderr
 
 
 @pytest.mark.slow
