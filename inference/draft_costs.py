@@ -16,6 +16,8 @@ from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
     from medusa_heads.inference.drafters.base import Drafter
+    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.tree import TokenTree
 
 _LENGTHS = (1, 2, 4, 8, 16)
 
@@ -26,13 +28,15 @@ class DraftCosts:
 
     Attributes:
         verification: verifying 0, 1, 2, .. drafted tokens; never less for more of them.
-        first: drafting the first token, with all that was committed read before.
+        first: drafting the first token, with all that was committed before the last step read.
         further: drafting each further one.
+        reading: each token of the text that is still to be read besides.
     """
 
     verification: Sequence[float]
     first: float
     further: float
+    reading: float = 0.0
 
     @property
     def most(self) -> int:
@@ -40,9 +44,14 @@ class DraftCosts:
         return len(self.verification) - 1
 
     def seconds(self, verified: int, forwards: int) -> float:
-        """Of a step with so many drafted tokens and forwards of the draft model."""
+        """Of a step with so many drafted tokens and forwards of the draft model; of more tokens
+        than were measured, as if each cost what the last ones did."""
         drafting = self.first + (forwards - 1) * self.further if forwards else 0.0
-        return self.verification[verified] + drafting
+        beyond = verified - self.most
+        if beyond <= 0 or not self.most:
+            return self.verification[min(verified, self.most)] + drafting
+        slope = (self.verification[-1] - self.verification[0]) / self.most
+        return self.verification[-1] + beyond * slope + drafting
 
 
 def draft_costs(target: TargetModel, draft: TargetModel, batch_size: int = 1) -> DraftCosts:
@@ -55,9 +64,11 @@ def draft_costs(target: TargetModel, draft: TargetModel, batch_size: int = 1) ->
     # The plain step comes first: the draft model reads what it has committed.
     drafters: dict[str, Drafter] = {"0": RootChain(0)}
     drafters |= {str(n): DraftModelDrafter(draft, target.vocab_size, depth=n) for n in lengths}
+    drafters["reading"] = _FromTheBeginning(draft, target.vocab_size, depth=1)
     model = draft.config.to_dict() | {"_name_or_path": None}
     kind = {"kind": "draft model", "draft": model, "dtype": str(draft.dtype)}
-    measured = step_seconds(target, drafters, kind, DEFAULT_CONTEXT, batch_size)
+    context = min(DEFAULT_CONTEXT, room(target))
+    measured = step_seconds(target, drafters, kind, context, batch_size)
     known = [0, *lengths]
     verifying = [measured[str(n)].step - measured[str(n)].drafting for n in known]
     between = np.interp(range(known[-1] + 1), known, list(accumulate(verifying, max)))
@@ -65,4 +76,14 @@ def draft_costs(target: TargetModel, draft: TargetModel, batch_size: int = 1) ->
     # The slope of the longest says most about what a forward costs.
     steps = max(lengths[-1] - lengths[0], 1)
     further = (drafting[-1] - drafting[0]) / steps if len(lengths) > 1 else drafting[0]
-    return DraftCosts(between.tolist(), first=drafting[0], further=max(further, 0.0))
+    reading = max(measured["reading"].drafting - drafting[0], 0.0) / context
+    return DraftCosts(between.tolist(), drafting[0], max(further, 0.0), reading)
+
+
+class _FromTheBeginning(DraftModelDrafter):
+    """Reads the whole text at every step."""
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        """See DraftModelDrafter."""
+        state.memories.pop(self, None)
+        return super().propose(state)

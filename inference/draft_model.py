@@ -1,28 +1,28 @@
-"""A target with a draft model attached."""
+"""A target with a draft model attached, or with several of which the fastest drafts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.compiled import CompiledTarget
-from medusa_heads.draft_checkpoint import check_vocabulary, read_draft_sidecar
+from medusa_heads.draft_checkpoint import check_vocabulary, is_draft, read_draft_sidecar
+from medusa_heads.hub.names import split_revision
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.draft_costs import draft_costs
-from medusa_heads.inference.drafters.adaptive_chain import AdaptiveChainDrafter
+from medusa_heads.inference.draft_plan import draft_plan
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.by_rows import rounded_up
-from medusa_heads.inference.drafters.draft_model import DraftModelDrafter
-from medusa_heads.inference.drafters.sampled_tree import SampledTreeDrafter
-from medusa_heads.inference.named_target import load_target
+from medusa_heads.inference.drafters.chosen_draft import ChosenDraftDrafter
+from medusa_heads.inference.named_target import load_target, named_target
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_DEPTH = 4  # tokens that a chain drafts where nothing else is said
-_NODES_A_PATH = 6  # of a tree, for each path that is read at a time
 
 
 class DraftedModel(AssistedModel):
@@ -30,7 +30,9 @@ class DraftedModel(AssistedModel):
 
     Args:
         target: the causal LM; it is not modified.
-        draft: a causal LM with the target's token ids; put into evaluation mode.
+        draft: a causal LM with the target's token ids; put into evaluation mode. Of several, the
+            one drafts that has made the most tokens a second here so far, by measured costs; each
+            keeps a cache of its own.
         tree: `"chain"` or `"chain:6"`, the draft's likeliest tokens in a row; `"dynamic:12"`, the
             12 likeliest nodes of a tree; `"sampled:6"`, tokens drawn in a row where the target's
             are drawn; `"sampled:3x2x1"`, a tree with 3 drawn tokens behind the text, 2 behind each
@@ -40,14 +42,14 @@ class DraftedModel(AssistedModel):
         acceptance, acceptance_settings, compile, compile_backend: see AssistedModel.
 
     Raises:
-        ValueError: another vocabulary, or a tree that cannot be drafted.
+        ValueError: another vocabulary, no draft model, or a tree that cannot be drafted.
         UnsupportedArchitecture: one of the models cannot be decoded exactly with drafts.
     """
 
     def __init__(
         self,
         target: TargetModel | PreTrainedModel,
-        draft: TargetModel | PreTrainedModel,
+        draft: TargetModel | PreTrainedModel | Sequence[TargetModel | PreTrainedModel],
         *,
         tree: str = "auto",
         depth: int = DEFAULT_DEPTH,
@@ -63,68 +65,70 @@ class DraftedModel(AssistedModel):
             compile=compile,
             compile_backend=compile_backend,
         )
-        self.draft = draft if isinstance(draft, TargetModel) else TargetModel(draft)
-        self.draft.model.eval()
-        check_vocabulary(self.draft, self.target)
+        given = list(draft) if isinstance(draft, Sequence) else [draft]
+        if not given:
+            raise ValueError("expected at least one draft model, got none")
+        self.drafts: list[TargetModel] = []
+        for each in given:
+            self.drafts.append(each if isinstance(each, TargetModel) else TargetModel(each))
+            self.drafts[-1].model.eval()
+            check_vocabulary(self.drafts[-1], self.target)
         self.use_tree(tree, depth)
 
     def use_tree(self, tree: str, depth: int = DEFAULT_DEPTH) -> None:
         """Draft this from now on; `self.tree` says what it is.
 
         Raises:
-            ValueError: an unknown form, or more nodes than the draft model will offer.
+            ValueError: an unknown form, or more nodes than a draft model will offer.
         """
-        self._adaptive: dict[int, AdaptiveChainDrafter] = {}
-        kind, _, number = tree.partition(":")
-        if tree == "auto" and not isinstance(self.target, CompiledTarget):
-            self.drafter, self.tree = self._adaptive_for(1), tree
-            return
-        if tree == "auto":
-            kind = "chain"  # one graph, whatever the draft's length: a fixed one
-        numbers = number.split("x") if kind == "sampled" else [number]
-        if number and not all(each.isdigit() and int(each) for each in numbers):
-            raise ValueError(f"a draft has at least 1 token, got {tree!r}")
-        if kind == "sampled" and number:
-            levels = [int(each) for each in numbers]
-            if len(levels) == 1:
-                levels = [1] * levels[0]
-            elif self._chain_only:
-                levels = [1] * len(levels)
-            self.drafter = SampledTreeDrafter(self.draft, self.target.vocab_size, levels)
-            chain = max(levels) == 1
-            self.tree = f"sampled:{len(levels)}" if chain else tree
-            return
-        if kind == "chain" or (kind == "dynamic" and number and self._chain_only):
-            shape = {"depth": int(number) if kind == "chain" and number else depth}
-        elif kind == "dynamic" and number:
-            nodes = int(number)
-            width = max(2, -(-nodes // _NODES_A_PATH))
-            shape = {"depth": depth, "width": width, "num_drafted": nodes}
-        else:
-            raise ValueError(
-                "a draft model's tree must be auto, chain, chain:N, dynamic:N, sampled:N or "
-                f"sampled:AxBx.., got {tree!r}"
-            )
-        self.drafter = DraftModelDrafter(self.draft, self.target.vocab_size, **shape)
-        self.tree = f"chain:{shape['depth']}" if "width" not in shape else tree
+        self._plan = draft_plan(
+            tree,
+            depth,
+            chain_only=self._chain_only,
+            one_size=isinstance(self.target, CompiledTarget),
+        )
+        self._by_rows: dict[int, Drafter] = {}
+        self.drafter, self.tree = self._made(1), self._plan.tree
+
+    @property
+    def draft(self) -> TargetModel:
+        """The draft model; of several, the first."""
+        return self.drafts[0]
+
+    @property
+    def draft_steps(self) -> list[int]:
+        """For how many steps each of several draft models has drafted so far."""
+        steps = [0] * len(self.drafts)
+        for drafter in (self.drafter, *self._by_rows.values()):
+            if isinstance(drafter, ChosenDraftDrafter):
+                steps = [sum(counts) for counts in zip(steps, drafter.steps, strict=True)]
+        return steps
 
     def _drafter_for(self, batch_size: int) -> Drafter:
-        if self.tree != "auto" or batch_size == 1:
+        measured = self._plan.adaptive or len(self.drafts) > 1
+        if not measured or batch_size == 1:
             return self.drafter
-        return self._adaptive_for(batch_size)
-
-    def _adaptive_for(self, batch_size: int) -> AdaptiveChainDrafter:
         rows = rounded_up(batch_size)
-        if rows not in self._adaptive:
-            costs = draft_costs(self.target, self.draft, rows)
-            vocab_size = self.target.vocab_size
-            self._adaptive[rows] = AdaptiveChainDrafter(self.draft, vocab_size, costs)
-        return self._adaptive[rows]
+        if rows not in self._by_rows:
+            self._by_rows[rows] = self._made(rows)
+        return self._by_rows[rows]
+
+    def _made(self, rows: int) -> Drafter:
+        """The drafter for batches of that size."""
+        vocab_size = self.target.vocab_size
+        measure = [cache(partial(draft_costs, self.target, draft, rows)) for draft in self.drafts]
+        drafters = [
+            self._plan.drafter(draft, vocab_size, costs)
+            for draft, costs in zip(self.drafts, measure, strict=True)
+        ]
+        if len(drafters) == 1:
+            return drafters[0]
+        return ChosenDraftDrafter(drafters, [costs() for costs in measure])
 
     @classmethod
     def from_pretrained(
         cls,
-        draft: str | os.PathLike[str],
+        draft: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         target: str | os.PathLike[str] | TargetModel | PreTrainedModel | None = None,
         tree: str = "auto",
@@ -134,19 +138,26 @@ class DraftedModel(AssistedModel):
         compile: bool = False,
         **target_kwargs: Any,
     ) -> DraftedModel:
-        """Load a draft model and its target.
+        """Load a draft model, or several, and their target.
 
         Args:
-            draft: a hub id, or a folder such as train-draft writes.
+            draft: a hub id (`user/name` or `user/name@revision`), or a folder such as train-draft
+                writes; or a list of them.
             target: a model in memory, or a hub id or path; by default the one the draft names.
             tree, depth, acceptance, acceptance_settings, compile: see the class.
             target_kwargs: passed on when the target is loaded, such as `dtype` or `device`.
 
         Raises:
-            ValueError: one of them is missing or damaged, or they have different vocabularies.
+            ValueError: one of them is missing or damaged, they have different vocabularies, or no
+                target is given and they name different ones.
         """
+        folders = [draft] if isinstance(draft, str | os.PathLike) else list(draft)
+        if not folders:
+            raise ValueError("expected at least one draft model, got none")
+        if target is None:
+            _check_one_target(folders)
         if target is None or isinstance(target, str | os.PathLike):
-            view = load_target(draft, target, read=read_draft_sidecar, **target_kwargs)
+            view = load_target(folders[0], target, read=read_draft_sidecar, **target_kwargs)
         elif target_kwargs:
             raise ValueError(
                 f"{sorted(target_kwargs)} apply to a target that is loaded here, but one in memory "
@@ -157,12 +168,31 @@ class DraftedModel(AssistedModel):
         trusted = bool(target_kwargs.get("trust_remote_code"))
         return cls(
             view,
-            TargetModel.from_pretrained(
-                str(draft), dtype=view.dtype, device=view.device, trust_remote_code=trusted
-            ),
+            [_load(folder, view, trust_remote_code=trusted) for folder in folders],
             tree=tree,
             depth=depth,
             acceptance=acceptance,
             acceptance_settings=acceptance_settings,
             compile=compile,
         )
+
+
+def _load(name: str | os.PathLike[str], beside: TargetModel, **options: Any) -> TargetModel:
+    """A draft model in the target's dtype, on its device."""
+    folder, revision = split_revision(name)
+    options |= {"dtype": beside.dtype, "device": beside.device, "revision": revision}
+    return TargetModel.from_pretrained(folder, **options)
+
+
+def _check_one_target(folders: Sequence[str | os.PathLike[str]]) -> None:
+    """Draft models that were trained for different targets are not for one.
+
+    Raises:
+        ValueError: they name different ones.
+    """
+    first = named_target(folders[0], read_draft_sidecar)
+    for folder in folders[1:]:
+        if is_draft(folder) and named_target(folder, read_draft_sidecar) != first:
+            raise ValueError(
+                f"{str(folder)!r} drafts for another target than {str(folders[0])!r}: pass target="
+            )

@@ -65,10 +65,8 @@ class AdaptiveChainDrafter:
 
     def propose(self, state: DecodingState) -> TokenTree:
         """A chain for every active row, all of one length."""
+        self.learn(state)
         trust = self._trusts[state.warpers is not None]
-        last: _Drafted | None = state.memories.pop((self, "last"), None)
-        if last is not None:
-            last.teach(trust)
         batch, device = len(state.rows), state.roots_B.device
         paths_BJ = state.roots_B[:, None][:, :0]
         chances = [1.0] * batch
@@ -99,6 +97,13 @@ class AdaptiveChainDrafter:
         tree = self._shapes[len(probs)].tree(tokens_BN, torch.stack(log_probs, dim=1))
         drawn = state.warpers is not None
         return replace(tree, drawn_from=dict(enumerate(probs)) if drawn else {})
+
+    def learn(self, state: DecodingState) -> None:
+        """Compare what was drafted last with what was committed since. Before the next proposal
+        this is done anyway; whoever lets another drafter propose in between does it before that."""
+        last: _Drafted | None = state.memories.pop((self, "last"), None)
+        if last is not None:
+            last.teach(self._trusts[state.warpers is not None])
 
     def _next(self, state: DecodingState, paths_BJ: Tensor) -> Tensor:
         """The draft model's distribution [B, V] behind each row's path, after one more forward."""

@@ -26,6 +26,19 @@ if TYPE_CHECKING:
     from medusa_heads.inference.state import DecodingState
 
 
+def unread(state: DecodingState, owner: object) -> float:
+    """Tokens of a row, on the mean, that were committed since `owner` last had the text read."""
+    text: DraftedText | None = state.memories.get(owner)
+    read = 0 if text is None else sum(text.lengths) / len(text.lengths)
+    return max(sum(row.length for row in state.rows) / len(state.rows) - read, 0.0)
+
+
+def forwards(state: DecodingState, owner: object) -> int:
+    """Of the draft model, for `owner`, behind its first reading of these texts."""
+    text: DraftedText | None = state.memories.get(owner)
+    return 0 if text is None else text.forwards
+
+
 def drafted_text(draft: TargetModel, state: DecodingState, owner: object) -> DraftedText:
     """What `owner`, a drafter, has had the draft model read of these texts; all of it, where it has
     not begun yet.
@@ -44,10 +57,15 @@ class DraftedText:
 
     Row b's committed tokens lie in slots [padding_b, length_b) of the draft's cache, as they do in
     the target's. Nodes written since then lie behind the longest row, at the same slots for all.
+
+    Attributes:
+        lengths: committed tokens that were read, padding included, by row.
+        forwards: of the draft model since the texts were first read.
     """
 
     def __init__(self, draft: TargetModel, state: DecodingState) -> None:
         self._draft = draft
+        self.forwards = 0
         self._rows = [row.index for row in state.rows]
         self._padding = list(state.padding)
         batched = len(self._rows) > 1 or any(self._padding)
@@ -59,7 +77,7 @@ class DraftedText:
             )
         # All but the last token of the shortest row: its distribution is asked for.
         length = min(row.length for row in state.rows) - 1
-        self._lengths = [length] * len(self._rows)
+        self.lengths = [length] * len(self._rows)
         self._cache = draft.new_cache(len(self._rows), length)
         self._prefill(torch.cat([row.ids_1T()[:, :length] for row in state.rows]))
         self._tokens_BP: Tensor
@@ -86,13 +104,13 @@ class DraftedText:
             [
                 _walk(tokens, parents, here[index].behind(length)[:-1]) if index in here else []
                 for index, length, (tokens, parents) in zip(
-                    self._rows, self._lengths, nodes, strict=True
+                    self._rows, self.lengths, nodes, strict=True
                 )
             ]
         )
         if len(here) < len(self._rows):
             self._select([i for i, index in enumerate(self._rows) if index in here])
-        fed = [row.behind(length) for row, length in zip(state.rows, self._lengths, strict=True)]
+        fed = [row.behind(length) for row, length in zip(state.rows, self.lengths, strict=True)]
         longest = max(len(ids) for ids in fed)
         # Shorter rows are filled up behind their end, where nothing of theirs looks.
         filled = [ids + [0] * (longest - len(ids)) for ids in fed]
@@ -128,9 +146,10 @@ class DraftedText:
     def _read(self, tokens_BF: Tensor, sees_BFP: Tensor, depth_F: Tensor) -> Tensor:
         """Logits [B, F, V] of new nodes, appended to the cache behind the written ones."""
         new, device = tokens_BF.shape[1], tokens_BF.device
-        past, written = max(self._lengths), sees_BFP.shape[2] - new
+        self.forwards += 1
+        past, written = max(self.lengths), sees_BFP.shape[2] - new
         self._cache.set_length(past + written)
-        lengths_B1 = torch.tensor(self._lengths, device=device)[:, None]
+        lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
         padding_B1 = torch.tensor(self._padding, device=device)[:, None]
         slots_S = torch.arange(past, device=device)
         held_BS = (slots_S >= padding_B1) & (slots_S < lengths_B1)
@@ -148,7 +167,7 @@ class DraftedText:
 
     def _keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the nodes behind the committed text, each row keeps these; all others are gone."""
-        self._lengths = self._cache.keep_paths(paths, self._lengths)
+        self.lengths = self._cache.keep_paths(paths, self.lengths)
         self._forget_nodes()
 
     def _forget_nodes(self) -> None:
@@ -162,7 +181,7 @@ class DraftedText:
         """Only these rows go on."""
         self._cache.select_batch(rows)
         self._rows = [self._rows[i] for i in rows]
-        self._lengths = [self._lengths[i] for i in rows]
+        self.lengths = [self.lengths[i] for i in rows]
         self._padding = [self._padding[i] for i in rows]
         self._forget_nodes()
 

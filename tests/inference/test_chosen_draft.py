@@ -1,0 +1,327 @@
+"""Several draft models: the best of them drafts most, and the text stays the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads import DraftedModel, TargetModel
+from medusa_heads.inference.acceptance import RULES, RejectionSampling
+from medusa_heads.inference.draft_costs import DraftCosts
+from medusa_heads.inference.draft_plan import draft_plan
+from medusa_heads.inference.drafters import draft_choice
+from medusa_heads.inference.drafters.chosen_draft import ChosenDraftDrafter
+from medusa_heads.inference.drafters.draft_choice import DraftChoice
+from medusa_heads.inference.drafters.draft_trust import DraftTrust
+from medusa_heads.inference.state import DecodingState
+from medusa_heads.tree import TokenTree
+from scripts.prove_sampling import chi_square
+from tests.conftest import DEVICE, TinyLlama
+from tests.inference.test_sampled_drafts import BATCH, PROMPT, exact, prompts
+
+VOCAB = 8
+STEP = [1.0 + 0.02 * n for n in range(9)]
+SMALL = DraftCosts(STEP, first=0.05, further=0.05, reading=0.002)
+LARGE = DraftCosts(STEP, first=0.10, further=0.10, reading=0.004)
+TREES = ("auto", "chain:3", "dynamic:5", "sampled:3", "sampled:2x2")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama: TinyLlama) -> Any:
+    made = tiny_llama(vocab_size=VOCAB, hidden_size=32)
+    made.generation_config.pad_token_id = 0
+    return made.to(DEVICE)
+
+
+@pytest.fixture(scope="module")
+def bad(tiny_llama: TinyLlama) -> Any:
+    """Small, and sure of what it does not know."""
+    made = tiny_llama(num_layers=1, vocab_size=VOCAB, hidden_size=16, seed=9)
+    with torch.no_grad():
+        made.lm_head.weight.mul_(1.5)
+    return made.to(DEVICE)
+
+
+@pytest.fixture(scope="module")
+def near(target: Any, tiny_llama: TinyLlama) -> Any:
+    made, noise = tiny_llama(vocab_size=VOCAB, hidden_size=32), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
+    return made.to(DEVICE)
+
+
+def choosing(
+    target: Any, drafts: Sequence[Any], tree: str, kind: type[ChosenDraftDrafter] | None = None
+) -> DraftedModel:
+    """With costs that are the same on every machine."""
+    model = DraftedModel(target, drafts[0], tree="chain")
+    plan = draft_plan(tree, 3, chain_only=False, one_size=False)
+    costs = [SMALL, LARGE]
+    drafters = [
+        plan.drafter(TargetModel(draft), VOCAB, partial(DraftCosts, *astuple(cost)))
+        for draft, cost in zip(drafts, costs, strict=True)
+    ]
+    model.drafter = (kind or ChosenDraftDrafter)(drafters, costs)
+    return model
+
+
+def steps(model: DraftedModel) -> list[int]:
+    assert isinstance(model.drafter, ChosenDraftDrafter)
+    return model.drafter.steps
+
+
+def ragged() -> dict[str, Tensor]:
+    ids_BT = torch.randint(1, VOCAB, (4, 12), generator=torch.Generator().manual_seed(1))
+    mask_BT = (torch.arange(12) >= torch.tensor([[0], [5], [9], [2]])).long()
+    return {"input_ids": (ids_BT * mask_BT).to(DEVICE), "attention_mask": mask_BT.to(DEVICE)}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_equals_generate(target: Any, bad: Any, near: Any, tree: str) -> None:
+    """One text and ragged batches, greedy, whoever drafts; rows end at different steps."""
+    model = choosing(target, [bad, near], tree)
+    for inputs in (prompts(1), ragged(), prompts(1)):
+        for options in ({}, {"eos_token_id": 7}, {"repetition_penalty": 1.3}):
+            settings: dict[str, Any] = {**inputs, **options, "do_sample": False}
+            settings["max_new_tokens"] = 60
+            got_BT: Any = model.generate(**settings)
+            assert torch.equal(got_BT, target.generate(**settings))
+    assert min(steps(model)) >= 12  # both were tried
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "dynamic:5"])
+def test_chosen_tokens_leave_the_text_of_a_seed(
+    target: Any, bad: Any, near: Any, tree: str
+) -> None:
+    model = choosing(target, [bad, near], tree)
+    for seed in range(3):
+        settings: dict[str, Any] = {**prompts(1), "do_sample": True, "max_new_tokens": 60}
+        torch.manual_seed(seed)
+        expected_BT = target.generate(**settings)
+        torch.manual_seed(seed)
+        got_BT: Any = model.generate(**settings)
+        assert torch.equal(got_BT, expected_BT)
+    assert min(steps(model)) >= 12
+
+
+class TakesTheDraft(RejectionSampling):
+    """Wrong: commits whatever was drafted."""
+
+    def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Any) -> list[list[int]]:
+        paths = []
+        for row, tokens in zip(rows, tree.tokens_BN.tolist(), strict=True):
+            path = [0]
+            for node, token in enumerate(tokens[1:], 1):
+                if row.done or row.commit(token):
+                    break
+                path.append(node)
+            paths.append(path)
+            if not row.done:
+                row.commit(int(logits_BNV[0, -1].argmax()))
+        return paths
+
+
+def test_a_wrong_rule_changes_the_text(
+    target: Any, bad: Any, near: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the equality above."""
+    settings: dict[str, Any] = {**prompts(1), "do_sample": False, "max_new_tokens": 60}
+    expected_BT = target.generate(**settings)
+    monkeypatch.setitem(RULES, "lossless", TakesTheDraft)
+    got_BT: Any = choosing(target, [bad, near], "chain:3").generate(**settings)
+    assert not torch.equal(got_BT, expected_BT)
+
+
+def test_whoever_was_left_aside_catches_up(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of the target itself are all right, however long it did not read."""
+    turns = cycle([0, 1, 1, 0, 1, 1, 1, 0, 0, 1])
+    monkeypatch.setattr(DraftChoice, "pick", lambda *_: next(turns))
+    model = choosing(target, [target, target], "chain:3")
+    for inputs in (prompts(1), ragged()):
+        model.generate(**inputs, do_sample=False, max_new_tokens=61)
+        rows = len(inputs["input_ids"])
+        assert model.last_stats.accepted == {0: rows, 3: 15 * rows}
+    assert steps(model) == [12, 18]
+
+
+def test_the_better_one_drafts_most(target: Any, bad: Any, near: Any) -> None:
+    """Wherever it stands, and although it costs twice as much."""
+    for tree in ("auto", "chain:3"):
+        model = choosing(target, [bad, near], tree)
+        model.generate(**prompts(1), do_sample=False, max_new_tokens=500)
+        ours, theirs = steps(model)[1], steps(model)[0]
+        assert ours > 0.75 * (ours + theirs) and theirs >= 12
+    # As good as each other: the small one costs less.
+    model = choosing(target, [near, near], "chain:3")
+    model.generate(**prompts(1), do_sample=False, max_new_tokens=800)
+    assert steps(model)[0] > 0.7 * sum(steps(model))
+
+
+def p_value(target: Any, drafts: Sequence[Any], tree: str, kind: Any, samples: int) -> float:
+    """Of the second and third token of drawn texts."""
+    model = choosing(target, drafts, tree, kind)
+    counts_C = torch.zeros(VOCAB * VOCAB)
+    torch.manual_seed(0)
+    for _ in range(samples // BATCH):
+        out: Any = model.generate(**prompts(), do_sample=True, max_new_tokens=5, top_k=0)
+        second_B, third_B = out[:, len(PROMPT) + 1].cpu(), out[:, len(PROMPT) + 2].cpu()
+        counts_C += torch.bincount(second_B * VOCAB + third_B, minlength=VOCAB * VOCAB)
+    assert kind is PicksTheSurer or min(steps(model)) > 4
+    statistic, degrees = chi_square(counts_C, exact(target, {"top_k": 0}))
+    return float(torch.special.gammaincc(torch.tensor(degrees / 2), torch.tensor(statistic / 2)))
+
+
+class PicksTheSurer(ChosenDraftDrafter):
+    """Wrong: has both of them draft, and takes for every row what its author was surer of."""
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        """Of this very step's tokens."""
+        one, other = (drafter.propose(state) for drafter in self._drafters)
+        assert one.log_probs_BN is not None and other.log_probs_BN is not None
+        surer_B = one.log_probs_BN.sum(1) > other.log_probs_BN.sum(1)
+        probs = {
+            node: torch.where(surer_B[:, None], one.drawn_from[node], other.drawn_from[node])
+            for node in one.drawn_from
+        }
+        tokens_BN = torch.where(surer_B[:, None], one.tokens_BN, other.tokens_BN)
+        return replace(one, tokens_BN=tokens_BN, drawn_from=probs)
+
+
+@pytest.mark.parametrize("tree", ["auto", "sampled:3"])
+def test_drawn_text_follows_the_target(
+    target: Any, bad: Any, near: Any, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_choice, "_TRIAL", 2)
+    assert p_value(target, [bad, near], tree, ChosenDraftDrafter, 4000) > 1e-4
+
+
+def test_a_choice_that_has_seen_the_drafts_is_caught(target: Any, bad: Any, near: Any) -> None:
+    """Negative control: the same test."""
+    assert p_value(target, [bad, near], "sampled:3", PicksTheSurer, 4000) < 1e-6
+
+
+class World:
+    """Draft models with known gains: tokens a step, drawn, and seconds a step."""
+
+    def __init__(self, costs: Sequence[DraftCosts], *, prompt: int, new: int) -> None:
+        self.choice, self.costs = DraftChoice(costs), costs
+        self.coins = torch.Generator().manual_seed(0)
+        self.prompt, self.new = prompt, new
+        self.length, self.read = 0, [0] * len(costs)
+        self.steps = [0] * len(costs)
+        self.tokens = self.seconds = 0.0
+
+    def run(self, count: int, chances: Sequence[float], seconds: Sequence[float]) -> float:
+        """Tokens a second of so many steps; each of the 4 drafted tokens is kept with a chance."""
+        before = self.tokens, self.seconds
+        for _ in range(count):
+            if self.length == 0:
+                self.choice.begin_text()
+                self.read = [0] * len(self.costs)
+                self.length = self.prompt
+            unread = [self.length - read for read in self.read]
+            which = self.choice.pick(unread, self.length - self.prompt)
+            kept = 0
+            while kept < 4 and torch.rand((), generator=self.coins) < chances[which]:
+                kept += 1
+            self.choice.learn(which, kept + 1, seconds[which])
+            self.steps[which] += 1
+            self.read[which] = self.length
+            self.seconds += seconds[which] + unread[which] * self.costs[which].reading
+            self.tokens += kept + 1
+            self.length += kept + 1
+            if self.length > self.prompt + self.new:
+                self.length = 0
+        return (self.tokens - before[0]) / (self.seconds - before[1])
+
+
+def expected(chance: float, seconds: float) -> float:
+    return (1 - chance**5) / (1 - chance) / seconds
+
+
+def test_trials_are_bounded() -> None:
+    """Three draft models, of which the second is the best by far."""
+    chances, seconds = [0.3, 0.85, 0.6], [1.2, 1.3, 1.25]
+    best = max(map(expected, chances, seconds))
+    world = World([SMALL] * 3, prompt=100, new=400)
+    assert world.run(300, chances, seconds) > 0.85 * best  # it knew nothing
+    assert world.run(2000, chances, seconds) > 0.96 * best
+    assert world.steps[1] > 0.9 * sum(world.steps) and min(world.steps) >= 12
+
+
+def test_another_text_has_another_best() -> None:
+    world, seconds = World([SMALL] * 2, prompt=100, new=400), [1.2, 1.2]
+    for chances in ([0.8, 0.3], [0.3, 0.8], [0.8, 0.3]):
+        world.run(500, chances, seconds)  # time to notice
+        best = max(map(expected, chances, seconds))
+        assert world.run(1000, chances, seconds) > 0.95 * best
+
+
+def test_what_must_be_read_first_is_counted() -> None:
+    """A long prompt is not read for a trial before there is time to spare."""
+    slow = DraftCosts(STEP, first=0.05, further=0.05, reading=0.01)
+    chances, seconds = [0.5, 0.9], [1.2, 1.2]
+    long = World([SMALL, slow], prompt=4000, new=10**6)
+    long.run(100, chances, seconds)
+    assert long.steps == [100, 0]
+    long.run(4000, chances, seconds)
+    assert long.steps[1] > 2000
+    # Where every text is short, and its prompt long, the reading is never made up for.
+    short = World([SMALL, slow], prompt=4000, new=50)
+    short.run(4000, chances, seconds)
+    assert short.steps[0] > 3800
+
+
+def test_a_list_of_draft_models(
+    target: Any, bad: Any, near: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As users give it, with costs as measured here, in several batch sizes."""
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
+    for tree in ("auto", "chain:2"):
+        model = DraftedModel(target, [bad, near], tree=tree)
+        assert model.draft is model.drafts[0] and len(model.drafts) == 2
+        for inputs in (prompts(1), ragged()):
+            settings: dict[str, Any] = {**inputs, "do_sample": False, "max_new_tokens": 30}
+            got_BT: Any = model.generate(**settings)
+            assert torch.equal(got_BT, target.generate(**settings))
+        assert min(model.draft_steps) > 0
+    assert DraftedModel(target, [near], tree="chain").draft_steps == [0]
+    with pytest.raises(ValueError, match="at least one draft model"):
+        DraftedModel(target, [])
+    with pytest.raises(ValueError, match="at least one draft model"):
+        DraftedModel.from_pretrained([])
+
+
+def test_a_compiled_target_chooses_among_chains(target: Any, bad: Any, near: Any) -> None:
+    model = DraftedModel(target, [bad, near], compile=True, compile_backend="eager")
+    settings: dict[str, Any] = {**ragged(), "do_sample": False, "max_new_tokens": 30}
+    got_BT: Any = model.generate(**settings)
+    assert torch.equal(got_BT, target.generate(**settings)) and model.tree == "chain:4"
+
+
+def test_an_adaptive_row_learns_from_its_own_steps_alone(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that another one's drafts gained are not counted for it."""
+    learnt: list[float] = []
+    learn_step = DraftTrust.learn_step
+
+    def noted(self: DraftTrust, tokens: float, seconds: float) -> None:
+        learnt.append(tokens)
+        learn_step(self, tokens, seconds)
+
+    monkeypatch.setattr(DraftTrust, "learn_step", noted)
+    turns = cycle([0, 1])
+    monkeypatch.setattr(DraftChoice, "pick", lambda *_: next(turns))
+    choosing(target, [target, target], "auto").generate(
+        **prompts(1), do_sample=False, max_new_tokens=90
+    )
+    assert 70 < sum(learnt) < 90  # every token once
