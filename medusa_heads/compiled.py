@@ -55,7 +55,8 @@ class StaticRowLayer(DynamicLayer):
         made = []
         for like in (key_states, value_states):
             batch, heads, _, width = like.shape
-            buffer_BHCX = like.new_zeros(batch, heads, self.capacity, width)
+            with torch.inference_mode(False):  # whoever comes first, all may write to it
+                buffer_BHCX = like.new_zeros(batch, heads, self.capacity, width)
             # CUDA graphs then read and write it where it lies.
             torch._dynamo.mark_static_address(buffer_BHCX)
             made.append(buffer_BHCX)
@@ -140,7 +141,8 @@ class StaticRowCache(RowCache):
     def tree_slots(self, first: int, nodes: int, device: torch.device) -> Iterator[None]:
         """Within the block, forwards write `nodes` rows from slot `first` on."""
         if nodes not in self._nodes:
-            self._nodes[nodes] = torch.empty(nodes, dtype=torch.long, device=device)
+            with torch.inference_mode(False):
+                self._nodes[nodes] = torch.empty(nodes, dtype=torch.long, device=device)
             torch._dynamo.mark_static_address(self._nodes[nodes])
         nodes_N = self._nodes[nodes]
         torch.arange(first, first + nodes, out=nodes_N)

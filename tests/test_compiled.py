@@ -134,6 +134,17 @@ def test_its_cache_is_handed_out_as_a_copy(tiny_llama: TinyLlama) -> None:
     assert torch.equal(second, whole)
 
 
+def test_a_cache_that_steps_were_measured_with_serves_texts(tiny_llama: TinyLlama) -> None:
+    """Steps are measured in inference mode, texts are prefilled outside of it."""
+    target = CompiledTarget(tiny_llama(), "eager")
+    ids = torch.arange(1, 13)[None]
+    with torch.inference_mode():
+        measured = target.model(ids, past_key_values=target.new_cache(1, 20)).logits.clone()
+    with torch.no_grad():
+        prefilled = target.model(ids, past_key_values=target.new_cache(1, 20)).logits
+    assert torch.equal(prefilled, measured)
+
+
 def test_caches_are_used_again_and_only_so_many_are_kept(tiny_llama: TinyLlama) -> None:
     target = CompiledTarget(tiny_llama(), "eager")
     first = target.new_cache(1, 10)
