@@ -11,8 +11,8 @@ class Continuation(NamedTuple):
     Attributes:
         match_length: tokens of that end; 0 where there was no such occurrence.
         tokens: what followed, none without a match.
-        shares: of every token the share of the occurrences that had gone on alike so far, and went
-            on with it.
+        shares: of every token the share of the occurrences that went on with it, of those that had
+            gone on alike so far; less where those were few.
     """
 
     match_length: int

@@ -7,18 +7,16 @@ in it of a text's end is found by one bisection, whatever its length.
 Sources: suffix arrays by prefix doubling (Manber and Myers 1993); a corpus as a drafter, REST (He
 et al. 2023, arXiv:2311.08252) and the static automaton of SAM-Decoding (arXiv:2411.10666).
 
-Shapes: C tokens of the corpus with the marks between its documents, P places, L tokens before one,
-M matching places.
+Shapes: C tokens of the corpus with the marks between its documents, P places, M matching places.
 """
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +25,12 @@ from medusa_heads.inference.continuation import Continuation
 
 LONGEST = 32  # tokens of a match; longer ones are as good as this
 _MARK = -1  # before and behind every document; no token, so nothing matches it
-_NEIGHBOURS = 32  # matching places looked at on either side
+_NEIGHBOURS = 16  # matching places looked at on either side
+_TOGETHER = 8  # tokens over which they are followed together, then one of them alone
+_HOPELESS = 0.1  # share of them below which a draft is not worth going on with
+# As if so many places more, by the tokens that match, had gone on in other ways: what is seen once
+# behind two tokens is hardly ever what comes.
+_DOUBT = 8.0
 _KIND = "medusa-heads corpus index 1"
 
 
@@ -47,8 +50,6 @@ class CorpusIndex:
         self.tokenizer = tokenizer
         self._tokens_C = tokens_C
         self._order_P = order_P
-        self._last = len(tokens_C) - 1
-        self._back_L = np.arange(1, LONGEST + 1)
 
     @classmethod
     def build(cls, documents: Iterable[Sequence[int]], tokenizer: str | None = None) -> CorpusIndex:
@@ -92,41 +93,53 @@ class CorpusIndex:
             text: its last `LONGEST` tokens are looked for.
             most: tokens that a continuation has at most.
         """
-        before_L = text[: -LONGEST - 1 : -1]
-        tokens_C, order_P = self._tokens_C, self._order_P
-        length = len(before_L)
-
-        def before(place: Any) -> list[int]:
-            window: list[int] = tokens_C[place - length : place][::-1].tolist()
-            return window
-
-        middle = bisect_left(order_P, list(before_L), key=before)
-        near_M = order_P[max(middle - _NEIGHBOURS, 0) : middle + _NEIGHBOURS]
-        same_ML = tokens_C[near_M[:, None] - self._back_L[:length]] == np.asarray(before_L)
-        lengths_M = np.logical_and.accumulate(same_ML, axis=1).sum(axis=1)
-        longest = int(lengths_M.max()) if length else 0
+        before = list(text[: -LONGEST - 1 : -1])
+        middle = bisect_left(self._order_P, before, key=self._window(len(before)))
+        nearest = self._order_P[max(middle - 1, 0) : middle + 1].tolist()
+        longest = max(self._common(place, before) for place in nearest)
         if not longest:
             return Continuation(0, [], [])
-        return Continuation(longest, *self._usual(near_M[lengths_M == longest], most))
+        match, window = before[:longest], self._window(longest)
+        first = bisect_left(self._order_P, match, max(middle - _NEIGHBOURS, 0), middle, key=window)
+        last = min(middle + _NEIGHBOURS, len(self._order_P))
+        behind = bisect_right(self._order_P, match, middle, last, key=window)
+        return self._usual(self._order_P[first:behind], longest, most)
 
-    def _usual(self, places_M: np.ndarray, most: int) -> tuple[list[int], list[float]]:
-        """Token by token what most of these places go on with, and the share of those that did so
-        far that go on with it."""
-        spread = np.minimum(places_M[:, None] + np.arange(most), self._last)
-        texts: list[list[int]] = self._tokens_C[spread].tolist()
+    def _window(self, length: int) -> Callable[[int], list[int]]:
+        """So many tokens before a place, the nearest first."""
+
+        def window(place: int) -> list[int]:
+            tokens: list[int] = self._tokens_C[place - length : place][::-1].tolist()
+            return tokens
+
+        return window
+
+    def _common(self, place: int, before: list[int]) -> int:
+        """How many of these tokens, the nearest first, are before a place."""
+        pairs = zip(self._window(len(before))(place), before, strict=True)
+        return next((n for n, (here, there) in enumerate(pairs) if here != there), len(before))
+
+    def _usual(self, places_M: np.ndarray, length: int, most: int) -> Continuation:
+        """Token by token what most of these places go on with, as long as many do."""
+        depths = np.arange(min(most, _TOGETHER))
+        ahead = self._tokens_C[np.minimum(places_M[:, None] + depths, len(self._tokens_C) - 1)]
+        going = list(zip(places_M.tolist(), ahead.tolist(), strict=True))
         tokens: list[int] = []
         shares: list[float] = []
-        while len(texts) > 1 and len(tokens) < most:
+        while len(going) > 1 and len(tokens) < len(depths):
             depth = len(tokens)
-            token, times = Counter(text[depth] for text in texts).most_common(1)[0]
-            if token == _MARK:
-                return tokens, shares
+            token, times = Counter(text[depth] for _, text in going).most_common(1)[0]
+            if token == _MARK or times < _HOPELESS * len(places_M):
+                return Continuation(length, tokens, shares)
             tokens.append(token)
-            shares.append(times / len(texts))
-            texts = [text for text in texts if text[depth] == token]
-        rest = texts[0][len(tokens) :]
+            shares.append(times / (len(going) + _DOUBT / (length + depth)))
+            going = [(place, text) for place, text in going if text[depth] == token]
+        place = going[0][0]
+        rest: list[int] = self._tokens_C[place + len(tokens) : place + most].tolist()
         rest = rest[: rest.index(_MARK)] if _MARK in rest else rest
-        return tokens + rest, shares + [1.0] * len(rest)
+        matching = range(length + len(tokens), length + len(tokens) + len(rest))
+        shares += [1 / (1 + _DOUBT / matched) for matched in matching]
+        return Continuation(length, tokens + rest, shares)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one safetensors file, whole or not at all.

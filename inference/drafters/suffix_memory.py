@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from medusa_heads.inference.row import Row
     from medusa_heads.inference.state import DecodingState
 
+_WORTH_LOOKING = 0.05  # tokens
+_SELDOM = 8  # looks of which one is taken
+
 Path = tuple[list[int], list[float]]  # tokens, and the chance that all up to each follow
 
 
@@ -30,23 +33,38 @@ class SuffixSources:
     def __init__(self, corpus: CorpusIndex | None = None) -> None:
         self._corpus = corpus
         self._trusts = (SuffixTrust(), SuffixTrust())  # of the text, and of the corpus
+        self._promised = 1.0  # tokens that a look into the corpus promises: a running mean
+        self._passed_by = 0  # looks since the last
 
     def search(self, automaton: SuffixAutomaton, most: int) -> list[Continuation]:
         """What each of them says to follow a text, at most so many tokens."""
         found = [automaton.continuation(most)]
-        if self._corpus is not None:
+        if self._corpus is not None and self._worth_looking():
             found.append(self._corpus.continuation(automaton.text, most))
         return found
 
     def paths(self, found: list[Continuation]) -> list[Path]:
         """The same with the chances that they are right."""
-        pairs = zip(self._trusts, found, strict=False)
-        return [(each.tokens, trust.chances(each)) for trust, each in pairs]
+        paths = []
+        for trust, each in zip(self._trusts, found, strict=False):
+            chances = trust.chances(each)
+            paths.append((each.tokens[: len(chances)], chances))
+        if len(paths) == len(self._trusts):
+            self._promised += 0.05 * (sum(paths[-1][1]) - self._promised)
+        return paths
 
     def learn(self, found: list[Continuation], committed: list[int]) -> None:
         """Compare what was found with what the target wrote."""
         for trust, each in zip(self._trusts, found, strict=False):
             trust.learn(each, committed)
+
+    def _worth_looking(self) -> bool:
+        """Whether a look promises more than it takes; else one is taken now and then."""
+        self._passed_by += 1
+        if self._promised < _WORTH_LOOKING and self._passed_by < _SELDOM:
+            return False
+        self._passed_by = 0
+        return True
 
 
 class SuffixMemory:

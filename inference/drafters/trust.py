@@ -11,6 +11,7 @@ from medusa_heads.prefix_tree import PrefixTree
 _BOUNDS = (2, 3, 4, 6, 10, 16, 32)  # from these lengths of a match on, it is believed more
 _PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 _PRIOR_WEIGHT = 4.0
+_NEGLIGIBLE = 0.01  # a chance that no node is verified for
 _FORGET = 0.995  # what was seen two hundred drafts ago counts little
 _FORGIVE = 0.997  # drafts that are not made are slowly believed again, so that they are tried again
 
@@ -24,12 +25,14 @@ class SuffixTrust:
         self._shares = [_PRIOR_WEIGHT] * len(_PRIOR)
 
     def chances(self, found: Continuation) -> list[float]:
-        """The chance that the first 1, 2, .. tokens of a continuation are all right. With each
-        token that is, the match is one longer."""
+        """The chance that the first 1, 2, .. tokens of a continuation are all right, as long as it
+        is worth a thought. With each token that is, the match is one longer."""
         chances, chance = [], 1.0
         for length, share in enumerate(found.shares, found.match_length):
             level = bisect_right(_BOUNDS, length)
             chance *= min(share * self._hits[level] / self._shares[level], 1.0)
+            if chance < _NEGLIGIBLE:
+                break
             chances.append(chance)
         return chances
 

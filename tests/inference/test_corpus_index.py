@@ -33,12 +33,15 @@ def test_finds_what_a_search_finds(documents: list[list[int]], text: list[int], 
     going_on = behind(documents, text[-longest:])
     for depth, (token, share) in enumerate(zip(found.tokens, found.shares, strict=True)):
         tokens = [rest[depth] if depth < len(rest) else None for rest in going_on]
-        assert share == tokens.count(token) / len(tokens)
+        doubt = corpus_index._DOUBT / (longest + depth)
+        assert share == pytest.approx(tokens.count(token) / (len(tokens) + doubt))
         assert tokens.count(token) == max(Counter(tokens).values())
         going_on = [rest for rest in going_on if rest[depth : depth + 1] == [token]]
     if len(found.tokens) < most:
         next_tokens = Counter(tuple(rest[len(found.tokens) :][:1]) for rest in going_on)
-        assert next_tokens[()] == max(next_tokens.values())  # most documents end here
+        usual = max(next_tokens.values())
+        few = corpus_index._HOPELESS * len(behind(documents, text[-longest:]))
+        assert next_tokens[()] == usual or usual < few  # most documents end here, or all differ
 
 
 def behind(documents: list[list[int]], end: list[int]) -> list[list[int]]:
@@ -54,8 +57,8 @@ def behind(documents: list[list[int]], end: list[int]) -> list[list[int]]:
 def test_nothing_crosses_two_documents() -> None:
     index = CorpusIndex.build([[1, 2, 3], [4, 5, 6]])
     assert index.continuation([3], 4).match_length == 0  # nothing follows the end of a document
-    assert index.continuation([3, 4], 4) == (1, [5, 6], [1.0, 1.0])  # the match does not reach back
-    assert index.continuation([9, 1], 4) == (1, [2, 3], [1.0, 1.0])
+    assert index.continuation([3, 4], 4)[:2] == (1, [5, 6])  # the match does not reach back
+    assert index.continuation([9, 1], 4)[:2] == (1, [2, 3])
     assert index.continuation([], 4) == (0, [], [])
     assert len(index) == 6 and index.largest == 6
 
@@ -64,15 +67,15 @@ def test_long_repeats_are_sorted_too() -> None:
     document = [7] * 300 + [8] + list(range(60)) * 2
     index = CorpusIndex.build([document])
     assert index.continuation([7] * 100, 2).match_length == LONGEST
-    assert index.continuation([3, 4, 5], 3) == (3, [6, 7, 8], [1.0] * 3)
-    assert index.continuation(list(range(40)), 3) == (LONGEST, [40, 41, 42], [1.0] * 3)
+    assert index.continuation([3, 4, 5], 3)[:2] == (3, [6, 7, 8])
+    assert index.continuation(list(range(40)), 3)[:2] == (LONGEST, [40, 41, 42])
 
 
 def test_of_many_occurrences_some_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_index, "_NEIGHBOURS", 4)
     index = CorpusIndex.build([[1, 2]] * 50 + [[3, 2, 5, 6]])
-    assert index.continuation([1], 1) == (1, [2], [1.0])
-    assert index.continuation([3, 2], 2) == (2, [5, 6], [1.0, 1.0])
+    assert index.continuation([1], 1)[:2] == (1, [2])
+    assert index.continuation([3, 2], 2)[:2] == (2, [5, 6])
 
 
 def test_a_saved_index_comes_back(tmp_path: Path) -> None:
