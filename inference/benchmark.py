@@ -41,6 +41,7 @@ def benchmark(
     *,
     target: str | None = None,
     draft_model: str | None = None,
+    corpus: str | os.PathLike[str] | None = None,
     settings: Sequence[Setting] = DEFAULT_SETTINGS,
     batch_sizes: Sequence[int] = (1,),
     max_new_tokens: int = 128,
@@ -60,6 +61,7 @@ def benchmark(
         prompts: of which a question's further turns are made with plain decoding's greedy answers.
         target: hub id or path of the target; by default the one the heads name.
         draft_model: hub id or path, for the methods that need one.
+        corpus: file or folder of text, for the methods that continue one.
         settings: what to measure; a copy of the target is loaded per dtype, one at a time.
         batch_sizes: prompts decoded together; everything is measured with each.
         max_new_tokens: tokens after each prompt; fewer where the target ends its text.
@@ -84,11 +86,16 @@ def benchmark(
     source = find_source(checkpoint, target, heads=needs_heads(named))
     for setting in settings:
         has_heads = source.checkpoint is not None
-        check_methods(setting.methods, heads=has_heads, draft=draft_model is not None)
-    asked_for = {"checkpoint": str(checkpoint), "draft_model": draft_model}
+        given = {"draft": draft_model is not None, "corpus": corpus is not None}
+        check_methods(setting.methods, heads=has_heads, **given)
+    asked_for = {
+        "checkpoint": str(checkpoint),
+        "draft_model": draft_model,
+        "corpus": None if corpus is None else str(corpus),
+    }
     options = {"device": device, "trust_remote_code": trust_remote_code}
     report = measure_models(
-        lambda dtype: load_models(source, draft_model, dtype=dtype, **options),
+        lambda dtype: load_models(source, draft_model, corpus, dtype=dtype, **options),
         prompts,
         settings=settings,
         batch_sizes=batch_sizes,

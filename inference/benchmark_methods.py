@@ -8,6 +8,7 @@ heads, heads:TREE           the checkpoint's heads; trees as in tree_plan.py
 draft-model, draft-model:TREE   the draft model on this engine; trees as in draft_model.py
 and the names in training_free.py, of drafters that no training made
 One of the last three kinds with +compile behind it: verified through torch.compile
+heads or a drafter with +corpus behind it: continues the corpus that was given, too
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.inference.assisted import AssistedModel
+from medusa_heads.inference.blend_plan import continues_text
+from medusa_heads.inference.corpus_index import CorpusIndex
 from medusa_heads.inference.draft_model import DraftedModel
 from medusa_heads.inference.model import MedusaModel
 from medusa_heads.inference.timed_run import Method
@@ -34,6 +37,7 @@ ASSISTED = "transformers-assisted"
 HEADS = "heads"
 DRAFT_MODEL = "draft-model"
 COMPILE = "+compile"  # behind the name of a method of this engine
+CORPUS = "+corpus"  # likewise, and before +compile
 # The draft length that transformers' documentation uses for prompt lookup.
 PROMPT_LOOKUP_TOKENS = 10
 
@@ -45,6 +49,7 @@ class Models:
     target: TargetModel
     medusa: MedusaModel | None = None
     draft: TargetModel | None = None
+    corpus: CorpusIndex | None = None
 
     @cached_property
     def compiled(self) -> CompiledTarget:
@@ -57,16 +62,19 @@ def needs_heads(methods: Sequence[str]) -> bool:
     return any(_kind(name) == HEADS for name in methods)
 
 
-def check_methods(methods: Sequence[str], *, heads: bool, draft: bool) -> None:
+def check_methods(
+    methods: Sequence[str], *, heads: bool, draft: bool, corpus: bool = False
+) -> None:
     """Refuse names that stand for nothing, or for what was not given.
 
     Args:
         methods: their names.
         heads: whether a heads checkpoint was given.
         draft: whether a draft model was given.
+        corpus: whether a corpus was given; one of the methods must continue it.
 
     Raises:
-        ValueError: such a name, or one given twice.
+        ValueError: such a name, one given twice, or a corpus for none of them.
     """
     for place, name in enumerate(methods):
         _check_name(name)
@@ -77,10 +85,18 @@ def check_methods(methods: Sequence[str], *, heads: bool, draft: bool) -> None:
             raise ValueError(f"{name!r} needs a heads checkpoint, and the target has come alone")
         if kind in (DRAFT_MODEL, ASSISTED) and not draft:
             raise ValueError(f"{name!r} needs a draft model: give --draft_model")
+        if _drafter(name).endswith(CORPUS) and not corpus:
+            raise ValueError(f"{name!r} needs text to continue: give --corpus")
+    if corpus and not any(_drafter(name).endswith(CORPUS) for name in methods):
+        raise ValueError(
+            f"a corpus is given, and none of the methods {', '.join(methods)} continues it: name "
+            "one NAME+corpus, such as auto+corpus"
+        )
 
 
 def _check_name(name: str) -> None:
-    plainly = name.removesuffix(COMPILE)
+    drafter = _drafter(name)
+    plainly = drafter.removesuffix(CORPUS)
     kind, colon, tree = plainly.partition(":")
     ours = kind in (HEADS, DRAFT_MODEL) or _without_number(plainly) in DRAFTERS
     others = (*PLAIN_METHODS, PROMPT_LOOKUP, ASSISTED)
@@ -89,7 +105,13 @@ def _check_name(name: str) -> None:
             f"expected methods among {', '.join((*others, *DRAFTERS))}, {HEADS}:TREE and "
             f"{DRAFT_MODEL}:TREE, got {name!r}"
         )
-    if plainly == name:
+    drafts = (tree or "auto") if kind == HEADS else plainly
+    if plainly != drafter and (kind == DRAFT_MODEL or not continues_text(drafts)):
+        raise ValueError(
+            f"a corpus is continued by auto, suffix and all +suffix, of heads and of drafters, got "
+            f"{name!r}: leave {CORPUS!r} out"
+        )
+    if drafter == name:
         return
     if plainly in others:
         instead = f"measure {COMPILED!r}" if plainly == PLAIN else f"leave {COMPILE!r} out"
@@ -126,19 +148,23 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
 
 
 def _of_engine(name: str, models: Models) -> Method:
-    drafter = name.removesuffix(COMPILE)
+    drafter = _drafter(name)
     target = models.target if drafter == name else models.compiled
+    corpus = models.corpus if drafter.endswith(CORPUS) else None
+    drafter = drafter.removesuffix(CORPUS)
     kind, _, tree = drafter.partition(":")
     model: AssistedModel
     if kind == HEADS:
         assert models.medusa is not None
         heads, statistics = models.medusa.heads, models.medusa.statistics
-        model = MedusaModel(target, heads, statistics=statistics, tree=tree or "auto")
+        model = MedusaModel(
+            target, heads, statistics=statistics, tree=tree or "auto", corpus=corpus
+        )
     elif kind == DRAFT_MODEL:
         assert models.draft is not None
         model = DraftedModel(target, models.draft, tree=tree or "auto")
     else:
-        model = TrainingFreeModel(target, drafter)
+        model = TrainingFreeModel(target, drafter, corpus=corpus)
 
     def nodes() -> int:
         return model.drafter.num_nodes - 1  # without the root
@@ -162,7 +188,11 @@ def _compiled(generate: Any, most_tokens: int) -> Method:
 
 
 def _kind(name: str) -> str:
-    return name.removesuffix(COMPILE).partition(":")[0]
+    return _drafter(name).removesuffix(CORPUS).partition(":")[0]
+
+
+def _drafter(name: str) -> str:
+    return name.removesuffix(COMPILE)
 
 
 def _without_number(name: str) -> str:

@@ -14,6 +14,7 @@ from medusa_heads.files import read_json
 from medusa_heads.hub.names import split_revision
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.inference.benchmark_methods import Models
+from medusa_heads.inference.corpus_files import find_corpus
 from medusa_heads.inference.model import MedusaModel
 from medusa_heads.inference.named_target import load_target, named_target
 from medusa_heads.stored_heads import SIDECAR_FILE
@@ -79,19 +80,26 @@ def _is_model(folder: Path) -> bool:
 
 
 def load_models(
-    source: Source, draft_model: str | None, *, dtype: torch.dtype, **options: Any
+    source: Source,
+    draft_model: str | None,
+    corpus: str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype,
+    **options: Any,
 ) -> Models:
     """Load them all in one dtype.
 
     Args:
         source: target, and perhaps heads.
         draft_model: hub id or path of a draft model.
+        corpus: file or folder of text for drafts to continue.
         dtype: of all weights.
         options: `device` and `trust_remote_code`.
 
     Raises:
         ValueError: one of them is missing, damaged, or does not fit the target.
     """
+    trusted = bool(options.get("trust_remote_code"))
     medusa = None
     if source.checkpoint is not None:
         medusa = MedusaModel.from_pretrained(
@@ -101,11 +109,12 @@ def load_models(
     else:
         assert source.target is not None
         target = load_target(source.target, source.target, dtype=dtype, **options)
+    index = find_corpus(corpus, target, trust_remote_code=trusted)
     if draft_model is None:
-        return Models(target, medusa)
+        return Models(target, medusa, corpus=index)
     name, revision = split_revision(draft_model)
     if revision is not None:
         options["revision"] = revision
     draft = TargetModel.from_pretrained(name, dtype=dtype, **(options | {"device": target.device}))
     check_vocabulary(draft, target)
-    return Models(target, medusa, draft)
+    return Models(target, medusa, draft, index)

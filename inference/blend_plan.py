@@ -31,7 +31,8 @@ def blends(tree: str) -> bool:
 
 
 def continues_text(tree: TreeSpec) -> bool:
-    """Whether a tree holds what followed where the text ended as now before."""
+    """Whether a tree, or a drafter without heads, drafts what followed where the text ended as it
+    does now."""
     return isinstance(tree, str) and (blends(tree) or tree.partition(":")[0] == "suffix")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.inference.assisted import AssistedModel
+from medusa_heads.inference.blend_plan import continues_text
 from medusa_heads.inference.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
@@ -186,7 +187,7 @@ def _check_drafter(drafter: str, corpus: object) -> None:
     if re.sub(r"^early_exit:\d+", "early_exit", drafter) not in DRAFTERS:
         known = [*DRAFTERS, "early_exit:N", "early_exit:N+suffix"]
         raise ValueError(f"drafter must be one of {', '.join(known)}, got {drafter!r}")
-    if corpus is not None and drafter not in ("auto", "suffix") and not drafter.endswith("+suffix"):
+    if corpus is not None and not continues_text(drafter):
         raise ValueError(
             f"a corpus is continued by the drafters auto, suffix and all +suffix, not {drafter!r}: "
             "use one of them, or leave the corpus out"

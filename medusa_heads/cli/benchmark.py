@@ -48,10 +48,15 @@ class BenchmarkArguments:
             "help": "What to compare: plain (always measured), plain-compiled, "
             "transformers-prompt-lookup, transformers-assisted, heads[:TREE], draft-model[:TREE], "
             "or a drafter that needs no training, as of generate --drafter; of the last three "
-            "kinds NAME+compile verifies through torch.compile. By default plain, "
+            "kinds NAME+compile verifies through torch.compile, and with --corpus "
+            "NAME+corpus[+compile] continues that, too. By default plain, "
             "transformers-prompt-lookup and the heads (in float32 plain and the heads, to prove "
             "the output the same), without heads auto in their place."
         },
+    )
+    corpus: str | None = field(
+        default=None,
+        metadata={"help": "File or folder of text that the methods NAME+corpus continue."},
     )
     batch_sizes: list[int] = field(
         default_factory=lambda: [1], metadata={"help": "Prompts decoded together."}
@@ -137,7 +142,8 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
     has_heads = source.checkpoint is not None
     settings = _settings(arguments, has_heads)
     for setting in settings:
-        check_methods(setting.methods, heads=has_heads, draft=arguments.draft_model is not None)
+        draft, corpus = arguments.draft_model is not None, arguments.corpus is not None
+        check_methods(setting.methods, heads=has_heads, draft=draft, corpus=corpus)
     check_device(arguments.device)
 
     from rich.console import Console
@@ -160,6 +166,7 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
         prompts,
         target=arguments.target,
         draft_model=arguments.draft_model,
+        corpus=arguments.corpus,
         settings=settings,
         batch_sizes=arguments.batch_sizes,
         max_new_tokens=arguments.max_new_tokens,
@@ -201,14 +208,17 @@ def _check(arguments: BenchmarkArguments) -> None:
 
 
 def _settings(arguments: BenchmarkArguments, has_heads: bool) -> list[Setting]:
-    from medusa_heads.inference.benchmark_methods import COMPILE, HEADS
+    from medusa_heads.inference.benchmark_methods import COMPILE, CORPUS, HEADS
     from medusa_heads.inference.benchmark_setting import DEFAULT_SETTINGS, Setting
 
     def methods(default: tuple[str, ...]) -> tuple[str, ...]:
         names = arguments.methods
         if names is None:
             names = [name if name != HEADS or has_heads else "auto" for name in default]
-        treed = {HEADS + end: f"{HEADS}:{arguments.tree}{end}" for end in ("", COMPILE)}
+            if arguments.corpus is not None:
+                names.append(names[-1] + CORPUS)
+        ends = ("", COMPILE, CORPUS, CORPUS + COMPILE)
+        treed = {HEADS + end: f"{HEADS}:{arguments.tree}{end}" for end in ends}
         return tuple(treed.get(name, name) for name in names)
 
     return [

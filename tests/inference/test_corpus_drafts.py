@@ -11,6 +11,8 @@ from torch import Tensor
 
 from medusa_heads import MedusaModel
 from medusa_heads.inference import training_free
+from medusa_heads.inference.benchmark_methods import Models, check_methods, make_method
+from medusa_heads.inference.continuation import Continuation
 from medusa_heads.inference.corpus_index import CorpusIndex
 from medusa_heads.inference.drafters.suffix import SuffixDrafter
 from medusa_heads.inference.exit_costs import ExitCosts
@@ -45,7 +47,7 @@ def scattered(text: list[int]) -> list[list[int]]:
 
 def seeded(generate: Any, ids_BT: Tensor, **options: Any) -> Tensor:
     torch.manual_seed(3)
-    made: Tensor = generate(ids_BT, max_new_tokens=NEW, **options)
+    made: Tensor = generate(ids_BT, **{"max_new_tokens": NEW} | options)
     return made
 
 
@@ -109,21 +111,33 @@ class Counting(SuffixDrafter):
         return tree
 
 
-def test_a_useless_corpus_is_soon_left_alone(tiny_llama: TinyLlama) -> None:
+def test_a_useless_corpus_is_soon_left_alone(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model: Any = tiny_llama().to(DEVICE)
     ids_BT = torch.tensor([[5, 6, 7, 8]], device=DEVICE)
     options: dict[str, Any] = {"do_sample": True, "top_k": 0}
-    text = seeded(model.generate, ids_BT, **options)[0].tolist()
-    wrong = [[token, (token + 7) % 199, 3, 4, 5, 6, 7, 8] for token in text]
+    text = seeded(model.generate, ids_BT, max_new_tokens=160, **options)[0].tolist()
+    wrong = [[token, (token + 7) % 199, 3, 4, 5] for token in text for _ in range(8)]
+    looks: list[int] = []
+    look = CorpusIndex.continuation
+
+    def counted(index: CorpusIndex, text: list[int], most: int) -> Continuation:
+        looks.append(len(text))
+        return look(index, text, most)
+
+    monkeypatch.setattr(CorpusIndex, "continuation", counted)
     nodes = []
     for index in (CorpusIndex.build(wrong), None):
         drafted = TrainingFreeModel(model, "suffix")
-        drafter = drafted._by_rows[1] = Counting(StepCosts({0: 1.0, 3: 1.2, 7: 1.5}), index)
+        drafter = drafted._by_rows[1] = Counting(StepCosts({0: 1.0, 3: 1.1}), index)
         drafter.nodes = []
-        assert seeded(drafted.generate, ids_BT, **options)[0].tolist() == text
+        got_BT = seeded(drafted.generate, ids_BT, max_new_tokens=160, **options)
+        assert got_BT[0].tolist() == text
         nodes.append(drafter.nodes)
     with_corpus, without = nodes
-    assert sum(with_corpus[:4]) > sum(without[:4]) and with_corpus[15:] == without[15:]
+    assert sum(with_corpus[:4]) > sum(without[:4]) and with_corpus[20:] == without[20:]
+    assert len(looks) < len(without) * 0.7 and max(looks) > 150  # seldom, but to the end
 
 
 @pytest.mark.parametrize("tree", ["auto", "7+suffix", "suffix:4"])
@@ -151,6 +165,43 @@ def test_trees_that_continue_nothing(tiny_llama: TinyLlama, tree: Any) -> None:
 def test_drafters_that_continue_nothing(tiny_llama: TinyLlama, drafter: str) -> None:
     with pytest.raises(ValueError, match="a corpus is continued by the drafters auto, suffix and"):
         TrainingFreeModel(tiny_llama(), drafter, corpus=[[1, 2]])
+
+
+def test_names_in_a_benchmark(tiny_llama: TinyLlama) -> None:
+    model: Any = tiny_llama()
+    ids_BT = torch.tensor([[5, 6, 7, 8]])
+    expected_BT = seeded(model.generate, ids_BT, do_sample=False)
+    ranks_SK = torch.randint(4, (300, 3), generator=torch.Generator().manual_seed(0))
+    statistics = HeadStatistics.from_ranks(ranks_SK)
+    medusa = MedusaModel(model, random_heads(model), statistics=statistics, tree="none")
+    index = CorpusIndex.build(scattered(expected_BT[0].tolist()))
+    models = Models(medusa.target, medusa, corpus=index)
+    steps = {}
+    for name in ("suffix", "suffix+corpus", "heads:suffix", "heads:suffix+corpus"):
+        check_methods([name], heads=True, draft=False, corpus="corpus" in name)
+        method = make_method(name, models, most_tokens=NEW + 4)
+        assert torch.equal(seeded(method.generate, ids_BT, do_sample=False), expected_BT)
+        assert method.stats is not None
+        steps[name] = method.stats().steps
+    for name in ("suffix", "heads:suffix"):
+        assert steps[f"{name}+corpus"] < 0.8 * steps[name]
+
+
+@pytest.mark.parametrize(
+    ("names", "corpus", "message"),
+    [
+        (["auto+corpus"], False, "'auto.corpus' needs text to continue: give --corpus"),
+        (["auto", "plain"], True, "none of the methods auto, plain continues it"),
+        (["recycling+corpus"], True, "'recycling.corpus': leave '.corpus' out"),
+        (["heads:8+corpus"], True, "'heads:8.corpus': leave '.corpus' out"),
+        (["draft-model+corpus"], True, "'draft-model.corpus': leave '.corpus' out"),
+        (["plain+corpus"], True, "'plain.corpus': leave '.corpus' out"),
+        (["auto+compile+corpus"], True, "expected methods among"),
+    ],
+)
+def test_names_that_are_none(names: list[str], corpus: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_methods(names, heads=True, draft=True, corpus=corpus)
 
 
 def test_another_vocabulary(tiny_llama: TinyLlama) -> None:
