@@ -154,6 +154,8 @@ class DraftedModel(AssistedModel):
         folders = [draft] if isinstance(draft, str | os.PathLike) else list(draft)
         if not folders:
             raise ValueError("expected at least one draft model, got none")
+        if twice := [name for place, name in enumerate(folders) if name in folders[:place]]:
+            raise ValueError(f"the draft model {str(twice[0])!r} is given twice: name it once")
         if target is None:
             _check_one_target(folders)
         if target is None or isinstance(target, str | os.PathLike):

@@ -15,10 +15,9 @@ from medusa_heads.cli.decoding import (
     decoder_options,
     describe,
     generation_options,
-    load_model,
-    load_training_free_model,
     warn_if_lossy,
 )
+from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
 
 if TYPE_CHECKING:
     from medusa_heads.cli.conversation import Conversation
@@ -65,7 +64,7 @@ def chat(arguments: ChatArguments) -> None:
     """
     from medusa_heads.cli.conversation import Conversation
 
-    model, tokenizer = _load(arguments)
+    model, tokenizer = load_drafting_model(arguments)
     generation_options(arguments, tokenizer)  # refuses before the first line is typed
     warn_if_lossy(model)
     session = Session(arguments, tokenizer, Conversation(model, tokenizer, arguments.system))
@@ -89,13 +88,6 @@ def chat(arguments: ChatArguments) -> None:
             session.take(line)
         except (ValueError, OSError) as error:
             say("error: " + " ".join(str(error).split()))
-
-
-def _load(arguments: ChatArguments) -> tuple[AssistedModel, Any]:
-    options = decoder_options(arguments)
-    if arguments.drafter is not None:
-        return load_training_free_model(arguments, **options)
-    return load_model(arguments, **options)
 
 
 class Session:
@@ -169,13 +161,16 @@ class Session:
         stats = conversation.model.last_stats
         if stats.total_seconds:  # an answer that was stopped has no total
             say(describe(stats))
+            if drafts := describe_drafts(conversation.model, self.arguments.draft_model):
+                say(drafts)
         say(
             f"prompt: {conversation.prompt_tokens} tokens, {conversation.cached_tokens} of them "
             "in the cache already"
         )
 
     def _set(self, name: str = "", value: str = "") -> None:
-        fixed = {known.name for known in fields(ModelArguments)} | {"system", "compile"}
+        fixed = {"system", "compile", "draft_model"}
+        fixed |= {known.name for known in fields(ModelArguments)}
         hints = {
             key: hint for key, hint in get_type_hints(ChatArguments).items() if key not in fixed
         }
@@ -199,14 +194,22 @@ class Session:
     def _rebuilt(self, options: dict[str, Any]) -> AssistedModel:
         """The same target, with what drafts for it made anew."""
         from medusa_heads.inference.corpus_files import find_corpus
+        from medusa_heads.inference.draft_model import DraftedModel
         from medusa_heads.inference.model import MedusaModel
         from medusa_heads.inference.training_free import TrainingFreeModel
 
         model = self.conversation.model
-        with_heads = isinstance(model, MedusaModel)
-        if with_heads != ("tree" in options):
-            drafts = "heads draft" if with_heads else "a drafter drafts"
-            raise ValueError(f"{drafts} in this chat: begin another one to change that")
+        kinds = {
+            MedusaModel: "heads draft",
+            DraftedModel: "a draft model drafts",
+            TrainingFreeModel: "a drafter drafts",
+        }
+        if isinstance(model, TrainingFreeModel) == ("tree" in options):
+            raise ValueError(f"{kinds[type(model)]} in this chat: begin another one to change that")
+        if isinstance(model, DraftedModel):
+            if "corpus" in options:
+                raise ValueError("a corpus is of heads or a drafter, and here a model drafts")
+            return DraftedModel(model.target, model.drafts, **options)
         trusted = self.arguments.trust_remote_code
         corpus = find_corpus(options.get("corpus"), model.target, trust_remote_code=trusted)
         options = options | {"corpus": corpus}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from medusa_heads.inference.assisted import AssistedModel
-    from medusa_heads.inference.draft_model import DraftedModel
     from medusa_heads.inference.model import MedusaModel
     from medusa_heads.inference.stats import GenerationStats
     from medusa_heads.inference.training_free import TrainingFreeModel
@@ -62,6 +61,14 @@ class DecodingArguments(ModelArguments):
             "help": "draft without training: auto, suffix, recycling, lookahead, "
             "lookahead+suffix, early_exit, early_exit+suffix, or early_exit:N with the first N "
             "layers; the first argument is then the target itself"
+        },
+    )
+    draft_model: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "draft with this language model (a hub id or a folder), or with the fastest of "
+            "several; the first argument is then the target itself",
+            "action": "extend",
         },
     )
     corpus: str | None = field(
@@ -128,28 +135,9 @@ def load_model(arguments: ModelArguments, **options: Any) -> tuple[MedusaModel, 
     from medusa_heads.inference.model import MedusaModel
 
     options["target"] = arguments.target
-    return _load(arguments, MedusaModel.from_pretrained, arguments.checkpoint, options)
-
-
-def load_drafted_model(
-    arguments: ModelArguments, draft: str, target: str | None, **options: Any
-) -> tuple[DraftedModel, Any]:
-    """A target with a draft model, as `load_model` loads one with heads.
-
-    Args:
-        arguments: how to load them.
-        draft: hub id or folder of the draft model.
-        target: likewise; by default the one the draft names.
-        options: of DraftedModel, such as `tree`.
-
-    Raises:
-        ValueError: draft model, target or device is unusable.
-        OSError: no tokenizer beside the target.
-    """
-    from medusa_heads.inference.draft_model import DraftedModel
-
-    options["target"] = target
-    return _load(arguments, DraftedModel.from_pretrained, draft, options)
+    return load_with_tokenizer(
+        arguments, MedusaModel.from_pretrained, arguments.checkpoint, options
+    )
 
 
 def load_training_free_model(
@@ -176,15 +164,16 @@ def load_training_free_model(
             "target instead, or leave --drafter out"
         )
     load = TrainingFreeModel.from_pretrained
-    return _load(arguments, load, arguments.checkpoint, options)
+    return load_with_tokenizer(arguments, load, arguments.checkpoint, options)
 
 
-def _load(
+def load_with_tokenizer(
     arguments: ModelArguments,
     load: Callable[..., Any],
-    checkpoint: str,
+    checkpoint: str | list[str],
     options: dict[str, Any],
 ) -> tuple[Any, Any]:
+    """What `load` makes of the checkpoint and the flags, and the tokenizer of its target."""
     from transformers import AutoTokenizer, logging
     from transformers.utils.logging import disable_progress_bar
 

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from medusa_heads import TargetModel
 from medusa_heads.cli.chat import main
+from medusa_heads.draft_checkpoint import save_draft
 from medusa_heads.inference.training_free import DRAFTERS
 
 FAITHFUL = (
@@ -128,6 +129,39 @@ def test_a_target_that_drafts_for_itself(
     ]
     for line, message in zip(printed.err.splitlines(), told, strict=True):
         assert line.startswith(f"error: {message}")
+
+
+def test_a_draft_model_drafts(
+    speaker: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plain model folder, named as a flag, and one that names its target, alone."""
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
+    install(speaker, FAITHFUL)
+    target = TargetModel.from_pretrained(str(speaker / "target"))
+    save_draft(tmp_path / "draft", target.model, target)
+    answers = plain_answers(speaker, FAITHFUL, LINES, do_sample=False)
+    script = [LINES[0], "/set drafter auto", "/set tree chain:2", LINES[1], "/set tree 5"]
+    script += ["/set draft_model x", LINES[2], "/stats"]
+    for given in (
+        [str(tmp_path / "draft")],
+        [
+            str(speaker / "target"),
+            "--draft-model",
+            str(speaker / "target"),
+            str(tmp_path / "draft"),
+        ],
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in script)))
+        assert main([*given, "--max-new-tokens", "24"]) == 0
+        printed = capsys.readouterr()
+        assert printed.out == "".join(answer + "\n" for answer in answers)
+        assert "error: a draft model drafts in this chat: begin another one" in printed.err
+        assert "error: a draft model's tree must be auto, chain," in printed.err
+        assert "error: unknown setting 'draft_model'" in printed.err
+        assert ("steps drafted: " in printed.err) == (len(given) > 1)
 
 
 def test_drafts_continue_a_corpus(

@@ -14,7 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from medusa_heads import TargetModel
 from medusa_heads.cli.generate import main
 from medusa_heads.cli.streaming import StepStreamer
+from medusa_heads.draft_checkpoint import save_draft
 from medusa_heads.inference.training_free import DRAFTERS
+from tests.conftest import TinyLlama
 
 
 def expected(checkpoint: Path, **options: Any) -> str:
@@ -58,6 +60,30 @@ def test_a_target_drafts_for_itself(
     printed = capsys.readouterr()
     assert printed.out.rstrip("\n") == expected(checkpoint, do_sample=False).rstrip("\n")
     assert "tokens per step" in printed.err
+
+
+def test_the_fastest_of_several_draft_models_drafts(
+    speaker: Path,
+    tiny_llama: TinyLlama,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
+    target = TargetModel.from_pretrained(str(speaker / "target"))
+    small = tiny_llama(vocab_size=target.vocab_size, num_layers=1)
+    save_draft(tmp_path / "small", small, target)
+    save_draft(tmp_path / "large", target.model, target)
+    drafts = [str(tmp_path / "small"), str(tmp_path / "large")]
+    rest = ["--prompt", "def f(", "--max-new-tokens", "30", "--tree", "chain:3", "--stats"]
+    texts = set()
+    for flags in (["--draft-model", *drafts], *(["--draft-model", draft] for draft in drafts)):
+        assert main([str(speaker / "target"), *flags, *rest]) == 0
+        printed = capsys.readouterr()
+        texts.add(printed.out)
+        told = re.findall(rf"steps drafted: {drafts[0]} (\d+), {drafts[1]} (\d+)", printed.err)
+        assert bool(told) == (len(flags) == 3) and all(int(n) > 0 for n in (told or [()])[0])
+    assert texts == {expected(speaker, do_sample=False).rstrip("\n") + "\n"}
 
 
 @pytest.mark.parametrize(
@@ -144,6 +170,10 @@ def test_prompt_from_standard_input(
         (
             ["{}/target", "--prompt", "x", "--draft-model", "{}/target", "--corpus", "x"],
             "--corpus is of heads or a --drafter",
+        ),
+        (
+            ["{}/target", "--prompt", "x", "--draft-model", "{}/target", "{}/target"],
+            "target' is given twice: name it once",
         ),
     ],
 )
