@@ -22,11 +22,28 @@ from medusa_heads.training.teacher import Lesson
 _LEAST_OVERLAP = 1e-30
 
 
+def cross_entropy(
+    logits_CV: Tensor, labels_C: Tensor, weight: float, *, slope: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `measure_terms` gives where this is the only term, in the logits' own memory. The slope
+    of a pair without a true token is undefined: callers give such a pair the weight 0."""
+    known_C = labels_C != IGNORED
+    label_C1 = labels_C.where(known_C, 0)[:, None]
+    logits_CV -= logits_CV.amax(dim=-1, keepdim=True)
+    true_C1 = logits_CV.gather(1, label_C1)
+    total_C1 = logits_CV.exp_().sum(dim=-1, keepdim=True)
+    log_true_C = (true_C1 - total_C1.log())[:, 0].where(known_C, -torch.inf)
+    losses_C = (-weight * log_true_C).where(known_C, 0)
+    if not slope:
+        return losses_C, log_true_C, None
+    return losses_C, log_true_C, _excess(logits_CV.mul_(weight / total_C1), label_C1, weight)
+
+
 def measure_terms(
     objective: LossConfig,
     logits_CV: Tensor,
     labels_C: Tensor,
-    lesson: Lesson | None,
+    lesson: Lesson,
     *,
     slope: bool,
     log_q_CV: Tensor,
@@ -36,9 +53,8 @@ def measure_terms(
     Args:
         objective: which terms.
         logits_CV: fp32; they are overwritten.
-        labels_C: true tokens. A pair without one, -100, has no cross-entropy. Where that is the
-            only term, its slope is undefined: callers give such a pair the weight 0.
-        lesson: the target's distributions, if a term needs them.
+        labels_C: true tokens. A pair without one, -100, has no cross-entropy.
+        lesson: the target's distributions.
         slope: whether slopes are wanted.
         log_q_CV: memory to work in; slopes may be returned in it.
 
@@ -51,16 +67,10 @@ def measure_terms(
     log_true_C = log_q_CV.gather(1, label_C1)[:, 0].where(known_C, -torch.inf)
     weight = objective.weight("cross_entropy")
     losses_C = (-weight * log_true_C).where(known_C, 0)
-    if lesson is None:
-        if not slope:
-            return losses_C, log_true_C, None
-        excess_CV = _excess(log_q_CV.exp_(), label_C1)
-        return losses_C, log_true_C, excess_CV if weight == 1 else excess_CV.mul_(weight)
-
     slope_CV: Tensor | None = None
     if weight and slope:
         share_C = known_C.to(log_q_CV.dtype) * weight
-        slope_CV = _excess(log_q_CV.exp(), label_C1).mul_(share_C[:, None])
+        slope_CV = _excess(log_q_CV.exp(), label_C1, 1).mul_(share_C[:, None])
     if objective.temperature != 1:
         torch.log_softmax(logits_CV.div_(objective.temperature), dim=-1, out=log_q_CV)
     # The logits have served: their memory takes q.
@@ -73,9 +83,9 @@ def measure_terms(
     return losses_C, log_true_C, slope_CV
 
 
-def _excess(q_CV: Tensor, label_C1: Tensor) -> Tensor:
-    """Cross-entropy's slope, q - 1 at the label and q elsewhere, in place."""
-    return q_CV.scatter_add_(1, label_C1, q_CV.new_full(label_C1.shape, -1))
+def _excess(q_CV: Tensor, label_C1: Tensor, one: float) -> Tensor:
+    """Cross-entropy's slope, q - 1 at the label and q elsewhere, in place; all `one` times."""
+    return q_CV.scatter_add_(1, label_C1, q_CV.new_full(label_C1.shape, -one))
 
 
 def _taught(
@@ -91,8 +101,8 @@ def _taught(
 
     if weight := objective.weight("forward_kl"):
         p_CV = lesson.p_UV[lesson.rows_C]
-        entropy_U = torch.linalg.vecdot(lesson.p_UV, lesson.log_p_UV)
-        losses_C += weight * (entropy_U[lesson.rows_C] - torch.linalg.vecdot(p_CV, log_q_CV))
+        certainty_C = lesson.certainty_U[lesson.rows_C]
+        losses_C += weight * (certainty_C - torch.linalg.vecdot(p_CV, log_q_CV))
         if slope:
             add(torch.sub(q_CV, p_CV, out=p_CV).mul_(weight))
     if weight := objective.weight("jensen_shannon"):

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads.config import IGNORED
+from medusa_heads.heads import product_dtype
 from medusa_heads.target import TargetModel
+from medusa_heads.training.chunks import chunk_pairs
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.teacher import Lessons, Teacher
-from medusa_heads.training.vocab_loss import Pairs, Recipe, chunk_pairs, trained_matrix_loss
+from medusa_heads.training.vocab_loss import Pairs, Recipe, trained_matrix_loss
 
 _OVERLAP = LossConfig({"total_variation": 1.0})  # at temperature 1, whatever is learnt at
 
@@ -67,15 +69,12 @@ class DraftLoss:
             num_items: the divisor, counted over ALL micro-batches of an optimiser step.
         """
         matrix_VD, bias_V = self._matrix()
-        device = features_RD.device.type
-        autocast = torch.is_autocast_enabled(device)
-        compute = torch.get_autocast_dtype(device) if autocast else matrix_VD.dtype
+        compute = product_dtype(matrix_VD)
         lessons = self._lessons(hidden_BTD, self.objective, compute)
         recipe = Recipe(
             self.objective,
             lessons if self.objective.needs_teacher else None,
             compute,
-            chunk_pairs(self._shared, device),
             torch.is_grad_enabled(),
         )
         pairs = Pairs(labels_R.where(labels_R < self._shared, IGNORED), positions_R)
@@ -83,7 +82,7 @@ class DraftLoss:
         weights_R = torch.ones_like(known, dtype=torch.float32)
         if not self.objective.needs_teacher:
             weights_R = known.float()
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(features_RD.device.type, enabled=False):
             total = trained_matrix_loss(
                 features_RD * self._scale, matrix_VD, bias_V, pairs, weights_R, recipe
             )
@@ -98,7 +97,7 @@ class DraftLoss:
         """figures_R3 of `draft_metrics`, chunk by chunk; `next_R` are the text's next tokens."""
         matrix_VD, bias_V = self._matrix()
         lessons = self._lessons(hidden_BTD, _OVERLAP, matrix_VD.dtype)
-        size = chunk_pairs(self._shared, features_RD.device.type)
+        size = chunk_pairs(self._shared, features_RD.device.type, torch.float32)
         parts = []
         with torch.autocast(features_RD.device.type, enabled=False):
             for start in range(0, len(features_RD), size):

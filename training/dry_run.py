@@ -19,8 +19,8 @@ from torch import nn
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import KINDS
 from medusa_heads.target import TargetModel
+from medusa_heads.training.chunks import CHUNK_BYTES_CPU, CHUNK_BYTES_GPU
 from medusa_heads.training.row_blocks import BLOCK_FEATURES_CPU, BLOCK_FEATURES_GPU
-from medusa_heads.training.vocab_loss import CHUNK_LOGITS_CPU, CHUNK_LOGITS_GPU
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _ADAMW_BYTES = 16  # of a parameter: itself, its gradient and two moments, all fp32
 _BITS_4 = 0.5 + 1 / 64  # bytes of a weight: its own, and the 8-bit scale that 64 of them share
-_LOGIT_COPIES = 3  # logits, probabilities and gradient of a chunk
+_LOGIT_COPIES = 3  # of a chunk: logits, and the target's probabilities and their logarithms
 _LAYER_COPIES = 4  # of the stream's width, beside the wide part of the widest layer
 
 
@@ -98,14 +98,14 @@ def plan_heads(
     on_cpu = args.device.type == "cpu"
     block = BLOCK_FEATURES_CPU if on_cpu else BLOCK_FEATURES_GPU
     block = min(block, tokens * width * config.num_heads)
-    logits = CHUNK_LOGITS_CPU if on_cpu else CHUNK_LOGITS_GPU
-    logits = min(logits, tokens * config.num_heads * config.num_candidates)
+    chunk = CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES_GPU
+    chunk = min(chunk, tokens * config.num_heads * config.num_candidates * 4)
     memory = {
         "target's weights": weight_bytes(target, four_bits=four_bits),
         "heads, gradients, AdamW": heads * _ADAMW_BYTES,
         "target's forward": tokens * (2 * wide + _LAYER_COPIES * width) * element,
         "heads' activations": tokens * width * 8 + block * 4 * (config.num_layers + 2),
-        "a chunk of logits": logits * 4 * _LOGIT_COPIES,
+        "a chunk of logits": chunk * _LOGIT_COPIES,
     }
     trained = heads
     if joint is not None:
@@ -141,14 +141,14 @@ def plan_draft(
     small = TargetModel(draft)  # type: ignore[arg-type]
     _, small_width, small_wide = _widths(small)
     size, layers = _size(draft), small.config.num_hidden_layers
-    logits = CHUNK_LOGITS_CPU if args.device.type == "cpu" else CHUNK_LOGITS_GPU
-    logits = min(logits, tokens * target.vocab_size)
+    chunk = CHUNK_BYTES_CPU if args.device.type == "cpu" else CHUNK_BYTES_GPU
+    chunk = min(chunk, tokens * target.vocab_size * 4)
     memory = {
         "target's weights": weight_bytes(target, four_bits=four_bits),
         "draft model, gradients, AdamW": size * _ADAMW_BYTES,
         "target's forward": tokens * (2 * wide + _LAYER_COPIES * width) * element,
         "draft model's backward": tokens * layers * (4 * small_wide + 12 * small_width) * 4.0,
-        "chunks of logits": logits * 4 * 2 * _LOGIT_COPIES,  # the target's too
+        "chunks of logits": chunk * 2 * _LOGIT_COPIES,  # the target's too
     }
     kind = f"{type(draft).__name__} of {layers} layers"
     learner = ("draft model", f"{kind}: {count(size)} parameters, {size / _size(target.model):.0%}")

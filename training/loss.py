@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from medusa_heads.config import IGNORED
-from medusa_heads.heads import DraftHeads
+from medusa_heads.heads import DraftHeads, product_dtype
+from medusa_heads.training.chunks import Workspace
 from medusa_heads.training.head_weights import acceptance_weights, decay_weights
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.rows import SupervisedRows
@@ -19,8 +20,6 @@ from medusa_heads.training.teacher import Lessons, Teacher
 from medusa_heads.training.vocab_loss import (
     Pairs,
     Recipe,
-    Workspace,
-    chunk_pairs,
     frozen_matrix_losses,
     trained_matrix_loss,
 )
@@ -139,18 +138,8 @@ def _recipe(
     teacher: Teacher | None,
     workspace: Workspace,
 ) -> Recipe:
-    device = matrix_VD.device.type
-    autocast = torch.is_autocast_enabled(device)
-    compute = torch.get_autocast_dtype(device) if autocast else matrix_VD.dtype
-    lessons, width = None, matrix_VD.shape[0]
+    compute = product_dtype(matrix_VD)
+    lessons = None
     if teacher is not None:
         lessons = Lessons(teacher, heads.draft_tokens, objective, compute)
-        width = max(width, lessons.width)
-    return Recipe(
-        objective,
-        lessons,
-        compute,
-        chunk_pairs(width, device),
-        torch.is_grad_enabled(),
-        workspace=workspace,
-    )
+    return Recipe(objective, lessons, compute, torch.is_grad_enabled(), workspace=workspace)

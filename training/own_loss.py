@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from medusa_heads.config import IGNORED
+from medusa_heads.heads import product_dtype
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.teacher import Lessons, Teacher
-from medusa_heads.training.vocab_loss import Pairs, Recipe, chunk_pairs, frozen_matrix_losses
+from medusa_heads.training.vocab_loss import Pairs, Recipe, frozen_matrix_losses
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,13 @@ def own_losses(
     """
     features_ND = hidden_BTD.flatten(0, 1).index_select(0, rows.positions_N)
     device = features_ND.device.type
-    autocast = torch.is_autocast_enabled(device)
-    compute = torch.get_autocast_dtype(device) if autocast else head.weight_WD.dtype
+    compute = product_dtype(head.weight_WD)
     with torch.autocast(device, enabled=False):
         lessons = None
         if objective.needs_teacher:
             assert before_BTD is not None
             lessons = Lessons(head.reading(before_BTD), None, objective, compute)
-        chunk = chunk_pairs(head.weight_WD.shape[0], device)
-        recipe = Recipe(objective, lessons, compute, chunk, torch.is_grad_enabled(), head.cap)
+        recipe = Recipe(objective, lessons, compute, torch.is_grad_enabled(), head.cap)
         bias_V = head.bias_W
         if head.scale != 1:
             features_ND = features_ND * head.scale

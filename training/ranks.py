@@ -10,8 +10,8 @@ from torch import Tensor
 
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads
+from medusa_heads.training.chunks import chunk_pairs
 from medusa_heads.training.rows import SupervisedRows
-from medusa_heads.training.vocab_loss import chunk_pairs
 
 
 @torch.no_grad()
@@ -33,7 +33,9 @@ def head_ranks(heads: DraftHeads, hidden_RD: Tensor, rows: SupervisedRows, max_r
     labels_RK = rows.labels_RK
     drafted_RK = heads.draft_ids(labels_RK)
     ranks_RK = torch.full_like(labels_RK, IGNORED)
-    size = chunk_pairs(heads.config.num_candidates, hidden_RD.device.type)
+    size = chunk_pairs(
+        heads.config.num_candidates, hidden_RD.device.type, heads.vocab_matrix(0)[0].dtype
+    )
     for start in range(0, len(labels_RK), size):
         chunk = slice(start, start + size)
         features_CKD = heads.features(hidden_RD[chunk], rows.tokens_RK[chunk])

@@ -12,15 +12,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
-from medusa_heads.heads import DraftHeads
+from medusa_heads.heads import DraftHeads, product_dtype
+from medusa_heads.training.chunks import Workspace, strips
 from medusa_heads.training.loss import heads_loss
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.rows import SupervisedRows
 from medusa_heads.training.teacher import Teacher
-from medusa_heads.training.vocab_loss import Workspace
 
 # Features of a block: rows times heads times hidden size.
 BLOCK_FEATURES_CPU = 1 << 21
@@ -54,21 +55,7 @@ def rows_loss(
         width = rows.labels_RK.shape[1] * hidden_RD.shape[1]
         block_rows = max(budget // width, LEAST_BLOCK)
 
-    workspace = Workspace()
-
-    def block_loss(hidden_RD: Tensor, block: slice) -> Tensor:
-        part = SupervisedRows(rows.positions_R[block], rows.labels_RK[block], rows.tokens_RK[block])
-        features_RKD = heads.features(hidden_RD, part.tokens_RK)
-        return heads_loss(
-            heads,
-            features_RKD,
-            part,
-            objective=objective,
-            num_items=num_items,
-            teacher=teacher,
-            workspace=workspace,
-        )
-
+    block_loss = _BlockLoss(heads, rows, objective=objective, num_items=num_items, teacher=teacher)
     # At least one block, so that without any row there still is a zero with zero gradients.
     starts = range(0, max(len(hidden_RD), 1), block_rows)
     blocks = [slice(start, start + block_rows) for start in starts]
@@ -76,42 +63,68 @@ def rows_loss(
         return block_loss(hidden_RD, blocks[0])
     if not torch.is_grad_enabled():
         return torch.stack([block_loss(hidden_RD[block], block) for block in blocks]).sum()
-    learning = [parameter for parameter in heads.parameters() if parameter.requires_grad]
-    loss: Tensor = _Blocks.apply(block_loss, blocks, hidden_RD, *learning)
+    # Prefix layers have made `hidden_RD`: their gradients come through that.
+    learning = {
+        name: parameter
+        for name, parameter in block_loss.named_parameters()
+        if parameter.requires_grad and not name.startswith("heads.prefix.")
+    }
+    loss: Tensor = _Blocks.apply(block_loss, tuple(learning), blocks, hidden_RD, *learning.values())
     return loss
+
+
+class _BlockLoss(nn.Module):
+    """The loss of one block of rows; settings as `heads_loss` takes them."""
+
+    def __init__(self, heads: DraftHeads, rows: SupervisedRows, **settings: Any) -> None:
+        super().__init__()
+        self.heads = heads
+        self.rows = rows
+        self.settings = settings
+        self.workspace = Workspace()
+
+    def forward(self, hidden_RD: Tensor, block: slice) -> Tensor:
+        rows = self.rows
+        part = SupervisedRows(rows.positions_R[block], rows.labels_RK[block], rows.tokens_RK[block])
+        features_RKD = self.heads.features(hidden_RD, part.tokens_RK)
+        return heads_loss(self.heads, features_RKD, part, workspace=self.workspace, **self.settings)
 
 
 class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, block_loss: Any, blocks: list[slice], hidden_RD: Tensor, *parameters: Tensor
+        ctx: Any,
+        block_loss: _BlockLoss,
+        names: tuple[str, ...],
+        blocks: list[slice],
+        hidden_RD: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
-        through = ctx.needs_input_grad[2]
+        through = ctx.needs_input_grad[3]
         grad_RD = torch.empty_like(hidden_RD) if through else None
-        sums: list[Tensor | None] = [None] * len(parameters)
+        # Rounded once for all blocks, whose gradients so stay as small until they are summed.
+        used = [parameter.to(product_dtype(parameter)) for parameter in parameters]
+        used = [parameter.detach().requires_grad_() for parameter in used]
+        sums = [_exact_zeros(parameter) for parameter in parameters]
         losses = []
         for block in blocks:
             part_RD = hidden_RD[block].detach().requires_grad_(through)
             with torch.enable_grad():
-                loss = block_loss(part_RD, block)
+                loss = functional_call(
+                    block_loss, dict(zip(names, used, strict=True)), (part_RD, block)
+                )
             losses.append(loss.detach())
-            wanted = (*parameters, part_RD) if through else parameters
-            grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, wanted, allow_unused=True)
+            grads = torch.autograd.grad(loss, (*used, part_RD) if through else used)
             del loss
             if grad_RD is not None:
-                assert grads[-1] is not None
                 grad_RD[block] = grads[-1]
-            for i, grad in enumerate(grads[: len(parameters)]):
-                if grad is None:
-                    continue
-                # fp32 sums, also of bf16 parameters.
-                before = sums[i]
-                exact = torch.promote_types(torch.float32, grad.dtype)
-                sums[i] = grad.to(exact) if before is None else before.add_(grad)
+            for total, grad in zip(sums, grads, strict=False):
+                _add(total, grad)
+            del grads, grad
         # Not among autograd's saved tensors, so that backward can scale them where they are.
         ctx.grads = [grad_RD]
         for total, parameter in zip(sums, parameters, strict=True):
-            ctx.grads.append(None if total is None else total.to(parameter.dtype))
+            ctx.grads.append(total.to(parameter.dtype))
         return torch.stack(losses).sum()
 
     @staticmethod
@@ -121,4 +134,15 @@ class _Blocks(torch.autograd.Function):
         if grads is None:
             raise RuntimeError("the gradients of rows_loss are handed out once: no second backward")
         scaled = (None if taken is None else taken.mul_(grad.to(taken.dtype)) for taken in grads)
-        return (None, None, *scaled)
+        return (None, None, None, *scaled)
+
+
+def _exact_zeros(parameter: Tensor) -> Tensor:
+    """For a sum in fp32, also of bf16 gradients."""
+    return torch.zeros_like(parameter, dtype=torch.promote_types(torch.float32, parameter.dtype))
+
+
+def _add(total: Tensor, grad: Tensor) -> None:
+    # In strips, because a sum of two dtypes makes a copy of the one in the other.
+    for strip in strips(len(grad), grad[0].numel(), grad.device.type):
+        total[strip] += grad[strip]

@@ -110,13 +110,19 @@ class Lesson:
         p_UV: likewise.
         share_UV: probabilities as the target gives them: with a reduced vocabulary their sum is
             below one, and the rest is what no draft can reach. Else the same as `p_UV`.
+        certainty_U: sum p log p, the entropy's negative.
         rows_C: the row of each pair.
     """
 
     log_p_UV: Tensor
     p_UV: Tensor
     share_UV: Tensor
+    certainty_U: Tensor
     rows_C: Tensor
+
+    def part(self, pairs: slice) -> Lesson:
+        """The same for some of the pairs."""
+        return replace(self, rows_C=self.rows_C[pairs])
 
 
 class Lessons:
@@ -166,8 +172,9 @@ class Lessons:
             logits_UW /= self.temperature
         log_p_UV = logits_UW.log_softmax(dim=-1)
         if self.columns_V is None:
-            p_UV = log_p_UV.exp()
-            return Lesson(log_p_UV, p_UV, p_UV, rows_C)
-        log_share_UV = log_p_UV[:, self.columns_V]
-        log_p_UV = log_share_UV.log_softmax(dim=-1)
-        return Lesson(log_p_UV, log_p_UV.exp(), log_share_UV.exp(), rows_C)
+            share_UV = p_UV = log_p_UV.exp()
+        else:
+            log_share_UV = log_p_UV[:, self.columns_V]
+            log_p_UV = log_share_UV.log_softmax(dim=-1)
+            share_UV, p_UV = log_share_UV.exp(), log_p_UV.exp()
+        return Lesson(log_p_UV, p_UV, share_UV, torch.linalg.vecdot(p_UV, log_p_UV), rows_C)

@@ -2,9 +2,11 @@
 
 The logits of a vocabulary of 128k tokens are the largest thing in training by far: K heads over a
 few thousand rows would take tens of GB. Here they exist for one chunk of pairs at a time, and the
-gradient is taken while they do, as in Liger Kernel (Hsu et al. 2024, arXiv:2410.10989).
+gradient is taken while they do, as in Liger Kernel (Hsu et al. 2024, arXiv:2410.10989). Products
+want many pairs at a time; what is computed between them in fp32 goes over a chunk in strips that a
+processor's cache can hold.
 
-Shapes: N pairs of a position and a head, C of a chunk, D hidden, V vocabulary.
+Shapes: N pairs of a position and a head, C of a chunk, S of a strip, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,15 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from medusa_heads.training.divergence import measure_terms
+from medusa_heads.training.chunks import Workspace, chunk_pairs, strips
+from medusa_heads.training.divergence import cross_entropy, measure_terms
 from medusa_heads.training.loss_config import LossConfig
-from medusa_heads.training.teacher import Lessons
-
-# Logits held at a time, and pairs that a product should have at least: below them the matrix is
-# read from memory for too little work.
-CHUNK_LOGITS_CPU = 1 << 21
-CHUNK_LOGITS_GPU = 1 << 26
-LEAST_CHUNK = 256
+from medusa_heads.training.teacher import Lesson, Lessons
 
 
 @dataclass(frozen=True)
@@ -41,23 +38,6 @@ class Pairs:
     positions_N: Tensor
 
 
-class Workspace:
-    """Memory that chunk after chunk is written to. Taken anew for each, on a CPU it would cost more
-    time than what is computed in it: every page is fetched from the system and cleared."""
-
-    def __init__(self) -> None:
-        self._taken: dict[str, Tensor] = {}
-
-    def matrix(
-        self, name: str, rows: int, width: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Uninitialised, [rows, width]; the next matrix of the same name lies in the same place."""
-        taken, size = self._taken.get(name), rows * width
-        if taken is None or len(taken) < size or (taken.dtype, taken.device) != (dtype, device):
-            taken = self._taken[name] = torch.empty(size, dtype=dtype, device=device)
-        return taken[:size].view(rows, width)
-
-
 @dataclass(frozen=True)
 class Recipe:
     """How the losses are computed.
@@ -66,7 +46,6 @@ class Recipe:
         objective: which terms.
         lessons: the target's distributions, if a term needs them.
         compute: dtype of the products; softmax and sums run in fp32 (fp64 for fp64).
-        chunk: pairs at a time.
         learning: whether gradients are wanted. Under no_grad autograd still says that they are.
         cap: logits x become `cap * tanh(x / cap)`, as some targets' own do; None: they stay.
         workspace: shared by calls that follow each other.
@@ -75,7 +54,6 @@ class Recipe:
     objective: LossConfig
     lessons: Lessons | None
     compute: torch.dtype
-    chunk: int
     learning: bool
     cap: float | None = None
     workspace: Workspace = field(default_factory=Workspace)
@@ -85,11 +63,12 @@ class Recipe:
         """dtype of softmax and sums."""
         return torch.promote_types(torch.float32, self.compute)
 
-
-def chunk_pairs(vocab_size: int, device: str) -> int:
-    """How many pairs' logits are held at a time."""
-    budget = CHUNK_LOGITS_CPU if device == "cpu" else CHUNK_LOGITS_GPU
-    return max(budget // vocab_size, LEAST_CHUNK)
+    def chunk(self, vocab_size: int, device: str) -> int:
+        """How many pairs at a time."""
+        if self.lessons is None:
+            return chunk_pairs(vocab_size, device, self.compute)
+        # The target's distributions stand beside the chunk's logits, exact.
+        return chunk_pairs(max(vocab_size, self.lessons.width), device, self.exact)
 
 
 def frozen_matrix_losses(
@@ -130,44 +109,69 @@ def _chunks(
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor | None]]:
     """Of each chunk: where it lies, features_CD, losses_C, log_true_C and slope_CV, the matrix
     products' factors in `compute`. What is yielded is overwritten by the next chunk."""
-    size = min(recipe.chunk, len(features_ND))
-    shape, device = (size, matrix_VD.shape[0]), features_ND.device
-    space = recipe.workspace
-    logits_CV = space.matrix("logits", *shape, recipe.exact, device)
-    rounded_CV = logits_CV
-    if recipe.compute != recipe.exact:
-        rounded_CV = space.matrix("rounded", *shape, recipe.compute, device)
-    log_q_CV = space.matrix("log_q", *shape, recipe.exact, device)
+    device, width = features_ND.device, matrix_VD.shape[0]
+    size = min(recipe.chunk(width, device.type), len(features_ND))
+    products_CV = recipe.workspace.matrix("products", size, width, recipe.compute, device)
     for start in range(0, len(features_ND), max(size, 1)):
         chunk = slice(start, start + size)
         x_CD = features_ND[chunk].to(recipe.compute)
-        z_CV, low_CV = logits_CV[: len(x_CD)], rounded_CV[: len(x_CD)]
-        torch.mm(x_CD, matrix_VD.T, out=low_CV)
-        if low_CV.dtype != z_CV.dtype:
-            z_CV.copy_(low_CV)
-        if bias_V is not None:
-            z_CV += bias_V.to(z_CV.dtype)
-        steepness_CV = None
-        if recipe.cap is not None:
-            z_CV.div_(recipe.cap).tanh_()
-            steepness_CV = 1 - z_CV.square()
-            z_CV.mul_(recipe.cap)
+        z_CV = products_CV[: len(x_CD)]
+        torch.mm(x_CD, matrix_VD.T, out=z_CV)
         lesson = None
         if recipe.lessons is not None:
             lesson = recipe.lessons.of(pairs.positions_N[chunk])
-        losses_C, log_true_C, slope_CV = measure_terms(
-            recipe.objective,
-            z_CV,
-            pairs.labels_N[chunk],
-            lesson,
-            slope=slope,
-            log_q_CV=log_q_CV[: len(x_CD)],
+        losses_C = z_CV.new_empty(len(x_CD), dtype=recipe.exact)
+        log_true_C = torch.empty_like(losses_C)
+        for strip in strips(len(x_CD), width, device.type):
+            losses_C[strip], log_true_C[strip] = _measure_strip(
+                z_CV[strip],
+                bias_V,
+                pairs.labels_N[chunk][strip],
+                None if lesson is None else lesson.part(strip),
+                recipe,
+                slope,
+            )
+        yield chunk, x_CD, losses_C, log_true_C, z_CV if slope else None
+
+
+def _measure_strip(
+    products_SV: Tensor,
+    bias_V: Tensor | None,
+    labels_S: Tensor,
+    lesson: Lesson | None,
+    recipe: Recipe,
+    slope: bool,
+) -> tuple[Tensor, Tensor]:
+    """losses_S and log_true_S; if wanted, the slopes take the place of the products."""
+
+    def scratch(name: str) -> Tensor:
+        shape, device = products_SV.shape, products_SV.device
+        return recipe.workspace.matrix(name, *shape, recipe.exact, device)
+
+    z_SV = products_SV
+    if recipe.compute != recipe.exact:
+        z_SV = scratch("logits").copy_(products_SV)
+    if bias_V is not None:
+        z_SV += bias_V.to(z_SV.dtype)
+    steepness_SV = None
+    if recipe.cap is not None:
+        z_SV.div_(recipe.cap).tanh_()
+        steepness_SV = 1 - z_SV.square()
+        z_SV.mul_(recipe.cap)
+    objective = recipe.objective
+    if lesson is None:
+        weight = objective.weight("cross_entropy")
+        losses_S, log_true_S, slope_SV = cross_entropy(z_SV, labels_S, weight, slope=slope)
+    else:
+        log_q_SV = scratch("log_q")
+        losses_S, log_true_S, slope_SV = measure_terms(
+            objective, z_SV, labels_S, lesson, slope=slope, log_q_CV=log_q_SV
         )
-        if slope_CV is not None and steepness_CV is not None:
-            slope_CV.mul_(steepness_CV)
-        if slope_CV is not None and slope_CV.dtype != recipe.compute:
-            slope_CV = low_CV.copy_(slope_CV)
-        yield chunk, x_CD, losses_C, log_true_C, slope_CV
+    if slope_SV is not None:
+        if steepness_SV is not None:
+            slope_SV.mul_(steepness_SV)
+        products_SV.copy_(slope_SV)
+    return losses_S, log_true_S
 
 
 class _FrozenMatrix(torch.autograd.Function):
@@ -183,7 +187,8 @@ class _FrozenMatrix(torch.autograd.Function):
         wanted = recipe.learning and ctx.needs_input_grad[0]
         losses_N = features_ND.new_empty(len(features_ND), dtype=recipe.exact)
         log_true_N = torch.empty_like(losses_N)
-        grad_ND = torch.empty_like(features_ND) if wanted else None
+        # As the products leave them; their weights are known in backward.
+        grad_ND = torch.empty_like(features_ND, dtype=recipe.compute) if wanted else None
         matrix_VD = matrix_VD.to(recipe.compute)
         for chunk, _, losses_C, log_true_C, slope_CV in _chunks(
             features_ND, matrix_VD, bias_V, pairs, recipe, wanted
@@ -192,16 +197,21 @@ class _FrozenMatrix(torch.autograd.Function):
             log_true_N[chunk] = log_true_C
             if grad_ND is not None:
                 assert slope_CV is not None
-                grad_ND[chunk] = slope_CV @ matrix_VD
+                torch.mm(slope_CV, matrix_VD, out=grad_ND[chunk])
         ctx.save_for_backward(grad_ND)
+        ctx.dtype = features_ND.dtype
         ctx.mark_non_differentiable(log_true_N)
         return losses_N, log_true_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_ND,) = ctx.saved_tensors
-        return grad_ND * grad_N[:, None].to(grad_ND.dtype), None, None, None, None
+        (slopes_ND,) = ctx.saved_tensors
+        grad_ND = slopes_ND.to(ctx.dtype)
+        # In strips, because bf16 times fp32 goes through copies of both in fp32.
+        for strip in strips(*grad_ND.shape, grad_ND.device.type):
+            grad_ND[strip].mul_(grad_N[strip, None])
+        return grad_ND, None, None, None, None
 
 
 class _TrainedMatrix(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads.base import DraftHeads
+from medusa_heads.heads.base import DraftHeads, product_dtype
 from medusa_heads.heads.hydra import HydraHeads
 from medusa_heads.heads.medusa import MedusaHeads
 from medusa_heads.heads.vocabulary import HasVocabulary, frequent_tokens
@@ -18,6 +18,7 @@ __all__ = [
     "MedusaHeads",
     "frequent_tokens",
     "new_heads",
+    "product_dtype",
 ]
 
 KINDS: dict[str, type[DraftHeads]] = {cls.kind: cls for cls in (MedusaHeads, HydraHeads)}

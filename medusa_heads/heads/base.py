@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 AnyHeads = TypeVar("AnyHeads", bound="DraftHeads")
 
 
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype in which autocast, or its absence, has products with this weight computed."""
+    device = weight.device.type
+    if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
+
+
 class ResBlock(nn.Module):
     """`x + SiLU(W x + b)`, the identity while W and b are zero, as they start."""
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medusa_heads.heads.base import DraftHeads, ResBlock
+from medusa_heads.heads.base import DraftHeads, ResBlock, product_dtype
 
 
 class WideBlock(nn.Module):
@@ -74,7 +74,7 @@ class HydraHeads(DraftHeads):
         sequence: Any = self._modules[str(head)]
         embedded_RX = self.embed(tokens_RJ).flatten(-2)
         x = torch.cat([hidden_RD, embedded_RX.to(hidden_RD.dtype)], dim=-1)
-        x = x.to(next(self.parameters()).dtype)
+        x = x.to(product_dtype(next(self.parameters())))
         for block in islice(sequence, self.config.num_layers):
             x = block(x)
         return x

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads.base import DraftHeads, ResBlock
+from medusa_heads.heads.base import DraftHeads, ResBlock, product_dtype
 
 
 class MedusaHeads(DraftHeads):
@@ -40,7 +40,8 @@ class MedusaHeads(DraftHeads):
 
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """See DraftHeads. `tokens_RK` plays no part: these heads do not see each other."""
-        hidden_RD = hidden_RD.to(self._all_parameters[0].dtype)
+        # Any wider, every head would round it for itself.
+        hidden_RD = hidden_RD.to(product_dtype(self._all_parameters[0]))
         if hidden_RD.ndim == 2 and not torch.is_grad_enabled():
             return self._features_at_once(hidden_RD)
         features = []

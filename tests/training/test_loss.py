@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads
-from medusa_heads.training import loss as loss_module
-from medusa_heads.training import vocab_loss
+from medusa_heads.training import chunks, vocab_loss
 from medusa_heads.training.loss import heads_loss
 from medusa_heads.training.loss_config import TERMS, LossConfig
 from medusa_heads.training.ranks import head_ranks
@@ -23,6 +22,7 @@ from medusa_heads.training.teacher import Teacher
 from tests.training.loss_cases import (
     DRAFT_TOKENS,
     LmHead,
+    W,
     plain_loss,
     random_heads,
     random_hidden,
@@ -74,10 +74,11 @@ def test_the_loss_and_its_gradients_are_those_of_the_definition(
 
 @pytest.mark.parametrize("chunk", [1, 4, 7])
 @pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
-def test_chunks_of_any_size_give_the_same(
+def test_chunks_and_strips_of_any_size_give_the_same(
     chunk: int, vocab_matrix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_module, "chunk_pairs", lambda *_: chunk)
+    monkeypatch.setattr(vocab_loss, "chunk_pairs", lambda *_: chunk)
+    monkeypatch.setattr(chunks, "STRIP_ELEMENTS_CPU", 2 * W)
     for objective in (OBJECTIVES["all"], OBJECTIVES["cross_entropy"]):
         assert_equal(random_heads(K, vocab_matrix), random_rows(R, K, gap=2), objective)
 
@@ -177,6 +178,21 @@ def test_bf16_stays_within_rounding_of_fp32(vocab_matrix: str, terms: dict[str, 
             assert F.cosine_similarity(ours.float().flatten(), theirs.flatten(), dim=0) > 0.999
 
 
+def test_weights_of_bf16_slopes_are_not_rounded() -> None:
+    # In bf16 the weight would be 3: all gradients 0.25 % too small.
+    heads = random_heads(1, vocab=300, hidden=32, dtype=torch.float32).to(torch.bfloat16)
+    heads.share(LmHead(heads.vocab_matrix(0)[0].detach().bfloat16()))
+    rows, hidden_RD = random_rows(2000, 1, vocab=300), random_hidden(2000, 32, torch.bfloat16)
+    features_RKD = heads.features(hidden_RD)
+
+    def size(weight: float) -> float:
+        loss = heads_loss(heads, features_RKD, rows, num_items=1) * weight
+        (grad_RKD,) = torch.autograd.grad(loss, [features_RKD])
+        return float(grad_RKD.float().abs().sum())
+
+    assert size(3.0075) / size(1) == pytest.approx(3.0075, rel=5e-4)
+
+
 class LargestTensor(TorchDispatchMode):
     """Remembers the most elements any operation's result had."""
 
@@ -199,8 +215,8 @@ def test_no_tensor_outgrows_a_chunk_however_many_heads(
     vocab_matrix: str, num_heads: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocab, rows_count, budget = 1000, 400, 32_000
-    monkeypatch.setattr(vocab_loss, "CHUNK_LOGITS_CPU", budget)
-    monkeypatch.setattr(vocab_loss, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 8 * budget)
+    monkeypatch.setattr(chunks, "LEAST_CHUNK", 1)
     heads = random_heads(num_heads, vocab_matrix, vocab=vocab)
     rows = random_rows(rows_count, num_heads, vocab=vocab)
     hidden_RD, teacher = random_hidden(rows_count), random_teacher(rows, vocab=vocab)

@@ -9,6 +9,7 @@ from torch import Tensor
 from medusa_heads.heads import DraftHeads
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.row_blocks import rows_loss
+from medusa_heads.training.rows import SupervisedRows
 from tests.training.loss_cases import random_heads, random_hidden, random_rows, random_teacher
 
 R, K = 13, 3
@@ -46,12 +47,31 @@ def test_blocks_of_any_size_give_the_same(kind: str, vocab_matrix: str, block_ro
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_blocks_under_autocast_give_the_same_to_rounding() -> None:
-    heads = random_heads(K, "own", dtype=torch.float32)
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
+def test_blocks_under_autocast_give_the_same_to_rounding(kind: str, vocab_matrix: str) -> None:
+    heads = random_heads(K, vocab_matrix, kind=kind, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         whole, blocks = (results(heads, size, torch.float32) for size in (R, 4))
+    assert all(gradient.dtype == torch.float32 for gradient in blocks)
     for ours, theirs in zip(blocks, whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
+def test_gradients_of_many_blocks_are_summed_in_fp32(vocab_matrix: str) -> None:
+    # All rows alike: bf16 loses each row's part once the sum is 256 times as large.
+    heads, rows, count = random_heads(K, vocab_matrix, dtype=torch.float32), random_rows(1, K), 600
+    alike = SupervisedRows(*(part.repeat_interleave(count, 0) for part in vars(rows).values()))
+
+    def gradients(rows: SupervisedRows, count: int) -> list[Tensor]:
+        hidden_RD = random_hidden(1, dtype=torch.float32).expand(count, -1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = rows_loss(heads, hidden_RD, rows, num_items=count, block_rows=1)
+        return list(torch.autograd.grad(loss, list(heads.parameters())))
+
+    for ours, one in zip(gradients(alike, count), gradients(rows, 1), strict=True):
+        torch.testing.assert_close(ours, one, rtol=0.02, atol=0.02 * float(one.abs().max()))
 
 
 def test_without_gradients_the_value_is_the_same() -> None:
