@@ -87,8 +87,6 @@ def grow(arguments: Arguments) -> None:
         raise ValueError(f"expected no folder, or an empty one, at {str(output)!r}")
     import torch
     from rich.console import Console
-    from transformers import logging
-    from transformers.utils.logging import disable_progress_bar
 
     from medusa_heads.checkpoint import save_heads
     from scripts.grown_heads import provenance_of_grown
@@ -96,8 +94,6 @@ def grow(arguments: Arguments) -> None:
     from scripts.grown_model import load_small
     from scripts.grown_shape import SHAPES, Shape
 
-    logging.set_verbosity_error()
-    disable_progress_bar()
     console = Console(soft_wrap=True, highlight=False)
     dtype = getattr(torch, arguments.dtype)
     small = load_small(arguments.target)

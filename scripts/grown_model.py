@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import logging
+from transformers.utils.logging import disable_progress_bar
 
 from medusa_heads import MedusaModel, TargetModel
 from medusa_heads.checkpoint import LoadedHeads, load_heads
@@ -66,11 +68,13 @@ class GrownModel:
 
 
 def load_small(name: str) -> TargetModel:
-    """The target to grow.
+    """The target to grow, without the bars and warnings of loading.
 
     Raises:
         ValueError: nothing loadable stands there, or it is no Llama.
     """
+    logging.set_verbosity_error()
+    disable_progress_bar()
     small = TargetModel.from_pretrained(name, dtype=torch.float32)
     check_llama(small.model.config, name)
     return small

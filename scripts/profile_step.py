@@ -1,6 +1,7 @@
 """Where the time of a decoding step goes, beside transformers' own one-token step.
 
 python -m scripts.profile_step --checkpoint runs/demo/heads --tree 12
+python -m scripts.profile_step --checkpoint assets/demo-heads --shape 1b
 python -m scripts.profile_step --random_target 768x12x12 --tree 15 --draft_vocab_size 8192
 
 Everything is timed in one process, in turns (of the contexts too), `--repeats` times over; a ratio
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 # Waiting threads sleep instead of spinning; read when torch is loaded, so set before it is.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -31,13 +32,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.cli.arguments import parse_arguments, run_command
-from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.cli.decoding import ModelArguments, check_device, load_model
 from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.prompts import held_out_prompts
+from scripts.grown_model import grown_medusa
 from scripts.random_target import random_target
 from scripts.step_timers import (
     PHASES,
@@ -59,6 +61,9 @@ class ProfileArguments:
     random_target: str | None = field(
         default=None,
         metadata={"help": "WIDTHxLAYERSxHEADS[xKV_HEADS] of a random Llama with fresh heads"},
+    )
+    shape: Literal["0.1b", "1b", "7b"] | None = field(
+        default=None, metadata={"help": "the checkpoint and its target grown to this, in memory"}
     )
     vocabulary: int = field(default=32000, metadata={"help": "of the random target, in tokens"})
     draft_vocab_size: int | None = field(
@@ -102,6 +107,8 @@ def profile(arguments: ProfileArguments) -> dict[str, Any]:
     machine = describe_machine()  # before our own work adds to the load
     if (arguments.checkpoint is None) == (arguments.random_target is None):
         raise ValueError("give either --checkpoint or --random_target")
+    if arguments.shape is not None and arguments.checkpoint is None:
+        raise ValueError("a random target is made of any size: give --shape with --checkpoint")
     if arguments.dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"expected dtype float32, bfloat16 or float16, got {arguments.dtype!r}")
     least = (*arguments.contexts, arguments.vocabulary, arguments.repeats - 1)
@@ -110,12 +117,7 @@ def profile(arguments: ProfileArguments) -> dict[str, Any]:
             "expected a vocabulary and contexts of at least 1, and at least 2 repeats and tokens"
         )
     if arguments.random_target is None:
-        options = ModelArguments(
-            str(arguments.checkpoint),
-            dtype=arguments.dtype,  # type: ignore[arg-type]
-            device=arguments.device,
-        )
-        model, tokenizer = load_model(options, tree=arguments.tree)
+        model, tokenizer = checkpoint_model(arguments)
     else:
         model, tokenizer = random_model(arguments), None
     target: Any = model.target.model
@@ -145,6 +147,24 @@ def profile(arguments: ProfileArguments) -> dict[str, Any]:
         "machine": machine | {"load_average_after": describe_machine()["load_average"]},
         "contexts": [place.summary(places[0]) for place in places],
     }
+
+
+def checkpoint_model(arguments: ProfileArguments) -> tuple[MedusaModel, Any]:
+    """The checkpoint on its target, as they are or grown, and their tokenizer."""
+    checkpoint = str(arguments.checkpoint)
+    if arguments.shape is None:
+        options = ModelArguments(
+            checkpoint,
+            dtype=arguments.dtype,  # type: ignore[arg-type]
+            device=arguments.device,
+        )
+        return load_model(options, tree=arguments.tree)
+    dtype = getattr(torch, arguments.dtype)
+    check_device(arguments.device)
+    model, grown = grown_medusa(
+        checkpoint, arguments.shape, dtype=dtype, device=arguments.device, tree=arguments.tree
+    )
+    return model, AutoTokenizer.from_pretrained(grown.small.name_or_path)
 
 
 def random_model(arguments: ProfileArguments) -> MedusaModel:

@@ -105,8 +105,13 @@ def test_compiled_methods_write_the_same(
     medusa: MedusaModel, tiny_llama: TinyLlama, quick_costs: None, monkeypatch: Any, size: int
 ) -> None:
     """Over the static cache, and without the minutes of compiling."""
-    targets = []
-    monkeypatch.setattr(torch, "compile", lambda call, **_: targets.append(call) or call)
+    compiled: list[Any] = []
+
+    def compile(call: Any, **_: Any) -> Any:
+        compiled.append(call)
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile)
     draft = TargetModel(tiny_llama(num_layers=1, vocab_size=24))
     ranks = torch.randint(4, (200, 3), generator=torch.Generator().manual_seed(0))
     measured = HeadStatistics.from_ranks(ranks)
@@ -116,10 +121,10 @@ def test_compiled_methods_write_the_same(
     assert list(found) == names
     assert [method["identical"] for method in found.values()] == [1.0] * len(names)
     for tree in TREES:
-        eager, compiled = found[tree], found[f"{tree}+compile"]
+        eager, static = found[tree], found[f"{tree}+compile"]
         for counted in ("tokens_per_step", "target_forwards", "accepted_by_depth", "nodes"):
-            assert compiled[counted] == eager[counted], (tree, counted)
-    assert len(targets) == 1  # trees of one size share a graph
+            assert static[counted] == eager[counted], (tree, counted)
+    assert len(compiled) == 1  # trees of one size share a graph
 
 
 def test_each_size_of_tree_is_one_graph(medusa: MedusaModel, monkeypatch: Any) -> None:

@@ -58,6 +58,7 @@ def test_checkpoint_and_contexts_cut_to_what_fits(tmp_path: Path) -> None:
         ([], "either --checkpoint or --random_target"),
         (["--checkpoint", "nowhere"], "expected a heads checkpoint"),
         (["--random_target", "64x2"], "expected WIDTHxLAYERSxHEADS"),
+        (["--random_target", "64x2x4", "--shape", "1b"], "give --shape with --checkpoint"),
         (["--random_target", "64x2x7"], "do not divide the width evenly"),
         (["--random_target", "64x2x4", "--repeats", "1"], "at least 2 repeats and tokens"),
         (["--random_target", "64x2x4", "--contexts", "0"], "contexts of at least 1"),
