@@ -145,8 +145,8 @@ def _measure_strip(
     """losses_S and log_true_S; if wanted, the slopes take the place of the products."""
 
     def scratch(name: str) -> Tensor:
-        shape, device = products_SV.shape, products_SV.device
-        return recipe.workspace.matrix(name, *shape, recipe.exact, device)
+        rows, width = products_SV.shape
+        return recipe.workspace.matrix(name, rows, width, recipe.exact, products_SV.device)
 
     z_SV = products_SV
     if recipe.compute != recipe.exact:
@@ -209,7 +209,7 @@ class _FrozenMatrix(torch.autograd.Function):
         (slopes_ND,) = ctx.saved_tensors
         grad_ND = slopes_ND.to(ctx.dtype)
         # In strips, because bf16 times fp32 goes through copies of both in fp32.
-        for strip in strips(*grad_ND.shape, grad_ND.device.type):
+        for strip in strips(len(grad_ND), grad_ND.shape[1], grad_ND.device.type):
             grad_ND[strip].mul_(grad_N[strip, None])
         return grad_ND, None, None, None, None
 
