@@ -178,15 +178,23 @@ def _document(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str
     text, prompt, completion = row.get("text"), row.get("prompt"), row.get("completion")
     ids, messages = row.get("input_ids"), row.get("messages")
     if isinstance(text, str):
-        return text
+        return _encodable(text)
     if isinstance(prompt, str) and isinstance(completion, str):
-        return prompt + completion
-    if isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids):
+        return _encodable(prompt + completion)
+    if isinstance(ids, list):
+        if not all(type(token) is int and 0 <= token < len(tokenizer) for token in ids):
+            raise ValueError(f"expected 'input_ids' from 0 to {len(tokenizer) - 1}")
         return ids
     if isinstance(messages, list):
         try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False))
+            return _encodable(str(tokenizer.apply_chat_template(messages, tokenize=False)))
         # A template may raise whatever Jinja does, and its own exceptions.
         except Exception as error:
             raise ValueError(f"the target's chat template refuses this: {error}") from error
     raise ValueError(f"expected {_COLUMNS}, got {sorted(row)}")
+
+
+def _encodable(text: str) -> str:
+    """JSON can spell halves of characters, of which no text consists: a ValueError."""
+    text.encode()
+    return text

@@ -80,10 +80,13 @@ def test_conversations_go_through_the_template(
 def test_tells_what_is_left_out(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     (folder / "a.txt").write_text("def alpha(self): return 1", encoding="utf-8")
     (folder / "b.bin").write_bytes(b"\xff\xfe\x00")
-    (folder / "c.jsonl").write_text('{"txet": "x"}\n[1]\n{"input_ids": [-1]}\n', encoding="utf-8")
+    (folder / "c.jsonl").write_text(
+        '{"txet": "x"}\n[1]\n{"input_ids": [-1]}\n{"text": "\\ud800"}\n{"input_ids": [9999]}\n',
+        encoding="utf-8",
+    )
     (folder / "d.json").write_text("[", encoding="utf-8")
     with pytest.warns(
-        UserWarning, match=r"left out of the corpus: 5 rows or files, such as .*b\.bin: not"
+        UserWarning, match=r"left out of the corpus: 7 rows or files, such as .*b\.bin: not"
     ):
         index_files(folder, tokenizer)
     with pytest.raises(

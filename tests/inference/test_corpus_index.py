@@ -93,7 +93,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "index.safetensors"
     with pytest.raises(ValueError, match="expected a corpus index at"):
         CorpusIndex.load(file)
-    CorpusIndex.build([[1, 2, 3]]).save(file)
+    CorpusIndex.build([[1, 2, 3, 1, 4, 2, 5]]).save(file)
     whole, said = file.read_bytes(), {"kind": corpus_index._KIND}
     file.write_bytes(whole[:-3])
     with pytest.raises(ValueError, match="cannot be read"):
@@ -107,6 +107,10 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         save_file(tensors | {name: damaged}, file, said)
         with pytest.raises(ValueError, match="damaged"):
             CorpusIndex.load(file)
+    # A wrong order is not looked for, but does no harm.
+    save_file(tensors | {"order": tensors["order"][::-1].copy()}, file, said)
+    for text in ([1], [2], [1, 2], [5]):
+        CorpusIndex.load(file).continuation(text, 4)
     save_file(tensors, file)
     with pytest.raises(ValueError, match="no corpus index of this version"):
         CorpusIndex.load(file)
