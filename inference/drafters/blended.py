@@ -56,8 +56,7 @@ class BlendedDrafter:
         self._costly = TrustedGrower(costly) if costly is not None else None
         self._cheap = TrustedGrower(cheap) if cheap is not None else None
         self._costs = costs
-        self._longest = costs.most if suffix else 0
-        self._sources = SuffixSources(corpus)
+        self._sources = SuffixSources(corpus) if suffix else None
         # Several drafters may contradict each other, and promise too much together: of what is
         # known without the costly one, of all that is known, and of that before it is known.
         self._alone, self._together, self._ahead = Belief(), Belief(), Belief()
@@ -74,7 +73,7 @@ class BlendedDrafter:
         started = time.perf_counter()
         memory = state.memories.get(self)
         if memory is None:
-            memory = state.memories[self] = _Memory(self._sources, self._longest)
+            memory = state.memories[self] = _Memory(self._sources, self._costs.most)
         memory.keep_promises()
         for grower in self._growers():
             grower.learn(state)
@@ -120,9 +119,10 @@ class BlendedDrafter:
             trees = self._cheap.grow(state, self._costs.usual)
         else:
             trees = [PrefixTree(root) for root in state.roots_B.tolist()]
-        for tree, paths in zip(trees, memory.suffixes.continuations(state), strict=True):
-            for path in paths:
-                tree.add_path(*path)
+        if memory.suffixes is not None:
+            for tree, paths in zip(trees, memory.suffixes.continuations(state), strict=True):
+                for path in paths:
+                    tree.add_path(*path)
         return trees
 
     def _worth_asking(self, trees: list[PrefixTree]) -> tuple[bool, float]:
@@ -156,8 +156,8 @@ class Rest:
 class _Memory:
     """Of the texts being decoded: their suffixes, and what was last promised for them."""
 
-    def __init__(self, sources: SuffixSources, most: int) -> None:
-        self.suffixes = SuffixMemory(sources, most)
+    def __init__(self, sources: SuffixSources | None, most: int) -> None:
+        self.suffixes = SuffixMemory(sources, most) if sources is not None else None
         self._promises: list[tuple[Belief, float]] = []
         self._rows: list[Row] = []
         self._before = 0

@@ -13,11 +13,11 @@ that is a chain, and below each of its guesses the later ones for the positions 
               `- a1      `- b1      `- c1
                   `- a2      `- b2      `- c2       a0 a1 a2 and what the target says next: a 4-gram
 
-Shapes: B active rows, N nodes of the tree below which the window hangs, W nodes of the window, C
-columns, V vocabulary.
 A window takes time in every step. Where the same drafts bring more tokens per second without it, it
 is left out, and tried again now and then.
 
+Shapes: B active rows, N nodes of the tree below which the window hangs, W nodes of the window, V
+vocabulary.
 Source: Fu et al. 2024, "Break the sequential dependency of LLM inference using lookahead decoding",
 arXiv:2402.02057; Jacobi iterations: Santilli et al. 2023, arXiv:2305.10427.
 """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _WORTH_LOOKING = 0.05  # tokens
 _SELDOM = 8  # looks of which one is taken
 
-Path = tuple[list[int], list[float]]  # tokens, and the chance that all up to each follow
+TokenPath = tuple[list[int], list[float]]  # tokens, and the chance that all up to each follow
 
 
 class SuffixSources:
@@ -43,7 +43,7 @@ class SuffixSources:
             found.append(self._corpus.continuation(automaton.text, most))
         return found
 
-    def paths(self, found: list[Continuation]) -> list[Path]:
+    def paths(self, found: list[Continuation]) -> list[TokenPath]:
         """The same with the chances that they are right."""
         paths = []
         for trust, each in zip(self._trusts, found, strict=False):
@@ -81,7 +81,7 @@ class SuffixMemory:
         self._automata: dict[int, SuffixAutomaton] = {}
         self._promised: dict[int, list[Continuation]] = {}
 
-    def continuations(self, state: DecodingState) -> list[list[Path]]:
+    def continuations(self, state: DecodingState) -> list[list[TokenPath]]:
         """For every active row what may follow, from each source."""
         paths_B = []
         for row, padding in zip(state.rows, state.padding, strict=True):
