@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +92,30 @@ def test_a_draft_model_that_gets_better_is_found_out() -> None:
     trust = DraftTrust(DEAR)
     for _ in range(400):
         if trust.worth_reading(0, 1.0):
+            trust.chance(0.5)
             trust.learn([1], [0.5], [2])
     tried = [trust.worth_reading(0, 1.0) for _ in range(130)]
     assert 1 <= sum(tried) <= 3
     for _ in range(30):
         trust.learn([1, 1, 1], [0.5] * 3, [1, 1, 1])
-    assert all(trust.worth_reading(0, 1.0) for _ in range(20))
+    assert all([trust.worth_reading(0, 1.0) for _ in range(40)][16:])  # reckoned now and then
+
+
+def test_easier_passages_are_drafted_for() -> None:
+    """Of a text in which drafts that do not pay on the whole are right for a while, then wrong."""
+    trust, coins = DraftTrust(DEAR), torch.Generator().manual_seed(0)
+    steps, tried = {True: 0, False: 0}, {True: 0, False: 0}
+    for step in range(6000):
+        easy = step % 200 < 40
+        steps[easy] += 1
+        drafted = trust.worth_reading(0, 1.0)
+        if drafted:
+            trust.chance(0.5)
+        tried[easy] += drafted
+        right = drafted and float(torch.rand((), generator=coins)) < (0.95 if easy else 0.15)
+        trust.learn([1] * drafted, [0.5] * drafted, [int(right)])
+        trust.learn_step(1 + right, DEAR.seconds(int(drafted), int(drafted)))
+    assert tried[True] > 0.25 * steps[True] and tried[False] < 0.1 * steps[False]
 
 
 def test_the_length_is_the_best_where_all_tokens_are_alike() -> None:
@@ -106,6 +127,7 @@ def test_the_length_is_the_best_where_all_tokens_are_alike() -> None:
     for _ in range(3000):
         n = 0
         while n < 16 and trust.worth_reading(n, chance**n):
+            trust.chance(0.5)
             n += 1
         flips = (torch.rand(n, generator=coins) < chance).tolist()
         trust.learn([1] * n, [0.5] * n, [int(flip) for flip in flips])
@@ -114,11 +136,56 @@ def test_the_length_is_the_best_where_all_tokens_are_alike() -> None:
     assert gained[n] > 0.97 * gained[best]
 
 
+def passages(sure: float, share: float, seed: int) -> Iterator[tuple[list[float], int]]:
+    """Of endless text: how sure a draft model is of its next 8 tokens, and how many are right.
+
+    A draft model knows how sure it may be: `sure`, in passages that make up that share of the text,
+    and 0.3 elsewhere, but for some tokens.
+    """
+    coins, easy = random.Random(seed), True
+    while True:
+        easy = coins.random() < share if coins.random() < 0.1 else easy
+        sureness = [
+            min(max(coins.gauss(sure if easy else 0.3, 0.15), 0.02), 0.99) for _ in range(8)
+        ]
+        right = 0
+        while right < 8 and coins.random() < sureness[right]:
+            right += 1
+        yield sureness, right
+
+
+@pytest.mark.parametrize(("sure", "share"), [(0.9, 0.8), (0.75, 0.5), (0.8, 0.15)])
+@pytest.mark.parametrize("forward", [0.05, 0.15, 0.4])
+def test_no_fixed_length_is_much_better(sure: float, share: float, forward: float) -> None:
+    """From the first token on, at costs that are known: cheap draft models and dear ones."""
+    costs = DraftCosts([1.0 + 0.02 * n for n in range(9)], first=1.2 * forward, further=forward)
+    trust, seconds, tokens = DraftTrust(costs), 0.0, 0
+    fixed_seconds, fixed_tokens = [0.0] * 9, [0] * 9
+    for _, (sureness, right) in zip(range(1200), passages(sure, share, 0), strict=False):
+        n = forwards = 0
+        chance = 1.0
+        while n < 8 and trust.worth_reading(n, chance):
+            forwards += 1
+            chance *= trust.chance(sureness[n])
+            if not trust.worth_verifying(n, chance):
+                break
+            n += 1
+        kept, took = min(n, right), costs.seconds(n, forwards)
+        trust.learn([1] * n, sureness[:n], [1] * kept + [0])
+        trust.learn_step(1 + kept, took)
+        tokens, seconds = tokens + 1 + kept, seconds + took
+        for length in range(9):
+            fixed_tokens[length] += 1 + min(length, right)
+            fixed_seconds[length] += costs.seconds(length, length)
+    best = max(map(operator.truediv, fixed_tokens, fixed_seconds))
+    assert tokens / seconds > 0.97 * best
+
+
 def test_costs_are_measured(pair: tuple[Any, Any], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
     target, draft = map(TargetModel, pair)
     costs = draft_costs(target, draft)
-    assert costs.most == 16 and costs.first > 0 and costs.further > 0
+    assert costs.most == 16 and costs.first > 0 and costs.further > 0 and costs.reading >= 0
     assert list(costs.verification) == sorted(costs.verification)
     assert costs.seconds(0, 0) < costs.seconds(2, 2) < costs.seconds(8, 8)
     (kept,) = tmp_path.rglob("*.json")
