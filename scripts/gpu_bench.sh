@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Every way to decode, on one GPU, in one call of less than nine minutes.
+#
+#   scripts/gpu_bench.sh                   the demo's target and heads grown to 7B, bf16
+#   SHAPE=1b OUT=runs/1b scripts/gpu_bench.sh
+#   SHAPE=0.1b DEVICE=cpu PATIENCE=4 BATCH_SIZES="1 2" COMPILE=0 scripts/gpu_bench.sh
+#
+# Needs this repository, torch and transformers; nothing is installed or downloaded. The parts are
+# processes of their own, each with its own time limit, and none runs longer than the whole may. What
+# was measured is written as it comes: $OUT/PART/report.json and report.md, what a part printed to
+# $OUT/PART.log, and how the parts ended to $OUT/parts.txt. The exit code is 1 where one failed or
+# was cut off.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+
+SHAPE=${SHAPE:-7b}                    # own, 0.1b, 1b or 7b
+HEADS=${HEADS:-assets/demo-heads}     # a checkpoint that names a small Llama
+DEVICE=${DEVICE:-cuda}
+BATCH_SIZES=${BATCH_SIZES:-1 8 32}
+NUM_PROMPTS=${NUM_PROMPTS:-8}         # for each batch size, and two batches at least
+NEW_TOKENS=${NEW_TOKENS:-64}
+COMPILE=${COMPILE:-1}                 # 0: leave out what torch.compile makes faster
+PATIENCE=${PATIENCE:-1}               # every time limit times this, where there is no GPU
+LIMIT=$((530 * PATIENCE))             # seconds for everything
+OUT=${OUT:-runs/gpu_bench}
+PYTHON=${PYTHON:-python3}
+
+export OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1
+mkdir -p "$OUT" || exit 1
+# Measured step times are of this run alone.
+MEDUSA_HEADS_CACHE=$(cd "$OUT" && pwd)/cache
+export MEDUSA_HEADS_CACHE
+failed=0
+
+# part NAME SECONDS COMMAND..: run it for so long at most.
+part() {
+    local name=$1 limit=$(($2 * PATIENCE)) started=$SECONDS code ended
+    shift 2
+    if ((LIMIT - SECONDS < limit)); then limit=$((LIMIT - SECONDS)); fi
+    if ((limit < 10)); then
+        code=124
+    else
+        timeout --kill-after=5 "$limit" "$@" >"$OUT/$name.log" 2>&1
+        code=$?
+        cat "$OUT/$name.log"
+    fi
+    case $code in
+        0) ended=done ;;
+        124 | 137) ended="cut off" ;;
+        *) ended="failed ($code)" ;;
+    esac
+    ((code == 0)) || failed=1
+    echo "$name: $ended after $((SECONDS - started)) seconds" | tee -a "$OUT/parts.txt"
+}
+
+# measure NAME SECONDS FLAGS..: a table of its own.
+measure() {
+    local name=$1 limit=$2
+    shift 2
+    part "$name" "$limit" "$PYTHON" -m scripts.benchmark_grown --heads "$HEADS" --device "$DEVICE" \
+        --num_prompts "$NUM_PROMPTS" --max_new_tokens "$NEW_TOKENS" --report "$OUT/$name" "$@"
+}
+
+: >"$OUT/parts.txt"
+if command -v nvidia-smi >/dev/null; then nvidia-smi >"$OUT/nvidia-smi.txt"; fi
+
+ours=(heads:auto heads:static:15 suffix recycling auto)
+# In fp32 rounding tips no choice: every text must be generate()'s own.
+measure lossless 75 --shape own --dtype float32 --decodings greedy sampled --must_be_identical \
+    --methods "${ours[@]}" heads:dynamic:16 lookahead
+measure lossless-batch 45 --shape own --dtype float32 --batch_sizes 8 --must_be_identical \
+    --methods "${ours[@]}" heads:dynamic:16 lookahead
+# shellcheck disable=SC2086
+measure eager 130 --shape "$SHAPE" --batch_sizes $BATCH_SIZES \
+    --methods transformers-prompt-lookup "${ours[@]}"
+grown=()
+[[ $SHAPE == own ]] || grown=(--shape "$SHAPE")
+part profile 60 "$PYTHON" -m scripts.profile_step --checkpoint "$HEADS" "${grown[@]}" \
+    --device "$DEVICE" --contexts 512 1792 --repeats 4 --new_tokens "$NEW_TOKENS" \
+    --output "$OUT/profile.json"
+if [[ $COMPILE == 1 ]]; then
+    for size in $BATCH_SIZES; do
+        measure "compiled-$size" 140 --shape "$SHAPE" --batch_sizes "$size" --methods \
+            plain-compiled heads:static:15 heads:static:15+compile heads:auto+compile
+    done
+    measure lossless-compiled 60 --shape own --dtype float32 --must_be_identical \
+        --methods heads:static:15+compile heads:auto+compile
+fi
+measure sampled 60 --shape "$SHAPE" --decodings sampled --methods heads:auto heads:static:15 auto
+
+echo "Everything is in $OUT, after $SECONDS seconds:"
+cat "$OUT/parts.txt"
+exit $failed
