@@ -71,7 +71,10 @@ def draft_costs(target: TargetModel, draft: TargetModel, batch_size: int = 1) ->
     measured = step_seconds(target, drafters, kind, context, batch_size)
     known = [0, *lengths]
     verifying = [measured[str(n)].step - measured[str(n)].drafting for n in known]
-    between = np.interp(range(known[-1] + 1), known, list(accumulate(verifying, max)))
+    # Fewer tokens never cost more. Where a measurement says so, something else ran meanwhile: the
+    # lower one is right.
+    believed = list(accumulate(reversed(verifying), min))[::-1]
+    between = np.interp(range(known[-1] + 1), known, believed)
     drafting = [measured[str(n)].drafting for n in lengths]
     # The slope of the longest says most about what a forward costs.
     steps = max(lengths[-1] - lengths[0], 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import random
 from collections.abc import Iterator
@@ -192,3 +193,10 @@ def test_costs_are_measured(pair: tuple[Any, Any], tmp_path: Path, monkeypatch: 
     before = kept.read_bytes()
     assert draft_costs(target, draft) == costs
     assert kept.read_bytes() == before
+    # Something else ran while drafts of one token were verified.
+    seconds = json.loads(before)
+    seconds["1"][0] += 10 * seconds["16"][0]
+    kept.write_text(json.dumps(seconds))
+    disturbed = draft_costs(target, draft)
+    assert disturbed.verification[1] <= costs.verification[2]
+    assert disturbed.verification[2:] == costs.verification[2:]
