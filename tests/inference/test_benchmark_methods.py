@@ -24,7 +24,7 @@ EVERY_KIND = (
     *TREES,
     *("heads:auto", "heads:4+suffix"),
     *("auto", "suffix", "recycling", "lookahead", "lookahead+suffix"),
-    *("draft-model:chain:2", "draft-model:dynamic:4", "draft-model"),
+    *("draft-model:chain:2", "draft-model:dynamic:4", "draft-model:sampled:2x1", "draft-model"),
 )
 
 
@@ -51,7 +51,13 @@ def test_methods_that_are_not_there(name: str, message: str) -> None:
 
 
 def test_a_method_is_named_once() -> None:
-    check_methods([PLAIN, *DRAFTERS], heads=False, draft=False)
+    trees = ("auto", "none", "8", "chain:3", "cartesian:3,2", "16+suffix", "a+compile.json")
+    heads = [f"heads:{tree}" for tree in (*trees, "dynamic:8", "suffix:5")]
+    drafts = [f"draft-model:{tree}" for tree in ("auto", "chain:3", "dynamic:8", "sampled:3x2")]
+    compiled = [f"{name}+compile" for name in (*heads, *drafts, "auto", "lookahead+suffix")]
+    numbered = ["early_exit:4", "early_exit:4+suffix"]
+    named = [PLAIN, *DRAFTERS, *numbered, *heads, *drafts, *compiled]
+    check_methods(named, heads=True, draft=True)
     with pytest.raises(ValueError, match="'suffix' is given twice"):
         check_methods(["suffix", PLAIN, "suffix"], heads=False, draft=False)
 
@@ -71,7 +77,7 @@ def test_drafters_and_draft_models_in_padded_batches(
     medusa: MedusaModel, tiny_llama: TinyLlama, quick_costs: None
 ) -> None:
     draft = TargetModel(tiny_llama(num_layers=1, vocab_size=24))
-    names = [PLAIN, PROMPT_LOOKUP, "transformers-assisted", HEADS, "suffix", "recycling"]
+    names = [PLAIN, PROMPT_LOOKUP, "transformers-assisted", HEADS, "suffix", "early_exit:1+suffix"]
     methods = methods_of(medusa, *names, "draft-model:chain:2", draft=draft)
     for size in (1, 2):
         result = result_of(medusa, methods, batch_size=size)
