@@ -94,6 +94,27 @@ def test_a_folder_that_names_its_target_needs_nothing_else(
         DraftedModel.from_pretrained(tmp_path / "draft", target=loaded, dtype="float32")
 
 
+def test_several_folders_must_draft_for_one_target(pair: tuple[Any, Any], tmp_path: Path) -> None:
+    target, draft = pair
+    for name in ("one", "other"):
+        target.save_pretrained(tmp_path / name)
+        loaded = TargetModel.from_pretrained(str(tmp_path / name))
+        save_draft(tmp_path / f"for-{name}", draft, loaded)
+    folders = [tmp_path / "for-one", tmp_path / "for-other"]
+    with pytest.raises(ValueError, match="for-other' drafts for another target"):
+        DraftedModel.from_pretrained(folders)
+    with pytest.raises(ValueError, match="given twice"):
+        DraftedModel.from_pretrained([folders[0], folders[0]])
+    # A plain model folder names none, and a target that is given settles it.
+    beside = DraftedModel.from_pretrained([folders[0], tmp_path / "other"], tree="chain:2")
+    told = DraftedModel.from_pretrained(folders, target=tmp_path / "other", tree="chain:2")
+    for model in (beside, told):
+        expected = target.generate(PROMPT, do_sample=False, max_new_tokens=40)
+        got = model.generate(PROMPT, do_sample=False, max_new_tokens=40)
+        assert isinstance(got, torch.Tensor) and torch.equal(got, expected)
+        assert sum(model.draft_steps) > 0
+
+
 def test_the_target_is_named_with_the_revision_it_taught_at(
     pair: tuple[Any, Any], tmp_path: Path
 ) -> None:
