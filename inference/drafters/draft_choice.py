@@ -47,6 +47,7 @@ class DraftChoice:
         self._dearness = [1] * models
         self._trying: int | None = None
         self._trial_steps = 0  # since the trial began
+        self._loss = 0.0  # seconds that it was taken to lose
 
     def pick(self, unread: Sequence[float], written: float) -> int:
         """The draft model for the next step.
@@ -110,18 +111,24 @@ class DraftChoice:
         if left[wanted] >= 0:
             self._allowances[wanted] = left[wanted]
             self._trying, self._trial_steps = wanted, 0
+            self._loss = self._lost(wanted)
 
     def _end_trial(self) -> None:
         assert self._trying is not None
-        self._dearness[self._trying] = min(2 * self._dearness[self._trying], _DEAREST)
-        self._trying = None
+        tried, self._trying = self._trying, None
+        # What nobody could know before is paid afterwards.
+        self._allowances[tried] -= max(self._lost(tried) - self._loss, 0.0)
+        self._dearness[tried] = min(2 * self._dearness[tried], _DEAREST)
 
     def _price(self, which: int, unread: float) -> float:
-        """Seconds that a trial is taken to lose: those of reading, and of what the best draft model
-        would have gained meanwhile. Nothing where that has become as slow as the other one was."""
+        """Seconds that a trial is taken to cost, with what must be read for it."""
+        return self._dearness[which] * (self._lost(which) + self._reading(which, unread))
+
+    def _lost(self, which: int) -> float:
+        """Seconds of a trial in which the best draft model would have gained more. None where that
+        has become as slow as the other one was."""
         relative = max(self._relative(which), self._own[which].rate / self._speed.rate)
-        lost = _TRIAL * self._speed.step * max(1 - relative, 0.0)
-        return self._dearness[which] * (lost + self._reading(which, unread))
+        return _TRIAL * self._speed.step * max(1 - relative, 0.0)
 
     def _relative(self, which: int) -> float:
         """Its speed over that of the best."""
