@@ -116,7 +116,8 @@ class DecodingState:
         # Only a drafter that reads the whole text will ask for what it was not asked to draft from.
         if self._fresh_was_read or not self._keeps_fresh:
             self._fresh.clear()
-        self._fresh.append((hidden_BND, [list(path) for path in paths]))
+        # Rows that have ended and stay stand still: what is made of them, nobody reads.
+        self._fresh.append((hidden_BND, [list(path) or [0] for path in paths]))
         self._fresh_was_read = False
         self.hidden_BD = hidden_BND[batch_B, last_B]
         self.roots_B = torch.tensor([row.tokens[-1] for row in self.rows], device=device)

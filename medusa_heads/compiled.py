@@ -187,7 +187,6 @@ class CompiledTarget(TargetModel):
         super().__init__(model)
         self._caches: dict[tuple[int, int], StaticRowCache] = {}
         self._hidden: list[Tensor] = []
-        self._captures = False
         # One hook for good: registering it anew for every text would invalidate the graph.
         self.get_output_embeddings().register_forward_pre_hook(self._remember)
         self._forward: Callable[..., Any] = torch.compile(
@@ -211,21 +210,14 @@ class CompiledTarget(TargetModel):
             self._forward = compiled
 
     def _remember(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._captures:
-            self._hidden[:] = [args[0]]
+        self._hidden[:] = [args[0]]
 
     @contextmanager
     def capture_hidden(self) -> Iterator[Callable[[], Tensor]]:
         """Within the block, the returned function gives what the lm_head last read [B, T, D]."""
-        # Only there: others may compile the same model, and need not hand out hidden states.
-        self._captures = True
-        try:
-            # A copy: a replayed CUDA graph writes the next step's where these lie, and drafters may
-            # read those of several steps at once.
-            yield lambda: self._hidden[0].clone()
-        finally:
-            self._captures = False
-            self._hidden.clear()
+        # A copy: a replayed CUDA graph writes the next step's where these lie, and drafters may
+        # read those of several steps at once.
+        yield lambda: self._hidden[0].clone()
 
     def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
         """An empty cache with room for `slots`; kept and used again, since the graph knows it."""

@@ -81,6 +81,14 @@ def check(model: Any, medusa: MedusaModel, ids: Any, mask: Any, new: int, **opti
     assert torch.equal(medusa.generate(ids, **inputs), model.generate(ids, **inputs))  # type: ignore[arg-type]
 
 
+def test_rows_that_end_stay_beside_heads_that_read_the_prompt() -> None:
+    model = build(LlamaConfig(**SMALL))
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=3, prefix_attention=True))
+    medusa = MedusaModel(model, heads, tree=7, compile=True, compile_backend="eager")
+    ids = torch.randint(1, 24, (3, 21), generator=torch.Generator().manual_seed(1))
+    check(model, medusa, ids, torch.ones_like(ids), 60, eos_token_id=5)
+
+
 def test_hidden_states_outlive_the_next_step(tiny_llama: TinyLlama) -> None:
     """A CUDA graph that is replayed writes to where it wrote before; so does this backend."""
 
