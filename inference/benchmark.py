@@ -40,7 +40,7 @@ def benchmark(
     prompts: Sequence[Prompt | Sequence[int]],
     *,
     target: str | None = None,
-    draft_model: str | None = None,
+    draft_model: str | Sequence[str] = (),
     corpus: str | os.PathLike[str] | None = None,
     settings: Sequence[Setting] = DEFAULT_SETTINGS,
     batch_sizes: Sequence[int] = (1,),
@@ -60,7 +60,8 @@ def benchmark(
         checkpoint: heads, as a folder or a hub's repository; or the target itself.
         prompts: of which a question's further turns are made with plain decoding's greedy answers.
         target: hub id or path of the target; by default the one the heads name.
-        draft_model: hub id or path, for the methods that need one.
+        draft_model: hub id or path, for the methods that need one; of several, this engine's
+            methods choose while they decode.
         corpus: file or folder of text, for the methods that continue one.
         settings: what to measure; a copy of the target is loaded per dtype, one at a time.
         batch_sizes: prompts decoded together; everything is measured with each.
@@ -83,19 +84,20 @@ def benchmark(
             unusable checkpoint.
     """
     named = [name for setting in settings for name in setting.methods]
+    drafts = [draft_model] if isinstance(draft_model, str) else list(draft_model)
     source = find_source(checkpoint, target, heads=needs_heads(named))
     for setting in settings:
         has_heads = source.checkpoint is not None
-        given = {"draft": draft_model is not None, "corpus": corpus is not None}
+        given = {"draft": bool(drafts), "corpus": corpus is not None}
         check_methods(setting.methods, heads=has_heads, **given)
     asked_for = {
         "checkpoint": str(checkpoint),
-        "draft_model": draft_model,
+        "draft_models": drafts,
         "corpus": None if corpus is None else str(corpus),
     }
     options = {"device": device, "trust_remote_code": trust_remote_code}
     report = measure_models(
-        lambda dtype: load_models(source, draft_model, corpus, dtype=dtype, **options),
+        lambda dtype: load_models(source, drafts, corpus, dtype=dtype, **options),
         prompts,
         settings=settings,
         batch_sizes=batch_sizes,

@@ -3,9 +3,9 @@
 plain                       transformers' generate()
 plain-compiled              the same with its static cache, through torch.compile
 transformers-prompt-lookup  transformers' prompt lookup
-transformers-assisted       transformers' assisted generation, with the draft model
+transformers-assisted       transformers' assisted generation, with the (first) draft model
 heads, heads:TREE           the checkpoint's heads; trees as in tree_plan.py
-draft-model, draft-model:TREE   the draft model on this engine; trees as in draft_model.py
+draft-model, draft-model:TREE   the draft models on this engine; trees as in draft_model.py
 and the names in training_free.py, of drafters that no training made
 One of the last three kinds with +compile behind it: verified through torch.compile
 heads or a drafter with +corpus behind it: continues the corpus that was given, too
@@ -48,7 +48,7 @@ class Models:
 
     target: TargetModel
     medusa: MedusaModel | None = None
-    draft: TargetModel | None = None
+    drafts: tuple[TargetModel, ...] = ()
     corpus: CorpusIndex | None = None
 
     @cached_property
@@ -142,8 +142,8 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
         looking = partial(generate, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS)
         return Method(name, looking, one_row=True)
     if name == ASSISTED:
-        assert models.draft is not None
-        return Method(name, partial(generate, assistant_model=models.draft.model), one_row=True)
+        assisted = partial(generate, assistant_model=models.drafts[0].model)
+        return Method(name, assisted, one_row=True)
     return _of_engine(name, models)
 
 
@@ -161,8 +161,7 @@ def _of_engine(name: str, models: Models) -> Method:
             target, heads, statistics=statistics, tree=tree or "auto", corpus=corpus
         )
     elif kind == DRAFT_MODEL:
-        assert models.draft is not None
-        model = DraftedModel(target, models.draft, tree=tree or "auto")
+        model = DraftedModel(target, models.drafts, tree=tree or "auto")
     else:
         model = TrainingFreeModel(target, drafter, corpus=corpus)
 

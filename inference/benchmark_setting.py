@@ -118,16 +118,23 @@ def _warm_up(
         started = time.perf_counter()
         try:
             run_once(method, model, rows, 0, **short)
-        # Compilers fail in ways of their own: there may be none here, or one that gives up.
-        except Exception as error:
-            if not method.compiled:
+        # There may be no compiler here, or one that gives up. Other mistakes are ours.
+        except RuntimeError as error:
+            if not method.compiled or not _of_a_compiler(error):
                 raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            # The first line names the compiler, the second what befell it.
+            reason = " ".join(str(error).split("\n", maxsplit=2)[:2]).strip()
             seconds = time.perf_counter() - started
             left_out[method.name] = f"torch.compile failed after {seconds:.0f} seconds: {reason}"
             continue
         running.append(method)
     return running, left_out
+
+
+def _of_a_compiler(error: RuntimeError) -> bool:
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
 
 
 def _by_category(

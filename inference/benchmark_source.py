@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def _is_model(folder: Path) -> bool:
 
 def load_models(
     source: Source,
-    draft_model: str | None,
+    draft_models: Sequence[str] = (),
     corpus: str | os.PathLike[str] | None = None,
     *,
     dtype: torch.dtype,
@@ -91,7 +92,7 @@ def load_models(
 
     Args:
         source: target, and perhaps heads.
-        draft_model: hub id or path of a draft model.
+        draft_models: hub id or path of each.
         corpus: file or folder of text for drafts to continue.
         dtype: of all weights.
         options: `device` and `trust_remote_code`.
@@ -110,11 +111,15 @@ def load_models(
         assert source.target is not None
         target = load_target(source.target, source.target, dtype=dtype, **options)
     index = find_corpus(corpus, target, trust_remote_code=trusted)
-    if draft_model is None:
-        return Models(target, medusa, corpus=index)
-    name, revision = split_revision(draft_model)
+    options |= {"dtype": dtype, "device": target.device}
+    drafts = tuple(_load_draft(named, target, options) for named in draft_models)
+    return Models(target, medusa, drafts, index)
+
+
+def _load_draft(named: str, target: TargetModel, options: dict[str, Any]) -> TargetModel:
+    name, revision = split_revision(named)
     if revision is not None:
-        options["revision"] = revision
-    draft = TargetModel.from_pretrained(name, dtype=dtype, **(options | {"device": target.device}))
+        options = options | {"revision": revision}
+    draft = TargetModel.from_pretrained(name, **options)
     check_vocabulary(draft, target)
-    return Models(target, medusa, draft, index)
+    return draft

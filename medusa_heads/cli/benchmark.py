@@ -38,9 +38,13 @@ class BenchmarkArguments:
         default=None,
         metadata={"help": "Hub id or path of the target; by default the one the heads name."},
     )
-    draft_model: str | None = field(
-        default=None,
-        metadata={"help": "Hub id or path of a draft model, for the methods that need one."},
+    draft_model: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Hub id or path of a draft model, for the methods that need one; of several, "
+            "draft-model chooses while it decodes, and transformers-assisted takes the first.",
+            "action": "extend",
+        },
     )
     methods: list[str] | None = field(
         default=None,
@@ -142,7 +146,7 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
     has_heads = source.checkpoint is not None
     settings = _settings(arguments, has_heads)
     for setting in settings:
-        draft, corpus = arguments.draft_model is not None, arguments.corpus is not None
+        draft, corpus = bool(arguments.draft_model), arguments.corpus is not None
         check_methods(setting.methods, heads=has_heads, draft=draft, corpus=corpus)
     check_device(arguments.device)
 

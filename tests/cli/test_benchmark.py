@@ -92,7 +92,8 @@ def test_a_target_alone_on_questions(
     ]
     (tmp_path / "question.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = [str(checkpoint / "target"), "--methods", "plain", "transformers-prompt-lookup"]
-    command += ["draft-model:chain:2", "--draft_model", str(checkpoint / "target")]
+    drafts = [str(checkpoint / "target")] * 2  # of which one is chosen while decoding
+    command += ["draft-model:chain:2", "--draft_model", *drafts]
     command += ["--prompts", str(tmp_path / "question.jsonl"), "--max_prompt_length", "40"]
     command += ["--dtypes", "float32", "--decodings", "greedy", "--batch_sizes", "1", "2"]
     command += ["--max_new_tokens", "4", "--num_prompts", "0", "--report", str(tmp_path / "out")]

@@ -21,7 +21,7 @@ GREEDY = Setting("greedy", "float32")
 
 def methods_of(medusa: MedusaModel, *names: str, draft: TargetModel | None = None) -> list[Method]:
     """The methods of these names, made of one set of models."""
-    models = Models(medusa.target, medusa, draft)
+    models = Models(medusa.target, medusa, (draft,) if draft else ())
     return [make_method(n, models, most_tokens=32) for n in names or (PLAIN, PROMPT_LOOKUP, HEADS)]
 
 
