@@ -4,15 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from datasets import Dataset
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from torch.distributed.tensor import DTensor
+from transformers import PhiConfig, PhiForCausalLM, Trainer, TrainingArguments
 
 from medusa_heads.cli.train_draft import main as train_draft
 from medusa_heads.cli.train_heads import main as train_heads
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
+from medusa_heads.heads.vocabulary import vocabulary
 from medusa_heads.target import TargetModel
 from medusa_heads.training.launched import Sharding
 from medusa_heads.training.sharding import load_to_spread, shard_target
@@ -53,6 +56,23 @@ def test_a_model_without_layers_is_refused(target: TargetModel) -> None:
 def test_4_bit_matrices_are_not_spread() -> None:
     with pytest.raises(ValueError, match="4-bit matrices cannot be spread over processes"):
         load_to_spread(TargetArguments("nowhere", load_in_4bit=True), Sharding())
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_all_that_heads_read_stays_whole() -> None:
+    size = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 32}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}
+    target = TargetModel(PhiForCausalLM(PhiConfig(**size, **layers)))  # its lm_head has a bias
+    target.freeze()
+    before = vocabulary(target)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shard_target(target, CPU)
+        assert isinstance(target.model.model.final_layernorm.weight, DTensor)
+        for kept, whole in zip(vocabulary(target), before, strict=True):
+            assert not isinstance(kept, DTensor) and torch.equal(kept, whole)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_fsdp_launch_is_refused_by_name_where_it_cannot_be_had(
