@@ -69,7 +69,8 @@ def shard_target(
         fully_shard(layer, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
     if empty:
         _send(target.model, device)
-    fully_shard(target.model, mesh=mesh, ignored_params={module.weight for module in kept})
+    whole = {parameter for module in kept for parameter in module.parameters()}
+    fully_shard(target.model, mesh=mesh, ignored_params=whole)
     for module in kept:
         module.to(device)
 
