@@ -106,6 +106,7 @@ class _Blocks(torch.autograd.Function):
         used = [parameter.to(product_dtype(parameter)) for parameter in parameters]
         used = [parameter.detach().requires_grad_() for parameter in used]
         sums = [_exact_zeros(parameter) for parameter in parameters]
+        scale = _slope_scale(block_loss.settings["num_items"])
         losses = []
         for block in blocks:
             part_RD = hidden_RD[block].detach().requires_grad_(through)
@@ -114,13 +115,15 @@ class _Blocks(torch.autograd.Function):
                     block_loss, dict(zip(names, used, strict=True)), (part_RD, block)
                 )
             losses.append(loss.detach())
-            grads = torch.autograd.grad(loss, (*used, part_RD) if through else used)
+            wanted = (*used, part_RD) if through else used
+            grads = torch.autograd.grad(loss, wanted, torch.as_tensor(scale).to(loss))
             del loss
             if grad_RD is not None:
                 grad_RD[block] = grads[-1]
-            for total, grad in zip(sums, grads, strict=False):
-                _add(total, grad)
-            del grads, grad
+            for i, total in enumerate(sums):
+                _add(total, grads[i])
+            del grads
+        ctx.scale = scale
         # Not among autograd's saved tensors, so that backward can scale them where they are.
         ctx.grads = [grad_RD]
         for total, parameter in zip(sums, parameters, strict=True):
@@ -133,8 +136,16 @@ class _Blocks(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             raise RuntimeError("the gradients of rows_loss are handed out once: no second backward")
+        grad = grad / ctx.scale
         scaled = (None if taken is None else taken.mul_(grad.to(taken.dtype)) for taken in grads)
         return (None, None, None, *scaled)
+
+
+def _slope_scale(num_items: Tensor | int) -> Tensor:
+    """What slopes are taken times: shares of a large step would vanish in fp16, which no loss scale
+    could prevent, because that comes only in backward. A power of two, so that nothing is rounded;
+    well below the divisor, which leaves room for sums over a block."""
+    return torch.as_tensor(num_items / 16).clamp(min=1).log2().floor().exp2()
 
 
 def _exact_zeros(parameter: Tensor) -> Tensor:

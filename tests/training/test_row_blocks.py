@@ -74,6 +74,25 @@ def test_gradients_of_many_blocks_are_summed_in_fp32(vocab_matrix: str) -> None:
         torch.testing.assert_close(ours, one, rtol=0.02, atol=0.02 * float(one.abs().max()))
 
 
+@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
+def test_small_shares_of_a_large_step_are_kept_in_fp16(vocab_matrix: str) -> None:
+    # Divided by so many tokens, most slopes are less than fp16 can tell from zero.
+    heads, rows = random_heads(K, vocab_matrix, dtype=torch.float32), random_rows(R, K)
+    parameters = list(heads.parameters())
+    scale = 2.0**15  # as GradScaler's
+
+    def gradients(dtype: torch.dtype, half: bool) -> list[Tensor]:
+        hidden_RD = random_hidden(R, dtype=dtype).requires_grad_()
+        with torch.autocast("cpu", torch.float16, enabled=half):
+            loss = rows_loss(heads, hidden_RD, rows, num_items=300_000, block_rows=4)
+        found = torch.autograd.grad(loss * scale, [hidden_RD, *parameters])
+        return [gradient.float() / scale for gradient in found]
+
+    exact = gradients(torch.float32, half=False)
+    for ours, theirs in zip(gradients(torch.float16, half=True), exact, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.01 * float(theirs.abs().max()))
+
+
 def test_without_gradients_the_value_is_the_same() -> None:
     heads, rows = random_heads(K), random_rows(R, K)
     with torch.no_grad():
@@ -92,6 +111,17 @@ def test_parameters_that_do_not_learn_are_left_alone() -> None:
     rows_loss(heads, random_hidden(R), rows, num_items=1, block_rows=4).backward()
     assert frozen.grad is None
     assert all(parameter.grad is not None for parameter in others)
+
+
+def test_heads_that_do_not_learn_pass_gradients_on() -> None:
+    heads, rows = random_heads(K).requires_grad_(False), random_rows(R, K)
+    found = []
+    for block_rows in (4, R):
+        hidden_RD = random_hidden(R).requires_grad_()
+        rows_loss(heads, hidden_RD, rows, num_items=1, block_rows=block_rows).backward()
+        found.append(hidden_RD.grad)
+    assert found[0] is not None and found[0].abs().max() > 0
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("num_heads", [1, 5])
