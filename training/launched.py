@@ -54,7 +54,13 @@ def launched_sharding() -> Sharding | None:
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    plugin = FullyShardedDataParallelPlugin()
+    try:
+        plugin = FullyShardedDataParallelPlugin()
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"the launch's fsdp_config cannot be read: {type(error).__name__}: {error}: set it as "
+            "configs/accelerate/fsdp.yaml does"
+        ) from error
     unusable = {
         "fsdp_offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "fsdp_activation_checkpointing": plugin.activation_checkpointing,

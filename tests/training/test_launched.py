@@ -52,6 +52,8 @@ def test_an_fsdp_launch_says_how(fsdp_launch: pytest.MonkeyPatch) -> None:
         ("FSDP_IGNORED_MODULES", "lm_head", "without fsdp_ignored_modules"),
         ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "without fsdp_auto_wrap_policy: SIZE_BASED"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "without parallelism_config"),
+        ("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD", "cannot be read: ValueError: invalid truth"),
+        ("FSDP_STATE_DICT_TYPE", "WHOLE", "fsdp_config cannot be read: KeyError: 'WHOLE'"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeed would take apart what is trained"),
     ],
 )
