@@ -105,18 +105,11 @@ def train_heads(
     args.output_dir = str(output)
     checkpoint = find_start(output, resume_from_checkpoint, overwrite=overwrite_output_dir)
     callbacks = watchers(args, early_stopping_patience)
-    cached = hidden_cache is not None and hidden_cache.hidden_cache != "off"
-    if joint is not None and cached:
-        raise ValueError(
-            "joint training changes the target's hidden states, so none can be kept: leave "
-            "hidden_cache off"
-        )
-    target = as_target(target, args.device, launched_sharding())
-    if is_sharded(target) and cached:
-        raise ValueError(
-            "processes that share a target run it together, and a cache would leave some of them "
-            "out: leave hidden_cache off"
-        )
+    hidden_cache = hidden_cache or CacheArguments()
+    sharding = launched_sharding()
+    spread = isinstance(target, TargetModel) and is_sharded(target)
+    hidden_cache.check(joint=joint is not None, spread=spread or sharding is not None)
+    target = as_target(target, args.device, sharding)
     data = prepare_sets(
         target, dataset, eval_dataset, data_settings, tokenizer, config.num_heads, args
     )
@@ -147,7 +140,7 @@ def train_heads(
     if checkpoint is not None:
         check_same_run(checkpoint, story())
     hidden_states = open_hidden_states(
-        hidden_cache or CacheArguments(),
+        hidden_cache,
         target,
         data,
         heads.config,

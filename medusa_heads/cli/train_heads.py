@@ -55,6 +55,7 @@ def _train(argv: Sequence[str] | None) -> None:
             "processes that share a target (shard_target, or an FSDP launch) cannot write text "
             "apart: make it with medusa-heads regenerate, and give it as --dataset"
         )
+    to_cache.check(joint=joint is not None, spread=sharding is not None)
     texts = find_texts(to_target, to_data, to_distill)
 
     from medusa_heads.training.arguments import to_training_arguments
