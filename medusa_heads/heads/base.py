@@ -229,7 +229,9 @@ class DraftHeads(nn.Module, ABC):
         """Logits of head `head` from its features: (..., D) -> (..., V)."""
         if self.previews is not None:
             own = self.config.vocab_matrix == "own"
-            return self.previews[head if own else 0].logits(features_RD)
+            preview = self.previews[head if own else 0]
+            if preview.pays(features_RD):
+                return preview.logits(features_RD)
         weight_VD, bias_V = self.vocab_matrix(head)
         # In two dimensions: with odd strides in three, a product takes a far slower path.
         flat_ND = features_RD.flatten(0, -2).to(weight_VD.dtype)

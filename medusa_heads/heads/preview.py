@@ -23,6 +23,7 @@ from medusa_heads.heads.base import AnyHeads, DraftHeads
 
 SMALLEST = 16 << 20  # bytes of a vocabulary matrix from which a preview pays
 CANDIDATES = 256
+READ_AT_MOST = 0.25  # of the matrix's rows, counted for each row of features; else all are cheaper
 _SAMPLED = 16384  # tokens from which the directions are found
 _found: WeakKeyDictionary[DraftHeads, tuple[list[int], list[VocabularyPreview]]]
 _found = WeakKeyDictionary()
@@ -49,6 +50,12 @@ class VocabularyPreview:
     def held(self) -> tuple[Tensor, Tensor]:
         """What it keeps beside the matrix: the directions [W, D], and the thin matrix [V, W]."""
         return self._directions_WD, self._thin_VW
+
+    def pays(self, features_RD: Tensor) -> bool:
+        """Whether this takes less time than the whole matrix: of many rows, each has candidates of
+        its own to read."""
+        rows = features_RD.numel() // features_RD.shape[-1]
+        return rows * CANDIDATES <= READ_AT_MOST * len(self._weight_VD)
 
     def logits(self, features_RD: Tensor) -> Tensor:
         """(..., D) -> (..., V)."""

@@ -60,7 +60,7 @@ def test_only_the_view_is_near(
     view = with_preview(heads)
     assert view is not heads and heads.previews is None
     assert list(view.parameters()) == list(heads.parameters())
-    hidden_RD, tokens_RK = torch.randn(5, HIDDEN), torch.randint(VOCAB, (5, 2))
+    hidden_RD, tokens_RK = torch.randn(1, HIDDEN), torch.randint(VOCAB, (1, 2))
     with torch.no_grad():
         for block in heads.heads():
             torch.nn.init.normal_(block[0].linear.weight, std=0.1)
@@ -68,10 +68,15 @@ def test_only_the_view_is_near(
     assert near.shape == exact.shape and not torch.equal(near, exact)
     # This matrix has no directions to speak of; even so the candidates are exact.
     assert torch.isclose(near, exact, atol=1e-5).sum(-1).min() >= preview.CANDIDATES
+    # Many rows would read more of the matrix than it has.
+    hidden_RD, tokens_RK = hidden_RD.expand(12, -1), tokens_RK.expand(12, -1)
+    with torch.no_grad():
+        assert torch.equal(view(hidden_RD, tokens_RK), heads(hidden_RD, tokens_RK))
 
 
 def test_text_stays_the_targets_own(tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preview, "SMALLEST", 0)
+    monkeypatch.setattr(preview, "READ_AT_MOST", 1)  # also of a batch as small as this one
     target: Any = tiny_llama(vocab_size=VOCAB, hidden_size=HIDDEN)
     medusa = MedusaModel(target, new_heads(target, HeadsConfig(num_heads=3)), tree="cartesian:3,2")
     assert medusa.drafting.previews is not None and medusa.heads.previews is None
