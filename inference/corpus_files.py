@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,8 @@ def find_corpus(
     if corpus is None:
         return None
     if isinstance(corpus, str | os.PathLike):
+        if not os.fspath(corpus):
+            raise ValueError("expected a corpus, a file or a folder, got an empty path")
         index = _find_files(Path(corpus).expanduser(), target, trust_remote_code)
     elif isinstance(corpus, CorpusIndex):
         index = corpus
@@ -86,7 +88,7 @@ def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
     """Index a file or a folder of text, or read the index that was made of it before.
 
     Raises:
-        ValueError: there is no text in it.
+        ValueError: it is neither, or there is no text in it.
     """
     path = Path(path)
     files = _files(path)
@@ -124,6 +126,8 @@ def vocabulary_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
+    if not path.is_dir():
+        raise ValueError(f"the corpus {str(path)!r} is neither a file nor a folder: give one")
     files = [
         file
         for file in sorted(path.rglob("*"))
@@ -140,11 +144,8 @@ def _documents(
     """Token ids of each document. `left_out` is told what is none, and why."""
     from tqdm.auto import tqdm
 
-    def refuse(place: str, reason: str) -> None:
-        left_out.append(f"{place}: {reason}")
-
     bar = tqdm(files, desc="Reading the corpus", unit="file", delay=2)
-    found = (document for file in bar for document in _documents_of(file, tokenizer, refuse))
+    found = (document for file in bar for document in _documents_of(file, tokenizer, left_out))
     while batch := list(islice(found, _TOGETHER)):
         texts = [document for document in batch if isinstance(document, str)]
         # How long a target's texts may be is no matter here.
@@ -155,22 +156,35 @@ def _documents(
 
 
 def _documents_of(
-    file: Path, tokenizer: PreTrainedTokenizerBase, refuse: Callable[[str, str], None]
+    file: Path, tokenizer: PreTrainedTokenizerBase, left_out: list[str]
 ) -> Iterator[str | list[int]]:
     if not has_known_suffix(file.name):
         try:
             yield file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
-            refuse(str(file), "not UTF-8")
+            left_out.append(f"{file}: not UTF-8")
         return
+    refused: list[str] = []
+
+    def refuse(place: str, reason: str) -> None:
+        refused.append(f"{place}: {reason}")
+
+    is_data = False
     try:
         for place, row in read_rows(file, refuse):
             try:
-                yield _document(row, tokenizer)
+                document = _document(row, tokenizer)
             except ValueError as error:
                 refuse(place, str(error))
+            else:
+                is_data = True
+                yield document
     except ValueError as error:
         refuse(str(file), str(error))
+    if len(refused) > 1 and not is_data:
+        # Such as a program's settings over many lines: one thing of another kind.
+        refused = [f"{file}: none of {len(refused)} rows is a document ({refused[0]})"]
+    left_out += refused
 
 
 def _document(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str | list[int]:

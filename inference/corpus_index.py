@@ -60,11 +60,12 @@ class CorpusIndex:
             tokenizer: see the class.
 
         Raises:
-            ValueError: a negative id, or nowhere two tokens of one document in a row.
+            ValueError: something else than sequences of token ids, a negative one, or nowhere two
+                tokens of one document in a row.
         """
         parts = [np.full(LONGEST, _MARK, np.int32)]
         for document in documents:
-            ids = np.asarray(document, dtype=np.int64)
+            ids = _ids(document)
             if ids.size and not 0 <= ids.min() <= ids.max() < np.iinfo(np.int32).max:
                 raise ValueError(f"a corpus holds token ids, got {ids.min()} to {ids.max()}")
             parts += [ids.astype(np.int32), parts[0][:1]]
@@ -185,6 +186,19 @@ class CorpusIndex:
         if not _is_sound(tokens_C, order_P):
             raise ValueError(f"{path} is damaged: index the corpus anew")
         return cls(tokens_C, order_P, made_by)
+
+
+def _ids(document: Sequence[int]) -> np.ndarray:
+    try:
+        ids = np.asarray(document)
+    except ValueError:  # sequences of unequal lengths
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            "a corpus in memory is token ids, one sequence a document, got a document of "
+            f"{type(document).__name__}: tokenise text first, or give the path of a file"
+        )
+    return ids
 
 
 def _ranks_of_what_is_before(tokens_C: np.ndarray) -> np.ndarray:

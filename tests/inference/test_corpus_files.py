@@ -85,14 +85,38 @@ def test_tells_what_is_left_out(folder: Path, tokenizer: PreTrainedTokenizerBase
         encoding="utf-8",
     )
     (folder / "d.json").write_text("[", encoding="utf-8")
+    (folder / "e.jsonl").write_text('{"text": "import this"}\n[1]\n{}\n', encoding="utf-8")
     with pytest.warns(
-        UserWarning, match=r"left out of the corpus: 7 rows or files, such as .*b\.bin: not"
+        UserWarning, match=r"left out of the corpus: 5 rows or files, such as .*b\.bin: not"
     ):
         index_files(folder, tokenizer)
     with pytest.raises(
-        ValueError, match=r"'.*c\.jsonl' cannot be indexed.*c\.jsonl:1: expected 'text'"
+        ValueError,
+        match=r"'.*c\.jsonl' cannot be indexed.*none of 5 rows.*c\.jsonl:1: expected 'text'",
     ):
         index_files(folder / "c.jsonl", tokenizer)
+
+
+def test_a_file_without_a_row_is_one_thing_left_out(
+    folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (folder / "a.txt").write_text("def alpha(self): return 1", encoding="utf-8")
+    (folder / "package.json").write_text(json.dumps({"name": "x", "version": 1}, indent=2))
+    with pytest.warns(
+        UserWarning,
+        match=r"corpus: 1 row or file, such as .*package\.json: none of 4 rows.*json:1:",
+    ):
+        index_files(folder, tokenizer)
+
+
+def test_what_is_neither_file_nor_folder(tokenizer: PreTrainedTokenizerBase) -> None:
+    target = TargetModel.from_pretrained(str(DEMO))
+    with pytest.raises(
+        ValueError, match="expected a corpus, a file or a folder, got an empty path"
+    ):
+        find_corpus("", target)
+    with pytest.raises(ValueError, match=r"'/dev/null' is neither a file nor a folder"):
+        index_files("/dev/null", tokenizer)
 
 
 def test_is_indexed_once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +53,12 @@ def behind(documents: list[list[int]], end: list[int]) -> list[list[int]]:
         for place in range(len(document) - len(end))
         if document[place : place + len(end)] == end
     ]
+
+
+@pytest.mark.parametrize("corpus", [[1, 2, 3], ["some text"], ["12"], [[1.5, 2.0]], [[[1, 2]]]])
+def test_refuses_what_is_no_documents_of_ids(corpus: Any) -> None:
+    with pytest.raises(ValueError, match="a corpus in memory is token ids, one sequence a doc"):
+        CorpusIndex.build(corpus)
 
 
 def test_nothing_crosses_two_documents() -> None:
