@@ -56,8 +56,10 @@ class StepCosts:
         if not seconds or min(seconds) < 0 or min(seconds.values()) <= 0:
             raise ValueError(f"step costs need sizes of at least 0 and times above 0: {seconds}")
         self._sizes = sorted(seconds)
-        # More nodes never cost less: what a measurement says otherwise is its noise.
-        self._seconds = list(accumulate((seconds[size] for size in self._sizes), max))
+        # Fewer nodes never cost more: where a measurement says otherwise, something else had the
+        # processor. That only ever adds to a time, so the lower one is believed.
+        falling = accumulate((seconds[size] for size in reversed(self._sizes)), min)
+        self._seconds = list(falling)[::-1]
         self._drafting = draft_seconds
         self._fixed = fixed
         self.most = self._sizes[-1]

@@ -32,7 +32,8 @@ def test_each_number_of_rows_has_its_own_tree(
 ) -> None:
     asked: list[int] = []
 
-    def blended(_tree: str, _target: Any, heads: Any, *_: Any, batch_size: int = 1) -> Drafter:
+    def blended(_tree: str, _target: Any, heads: Any, *_: Any, **options: Any) -> Drafter:
+        batch_size = options["batch_size"]
         asked.append(batch_size)
         tree = {1: "static:15", 2: "dynamic:7", 4: "none", 8: "static:3"}[batch_size]
         return make_drafter(tree, heads, statistics)

@@ -63,6 +63,11 @@ def test_noise_of_measurement_is_smoothed() -> None:
     assert nodes(costs.cut([chain(*[0.9] * 3, *[0.01] * 4)], CPU)) == 8
 
 
+def test_a_disturbed_measurement_lifts_no_other() -> None:
+    costs = StepCosts({0: 5.0, 3: 1.4, 7: 2.0, 15: 9.0, 31: 3.0})
+    assert [costs.seconds(size) for size in (0, 3, 7, 15, 31)] == [1.4, 1.4, 2.0, 3.0, 3.0]
+
+
 def test_fixed_size_and_one_cost_for_all() -> None:
     fixed = StepCosts({7: 2.0}, fixed=True)
     assert nodes(fixed.cut([chain(0.5)], CPU)) == fixed.most + 1 == 8
