@@ -74,9 +74,7 @@ class BlendedDrafter:
         memory = state.memories.get(self)
         if memory is None:
             memory = state.memories[self] = _Memory(self._sources, self._costs.most)
-        memory.keep_promises()
-        for grower in self._growers():
-            grower.learn(state)
+        self.learn(state)
         if self._rest.goes_on():
             return self._costs.nothing(state.roots_B)
         trees = self._cheap_trees(state, memory)
@@ -103,6 +101,15 @@ class BlendedDrafter:
             belief.forgive()
         self._rest.after(drafted=promised > 0)
         return drafts
+
+    def learn(self, state: DecodingState) -> None:
+        """Compare what was drafted last with what was committed since. Before the next proposal
+        this is done anyway; whoever lets another drafter propose in between does it before that."""
+        memory: _Memory | None = state.memories.get(self)
+        if memory is not None:
+            memory.keep_promises()
+        for grower in self._growers():
+            grower.learn(state)
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
         """See Observer."""

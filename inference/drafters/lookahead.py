@@ -96,6 +96,7 @@ class LookaheadDrafter:
         if text.lengths:
             committed = sum(row.length - text.lengths[row.index] for row in state.rows)
             self.choice.learn(text.way, committed / len(state.rows), text.seconds)
+            self._ways[text.way].drafts.learn(state)
         text.way = self.choice.next()
         way = self._ways[text.way]
         drafts = way.drafts.propose(state)

@@ -19,6 +19,7 @@ from medusa_heads.inference.drafters.lookahead import (
     LookaheadDrafter,
     PoolTrees,
 )
+from medusa_heads.inference.drafters.trust import Belief
 from medusa_heads.inference.ngram_pool import NgramPool
 from medusa_heads.inference.row import Row, StopCheck
 from medusa_heads.inference.state import DecodingState
@@ -179,6 +180,18 @@ class Blind(LookaheadDrafter):
         tree = super().propose(state)
         tree.ancestors_BNN[:, :, -WINDOW:] = True
         return tree
+
+
+def test_a_way_left_aside_is_not_credited_with_the_others_steps(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookahead, "_TRIAL", 3)
+    monkeypatch.setattr(lookahead, "_BETWEEN_TRIALS", 40)
+    counts: list[int] = []
+    monkeypatch.setattr(Belief, "learn", lambda self, promised, accepted: counts.append(accepted))
+    model = TrainingFreeModel(tiny_llama(), "lookahead")
+    model.generate(IDS_BT, max_new_tokens=200)
+    assert counts and max(counts) <= model.drafter.num_nodes - WINDOW - 1
 
 
 def test_a_window_that_is_seen_is_caught(tiny_llama: TinyLlama) -> None:
