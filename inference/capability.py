@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from medusa_heads.compiled import CompiledTarget
-from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
 from medusa_heads.inference.row import Row, StopCheck
 from medusa_heads.inference.state import DecodingState
 from medusa_heads.target import TargetModel
@@ -107,7 +107,9 @@ def _examine(target: TargetModel) -> Capability:
         raise UnsupportedArchitecture(
             f"{kind} cannot verify drafts exactly ({reason}; as a chain they differ by {error:.2g})"
         )
-    warnings.warn(f"{kind} verifies a chain of drafts, not a tree: {reason}", stacklevel=4)
+    warnings.warn(
+        f"{kind} verifies a chain of drafts, not a tree: {reason}", MedusaWarning, stacklevel=4
+    )
     return "chain"
 
 

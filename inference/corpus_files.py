@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.data_files import has_known_suffix, read_rows
+from medusa_heads.errors import MedusaWarning
 from medusa_heads.fingerprint import file_sha256
 from medusa_heads.inference.corpus_index import CorpusIndex
 from medusa_heads.inference.step_seconds import measurement_folder
@@ -108,7 +109,9 @@ def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
         raise ValueError(f"{str(path)!r} cannot be indexed: {error}{reason}") from error
     if left_out:
         count = "1 row or file" if len(left_out) == 1 else f"{len(left_out)} rows or files"
-        warnings.warn(f"left out of the corpus: {count}, such as {left_out[0]}", stacklevel=2)
+        warnings.warn(
+            f"left out of the corpus: {count}, such as {left_out[0]}", MedusaWarning, stacklevel=2
+        )
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         index.save(kept)

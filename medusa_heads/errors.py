@@ -1,4 +1,5 @@
-"""Errors with names of their own. All are ValueErrors: something the user can change."""
+"""Errors and warnings with names of their own. All errors are ValueErrors: something the user can
+change."""
 
 from __future__ import annotations
 
@@ -17,6 +18,10 @@ class UnsupportedArchitecture(ValueError):
         super().__init__(f"{reason}: {suggestion}")
         self.reason = reason
         self.suggestion = suggestion
+
+
+class MedusaWarning(UserWarning):
+    """What a user should know of a call that goes on: a sentence, which commands print as such."""
 
 
 def at_least(arguments: object, least: int, *names: str) -> None:

@@ -13,12 +13,16 @@ import importlib.util
 import json
 import os
 import sys
+import warnings
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from medusa_heads.errors import MedusaWarning
 
 TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
 
@@ -27,10 +31,12 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
     """Run a command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C.
 
     A ValueError or OSError becomes one sentence on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is
-    raised as it is. Anything else is a fault of the program and keeps its traceback.
+    raised as it is. Anything else is a fault of the program and keeps its traceback. This package's
+    own warnings are sentences, too.
     """
     try:
-        main()
+        with _own_warnings_as_sentences(prog):
+            main()
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
@@ -42,6 +48,23 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
         print(f"{prog}: error: {sentence}", file=sys.stderr)
         return 2
     return 0
+
+
+@contextmanager
+def _own_warnings_as_sentences(prog: str) -> Iterator[None]:
+    show = warnings.showwarning
+
+    def show_sentence(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        if issubclass(category, MedusaWarning):
+            print(f"{prog}: warning: {message}", file=sys.stderr)
+        else:
+            show(message, category, *place)
+
+    warnings.showwarning = show_sentence
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 def parse_arguments(

@@ -1,5 +1,6 @@
 """Flags, the YAML file underneath them, and errors in one sentence."""
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -7,6 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from medusa_heads.cli.arguments import coerce, parse_arguments, read_config, run_command
+from medusa_heads.errors import MedusaWarning
 
 
 @dataclass
@@ -144,3 +146,14 @@ def test_interruption_and_faults_of_the_program(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "tool: interrupted\n"
     with pytest.raises(RuntimeError):
         run_command(fault)
+
+
+def test_own_warnings_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        warnings.warn("one row was left out", MedusaWarning, stacklevel=2)
+        warnings.warn("of others", UserWarning, stacklevel=2)
+
+    with pytest.warns(UserWarning, match="of others") as told:
+        assert run_command(work, prog="tool") == 0
+    assert len(told) == 1
+    assert capsys.readouterr().err == "tool: warning: one row was left out\n"
