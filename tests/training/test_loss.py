@@ -78,7 +78,8 @@ def test_chunks_and_strips_of_any_size_give_the_same(
     chunk: int, vocab_matrix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vocab_loss, "chunk_pairs", lambda *_: chunk)
-    monkeypatch.setattr(chunks, "STRIP_ELEMENTS_CPU", 2 * W)
+    for name in ("STRIP_ELEMENTS_THREAD", "STRIP_ELEMENTS_CPU"):
+        monkeypatch.setattr(chunks, name, 2 * W)
     for objective in (OBJECTIVES["all"], OBJECTIVES["cross_entropy"]):
         assert_equal(random_heads(K, vocab_matrix), random_rows(R, K, gap=2), objective)
 
