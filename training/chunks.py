@@ -1,7 +1,7 @@
 """How much of a large matrix is held, or worked on, at a time; and the memory for it.
 
-Products want many rows at a time. What is computed between them in fp32 is quickest over so few
-that all of it stays in a processor's cache: strips.
+Products want many rows at a time. What is computed between them in fp32 is quickest on one thread
+over so few that all of it stays in the processor's cache: strips.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 CHUNK_BYTES_CPU = 1 << 23
 CHUNK_BYTES_GPU = 1 << 28
 LEAST_CHUNK = 256
-# Of a strip. Several threads have to be woken for every call, which costs them more than their
-# caches gain: on two, strips of a thread's size took 1.5 times as long. A GPU's caches are too small
-# for its many threads: there, too, only calls cost.
+# Of a strip. Several threads have to be woken for every call, which costs more than their caches
+# gain: on two, a step with strips of a thread's size took 1.45 times as long. A GPU's caches are
+# too small for its many threads: there, too, only calls cost.
 STRIP_ELEMENTS_THREAD = 1 << 18
 STRIP_ELEMENTS_CPU = 1 << 21
 STRIP_ELEMENTS_GPU = 1 << 26
