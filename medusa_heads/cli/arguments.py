@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TextIO, get_args, get_origin, get_type_hints
 
 from medusa_heads.errors import MedusaWarning
 
@@ -54,11 +54,18 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
 def _own_warnings_as_sentences(prog: str) -> Iterator[None]:
     show = warnings.showwarning
 
-    def show_sentence(message: Warning | str, category: type[Warning], *place: Any) -> None:
+    def show_sentence(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         if issubclass(category, MedusaWarning):
             print(f"{prog}: warning: {message}", file=sys.stderr)
         else:
-            show(message, category, *place)
+            show(message, category, filename, lineno, file, line)
 
     warnings.showwarning = show_sentence
     try:

@@ -60,9 +60,15 @@ def test_4_bit_matrices_are_not_spread() -> None:
 
 @pytest.mark.usefixtures("two_processes")
 def test_all_that_heads_read_stays_whole() -> None:
-    size = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 32}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}
-    target = TargetModel(PhiForCausalLM(PhiConfig(**size, **layers)))  # its lm_head has a bias
+    config = PhiConfig(
+        vocab_size=30,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+    )
+    target = TargetModel(PhiForCausalLM(config))  # its lm_head has a bias
     target.freeze()
     before = vocabulary(target)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -70,6 +76,7 @@ def test_all_that_heads_read_stays_whole() -> None:
         shard_target(target, CPU)
         assert isinstance(target.model.model.final_layernorm.weight, DTensor)
         for kept, whole in zip(vocabulary(target), before, strict=True):
+            assert kept is not None and whole is not None
             assert not isinstance(kept, DTensor) and torch.equal(kept, whole)
     finally:
         dist.destroy_process_group()
