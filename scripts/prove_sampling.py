@@ -2,11 +2,13 @@
 
 python scripts/prove_sampling.py --report docs/sampling.md
 
-For each sampling setting the first two tokens of many texts are drawn through the tree engine and
-counted against their exact joint distribution, which the target's own logits and transformers' own
-processors give (chi-square, cells of fewer than five expected counts pooled). A lossy acceptance
-rule goes through the same test and must fail it. The target is a tiny random Llama whose heads are
-its own lm_head, so that drafts are often, but not always, right.
+For each sampling setting the first two and the first three tokens of many texts are drawn through
+the tree engine and counted against their exact joint distribution, which the target's own logits
+and transformers' own processors give (chi-square, cells of fewer than five expected counts pooled).
+The first comes of the prompt and the second of a tree's root; the third often lies behind a draft
+that was accepted. A lossy acceptance rule goes through the same test and must fail it. The target
+is a tiny random Llama whose heads are its own lm_head, so that drafts are often, but not always,
+right.
 
 Shapes: B batch, V vocabulary, C cells.
 """
@@ -63,6 +65,7 @@ class Outcome:
     setting: str
     tree: str
     acceptance: str
+    tokens: int
     statistic: float
     degrees: int
     p_value: float
@@ -92,14 +95,20 @@ def prove(
     for name, tree, acceptance in tqdm(cases, desc="chi-square", unit="setting"):
         torch.manual_seed(seed)
         medusa = MedusaModel(model, heads, tree=tree, acceptance=acceptance)
-        counts_VV, tokens_per_step = draw(medusa, samples, SETTINGS[name])
-        statistic, degrees = chi_square(counts_VV.flatten(), exact(model, SETTINGS[name]).flatten())
-        p_value = float(
-            torch.special.gammaincc(torch.tensor(degrees / 2), torch.tensor(statistic / 2))
-        )
-        outcomes.append(
-            Outcome(name, tree, acceptance, statistic, degrees, p_value, tokens_per_step)
-        )
+        counts_VVV, tokens_per_step = draw(medusa, samples, SETTINGS[name])
+        law_VVV = exact(model, SETTINGS[name])
+        for tokens, counts, law in (
+            (2, counts_VVV.sum(-1), law_VVV.sum(-1)),
+            (3, counts_VVV, law_VVV),
+        ):
+            statistic, degrees = chi_square(counts.flatten(), law.flatten())
+            halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+            p_value = float(torch.special.gammaincc(*halves))
+            outcomes.append(
+                Outcome(
+                    name, tree, acceptance, tokens, statistic, degrees, p_value, tokens_per_step
+                )
+            )
     return outcomes
 
 
@@ -132,28 +141,28 @@ def prompt() -> Tensor:
 
 
 def draw(medusa: MedusaModel, samples: int, options: dict[str, Any]) -> tuple[Tensor, float]:
-    """How often each pair of first tokens came up, [V, V], and the tokens per step meanwhile."""
-    counts_VV = torch.zeros(VOCAB, VOCAB)
+    """How often each beginning of three tokens came up, [V, V, V], and the tokens per step."""
+    counts_VVV = torch.zeros(VOCAB, VOCAB, VOCAB)
     ids_BT = prompt().repeat(BATCH, 1)
     steps = tokens = 0
     for _ in range(-(-samples // BATCH)):
         out: Any = medusa.generate(
             ids_BT,
             attention_mask=torch.ones_like(ids_BT),
-            max_new_tokens=4,  # two more than counted, so that both lie inside accepted blocks
+            max_new_tokens=5,  # two more than counted, so that all lie inside accepted blocks
             do_sample=True,
             **options,
         )
-        first_B, second_B = out[:, ids_BT.shape[1]], out[:, ids_BT.shape[1] + 1]
-        counts_VV.index_put_((first_B, second_B), torch.ones(BATCH), accumulate=True)
+        places = out[:, ids_BT.shape[1] : ids_BT.shape[1] + 3].unbind(1)
+        counts_VVV.index_put_(places, torch.ones(BATCH), accumulate=True)
         steps += medusa.last_stats.steps
         tokens += medusa.last_stats.tokens
-    return counts_VV, tokens / steps
+    return counts_VVV, tokens / steps
 
 
 @torch.no_grad()
 def exact(model: Any, options: dict[str, Any]) -> Tensor:
-    """The joint probability of the first two tokens, [V, V]."""
+    """The joint probability of the first three tokens, [V, V, V]."""
     taken: dict[str, LogitsProcessorList] = {}
 
     def keep_processors(model: Any, input_ids: Tensor, logits_processor: Any, **_: Any) -> Tensor:
@@ -166,7 +175,7 @@ def exact(model: Any, options: dict[str, Any]) -> Tensor:
         attention_mask=torch.ones_like(ids_1T),
         custom_generate=keep_processors,
         do_sample=True,
-        max_new_tokens=4,
+        max_new_tokens=5,
         **options,
     )
     processors = taken["processors"]
@@ -176,9 +185,12 @@ def exact(model: Any, options: dict[str, Any]) -> Tensor:
         rows = [processors(ids_BT[b : b + 1], scores_BV[b : b + 1]) for b in range(len(ids_BT))]  # type: ignore[arg-type]
         return torch.cat(rows).softmax(-1)
 
-    first_V = law(ids_1T)[0]
-    pairs_VT = torch.cat([ids_1T.repeat(VOCAB, 1), torch.arange(VOCAB)[:, None]], dim=1)
-    return first_V[:, None] * law(pairs_VT)
+    texts_BT, joint_B = ids_1T, torch.ones(1)
+    for _ in range(3):
+        joint_B = (joint_B[:, None] * law(texts_BT)).flatten()
+        next_B1 = torch.arange(VOCAB).repeat(len(texts_BT))[:, None]
+        texts_BT = torch.cat([texts_BT.repeat_interleave(VOCAB, dim=0), next_B1], dim=1)
+    return joint_B.view(VOCAB, VOCAB, VOCAB)
 
 
 def chi_square(counts_C: Tensor, probabilities_C: Tensor) -> tuple[float, int]:
@@ -205,7 +217,9 @@ def verdict(outcomes: list[Outcome]) -> bool:
 
 
 def show(outcomes: list[Outcome]) -> None:
-    table = Table("setting", "tree", "acceptance", "chi-square", "d.o.f.", "p", "tokens per step")
+    table = Table(
+        "setting", "tree", "acceptance", "tokens", "chi-square", "d.o.f.", "p", "tokens per step"
+    )
     for o in outcomes:
         table.add_row(*_cells(o))
     Console().print(table)
@@ -217,11 +231,14 @@ def as_markdown(outcomes: list[Outcome], arguments: ProofArguments) -> str:
         "# Sampling follows the target's own distribution",
         "",
         f"`python {' '.join(sys.argv)}` (torch {torch.__version__}): {arguments.samples:,} texts a "
-        "setting, their first two tokens",
-        "against the exact joint distribution. The last row is a lossy rule, which must fail.",
+        "setting, their",
+        "first two and first three tokens against the exact joint distribution. The last rows are "
+        "a lossy rule, which",
+        "must fail.",
         "",
-        "| setting | tree | acceptance | chi-square | degrees of freedom | p | tokens per step |",
-        "|---|---|---|---|---|---|---|",
+        "| setting | tree | acceptance | tokens | chi-square | degrees of freedom | p | "
+        "tokens per step |",
+        "|---|---|---|---|---|---|---|---|",
         *("| " + " | ".join(_cells(o)) + " |" for o in outcomes),
     ]
     return "\n".join(lines) + "\n"
@@ -229,7 +246,7 @@ def as_markdown(outcomes: list[Outcome], arguments: ProofArguments) -> str:
 
 def _cells(o: Outcome) -> list[str]:
     figures = [f"{o.statistic:.1f}", str(o.degrees), f"{o.p_value:.3g}", f"{o.tokens_per_step:.2f}"]
-    return [o.setting, o.tree, o.acceptance, *figures]
+    return [o.setting, o.tree, o.acceptance, str(o.tokens), *figures]
 
 
 if __name__ == "__main__":

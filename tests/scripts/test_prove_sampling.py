@@ -14,16 +14,18 @@ def test_a_setting_and_the_negative_control() -> None:
     name = "all together"
     outcomes = prove(1000, seed=0, settings={name: SETTINGS[name]})
     assert verdict(outcomes)
-    assert [o.acceptance for o in outcomes] == ["lossless", "lossless", "typical"]
+    assert [o.acceptance for o in outcomes] == ["lossless"] * 4 + ["typical"] * 2
+    assert [o.tokens for o in outcomes] == [2, 3] * 3
     assert all(o.tokens_per_step > 1.02 for o in outcomes)
     # Swapped, the verdict turns: it does depend on what was drawn.
-    assert not verdict([*outcomes[:2], replace(outcomes[2], acceptance="lossless")])
+    assert not verdict([*outcomes[:4], replace(outcomes[4], acceptance="lossless")])
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_exact_law_is_a_distribution(name: str) -> None:
-    joint_VV = exact(tiny_target(), SETTINGS[name])
-    assert joint_VV.sum().item() == pytest.approx(1.0, abs=1e-5)
+    joint_VVV = exact(tiny_target(), SETTINGS[name])
+    assert joint_VVV.shape == (16, 16, 16)
+    assert joint_VVV.sum().item() == pytest.approx(1.0, abs=1e-5)
 
 
 def test_chi_square_by_hand() -> None:
