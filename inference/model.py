@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.blend_plan import blended, blends, continues_text
 from medusa_heads.inference.corpus_files import Corpus, find_corpus
+from medusa_heads.inference.corpus_index import CorpusIndex
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.by_rows import ByRowsDrafter, rounded_up
 from medusa_heads.inference.named_target import load_target
@@ -88,7 +90,8 @@ class MedusaModel(AssistedModel):
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
         self.drafting = with_preview(self.heads)
         self.statistics = statistics
-        self.corpus = find_corpus(corpus, self.target)
+        self.corpus: CorpusIndex | None = None
+        self._read_corpus = None if corpus is None else partial(find_corpus, corpus, self.target)
         # Where the heads were loaded from, and what stood there beside them.
         self.checkpoint: Path | None = None
         self.stored: StoredHeads | None = None
@@ -110,11 +113,14 @@ class MedusaModel(AssistedModel):
             # What the text itself suggests comes without a probability.
             assert self.statistics is not None
             tree = best_tree(self.target, self.drafting, self.statistics)
-        if self.corpus is not None and not continues_text(tree):
-            raise ValueError(
-                f"a corpus is continued by the trees auto, N+suffix and suffix, and the tree here "
-                f"is {tree!r}: use one of them, or leave the corpus out"
-            )
+        if self._read_corpus is not None:
+            if not continues_text(tree):
+                raise ValueError(
+                    f"a corpus is continued by the trees auto, N+suffix and suffix, and the tree "
+                    f"here is {tree!r}: use one of them, or leave the corpus out"
+                )
+            if self.corpus is None:  # only now: to index one may take a while
+                self.corpus = self._read_corpus()
         self.tree = tree
         self._chooses = str(tree).startswith("auto")
         self.drafter = self._make_drafter(tree)
@@ -228,12 +234,14 @@ class MedusaModel(AssistedModel):
             view,
             loaded.heads,
             statistics=loaded.statistics,
-            tree=tree,
-            corpus=find_corpus(corpus, view, trust_remote_code=trusted),
+            tree="none",
             acceptance=acceptance,
             acceptance_settings=acceptance_settings,
             compile=compile,
         )
+        if corpus is not None:
+            model._read_corpus = partial(find_corpus, corpus, view, trust_remote_code=trusted)
+        model.use_tree(tree)
         model.checkpoint, model.stored = folder, replace(loaded.stored, tensors={})
         return model
 
