@@ -19,12 +19,14 @@ from medusa_heads.cache import RowCache
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, make_rule
 from medusa_heads.inference.capability import capability
-from medusa_heads.inference.drafters.base import Drafter, Observer
+from medusa_heads.inference.drafters.base import Drafter, Observer, Timed
 from medusa_heads.inference.row import Row, ScoreRecorder, StopCheck
 from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.stats import GenerationStats
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TokenTree
+
+_WARM_UP = 2  # forwards of a text, its prompt's included, behind which steps take what they take
 
 
 @torch.no_grad()
@@ -146,11 +148,17 @@ def _step(
 ) -> None:
     with stats.phase("draft"):
         tree = drafter.propose(state)
+    started = time.perf_counter()
     with stats.phase("target"):
         logits_BNV = target.verify(tree, state.cache, state.tree_mask(tree))
         hidden_BND = last_hidden()
+    verified = time.perf_counter()
     with stats.phase("walk"):
         paths = rule(tree, logits_BNV, state.rows)
+        if logits_BNV.device.type != "cpu":  # only now has the device done what it was given
+            verified = time.perf_counter()
+        if stats.forwards > _WARM_UP and isinstance(drafter, Timed):
+            drafter.took(tree.num_nodes - 1, verified - started)
         if isinstance(drafter, Observer):
             drafter.observe(tree, logits_BNV)
     with stats.phase("cache"):

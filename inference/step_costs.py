@@ -4,6 +4,9 @@ A step that verifies the n likeliest nodes commits E tokens, 1 and for every dep
 one of its nodes is accepted, and takes t(n) seconds: the n with the largest E / t(n) is taken. Of a
 batch E is the rows' harmonic mean: it is done when its slowest row is, and gains little from rows
 that run ahead.
+
+What was measured is where t(n) begins; the steps that are taken correct it. A size that is wrongly
+thought slow would never be taken, so that now and then one that little is known of is tried.
 """
 
 from __future__ import annotations
@@ -16,8 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from medusa_heads.inference.step_drift import StepDrift
 from medusa_heads.prefix_tree import PrefixTree, to_token_tree
 from medusa_heads.tree import TokenTree
+
+_BETWEEN_TRIALS = 16  # trees
+_DOUBTED = 0.1
+_DRAFTS_COUNTED = 20  # what drafting took longer ago counts little
+_MEASURED_COUNTS = 3  # drafts
 
 
 class _Size(NamedTuple):
@@ -36,6 +45,9 @@ class StepCosts:
         fixed: every tree has as many nodes, spare ones included (one graph where the target is
             compiled).
         usual: how many nodes are taken on the whole, one of the sizes; by default the most.
+        waits: how many steps the last row of a batch takes with drafts, over the mean row's.
+            Without drafts all rows keep step.
+        learns: whether the steps that are taken correct the seconds.
 
     Attributes:
         most: the largest number of drafted nodes.
@@ -52,6 +64,8 @@ class StepCosts:
         draft_seconds: float = 0.0,
         fixed: bool = False,
         usual: int | None = None,
+        waits: float = 1.0,
+        learns: bool = False,
     ) -> None:
         if not seconds or min(seconds) < 0 or min(seconds.values()) <= 0:
             raise ValueError(f"step costs need sizes of at least 0 and times above 0: {seconds}")
@@ -59,8 +73,13 @@ class StepCosts:
         # Fewer nodes never cost more: where a measurement says otherwise, something else had the
         # processor. That only ever adds to a time, so the lower one is believed.
         falling = accumulate((seconds[size] for size in reversed(self._sizes)), min)
-        self._seconds = list(falling)[::-1]
+        measured = list(falling)[::-1]
+        self._drift = StepDrift(self._sizes, measured) if learns else None
+        self._waits = [waits if size else 1.0 for size in self._sizes]
+        self._take(measured)
         self._drafting = draft_seconds
+        self._drafts_counted = _MEASURED_COUNTS
+        self._until_trial = _BETWEEN_TRIALS
         self._fixed = fixed
         self.most = self._sizes[-1]
         self.usual = self.most if usual is None else usual
@@ -126,6 +145,7 @@ class StepCosts:
         best = self._best_size(trees, orders, drafting, belief)
         if best.size:
             self.usual = best.size
+        best = self._on_trial(best, trees, orders)
         kept = [tree.only(order[: best.size]) for tree, order in zip(trees, orders, strict=True)]
         return to_token_tree(kept, device, self.most + 1 if self._fixed else 1), best.promised
 
@@ -137,11 +157,22 @@ class StepCosts:
         """Of a step with so many drafted nodes, its drafting left out."""
         return self._seconds[min(bisect_left(self._sizes, nodes), len(self._sizes) - 1)]
 
+    def took(self, nodes: int, seconds: float) -> None:
+        """A step that verified so many drafted nodes has taken so long, its drafting left out."""
+        if self._drift is not None:
+            self._drift.learn(nodes, seconds)
+            self._take(self._drift.seconds().tolist())
+
     def learn_drafting(self, seconds: float) -> None:
         """What drafting has just taken; by and by that is what it is taken to cost."""
         # Now and then something else takes the processor for a while.
         believable = min(seconds, 3 * self._drafting or seconds)
-        self._drafting += 0.05 * (believable - self._drafting)
+        self._drafts_counted = min(self._drafts_counted + 1, _DRAFTS_COUNTED)
+        self._drafting += (believable - self._drafting) / self._drafts_counted
+
+    def _take(self, seconds: Sequence[float]) -> None:
+        """Go by these seconds of the sizes from now on."""
+        self._seconds = [each * wait for each, wait in zip(seconds, self._waits, strict=True)]
 
     def _best_size(
         self,
@@ -168,6 +199,23 @@ class StepCosts:
             if speed > best.speed:
                 best = _Size(size, speed, sum(promised))
         return best
+
+    def _on_trial(
+        self, best: _Size, trees: Sequence[PrefixTree], orders: Sequence[list[int]]
+    ) -> _Size:
+        """Now and then the size behind the best one, if little is known of it."""
+        larger = self._sizes.index(best.size) + 1
+        if self._drift is None or max(map(len, orders)) <= best.size or larger == len(self._sizes):
+            return best
+        self._until_trial -= 1
+        if self._until_trial > 0:
+            return best
+        self._until_trial = _BETWEEN_TRIALS
+        if self._drift.doubt(larger - 1, larger) < _DOUBTED:
+            return best
+        size = self._sizes[larger]
+        pairs = zip(trees, orders, strict=True)
+        return _Size(size, best.speed, sum(sum(tree.by_depth(o[:size])) for tree, o in pairs))
 
 
 def _harmonic_mean(values: Sequence[float]) -> float:

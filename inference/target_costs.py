@@ -31,8 +31,8 @@ def target_costs(target: TargetModel, batch_size: int = 1, beside: int = 0) -> S
     chains: dict[str, Drafter] = {f"chain:{n}": RootChain(n + beside) for n in sizes}
     kind = {"kind": "root"} | ({"beside": beside} if beside else {})
     seconds = step_seconds(target, chains, kind, DEFAULT_CONTEXT, batch_size)
-    waits = last_row(batch_size)  # rows without drafts keep step
-    return StepCosts({n: seconds[f"chain:{n}"].step * (waits if n else 1.0) for n in sizes})
+    measured = {n: seconds[f"chain:{n}"].step for n in sizes}
+    return StepCosts(measured, waits=last_row(batch_size), learns=True)
 
 
 class RootChain:

@@ -134,14 +134,13 @@ def step_costs(
     static = [size for size in sizes if not size.tree.startswith("dynamic")]
     best = fastest(static, batch_size)
     if isinstance(target, CompiledTarget):
-        return StepCosts({best.nodes: best.step_seconds}, fixed=True)
+        return StepCosts({best.nodes: best.step_seconds}, fixed=True, learns=True)
     drafting = [size for size in static if size.nodes]
-    waits = last_row(batch_size)  # rows without drafts keep step
+    waits = last_row(batch_size)
     return StepCosts(
-        {
-            size.nodes: (size.step_seconds - size.drafting_seconds) * (waits if size.nodes else 1.0)
-            for size in static
-        },
+        {size.nodes: size.step_seconds - size.drafting_seconds for size in static},
         draft_seconds=median(size.drafting_seconds for size in drafting) * waits,
         usual=best.nodes,
+        waits=waits,
+        learns=True,
     )

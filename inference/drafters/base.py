@@ -31,3 +31,12 @@ class Observer(Protocol):
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
         """Called after every verification, with the target's logits of every node."""
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A drafter that learns from how long its trees take to verify."""
+
+    def took(self, nodes: int, seconds: float) -> None:
+        """Called after a verification, with the drafted nodes of each row, spare ones included, and
+        its seconds, drafting and what is done with every token left out."""

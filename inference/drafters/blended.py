@@ -118,6 +118,10 @@ class BlendedDrafter:
         for grower in self._growers():
             grower.observe(tree, logits_BNV)
 
+    def took(self, nodes: int, seconds: float) -> None:
+        """See Timed."""
+        self._costs.took(nodes, seconds)
+
     def _growers(self) -> list[TrustedGrower]:
         return [grower for grower in (self._cheap, self._costly) if grower is not None]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from medusa_heads.inference.drafters.base import Drafter
+from torch import Tensor
+
+from medusa_heads.inference.drafters.base import Drafter, Observer, Timed
 
 if TYPE_CHECKING:
     from medusa_heads.inference.state import DecodingState
@@ -30,6 +32,7 @@ class ByRowsDrafter:
             self._drafters[rows] = drafter_for(rows)
             rows *= 2
         assert not any(drafter.reads_prompt for drafter in self._drafters.values())
+        self._latest = self._drafters[rounded_up(batch_size)]
 
     @property
     def num_nodes(self) -> int:
@@ -38,7 +41,18 @@ class ByRowsDrafter:
 
     def propose(self, state: DecodingState) -> TokenTree:
         """A tree for every active row."""
-        return self._drafters[rounded_up(len(state.rows))].propose(state)
+        self._latest = self._drafters[rounded_up(len(state.rows))]
+        return self._latest.propose(state)
+
+    def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
+        """See Observer."""
+        if isinstance(self._latest, Observer):
+            self._latest.observe(tree, logits_BNV)
+
+    def took(self, nodes: int, seconds: float) -> None:
+        """See Timed."""
+        if isinstance(self._latest, Timed):
+            self._latest.took(nodes, seconds)
 
 
 def rounded_up(rows: int) -> int:

@@ -47,3 +47,7 @@ class SuffixDrafter:
         for tree, paths in zip(trees, memory.continuations(state), strict=True):
             tree.add_path(*max(paths, key=lambda path: sum(path[1])))
         return self._costs.cut(trees, state.roots_B.device)[0]
+
+    def took(self, nodes: int, seconds: float) -> None:
+        """See Timed."""
+        self._costs.took(nodes, seconds)

@@ -1,0 +1,95 @@
+"""Drafters are told how long their trees took, and what became of them, whoever stands between."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from medusa_heads import TargetModel
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.by_rows import ByRowsDrafter
+from medusa_heads.inference.state import DecodingState
+from medusa_heads.tree import TokenTree
+from tests.conftest import DEVICE, TinyLlama
+from tests.inference.planted import PlantedDrafter
+from tests.inference.rereading import run
+
+SLOW = 0.03
+
+
+class SlowDrafter(PlantedDrafter):
+    """Takes its time, and remembers what it is told."""
+
+    def __init__(self, vocab_size: int, choices: list[tuple[int, ...]]) -> None:
+        super().__init__([[]] * 8, vocab_size, choices)
+        self.rows: list[int] = []
+        self.steps: list[tuple[int, float]] = []
+        self.observed: list[int] = []
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        time.sleep(SLOW)
+        self.rows.append(len(state.rows))
+        return super().propose(state)
+
+    def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
+        assert logits_BNV.shape[:2] == tree.tokens_BN.shape
+        self.observed.append(logits_BNV.shape[0])
+
+    def took(self, nodes: int, seconds: float) -> None:
+        self.steps.append((nodes, seconds))
+
+
+class SlowProcessor(LogitsProcessor):
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        time.sleep(SLOW)
+        return scores
+
+
+def test_steps_are_timed_without_drafting_and_without_what_each_token_takes(
+    tiny_llama: TinyLlama,
+) -> None:
+    model: Any = tiny_llama().to(DEVICE)
+    drafter = SlowDrafter(199, [(0,), (1,), (0, 0)])
+    model.generate(
+        torch.tensor([[5, 6, 7]], device=DEVICE),
+        max_new_tokens=12,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([SlowProcessor()]),
+        custom_generate=partial(run, TargetModel(model), drafter),
+    )
+    # The first steps of a text also make what later ones find.
+    assert 0 < len(drafter.steps) == len(drafter.rows) - 2
+    assert {nodes for nodes, _ in drafter.steps} == {3}
+    seconds = median(seconds for _, seconds in drafter.steps)
+    assert 0 < seconds < (SLOW if DEVICE == "cpu" else 2 * SLOW)
+
+
+def test_of_several_drafters_the_one_that_drafted_is_told(tiny_llama: TinyLlama) -> None:
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    trees: dict[int, list[tuple[int, ...]]] = {1: [(0,)], 2: [(0,), (1,)], 4: [(0,), (1,), (2,)]}
+    drafters: dict[int, Drafter] = {rows: SlowDrafter(24, tree) for rows, tree in trees.items()}
+    ids_BT = torch.randint(3, 24, (4, 10), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    expected_BT = model.generate(ids_BT, max_new_tokens=40, do_sample=False)
+    ends = {"eos_token_id": [int(expected_BT[b, 16 + 6 * b]) for b in range(3)], "pad_token_id": 0}
+    model.generate(
+        ids_BT,
+        max_new_tokens=30,
+        do_sample=False,
+        custom_generate=partial(run, TargetModel(model), ByRowsDrafter(drafters.__getitem__, 4)),
+        **ends,
+    )
+    used = [drafter for drafter in drafters.values() if drafter.rows]  # type: ignore[attr-defined]
+    assert len(used) > 1
+    for rows, drafter in drafters.items():
+        assert isinstance(drafter, SlowDrafter)
+        assert {nodes for nodes, _ in drafter.steps} <= {len(trees[rows])}
+        untold = 2 if rows == 4 else 0  # the first steps of the text
+        assert len(drafter.steps) == len(drafter.rows) - untold
+        prompt = [4] if rows == 4 else []
+        assert drafter.observed == prompt + drafter.rows
