@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
+from medusa_heads.contents import is_draft, is_model
 from medusa_heads.draft_checkpoint import check_vocabulary
-from medusa_heads.files import read_json
 from medusa_heads.hub.names import split_revision
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.inference.benchmark_methods import Models
 from medusa_heads.inference.corpus_files import find_corpus
 from medusa_heads.inference.model import MedusaModel
 from medusa_heads.inference.named_target import load_target, named_target
-from medusa_heads.stored_heads import SIDECAR_FILE
 from medusa_heads.target import TargetModel
 
 
@@ -55,10 +54,14 @@ def find_source(name: str | os.PathLike[str], target: str | None, *, heads: bool
         heads: heads are to be measured: nothing else will do.
 
     Raises:
-        ValueError: neither stands there.
+        ValueError: neither stands there, or a draft model does.
     """
     folder = Path(name).expanduser()
-    if not _is_model(folder):
+    if is_draft(folder):
+        raise ValueError(
+            f"{str(name)!r} is a draft model: name its target first, and this as --draft_model"
+        )
+    if not is_model(folder):
         try:
             return Source(find_checkpoint(name), target)
         except ValueError:
@@ -70,14 +73,6 @@ def find_source(name: str | os.PathLike[str], target: str | None, *, heads: bool
             f"{str(name)!r} is taken for the target, as it holds no heads: leave out --target"
         )
     return Source(None, str(folder) if folder.exists() else str(name))
-
-
-def _is_model(folder: Path) -> bool:
-    """A whole model, which heads are not: those say nothing of an architecture."""
-    file = folder / "config.json"
-    return (
-        file.is_file() and not (folder / SIDECAR_FILE).is_file() and "model_type" in read_json(file)
-    )
 
 
 def load_models(

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from medusa_heads.contents import DRAFT_FILE
+from medusa_heads.contents import is_draft as is_draft
 from medusa_heads.files import read_json, replace_file
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DRAFT_FILE = "draft_model.json"
 FORMAT_VERSION = 1
 
 
@@ -66,11 +67,6 @@ def save_draft(
     # Last: a folder with this file is whole.
     replace_file(folder / DRAFT_FILE, json.dumps(sidecar, indent=2) + "\n")
     return folder
-
-
-def is_draft(folder: str | os.PathLike[str]) -> bool:
-    """Whether a draft model that names its target lies there."""
-    return (Path(folder) / DRAFT_FILE).is_file()
 
 
 def read_draft_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:

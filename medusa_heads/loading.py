@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from medusa_heads.contents import refuse_heads
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -20,8 +22,9 @@ def load_causal_lm(
     """Load a causal LM by hub id or local path; further arguments go to transformers.
 
     Raises:
-        ValueError: nothing loadable stands there.
+        ValueError: nothing loadable stands there, or heads.
     """
+    refuse_heads(name)
     # No hub id looks like this: the hub need not be asked, several times, for many seconds.
     path_like = name.startswith((".", "/", "~")) or name.count("/") > 1
     if path_like:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from medusa_heads.adapter import ADAPTER_FOLDER, save_adapter
 from medusa_heads.config import HeadsConfig
+from medusa_heads.contents import SIDECAR_FILE, instead_of_heads
 from medusa_heads.custom_generate import write_custom_generate
 from medusa_heads.files import read_json
 from medusa_heads.fingerprint import file_sha256
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 WEIGHTS_FILE = "medusa_lm_head.safetensors"
 VOCAB_MATRIX_FILE = "vocab_matrix.safetensors"
 CONFIG_FILE = "config.json"
-SIDECAR_FILE = "medusa_heads.json"
 FORMAT_VERSION = 1
 DRAFT_TOKENS = "draft_tokens"
 VOCAB_MATRIX_KEY = "lm_heads.0.weight"  # where vLLM looks for a matrix that all heads share
@@ -174,8 +174,7 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
             f"expected a heads checkpoint (a folder with {SIDECAR_FILE}) at {str(folder)!r}, "
-            "found none: train one with train-heads, or convert another project's with "
-            "medusa-heads convert"
+            + instead_of_heads(folder)
         )
     sidecar = read_json(path)
     version = sidecar.get("format_version")

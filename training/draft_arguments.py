@@ -5,7 +5,7 @@ Target, corpora and the course of the run have the flags of train-heads.
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.errors import at_least
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
@@ -95,6 +95,14 @@ class DraftArguments:
                 "divergence, or leave on_policy_share out"
             )
         self.objective()
+
+    def beginning(self) -> dict[str, Any]:
+        """What the draft model begins as, in the words of `begin_draft`."""
+        return {
+            "draft_model": self.draft_model,
+            "num_layers": self.draft_layers,
+            "hidden_size": self.draft_hidden_size,
+        }
 
     def objective(self) -> "LossConfig":
         """The terms of the loss."""

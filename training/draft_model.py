@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from medusa_heads.draft_checkpoint import load_draft
+from medusa_heads.draft_checkpoint import check_vocabulary, load_draft
 from medusa_heads.target import TargetModel
+from medusa_heads.training.meta_target import meta_target
+from medusa_heads.training.target_arguments import TargetArguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,13 +54,24 @@ def begin_draft(
 
 
 def draft_shape(
-    target: TargetModel, num_layers: int | None = None, hidden_size: int | None = None
+    target: TargetModel,
+    *,
+    draft_model: str | None = None,
+    num_layers: int | None = None,
+    hidden_size: int | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """What `begin_draft` would make of the target, without its weights (on the meta device).
+    """What `begin_draft` would make of the same, without weights (on the meta device).
 
     Raises:
-        ValueError: sizes that cannot be.
+        ValueError: sizes that cannot be, or a draft model that is none, or of another vocabulary.
     """
+    if draft_model is not None:
+        given = meta_target(
+            TargetArguments(draft_model, dtype="float32", trust_remote_code=trust_remote_code)
+        )
+        check_vocabulary(given, target)
+        return given.model
     chosen = _chosen(target, num_layers)
     with torch.device("meta"):
         if hidden_size:

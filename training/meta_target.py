@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from medusa_heads.contents import refuse_heads
 from medusa_heads.target import TargetModel
 from medusa_heads.training.target_arguments import TargetArguments
 
@@ -17,6 +18,7 @@ def meta_target(arguments: TargetArguments) -> TargetModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name = arguments.model_name_or_path
+    refuse_heads(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=arguments.trust_remote_code)
         stored = config.dtype or torch.float32

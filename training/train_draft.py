@@ -90,13 +90,7 @@ def train_draft(
     data = prepare_sets(target, dataset, eval_dataset, data_settings, tokenizer, CHAINS[-1], args)
 
     set_seed(args.seed)
-    model = begin_draft(
-        target,
-        draft_model=draft.draft_model,
-        num_layers=draft.draft_layers,
-        hidden_size=draft.draft_hidden_size,
-        trust_remote_code=trust_remote_code,
-    )
+    model = begin_draft(target, **draft.beginning(), trust_remote_code=trust_remote_code)
     if data.is_packed:
         check_packing(TargetModel(model))
     before = target.weights_digest()

@@ -153,12 +153,12 @@ def load_training_free_model(
         ValueError: target or device is unusable, or something else is to draft as well.
         OSError: no tokenizer beside the target.
     """
+    from medusa_heads.contents import is_heads
     from medusa_heads.inference.training_free import TrainingFreeModel
-    from medusa_heads.stored_heads import SIDECAR_FILE
 
     if arguments.target is not None:
         raise ValueError("with --drafter, the first argument is the target: leave out --target")
-    if (Path(arguments.checkpoint).expanduser() / SIDECAR_FILE).is_file():
+    if is_heads(Path(arguments.checkpoint).expanduser()):
         raise ValueError(
             f"{arguments.checkpoint!r} holds heads, and --drafter drafts without any: give their "
             "target instead, or leave --drafter out"

@@ -23,7 +23,7 @@ def load_drafting_model(arguments: DecodingArguments) -> tuple[AssistedModel, An
         ValueError: something of it is unusable, or two things are to draft.
         OSError: no tokenizer beside the target.
     """
-    from medusa_heads.draft_checkpoint import is_draft
+    from medusa_heads.contents import is_draft
     from medusa_heads.inference.draft_model import DraftedModel
 
     options, drafts = decoder_options(arguments), arguments.draft_model

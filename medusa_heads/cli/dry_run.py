@@ -56,11 +56,9 @@ def dry_run_draft(
     from medusa_heads.training.meta_target import meta_target
 
     target = meta_target(to_target)
-    if to_draft.draft_model is not None:
-        given = replace(to_target, model_name_or_path=to_draft.draft_model, dtype="float32")
-        draft = meta_target(given).model
-    else:
-        draft = draft_shape(target, to_draft.draft_layers, to_draft.draft_hidden_size)
+    draft = draft_shape(
+        target, **to_draft.beginning(), trust_remote_code=to_target.trust_remote_code
+    )
     rows, size = _text(target, texts, CHAINS[-1], args)
     plan = plan_draft(target, draft, args, size, four_bits=to_target.load_in_4bit)
     _show(rows, texts, plan, args)

@@ -56,9 +56,12 @@ def _train(argv: Sequence[str] | None) -> None:
         return
 
     from medusa_heads.training.draft_metrics import CHAINS
+    from medusa_heads.training.draft_model import draft_shape
     from medusa_heads.training.train_draft import train_draft
 
     target = load_target(to_target, to_optimise, args)
+    # Begun when the text is there; refused here, before hours may go into writing it.
+    draft_shape(target, **to_draft.beginning(), trust_remote_code=to_target.trust_remote_code)
     data = prepare_texts(target, texts, to_optimise, args, CHAINS[-1])
     train_draft(
         target,

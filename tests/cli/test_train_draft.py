@@ -87,7 +87,7 @@ def test_a_dry_run_says_what_would_be_trained(
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--draft_model", "./nowhere"], "expected a causal language model"),
+        (["--draft_model", "./nowhere"], "of a causal language model"),
         (["--draft_layers", "9"], "the target has 2 layers, 9 of them"),
         (["--draft_layer", "1"], "did you mean '--draft_layers'?"),
         (["--divergence", "sideways"], "invalid choice: 'sideways'"),
@@ -109,6 +109,25 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("train-draft: error: ") and sentence in message
     assert not (tmp_path / "run" / "draft_model.json").exists()
+
+
+def test_a_draft_model_that_cannot_be_is_refused_before_the_target_writes_text(
+    speaker: Path,
+    checkpoint: Path,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mistakes = {
+        "the target has 2 layers, 9 of them": ["--draft_layers", "9"],
+        "has another vocabulary": ["--draft_model", str(checkpoint / "target")],
+        "found heads, which only draft on their target": ["--draft_model", str(speaker / "heads")],
+    }
+    for sentence, wrong in mistakes.items():
+        for more in (["--self_distill"], ["--dry_run"]):
+            assert main(flags(speaker, corpus, tmp_path / "run", *wrong, *more)) == 2
+            assert sentence in capsys.readouterr().err.splitlines()[-1]
+            assert not (tmp_path / "run").exists()
 
 
 def test_the_module_can_be_launched(tmp_path: Path) -> None:

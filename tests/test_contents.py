@@ -1,0 +1,56 @@
+"""One thing named where another is expected: what was found, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
+from medusa_heads.checkpoint import load_heads, save_heads
+from medusa_heads.draft_checkpoint import save_draft
+from medusa_heads.inference.benchmark_source import find_source
+from medusa_heads.loading import load_causal_lm
+from tests.conftest import TinyLlama
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, heads and a draft model for it."""
+    folder = tmp_path_factory.mktemp("contents")
+    target = TargetModel(tiny_llama())
+    target.model.save_pretrained(folder / "target")
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    save_heads(folder / "heads", heads, target)
+    save_draft(folder / "draft", tiny_llama(), target)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("draft", "found a draft model: .* as --draft_model of its target"),
+        ("target", "found a model without heads: train some .* .--drafter auto"),
+        ("none", "found none: train one"),
+    ],
+)
+def test_no_heads_where_heads_are_expected(
+    name: str, sentence: str, folder: Path, tiny_llama: TinyLlama
+) -> None:
+    with pytest.raises(ValueError, match=f"expected a heads checkpoint .* at .*, {sentence}"):
+        load_heads(folder / name, TargetModel(tiny_llama()))
+
+
+def test_heads_where_a_model_is_expected(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a causal .* found heads, which only draft"):
+        load_causal_lm(str(folder / "heads"), dtype="float32", trust_remote_code=False)
+    for name in ("target", "draft"):
+        loaded = load_causal_lm(str(folder / name), dtype="float32", trust_remote_code=False)
+        assert type(loaded) is type(AutoModelForCausalLM.from_pretrained(folder / name))
+
+
+def test_a_draft_model_is_no_target_to_measure(folder: Path) -> None:
+    with pytest.raises(ValueError, match="is a draft model: name its target first, and this as"):
+        find_source(folder / "draft", None, heads=False)
+    assert find_source(folder / "target", None, heads=False).target == str(folder / "target")
