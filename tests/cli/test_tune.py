@@ -31,8 +31,9 @@ def test_measures_once_and_marks_the_fastest(
 
     # What lies on disk decides from now on.
     (kept,) = cache.rglob("*.json")
-    costs = json.loads(kept.read_text()) | {"static:7": [1e-9, 0.0]}
-    kept.write_text(json.dumps(costs))
+    measured = json.loads(kept.read_text())
+    measured["steps"]["static:7"] = [1e-9, 0.0, 0.0]
+    kept.write_text(json.dumps(measured))
     tree = tmp_path / "tree.json"
     assert main([heads, "--write", str(tree)]) == 0
     shown = capsys.readouterr().out
@@ -43,7 +44,7 @@ def test_measures_once_and_marks_the_fastest(
     assert read_choices(tree) == [list(choice) for choice in statistics.choices(7)]
 
     assert main([heads, "--refresh"]) == 0
-    assert json.loads(kept.read_text())["static:7"][0] > 1e-9
+    assert json.loads(kept.read_text())["steps"]["static:7"][0] > 1e-9
 
 
 def test_several_contexts_and_a_batch(
