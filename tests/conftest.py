@@ -1,7 +1,8 @@
-"""Shared by all tests: no network, one thread, and a tiny random Llama."""
+"""Shared by all tests: no network, one thread, a cache of their own, and a tiny random Llama."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before it
@@ -18,6 +19,37 @@ DEVICE = os.environ.get("MEDUSA_HEADS_TEST_DEVICE", "cpu")
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
 TinyLlama = Callable[..., Any]  # makes a LlamaForCausalLM, whose methods mypy cannot follow
+Refused = Callable[[Callable[[list[str]], int], list[str]], str]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was measured here before is not what tests go by, nor is theirs kept."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache for one test alone, which is not there yet."""
+    folder = tmp_path_factory.mktemp("one-test") / "cache"
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run a command with a user's mistake: exit code 2, and one sentence, which is returned."""
+
+    def run(main: Callable[[list[str]], int], flags: list[str]) -> str:
+        assert main(flags) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1
+        assert "Traceback" not in printed.err
+        return printed.err
+
+    return run
 
 
 @pytest.fixture(scope="session")

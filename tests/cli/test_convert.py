@@ -15,7 +15,7 @@ import torch
 from medusa_heads.cli.main import main
 from medusa_heads.interop import ReadFormat, WrittenFormat
 from medusa_heads.stored_heads import read_stored
-from tests.conftest import TinyLlama
+from tests.conftest import Refused, TinyLlama
 from tests.interop import layouts
 from tests.interop.layouts import native_tensors
 
@@ -69,12 +69,8 @@ def test_there_and_back(
         ("export {}/old {}/out --to sglang", "invalid choice: 'sglang'"),
     ],
 )
-def test_mistakes_are_one_sentence(
-    command: str, message: str, old: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([word.format(old.parent) for word in command.split()]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+def test_mistakes_are_one_sentence(command: str, message: str, old: Path, refused: Refused) -> None:
+    assert message in refused(main, [word.format(old.parent) for word in command.split()])
 
 
 def blocks(language: str) -> list[str]:

@@ -26,9 +26,8 @@ SMALLER = {
 
 
 def test_the_page_is_true(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("medusa_heads.inference.step_seconds._REPEATS", 1)
     monkeypatch.setattr("medusa_heads.inference.skip_search._TOKENS", 16)
     monkeypatch.chdir(tmp_path)

@@ -146,10 +146,7 @@ def test_memory_by_hand(tiny_llama: TinyLlama) -> None:
 
 
 @pytest.mark.parametrize("chain_only", [False, True])
-def test_an_analysis_in_full(
-    tiny_llama: TinyLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain_only: bool
-) -> None:
-    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
+def test_an_analysis_in_full(tiny_llama: TinyLlama, tmp_path: Path, chain_only: bool) -> None:
     target = TargetModel(tiny_llama())
     heads = new_heads(target, HeadsConfig(num_heads=2)).eval()
     ranks_SK = torch.randint(9, (300, 2), generator=torch.Generator().manual_seed(0))
