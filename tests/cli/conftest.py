@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint import save_heads
+from medusa_heads.cli import chat
 from medusa_heads.statistics import HeadStatistics
 from tests.conftest import TinyLlama
 
@@ -31,6 +35,22 @@ def save_pair(
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
     save_heads(folder / "heads", heads, target, statistics=statistics)
     return folder
+
+
+Talk = Callable[..., Any]
+
+
+@pytest.fixture
+def talk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Talk:
+    """Chat with a checkpoint, or with other first arguments: what these lines have printed."""
+
+    def run(given: Path | list[str], lines: list[str], *flags: str, limit: int = 24) -> Any:
+        first = given if isinstance(given, list) else [str(given)]
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        assert chat.main([*first, "--max-new-tokens", str(limit), *flags]) == 0
+        return capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

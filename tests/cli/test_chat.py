@@ -17,66 +17,15 @@ from transformers import AutoTokenizer
 
 from medusa_heads import TargetModel
 from medusa_heads.cli.chat import main
-from medusa_heads.draft_checkpoint import save_draft
-from medusa_heads.inference.training_free import DRAFTERS
-
-FAITHFUL = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-# As templates of thinking models do: of earlier answers only a part is shown again.
-SHORTENED = FAITHFUL.replace(
-    "{{ m.content }}",
-    "{{ m.content[:7] if m.role == 'assistant' else m.content }}",
-)
-LINES = ["hello there", "and then?", "bye"]
+from tests.cli.chatting import FAITHFUL, LINES, SHORTENED, install, plain_answers
+from tests.cli.conftest import Talk
+from tests.conftest import Refused
 
 
 @pytest.fixture(params=[FAITHFUL, SHORTENED, None], ids=["faithful", "shortened", "none"])
 def template(request: pytest.FixtureRequest, speaker: Path) -> Any:
     """Installs a chat template beside the target for the time of a test."""
     return install(speaker, request.param)
-
-
-def install(speaker: Path, template: str | None) -> str | None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(speaker / "target")
-    tokenizer.chat_template = template
-    (speaker / "target" / "chat_template.jinja").unlink(missing_ok=True)
-    tokenizer.save_pretrained(speaker / "target")
-    return template
-
-
-def talk(
-    speaker: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, *flags: str, limit: int = 24
-) -> int:
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
-    return main([str(speaker / "heads"), "--max-new-tokens", str(limit), *flags])
-
-
-def plain_answers(
-    speaker: Path, template: str | None, lines: list[str], **options: Any
-) -> list[str]:
-    """Every turn anew: the whole conversation rendered, then transformers' own generate()."""
-    model: Any = TargetModel.from_pretrained(str(speaker / "target")).model
-    tokenizer: Any = AutoTokenizer.from_pretrained(speaker / "target")
-    messages: list[dict[str, str]] = []
-    text = ""
-    answers = []
-    for turn, line in enumerate(lines):
-        messages.append({"role": "user", "content": line})
-        if template is None:
-            text += line if not text or text.endswith("\n") else "\n" + line
-        else:
-            text = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
-        torch.manual_seed(turn)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, **options)
-        answers.append(tokenizer.decode(out[0, ids.shape[1] :]))
-        messages.append({"role": "assistant", "content": answers[-1]})
-        text += answers[-1]
-    return answers
 
 
 @pytest.mark.parametrize(
@@ -87,16 +36,10 @@ def plain_answers(
     ],
 )
 def test_keeping_the_cache_changes_nothing(
-    template: str | None,
-    flags: list[str],
-    options: Any,
-    speaker: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    template: str | None, flags: list[str], options: Any, speaker: Path, talk: Talk
 ) -> None:
     script = [line for spoken in LINES for line in (spoken, "/stats")]
-    assert talk(speaker, script, monkeypatch, *flags) == 0
-    printed = capsys.readouterr()
+    printed = talk(speaker / "heads", script, *flags)
     answers = plain_answers(speaker, template, LINES, **options)
     assert printed.out == "".join(answer + "\n" for answer in answers)
     assert ("has no chat template" in printed.err) == (template is None)
@@ -110,86 +53,7 @@ def test_keeping_the_cache_changes_nothing(
         assert cached == before + (7 if template == SHORTENED else 23)
 
 
-def test_a_target_that_drafts_for_itself(
-    speaker: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(speaker, FAITHFUL)
-    script = [LINES[0], "/set drafter suffix", LINES[1], "/set drafter none", "/set tree chain"]
-    script += ["/set drafter best", LINES[2]]
-    flags = ["--drafter", "recycling", "--max-new-tokens", "24"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in script)))
-    assert main([str(speaker / "target"), *flags]) == 0
-    printed = capsys.readouterr()
-    answers = plain_answers(speaker, FAITHFUL, LINES, do_sample=False)
-    assert printed.out == "".join(answer + "\n" for answer in answers)
-    told = [
-        "a drafter drafts in this chat",
-        "a tree is of heads or a draft model, with --drafter there is neither",
-        f"drafter must be one of {', '.join(DRAFTERS)}, ",
-    ]
-    for line, message in zip(printed.err.splitlines(), told, strict=True):
-        assert line.startswith(f"error: {message}")
-
-
-def test_a_draft_model_drafts(
-    speaker: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A plain model folder, named as a flag, and one that names its target, alone."""
-    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
-    install(speaker, FAITHFUL)
-    target = TargetModel.from_pretrained(str(speaker / "target"))
-    save_draft(tmp_path / "draft", target.model, target)
-    answers = plain_answers(speaker, FAITHFUL, LINES, do_sample=False)
-    script = [LINES[0], "/set drafter auto", "/set tree chain:2", LINES[1], "/set tree 5"]
-    script += ["/set draft_model x", LINES[2], "/stats"]
-    for given in (
-        [str(tmp_path / "draft")],
-        [
-            str(speaker / "target"),
-            "--draft-model",
-            str(speaker / "target"),
-            str(tmp_path / "draft"),
-        ],
-    ):
-        monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in script)))
-        assert main([*given, "--max-new-tokens", "24"]) == 0
-        printed = capsys.readouterr()
-        assert printed.out == "".join(answer + "\n" for answer in answers)
-        assert "error: a draft model drafts in this chat: begin another one" in printed.err
-        assert "error: a draft model's tree must be auto, chain," in printed.err
-        assert "error: unknown setting 'draft_model'" in printed.err
-        assert ("steps drafted: " in printed.err) == (len(given) > 1)
-
-
-def test_drafts_continue_a_corpus(
-    speaker: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
-    install(speaker, FAITHFUL)
-    answers = plain_answers(speaker, FAITHFUL, LINES, do_sample=False)
-    corpus = tmp_path / "answers.txt"
-    corpus.write_text("\n".join(answers), encoding="utf-8")
-    script = [LINES[0], "/set corpus nowhere", f"/set corpus {corpus}", LINES[1], LINES[2]]
-    assert talk(speaker, script, monkeypatch, "--tree", "suffix", "--stats") == 0
-    printed = capsys.readouterr()
-    assert printed.out == "".join(answer + "\n" for answer in answers)
-    assert "error: expected a corpus at 'nowhere', a file or a folder, found nothing" in printed.err
-    without, *with_corpus = map(float, re.findall(r"\((\S+) tokens per step", printed.err))
-    assert min(with_corpus) > without
-
-
-def test_reset_save_and_set(
-    speaker: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reset_save_and_set(speaker: Path, tmp_path: Path, talk: Talk) -> None:
     install(speaker, FAITHFUL)
     saved = tmp_path / "talk.json"
     script = [
@@ -198,8 +62,7 @@ def test_reset_save_and_set(
         *("hello there", f"/save {saved}", "/set group true", "and then?"),
         *("/set group no", "/set stop <", "/help", "/quit", "never said"),
     ]
-    assert talk(speaker, script, monkeypatch, limit=5) == 0
-    printed = capsys.readouterr()
+    printed = talk(speaker / "heads", script, limit=5)
     expected = plain_answers(speaker, FAITHFUL, LINES[:2], do_sample=False)
     assert json.loads(saved.read_text())["messages"] == [
         {"role": "user", "content": "hello there"},
@@ -214,10 +77,7 @@ def test_reset_save_and_set(
 
 
 def test_mistakes_in_a_conversation_do_not_end_it(
-    speaker: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    speaker: Path, tmp_path: Path, talk: Talk
 ) -> None:
     install(speaker, FAITHFUL)
     mistakes = {
@@ -234,8 +94,7 @@ def test_mistakes_in_a_conversation_do_not_end_it(
         f"/save {tmp_path}/no/where.json": "No such file",
         "x" * 600: "/reset starts a new one",
     }
-    assert talk(speaker, ["hello there", *mistakes, "and then?"], monkeypatch) == 0
-    printed = capsys.readouterr()
+    printed = talk(speaker / "heads", ["hello there", *mistakes, "and then?"])
     answers = plain_answers(speaker, FAITHFUL, LINES[:2], do_sample=False)
     assert printed.out == "".join(answer + "\n" for answer in answers)
     told = printed.err.splitlines()
@@ -266,18 +125,14 @@ def keyboard() -> Iterator[None]:
 
 @pytest.mark.usefixtures("keyboard")
 def test_ctrl_c_stops_the_answer_and_not_the_chat(
-    speaker: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, talk: Talk
 ) -> None:
     install(speaker, FAITHFUL)
     saved = tmp_path / "talk.json"
     screen = Interrupting()
     monkeypatch.setattr("sys.stdout", screen)
     script = ["hello there", "/stats", "and then?", f"/save {saved}"]
-    assert talk(speaker, script, monkeypatch) == 0
-    assert "(stopped)" in capsys.readouterr().err
+    assert "(stopped)" in talk(speaker / "heads", script).err
     messages = json.loads(saved.read_text())["messages"]
     stopped, answered = messages[1]["content"], messages[3]["content"]
     whole = plain_answers(speaker, FAITHFUL, LINES[:1], do_sample=False)[0]
@@ -290,14 +145,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(
     assert screen.getvalue().endswith(answered + "\n")
 
 
-def test_a_template_that_refuses(
-    speaker: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_that_refuses(speaker: Path, talk: Talk) -> None:
     install(speaker, "{{ raise_exception('only the user may speak') }}")
-    assert talk(speaker, ["hello"], monkeypatch, "--system", "be brief") == 0
-    assert "error: the target's chat template refuses this: only the user may speak" in (
-        capsys.readouterr().err
-    )
+    told = talk(speaker / "heads", ["hello"], "--system", "be brief").err
+    assert "error: the target's chat template refuses this: only the user may speak" in told
 
 
 @pytest.mark.parametrize(
@@ -315,8 +166,6 @@ def test_a_template_that_refuses(
     ],
 )
 def test_mistakes_are_one_sentence(
-    flags: list[str], message: str, speaker: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, speaker: Path, refused: Refused
 ) -> None:
-    assert main([flag.format(speaker) for flag in flags]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and printed.err.count("\n") == 1
+    assert message in refused(main, [flag.format(speaker) for flag in flags])
