@@ -15,7 +15,8 @@ from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint import save_heads
 from medusa_heads.hub.push import prepare_push, push
 from tests.hub.conftest import ALICE, BOB
-from tests.hub.hub_server import LocalHub, Refusal
+from tests.hub.hub_api import Refusal
+from tests.hub.hub_server import LocalHub
 
 NAMES = {
     "medusa_heads.json",
