@@ -23,33 +23,24 @@ from medusa_heads.inference.benchmark_methods import (
     make_method,
     needs_heads,
 )
-from medusa_heads.inference.benchmark_setting import (
-    DEFAULT_SETTINGS,
-    Setting,
-    decoding_options,
-    measure,
-)
+from medusa_heads.inference.benchmark_setting import Plan, decoding_options, measure
 from medusa_heads.inference.benchmark_source import find_source, load_models
 from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.prompts import Prompt, batches_of
 from medusa_heads.inference.timed_run import Method, fastest_threads, run_once
 
+DEFAULT_PLAN = Plan()
+
 
 def benchmark(
     checkpoint: str | os.PathLike[str],
     prompts: Sequence[Prompt | Sequence[int]],
+    plan: Plan = DEFAULT_PLAN,
     *,
     target: str | None = None,
     draft_model: str | Sequence[str] = (),
     corpus: str | os.PathLike[str] | None = None,
-    settings: Sequence[Setting] = DEFAULT_SETTINGS,
-    batch_sizes: Sequence[int] = (1,),
-    max_new_tokens: int = 128,
-    max_prompt_length: int | None = None,
-    temperature: float = 0.7,
-    seed: int = 0,
     device: str | None = None,
-    threads: int | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
     on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
@@ -59,19 +50,12 @@ def benchmark(
     Args:
         checkpoint: heads, as a folder or a hub's repository; or the target itself.
         prompts: of which a question's further turns are made with plain decoding's greedy answers.
+        plan: what to measure.
         target: hub id or path of the target; by default the one the heads name.
         draft_model: hub id or path, for the methods that need one; of several, this engine's
             methods choose while they decode.
         corpus: file or folder of text, for the methods that continue one.
-        settings: what to measure; a copy of the target is loaded per dtype, one at a time.
-        batch_sizes: prompts decoded together; everything is measured with each.
-        max_new_tokens: tokens after each prompt; fewer where the target ends its text.
-        max_prompt_length: further turns with more tokens are left out, and counted.
-        temperature: of the sampled settings.
-        seed: sampling of batch i starts from seed + i, for every method.
         device: where to run; by default where transformers loads the target.
-        threads: CPU threads; by default as many as plain decoding is fastest with, tried for each
-            dtype, so that all methods are compared at the best that plain decoding can do.
         trust_remote_code: run the Python code that the target's repository brings.
         progress: show progress bars, in generated batches.
         on_setting: called after each setting with the report so far.
@@ -80,16 +64,18 @@ def benchmark(
         The report, plain values for JSON: target, machine, settings with their methods.
 
     Raises:
-        ValueError: no prompts, a prompt beyond the target's context, an unknown method, or an
-            unusable checkpoint.
+        ValueError: no prompts, a prompt beyond the target's context, an unknown method, one whose
+            draft model, heads or corpus were not given or the other way round, or an unusable
+            checkpoint.
     """
-    named = [name for setting in settings for name in setting.methods]
     drafts = [draft_model] if isinstance(draft_model, str) else list(draft_model)
-    source = find_source(checkpoint, target, heads=needs_heads(named))
-    for setting in settings:
-        has_heads = source.checkpoint is not None
-        given = {"draft": bool(drafts), "corpus": corpus is not None}
-        check_methods(setting.methods, heads=has_heads, **given)
+    source = find_source(checkpoint, target, heads=needs_heads(plan.methods))
+    check_methods(
+        [setting.methods for setting in plan.settings],
+        heads=source.checkpoint is not None,
+        draft=bool(drafts),
+        corpus=corpus is not None,
+    )
     asked_for = {
         "checkpoint": str(checkpoint),
         "draft_models": drafts,
@@ -99,13 +85,7 @@ def benchmark(
     report = measure_models(
         lambda dtype: load_models(source, drafts, corpus, dtype=dtype, **options),
         prompts,
-        settings=settings,
-        batch_sizes=batch_sizes,
-        max_new_tokens=max_new_tokens,
-        max_prompt_length=max_prompt_length,
-        temperature=temperature,
-        seed=seed,
-        threads=threads,
+        plan,
         progress=progress,
         on_setting=lambda so_far: on_setting(so_far | asked_for),
     )
@@ -115,14 +95,8 @@ def benchmark(
 def measure_models(
     load: Callable[[torch.dtype], Models],
     prompts: Sequence[Prompt | Sequence[int]],
+    plan: Plan,
     *,
-    settings: Sequence[Setting] = DEFAULT_SETTINGS,
-    batch_sizes: Sequence[int] = (1,),
-    max_new_tokens: int = 128,
-    max_prompt_length: int | None = None,
-    temperature: float = 0.7,
-    seed: int = 0,
-    threads: int | None = None,
     progress: bool = True,
     on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
@@ -130,8 +104,7 @@ def measure_models(
 
     Args:
         load: called for each dtype; what it returns must have what the settings' methods need.
-        prompts, settings, batch_sizes, max_new_tokens, max_prompt_length, temperature, seed,
-            threads, progress, on_setting: see benchmark.
+        prompts, plan, progress, on_setting: see benchmark.
 
     Returns:
         As benchmark, without where the models came from.
@@ -139,19 +112,15 @@ def measure_models(
     Raises:
         ValueError: no prompts, or a prompt beyond the target's context.
     """
-    if not prompts or not settings or max_new_tokens < 1:
-        raise ValueError("a benchmark needs at least one prompt, setting and new token")
-    if temperature <= 0.0:
-        raise ValueError(f"expected a temperature above 0, got {temperature}")
-    if not batch_sizes or min(batch_sizes) < 1:
-        raise ValueError(f"expected batch sizes of at least 1, got {list(batch_sizes)}")
+    if not prompts:
+        raise ValueError("a benchmark needs at least one prompt, got none")
     asked = [p if isinstance(p, Prompt) else Prompt(tuple(p)) for p in prompts]
     machine = describe_machine()  # before our own work adds to the load
-    loader = _Loader(load, threads, machine["threads"])
-    with _quiet():
-        models = loader.load(settings[0].dtype, asked, max_new_tokens)
-        asked, left_out = _with_further_turns(models, asked, max_new_tokens, max_prompt_length)
-        _check_length(models, asked, max_new_tokens)
+    loader = _Loader(load, plan, machine["threads"])
+    with _quiet(), _own_threads():
+        models = loader.load(plan.settings[0].dtype, asked)
+        asked, left_out = _with_further_turns(models, asked, plan)
+        _check_length(models, asked, plan.max_new_tokens)
         report: dict[str, Any] = {
             "target": models.target.name_or_path,
             "machine": machine,
@@ -159,18 +128,18 @@ def measure_models(
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "target_fingerprint": models.target.fingerprint(),
             "parameters": models.target.model.num_parameters(),
-            "temperature": temperature,
-            "seed": seed,
+            "temperature": plan.temperature,
+            "seed": plan.seed,
             "prompts_left_out": left_out,
         }
-        for setting in settings:
+        for setting in plan.settings:
             if models.target.dtype != getattr(torch, setting.dtype):
                 del models  # one copy at a time
                 loader.forget()
-                models = loader.load(setting.dtype, asked, max_new_tokens)
-            most = max(len(prompt.tokens) for prompt in asked) + max_new_tokens
+                models = loader.load(setting.dtype, asked)
+            most = max(len(prompt.tokens) for prompt in asked) + plan.max_new_tokens
             methods = loader.methods((PLAIN, *setting.methods), models, most)
-            for size in batch_sizes:
+            for size in plan.batch_sizes:
                 rows = f", {size} rows" if size > 1 else ""
                 with tqdm(
                     total=len(batches_of(asked, size)) * len(methods),
@@ -184,14 +153,13 @@ def measure_models(
                         models.target.model,
                         asked,
                         batch_size=size,
-                        max_new_tokens=max_new_tokens,
-                        temperature=temperature,
-                        seed=seed,
+                        max_new_tokens=plan.max_new_tokens,
+                        temperature=plan.temperature,
+                        seed=plan.seed,
                         on_run=bar.update,
                     )
                 report["settings"].append(measured | {"threads": torch.get_num_threads()})
                 on_setting(report)
-    torch.set_num_threads(machine["threads"])
     return report
 
 
@@ -199,18 +167,18 @@ class _Loader:
     """The models of one dtype after the other, and the methods made of them."""
 
     def __init__(
-        self, load: Callable[[torch.dtype], Models], threads: int | None, most_threads: int
+        self, load: Callable[[torch.dtype], Models], plan: Plan, most_threads: int
     ) -> None:
-        self._load, self._threads, self._most_threads = load, threads, most_threads
+        self._load, self._plan, self._most_threads = load, plan, most_threads
         self._methods: dict[str, Method] = {}
 
-    def load(self, dtype: str, prompts: Sequence[Prompt], max_new_tokens: int) -> Models:
+    def load(self, dtype: str, prompts: Sequence[Prompt]) -> Models:
         torch.set_num_threads(self._most_threads)
         models = self._load(getattr(torch, dtype))
-        _check_length(models, prompts, max_new_tokens)
+        _check_length(models, prompts, self._plan.max_new_tokens)
         model = models.target.model
         # Before methods are made: some choose their trees by what steps take.
-        torch.set_num_threads(self._threads or fastest_threads(model, prompts[0].tokens))
+        torch.set_num_threads(self._plan.threads or fastest_threads(model, prompts[0].tokens))
         return models
 
     def methods(self, names: Sequence[str], models: Models, most_tokens: int) -> list[Method]:
@@ -227,24 +195,36 @@ class _Loader:
 
 
 def _with_further_turns(
-    models: Models, prompts: Sequence[Prompt], max_new_tokens: int, longest: int | None
+    models: Models, prompts: Sequence[Prompt], plan: Plan
 ) -> tuple[list[Prompt], int]:
-    """Each prompt and its question's next turns, asked behind plain decoding's answers."""
+    """Each prompt and its question's next turns, asked behind plain decoding's answers; and how
+    many of those were too long."""
     model: Any = models.target.model
+    longest = plan.max_prompt_length
     all_turns, left_out = list(prompts), 0
     turn = list(prompts)
     while turn := [prompt for prompt in turn if prompt.follow_up is not None]:
-        _check_length(models, turn, max_new_tokens)
+        _check_length(models, turn, plan.max_new_tokens)
         following = []
         for prompt in turn:
             assert prompt.follow_up is not None
-            options = decoding_options("greedy", model, 1.0, max_new_tokens)
+            options = decoding_options("greedy", model, 1.0, plan.max_new_tokens)
             answered = run_once(Method(PLAIN, model.generate), model, [prompt.tokens], 0, **options)
             following.append(prompt.follow_up(answered.rows[0]))
         turn = [p for p in following if longest is None or len(p.tokens) <= longest]
         left_out += len(following) - len(turn)
         all_turns += turn
     return all_turns, left_out
+
+
+@contextmanager
+def _own_threads() -> Iterator[None]:
+    """Behind the block torch works on as many threads as before it, also where it fails."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -63,19 +63,35 @@ def needs_heads(methods: Sequence[str]) -> bool:
 
 
 def check_methods(
-    methods: Sequence[str], *, heads: bool, draft: bool, corpus: bool = False
+    settings: Sequence[Sequence[str]], *, heads: bool, draft: bool, corpus: bool = False
 ) -> None:
     """Refuse names that stand for nothing, or for what was not given.
 
     Args:
-        methods: their names.
+        settings: the names in each.
         heads: whether a heads checkpoint was given.
-        draft: whether a draft model was given.
+        draft: whether a draft model was given; one of the methods must need it.
         corpus: whether a corpus was given; one of the methods must continue it.
 
     Raises:
-        ValueError: such a name, one given twice, or a corpus for none of them.
+        ValueError: such a name, one given twice, or a draft model or a corpus for none of them.
     """
+    for methods in settings:
+        _check_setting(methods, heads=heads, draft=draft, corpus=corpus)
+    named = list(dict.fromkeys(name for methods in settings for name in methods))
+    if draft and not any(_kind(name) in (DRAFT_MODEL, ASSISTED) for name in named):
+        raise ValueError(
+            f"a draft model is given, and none of the methods {', '.join(named)} drafts with it: "
+            f"name {DRAFT_MODEL} or {ASSISTED}"
+        )
+    if corpus and not any(_drafter(name).endswith(CORPUS) for name in named):
+        raise ValueError(
+            f"a corpus is given, and none of the methods {', '.join(named)} continues it: name "
+            "one NAME+corpus, such as auto+corpus"
+        )
+
+
+def _check_setting(methods: Sequence[str], *, heads: bool, draft: bool, corpus: bool) -> None:
     for place, name in enumerate(methods):
         _check_name(name)
         kind = _kind(name)
@@ -87,11 +103,6 @@ def check_methods(
             raise ValueError(f"{name!r} needs a draft model: give --draft_model")
         if _drafter(name).endswith(CORPUS) and not corpus:
             raise ValueError(f"{name!r} needs text to continue: give --corpus")
-    if corpus and not any(_drafter(name).endswith(CORPUS) for name in methods):
-        raise ValueError(
-            f"a corpus is given, and none of the methods {', '.join(methods)} continues it: name "
-            "one NAME+corpus, such as auto+corpus"
-        )
 
 
 def _check_name(name: str) -> None:

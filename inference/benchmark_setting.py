@@ -1,4 +1,4 @@
-"""One setting of a benchmark: its methods in turns, batch after batch."""
+"""What a benchmark measures, and one setting of it: its methods in turns, batch after batch."""
 
 from __future__ import annotations
 
@@ -34,6 +34,50 @@ DEFAULT_SETTINGS = (
     Setting("greedy", "float32", (PLAIN, HEADS)),
     Setting("sampled", "float32", (PLAIN, HEADS)),
 )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a benchmark measures, whichever models it is given.
+
+    Attributes:
+        settings: one after the other; a copy of the target is loaded per dtype, one at a time.
+        batch_sizes: prompts decoded together; everything is measured with each.
+        max_new_tokens: tokens after each prompt; fewer where the target ends its text.
+        max_prompt_length: further turns with more tokens are left out, and counted.
+        temperature: of the sampled settings.
+        seed: sampling of batch i starts from seed + i, for every method.
+        threads: CPU threads; by default as many as plain decoding is fastest with, tried for each
+            dtype, so that all methods are compared at the best that plain decoding can do.
+
+    Raises:
+        ValueError: nothing is to be measured, or a number is out of its range.
+    """
+
+    settings: Sequence[Setting] = DEFAULT_SETTINGS
+    batch_sizes: Sequence[int] = (1,)
+    max_new_tokens: int = 128
+    max_prompt_length: int | None = None
+    temperature: float = 0.7
+    seed: int = 0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.settings:
+            raise ValueError("a benchmark needs at least one setting, got none")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ValueError(f"batch_sizes must be at least 1, got {list(self.batch_sizes)}")
+        for name in ("max_new_tokens", "max_prompt_length", "threads"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+        if self.temperature <= 0.0:
+            raise ValueError(f"expected a temperature above 0, got {self.temperature}")
+
+    @property
+    def methods(self) -> list[str]:
+        """The names of all that is measured in any setting."""
+        return list(dict.fromkeys(name for each in self.settings for name in each.methods))
 
 
 def measure(

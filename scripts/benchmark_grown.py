@@ -90,7 +90,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
         ValueError: a setting, the checkpoint or its target is unusable.
     """
     if min(arguments.batch_sizes, default=0) < 1 or arguments.num_prompts < 1:
-        raise ValueError("expected batch_sizes and num_prompts of at least 1")
+        raise ValueError("batch_sizes and num_prompts must be at least 1")
     if unknown := [name for name in arguments.decodings if name not in DECODINGS]:
         raise ValueError(f"expected decodings among {', '.join(DECODINGS)}, got {unknown[0]!r}")
     check_device(arguments.device)
@@ -99,24 +99,29 @@ def run(arguments: Arguments) -> dict[str, Any]:
     from transformers.utils.logging import disable_progress_bar
 
     from medusa_heads.hub.pull import find_checkpoint
-    from medusa_heads.inference.benchmark import Setting, measure_models
+    from medusa_heads.inference.benchmark import measure_models
     from medusa_heads.inference.benchmark_methods import check_methods
+    from medusa_heads.inference.benchmark_setting import Plan, Setting
     from medusa_heads.inference.benchmark_tables import tables
     from medusa_heads.inference.named_target import named_target
     from medusa_heads.inference.prompts import held_out_prompts
     from medusa_heads.inference.report import write_numbers
 
-    check_methods(arguments.methods, heads=True, draft=False)
+    check_methods([arguments.methods], heads=True, draft=False)
     logging.set_verbosity_error()
     disable_progress_bar()
     console = Console(highlight=False)
     models = _models(arguments, console)
+    name, revision = named_target(find_checkpoint(arguments.heads))
     prompts = held_out_prompts(
-        AutoTokenizer.from_pretrained(named_target(find_checkpoint(arguments.heads))[0]),
+        AutoTokenizer.from_pretrained(name, revision=revision or "main"),
         num_prompts=max(arguments.num_prompts, 2 * max(arguments.batch_sizes)),
         prompt_length=arguments.prompt_length,
         seed=1,  # train-heads draws the text it measures heads on with seed 0
     )
+    settings = [
+        Setting(name, arguments.dtype, tuple(arguments.methods)) for name in arguments.decodings
+    ]
     whole: dict[str, Any] = {}
     measured: list[dict[str, Any]] = []
     for size in arguments.batch_sizes:
@@ -129,12 +134,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
         report = measure_models(
             lambda _: models,
             prompts[: max(arguments.num_prompts // size, 2) * size],
-            settings=[
-                Setting(name, arguments.dtype, tuple(arguments.methods))
-                for name in arguments.decodings
-            ],
-            batch_sizes=[size],
-            max_new_tokens=arguments.max_new_tokens,
+            Plan(settings, batch_sizes=[size], max_new_tokens=arguments.max_new_tokens),
             progress=sys.stderr.isatty(),
             on_setting=keep,
         )

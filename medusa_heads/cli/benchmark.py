@@ -15,7 +15,7 @@ from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import check_device
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.benchmark_setting import Setting
+    from medusa_heads.inference.benchmark_setting import Plan
     from medusa_heads.inference.benchmark_source import Source
     from medusa_heads.inference.prompts import Prompt
 
@@ -55,7 +55,8 @@ class BenchmarkArguments:
             "kinds NAME+compile verifies through torch.compile, and with --corpus "
             "NAME+corpus[+compile] continues that, too. By default plain, "
             "transformers-prompt-lookup and the heads (in float32 plain and the heads, to prove "
-            "the output the same), without heads auto in their place."
+            "the output the same), without heads auto in their place; and draft-model and "
+            "NAME+corpus where those are given."
         },
     )
     corpus: str | None = field(
@@ -144,10 +145,13 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
         arguments.checkpoint, arguments.target, heads=needs_heads(arguments.methods or ["heads"])
     )
     has_heads = source.checkpoint is not None
-    settings = _settings(arguments, has_heads)
-    for setting in settings:
-        draft, corpus = bool(arguments.draft_model), arguments.corpus is not None
-        check_methods(setting.methods, heads=has_heads, draft=draft, corpus=corpus)
+    plan = _plan(arguments, has_heads)
+    check_methods(
+        [setting.methods for setting in plan.settings],
+        heads=has_heads,
+        draft=bool(arguments.draft_model),
+        corpus=arguments.corpus is not None,
+    )
     check_device(arguments.device)
 
     from rich.console import Console
@@ -168,17 +172,11 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
     report = benchmark(
         arguments.checkpoint,
         prompts,
+        plan,
         target=arguments.target,
         draft_model=arguments.draft_model,
         corpus=arguments.corpus,
-        settings=settings,
-        batch_sizes=arguments.batch_sizes,
-        max_new_tokens=arguments.max_new_tokens,
-        max_prompt_length=arguments.max_prompt_length,
-        temperature=arguments.temperature,
-        seed=arguments.seed,
         device=arguments.device,
-        threads=arguments.threads,
         trust_remote_code=arguments.trust_remote_code,
         on_setting=keep,
     )
@@ -197,8 +195,6 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
 
 
 def _check(arguments: BenchmarkArguments) -> None:
-    if arguments.threads is not None and arguments.threads < 1:
-        raise ValueError(f"threads must be at least 1, got {arguments.threads}")
     if arguments.num_prompts < 0 or (arguments.prompts is None and arguments.num_prompts == 0):
         raise ValueError(f"num_prompts must be at least 1, got {arguments.num_prompts}")
     for name, given, known in (
@@ -207,13 +203,11 @@ def _check(arguments: BenchmarkArguments) -> None:
     ):
         if unknown := [value for value in given if value not in known]:
             raise ValueError(f"expected {name} among {', '.join(known)}, got {unknown[0]!r}")
-    if not arguments.batch_sizes or min(arguments.batch_sizes) < 1:
-        raise ValueError(f"batch_sizes must be at least 1, got {arguments.batch_sizes}")
 
 
-def _settings(arguments: BenchmarkArguments, has_heads: bool) -> list[Setting]:
-    from medusa_heads.inference.benchmark_methods import COMPILE, CORPUS, HEADS
-    from medusa_heads.inference.benchmark_setting import DEFAULT_SETTINGS, Setting
+def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
+    from medusa_heads.inference.benchmark_methods import COMPILE, CORPUS, DRAFT_MODEL, HEADS
+    from medusa_heads.inference.benchmark_setting import DEFAULT_SETTINGS, Plan, Setting
 
     def methods(default: tuple[str, ...]) -> tuple[str, ...]:
         names = arguments.methods
@@ -221,22 +215,30 @@ def _settings(arguments: BenchmarkArguments, has_heads: bool) -> list[Setting]:
             names = [name if name != HEADS or has_heads else "auto" for name in default]
             if arguments.corpus is not None:
                 names.append(names[-1] + CORPUS)
+            if arguments.draft_model:
+                names.append(DRAFT_MODEL)
         ends = ("", COMPILE, CORPUS, CORPUS + COMPILE)
         treed = {HEADS + end: f"{HEADS}:{arguments.tree}{end}" for end in ends}
         return tuple(treed.get(name, name) for name in names)
 
-    return [
-        Setting(setting.name, setting.dtype, methods(setting.methods))
-        for dtype in arguments.dtypes
-        for setting in DEFAULT_SETTINGS
-        if setting.dtype == dtype and setting.name in arguments.decodings
-    ]
+    return Plan(
+        settings=[
+            Setting(setting.name, setting.dtype, methods(setting.methods))
+            for dtype in arguments.dtypes
+            for setting in DEFAULT_SETTINGS
+            if setting.dtype == dtype and setting.name in arguments.decodings
+        ],
+        batch_sizes=arguments.batch_sizes,
+        max_new_tokens=arguments.max_new_tokens,
+        max_prompt_length=arguments.max_prompt_length,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+        threads=arguments.threads,
+    )
 
 
 def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt], int]:
     """The prompts, and how many were too long."""
-    from transformers import AutoTokenizer
-
     from medusa_heads.inference.prompts import (
         Prompt,
         choose_prompts,
@@ -244,13 +246,14 @@ def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt
         held_out_prompts,
         read_questions,
     )
+    from medusa_heads.loading import load_tokenizer
 
     # The file first: a misspelt name is told before anything is loaded.
     questions = read_questions(arguments.prompts) if arguments.prompts is not None else None
     name, revision = source.target_name()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=revision or "main", trust_remote_code=arguments.trust_remote_code
+        tokenizer = load_tokenizer(
+            name, revision=revision, trust_remote_code=arguments.trust_remote_code
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from medusa_heads.inference.benchmark import Setting
 from medusa_heads.inference.benchmark_methods import PLAIN, PROMPT_LOOKUP, Models, make_method
-from medusa_heads.inference.benchmark_setting import measure
+from medusa_heads.inference.benchmark_setting import Setting, measure
 from medusa_heads.inference.model import MedusaModel
 from medusa_heads.inference.prompts import Prompt
 from medusa_heads.inference.timed_run import Method

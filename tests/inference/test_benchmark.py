@@ -15,9 +15,9 @@ from medusa_heads.checkpoint import save_heads
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.inference import benchmark as benchmark_module
-from medusa_heads.inference.benchmark import Setting, benchmark
+from medusa_heads.inference.benchmark import benchmark
 from medusa_heads.inference.benchmark_methods import PLAIN, PROMPT_LOOKUP
-from medusa_heads.inference.benchmark_setting import measure
+from medusa_heads.inference.benchmark_setting import Plan, Setting, measure
 from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.model import MedusaModel
 from medusa_heads.inference.prompts import Prompt
@@ -37,7 +37,7 @@ def test_the_whole_report(tiny_llama: Callable[..., LlamaForCausalLM], tmp_path:
         Setting("sampled", "float32", (PLAIN, HEADS)),
     ]
     report = benchmark(
-        tmp_path / "heads", PROMPTS, settings=settings, max_new_tokens=NEW, progress=False
+        tmp_path / "heads", PROMPTS, Plan(settings, max_new_tokens=NEW), progress=False
     )
     assert json.loads(json.dumps(report)) == report
     assert report["target"] == str(tmp_path / "target")
@@ -71,16 +71,45 @@ def test_mistakes_are_refused(medusa: MedusaModel, tmp_path: Path) -> None:
     save_heads(heads, medusa.heads, medusa.target)
     with pytest.raises(ValueError, match="at least one prompt"):
         benchmark(heads, [], target=target)
-    with pytest.raises(ValueError, match="temperature above 0"):
-        benchmark(heads, PROMPTS, target=target, temperature=0.0)
     with pytest.raises(ValueError, match="do not fit the target's context of 512"):
-        benchmark(heads, PROMPTS, target=target, max_new_tokens=600)
+        benchmark(heads, PROMPTS, Plan(max_new_tokens=600), target=target)
     with pytest.raises(ValueError, match="expected a heads checkpoint"):
         benchmark(tmp_path / "none", PROMPTS, target=target)
-    with pytest.raises(ValueError, match="batch sizes of at least 1"):
-        benchmark(heads, PROMPTS, target=target, batch_sizes=[0])
+    alone = Plan([Setting("greedy", "float32", (PLAIN,))])
     with pytest.raises(ValueError, match="leave out --target"):
-        benchmark(target, PROMPTS, target=target, settings=[Setting("greedy", "float32", (PLAIN,))])
+        benchmark(target, PROMPTS, alone, target=target)
+    with pytest.raises(ValueError, match="none of the methods plain drafts with it"):
+        benchmark(target, PROMPTS, alone, draft_model=target)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"settings": []}, "needs at least one setting"),
+        ({"batch_sizes": [0]}, r"batch_sizes must be at least 1, got \[0\]"),
+        ({"batch_sizes": []}, r"batch_sizes must be at least 1, got \[\]"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"threads": 0}, "threads must be at least 1, got 0"),
+        ({"temperature": 0.0}, "temperature above 0"),
+    ],
+)
+def test_plans_of_nothing_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(**wrong)
+
+
+def test_threads_are_given_back_where_it_fails(medusa: MedusaModel, tmp_path: Path) -> None:
+    medusa.target.model.save_pretrained(tmp_path)
+
+    def fail(_: dict[str, Any]) -> None:
+        assert torch.get_num_threads() == 2
+        raise OSError("no space left")
+
+    plan = Plan([Setting("greedy", "float32", (PLAIN,))], max_new_tokens=2, threads=2)
+    assert torch.get_num_threads() == 1
+    with pytest.raises(OSError, match="no space left"):
+        benchmark(tmp_path, PROMPTS, plan, progress=False, on_setting=fail)
+    assert torch.get_num_threads() == 1
 
 
 def test_further_turns_follow_plain_decodings_answers(
@@ -105,9 +134,11 @@ def test_further_turns_follow_plain_decodings_answers(
     report = benchmark(
         tmp_path,
         [Prompt(tuple(PROMPTS[0]), None, follow_up), Prompt((9, 10), None, long)],
-        settings=[Setting("greedy", "float32", (PLAIN,))],
-        max_new_tokens=4,
-        max_prompt_length=39,
+        Plan(
+            [Setting("greedy", "float32", (PLAIN,))],
+            max_new_tokens=4,
+            max_prompt_length=39,
+        ),
         progress=False,
     )
     expected = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=4)[0].tolist()

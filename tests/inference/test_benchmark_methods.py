@@ -47,7 +47,7 @@ EVERY_KIND = (
 )
 def test_methods_that_are_not_there(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_methods([PLAIN, name], heads=False, draft=False)
+        check_methods([[PLAIN, name]], heads=False, draft=False)
 
 
 def test_a_method_is_named_once() -> None:
@@ -57,9 +57,18 @@ def test_a_method_is_named_once() -> None:
     compiled = [f"{name}+compile" for name in (*heads, *drafts, "auto", "lookahead+suffix")]
     numbered = ["early_exit:4", "early_exit:4+suffix"]
     named = [PLAIN, *DRAFTERS, *numbered, *heads, *drafts, *compiled]
-    check_methods(named, heads=True, draft=True)
+    check_methods([named, [PLAIN]], heads=True, draft=True)
     with pytest.raises(ValueError, match="'suffix' is given twice"):
-        check_methods(["suffix", PLAIN, "suffix"], heads=False, draft=False)
+        check_methods([["suffix", PLAIN, "suffix"]], heads=False, draft=False)
+
+
+def test_what_is_given_is_for_a_method_of_some_setting() -> None:
+    given = {"heads": True, "draft": True, "corpus": True}
+    check_methods([["draft-model", "auto"], ["auto+corpus", PLAIN]], **given)
+    with pytest.raises(ValueError, match=r"methods auto\+corpus, plain drafts with it"):
+        check_methods([["auto+corpus"], ["auto+corpus", PLAIN]], **given)
+    with pytest.raises(ValueError, match="none of the methods auto, transformers-assisted cont"):
+        check_methods([["auto"], ["transformers-assisted"]], **given)
 
 
 @pytest.fixture

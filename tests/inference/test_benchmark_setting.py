@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_heads.inference.benchmark import Setting
 from medusa_heads.inference.benchmark_methods import COMPILED, PLAIN, PROMPT_LOOKUP
+from medusa_heads.inference.benchmark_setting import Setting
 from medusa_heads.inference.model import MedusaModel
 from medusa_heads.inference.prompts import Prompt
 from medusa_heads.inference.timed_run import Method

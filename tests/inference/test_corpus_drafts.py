@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from medusa_heads.inference.training_free import TrainingFreeModel
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.padded import padded
 from tests.inference.planted import Misremembering
 from tests.inference.rereading import random_heads
 
@@ -31,12 +31,11 @@ NEW = 60
 
 
 @pytest.fixture(autouse=True)
-def cheap_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def cheap_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs of a machine on which many nodes pay, as they do not on a model this small."""
     monkeypatch.setattr(training_free, "target_costs", lambda *_: StepCosts(COSTS))
     exits = ExitCosts(draft=0.05, verify=COSTS)
     monkeypatch.setattr(training_free, "exit_costs", lambda *_: exits)
-    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
 
 
 def scattered(text: list[int]) -> list[list[int]]:
@@ -45,9 +44,9 @@ def scattered(text: list[int]) -> list[list[int]]:
     return [[*piece, 5, 5] for piece in pieces] + [[6, 7, 8]]
 
 
-def seeded(generate: Any, ids_BT: Tensor, **options: Any) -> Tensor:
+def seeded(generate: Any, input_ids: Tensor, **options: Any) -> Tensor:
     torch.manual_seed(3)
-    made: Tensor = generate(ids_BT, **{"max_new_tokens": NEW} | options)
+    made: Tensor = generate(input_ids, **{"max_new_tokens": NEW} | options)
     return made
 
 
@@ -76,15 +75,12 @@ def test_equals_generate(tiny_llama: TinyLlama, drafter: str, options: dict[str,
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama, drafter: str) -> None:
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
-    ids_BT = torch.randint(3, 24, (5, 10), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    starts_B1 = torch.tensor([[0], [3], [7], [1], [5]])
-    mask_BT = (torch.arange(10) >= starts_B1).long().to(DEVICE)
-    options: dict[str, Any] = {"attention_mask": mask_BT, "do_sample": False, "pad_token_id": 0}
-    options |= {"eos_token_id": 2}
-    expected_BT = seeded(model.generate, ids_BT, **options)
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+    options |= padded((0, 3, 7, 1, 5), 10)
+    expected_BT = seeded(model.generate, **options)
     corpus = [piece for row in expected_BT.tolist() for piece in scattered(row)]
     drafted = TrainingFreeModel(model, drafter, corpus=corpus)
-    assert torch.equal(seeded(drafted.generate, ids_BT, **options), expected_BT)
+    assert torch.equal(seeded(drafted.generate, **options), expected_BT)
     assert drafted.last_stats.tokens_per_step > 1.5
 
 
@@ -178,7 +174,7 @@ def test_names_in_a_benchmark(tiny_llama: TinyLlama) -> None:
     models = Models(medusa.target, medusa, corpus=index)
     steps = {}
     for name in ("suffix", "suffix+corpus", "heads:suffix", "heads:suffix+corpus"):
-        check_methods([name], heads=True, draft=False, corpus="corpus" in name)
+        check_methods([[name]], heads=True, draft=False, corpus="corpus" in name)
         method = make_method(name, models, most_tokens=NEW + 4)
         assert torch.equal(seeded(method.generate, ids_BT, do_sample=False), expected_BT)
         assert method.stats is not None
@@ -201,7 +197,7 @@ def test_names_in_a_benchmark(tiny_llama: TinyLlama) -> None:
 )
 def test_names_that_are_none(names: list[str], corpus: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_methods(names, heads=True, draft=True, corpus=corpus)
+        check_methods([names], heads=True, draft="draft" in names[0], corpus=corpus)
 
 
 def test_another_vocabulary(tiny_llama: TinyLlama) -> None:
