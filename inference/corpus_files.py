@@ -21,6 +21,7 @@ from medusa_heads.errors import MedusaWarning
 from medusa_heads.fingerprint import file_sha256
 from medusa_heads.inference.corpus_index import CorpusIndex
 from medusa_heads.inference.step_seconds import measurement_folder
+from medusa_heads.loading import load_tokenizer
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
@@ -65,14 +66,12 @@ def find_corpus(
 
 
 def _find_files(path: Path, target: TargetModel, trust_remote_code: bool) -> CorpusIndex:
-    from transformers import AutoTokenizer
-
     if not path.exists():
         raise ValueError(f"expected a corpus at {str(path)!r}, a file or a folder, found nothing")
     name = target.name_or_path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=target.revision or "main", trust_remote_code=trust_remote_code
+        tokenizer = load_tokenizer(
+            name, revision=target.revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -95,7 +94,8 @@ def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
     files = _files(path)
     digest = vocabulary_sha256(tokenizer)
     contents = [[file.relative_to(path).as_posix(), file_sha256(file)] for file in files]
-    key = hashlib.sha256(json.dumps([digest, contents]).encode()).hexdigest()[:24]
+    made_of = [digest, tokenizer.chat_template, contents]
+    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:24]
     kept = measurement_folder().with_name("corpora") / f"{key}{INDEX_SUFFIX}"
     try:
         return CorpusIndex.load(kept, digest)

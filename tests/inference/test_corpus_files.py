@@ -20,16 +20,13 @@ from tests.conftest import TinyLlama
 DEMO = Path(__file__).parents[2] / "assets" / "demo-target"
 
 
+pytestmark = pytest.mark.usefixtures("cache")
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(DEMO)
     return loaded
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -75,6 +72,9 @@ def test_conversations_go_through_the_template(
     monkeypatch.setattr(tokenizer, "chat_template", template)
     index = index_files(folder / "chat.jsonl", tokenizer)
     assert continued(index, tokenizer, "class user:") == " import this"
+    monkeypatch.setattr(tokenizer, "chat_template", template.replace("class", "def"))
+    index = index_files(folder / "chat.jsonl", tokenizer)  # not as the one before had it
+    assert continued(index, tokenizer, "def user:") == " import this"
 
 
 def test_tells_what_is_left_out(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
