@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -58,8 +59,7 @@ def skip_sets(target: TargetModel, stack: LayerStack, text_BT: Tensor | None = N
     key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
     path = measurement_folder().with_name("skip_sets") / f"{key}.json"
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        return {tuple(map(int, skipped)): float(share) for skipped, share in stored}
+        return _read(path, len(stack))
     except (OSError, ValueError, TypeError):
         pass  # nothing there, or damaged: measured anew
     agreement = Agreement(target, stack, own_text(target) if text_BT is None else text_BT)
@@ -69,6 +69,14 @@ def skip_sets(target: TargetModel, stack: LayerStack, text_BT: Tensor | None = N
         replace_file(path, json.dumps([[list(skipped), s] for skipped, s in measured.items()]))
     except OSError:
         pass  # a read-only home: measured again next time
+    return measured
+
+
+def _read(path: Path, layers: int) -> Measured:
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    measured = {tuple(map(int, skipped)): float(share) for skipped, share in stored}
+    if not measured or not all(0 <= min(s) <= max(s) < layers > len(s) for s in measured):
+        raise ValueError(f"{path} holds no sets of {layers} layers")
     return measured
 
 

@@ -3,82 +3,41 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import closing
-from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    GPT2Config,
-    MixtralConfig,
-    StoppingCriteriaList,
-)
+from torch import nn
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MixtralConfig
 
-from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference import training_free
 from medusa_heads.inference.drafters.early_exit import ConfidenceTrust, ThinnedTarget
 from medusa_heads.inference.exit_costs import ExitCosts
-from medusa_heads.inference.layer_stack import LayerStack
-from medusa_heads.inference.row import Row, StopCheck
-from medusa_heads.inference.skip_search import Agreement, best_skip_set, own_text, search, skip_sets
 from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.training_free import TrainingFreeModel
 from medusa_heads.target import TargetModel
-from tests.conftest import DEVICE, TinyLlama
+from tests.conftest import TinyLlama
+from tests.inference.padded import padded
+from tests.inference.thinned import VERIFY, drafted, layered, read_state
 
-VERIFY = {0: 1.0, 1: 1.02, 3: 1.04, 7: 1.1, 15: 1.2}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 50, "pad_token_id": 0}
 
 
 @pytest.fixture(autouse=True)
-def drafting_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def drafting_pays(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Costs of a machine on which drafting pays, as it does not on a model this small."""
-    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
     costs = ExitCosts(draft=0.05, verify=VERIFY)
     monkeypatch.setattr(training_free, "exit_costs", lambda *_: costs)
 
 
 @pytest.fixture(scope="module")
 def model(tiny_llama: TinyLlama) -> Any:
-    """Layers from the third on change little, so that drafts without them are often right."""
-    made = tiny_llama(num_layers=5, vocab_size=24)
-    with torch.no_grad():
-        for layer in made.model.layers[2:]:
-            layer.self_attn.o_proj.weight *= 0.1
-            layer.mlp.down_proj.weight *= 0.1
-    return made.to(DEVICE)
+    return layered(tiny_llama)
 
 
 def inputs(rows: int) -> dict[str, Any]:
-    """Random prompts, the second and later rows padded on the left."""
-    ids_BT = torch.randint(3, 24, (rows, 11), generator=torch.Generator().manual_seed(1))
-    starts_B1 = torch.tensor([[0], [4], [7], [2]])[:rows]
-    mask_BT = (torch.arange(11) >= starts_B1).long()
-    return {"input_ids": ids_BT.to(DEVICE), "attention_mask": mask_BT.to(DEVICE)}
-
-
-def read_state(target: TargetModel, ids_BT: Tensor, mask_BT: Tensor) -> DecodingState:
-    """All but the last token of every row in the cache, as decoding would have it."""
-    stop, batch = StopCheck(StoppingCriteriaList()), len(ids_BT)
-    prompts = [Row(i, batch, ids_T[:-1], stop) for i, ids_T in enumerate(ids_BT)]
-    padding = (1 - mask_BT).sum(1)
-    cache = target.new_cache(batch)
-    positions_BT = (torch.arange(ids_BT.shape[1] - 1) - padding[:, None]).clamp_min(0)
-    target.hidden(ids_BT[:, :-1], mask_BT[:, :-1], positions_BT, cache=cache)
-    state = DecodingState(prompts, cache, padding.tolist())
-    state.roots_B = ids_BT[:, -1]
-    return state
-
-
-def drafted(target: TargetModel, state: DecodingState, skipped: Sequence[int], n: int) -> list[Any]:
-    thinned = ThinnedTarget(target, LayerStack(target), skipped)
-    with closing(thinned.continuation(state)) as continuation:
-        return [tokens for tokens, _ in islice(continuation, n)]
+    return padded((0, 4, 7, 2)[:rows], 11)
 
 
 def test_first_layers_draft_what_they_would_write_alone(model: Any) -> None:
@@ -190,63 +149,6 @@ def test_a_chain_ends_where_the_draft_is_unsure() -> None:
     assert trust.chances([0.3]) == ConfidenceTrust().chances([0.3])  # was never reached
 
 
-def test_agreement_is_that_of_first_drafted_tokens(model: Any) -> None:
-    """All positions in one forward say what drafting at each of them says."""
-    target, text_BT = TargetModel(model), own_text(TargetModel(model))[:2, :20]
-    skipped = (1, 3)
-    hits = []
-    for length in range(3, 20):
-        ids_BT = text_BT[:, :length]
-        (level,) = drafted(target, read_state(target, ids_BT, torch.ones_like(ids_BT)), skipped, 1)
-        with torch.no_grad():
-            said_B = model(ids_BT).logits[:, -1].argmax(-1)
-        hits.append((torch.tensor(level, device=DEVICE) == said_B).float().mean())
-    with torch.no_grad():
-        agreement = Agreement(target, LayerStack(target), text_BT)
-    agreement._said_BT[:, :2] = agreement._said_BT[:, 19:] = -1  # positions not compared above
-    assert 20 * agreement(skipped) == pytest.approx(sum(map(float, hits)), abs=1e-4)
-    assert 0.1 < agreement(skipped) < 17 / 20
-
-
-def test_the_search_finds_what_can_be_left_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = TargetModel(model)
-    stack = LayerStack(target)
-
-    def costs(skipped: Sequence[int]) -> ExitCosts:
-        return ExitCosts(0.02 + 0.2 * (5 - len(skipped)), VERIFY)
-
-    best = best_skip_set(target, stack, costs)
-    assert best and set(best) <= {2, 3, 4}
-    monkeypatch.setattr("medusa_heads.inference.skip_search.search", None)  # it is on disk
-    assert best_skip_set(target, stack, costs) == best
-    assert TrainingFreeModel(model, "early_exit:2").skipped_layers == (2, 3, 4)
-
-
-def test_the_search_is_greedy() -> None:
-    worth = {0: 0.5, 1: 0.1, 2: 0.02, 3: 0.3, 4: 0.01, 5: 0.04, 6: 0.2, 7: 0.15, 8: 0.12}
-    asked: list[tuple[int, ...]] = []
-
-    def agreement(skipped: Sequence[int]) -> float:
-        asked.append(tuple(skipped))
-        return 1 - sum(worth[layer] for layer in skipped)
-
-    found = search(agreement, 9)
-    by_worth = sorted(worth, key=lambda layer: worth[layer])
-    for count in range(1, 7):
-        assert tuple(sorted(by_worth[:count])) in found
-    assert {tuple(range(kept, 9)) for kept in range(1, 9)} <= set(found)
-    assert len(asked) == len(set(asked)) < 9 * 8
-
-
-def test_text_of_ones_own_is_calibration_of_its_own(model: Any) -> None:
-    target = TargetModel(model)
-    stack = LayerStack(target)
-    mine_BT = torch.randint(3, 24, (2, 16), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    assert skip_sets(target, stack, mine_BT) != skip_sets(target, stack)
-    with pytest.raises(ValueError, match="calibration is of the drafter 'early_exit'"):
-        TrainingFreeModel(model, "suffix", calibration=mine_BT)
-
-
 OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt2": (GPT2Config, {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64}),
     # Verifies chains of one unpadded text alone, and its layers return more than hidden states.
@@ -287,32 +189,11 @@ def test_other_architectures(kind: str) -> None:
     assert drafting.last_stats.tokens_per_step > 1
 
 
-def test_what_cannot_be_left_out_is_refused_by_name(model: Any, tiny_llama: TinyLlama) -> None:
-    with pytest.raises(UnsupportedArchitecture, match="this llama has one layer"):
-        LayerStack(TargetModel(tiny_llama(num_layers=1)))
-    lost = tiny_llama(num_layers=3)
-    lost.config.num_hidden_layers = 2
-    with pytest.raises(UnsupportedArchitecture, match="llama has no lists of 2 modules"):
-        LayerStack(TargetModel(lost))
-    twice = tiny_llama(num_layers=2)
-    twice.model.more = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    with pytest.raises(UnsupportedArchitecture, match="has 2 lists of 2 modules"):
-        LayerStack(TargetModel(twice))
-    between = tiny_llama(num_layers=3)
-    between.model.layers[1].register_forward_pre_hook(lambda _layer, args: (2 * args[0], *args[1:]))
-    with pytest.raises(UnsupportedArchitecture, match="do more than hand hidden states on"):
-        LayerStack(TargetModel(between))
-    particular = tiny_llama(num_layers=3)
-
-    def demand(layer: nn.Module, *_: Any) -> None:
-        if "forward" in layer.__dict__:
-            raise RuntimeError("nothing came")
-
-    particular.model.layers[1].register_forward_hook(demand)
-    with pytest.raises(UnsupportedArchitecture, match=r"fails without .* nothing came"):
-        LayerStack(TargetModel(particular))
-    assert "forward" not in particular.model.layers[1].__dict__
+def test_layers_that_are_none_are_refused(model: Any, tiny_llama: TinyLlama) -> None:
+    assert TrainingFreeModel(model, "early_exit:2").skipped_layers == (2, 3, 4)
     with pytest.raises(ValueError, match="keeps at least 1 of the target's 5 layers"):
         TrainingFreeModel(model, "early_exit:5")
     with pytest.raises(ValueError, match="leave compile out"):
         TrainingFreeModel(tiny_llama(), "early_exit", compile=True, compile_backend="eager")
+    with pytest.raises(ValueError, match="calibration is of the drafter 'early_exit'"):
+        TrainingFreeModel(model, "suffix", calibration=torch.tensor([[1, 2]]))
