@@ -6,36 +6,29 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.adapter import ADAPTER_FOLDER, load_adapter
 from medusa_heads.checkpoint import load_heads
-from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.preview import with_preview
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.inference.assisted import AssistedModel
-from medusa_heads.inference.blend_plan import blended, blends, continues_text
 from medusa_heads.inference.corpus_files import Corpus, find_corpus
-from medusa_heads.inference.corpus_index import CorpusIndex
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.drafters.by_rows import ByRowsDrafter, rounded_up
+from medusa_heads.inference.heads_plan import HeadsPlan, ReadCorpus
 from medusa_heads.inference.named_target import load_target
 from medusa_heads.inference.saving import save_model
-from medusa_heads.inference.tree_plan import TreeSpec, make_drafter
-from medusa_heads.inference.tree_size import best_tree
+from medusa_heads.inference.tree_plan import TreeSpec
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.stored_heads import StoredHeads, read_sidecar
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-UNMEASURED_TREE = "chain"  # heads without statistics: nothing says where branches would pay
-DRAFT_PROBABILITY_RULES = ("threshold", "log_ratio")  # compare with the draft's own probabilities
 
 
 class MedusaModel(AssistedModel):
@@ -90,8 +83,7 @@ class MedusaModel(AssistedModel):
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
         self.drafting = with_preview(self.heads)
         self.statistics = statistics
-        self.corpus: CorpusIndex | None = None
-        self._read_corpus = None if corpus is None else partial(find_corpus, corpus, self.target)
+        self._read_corpus = None if corpus is None else _reader(corpus, self.target)
         # Where the heads were loaded from, and what stood there beside them.
         self.checkpoint: Path | None = None
         self.stored: StoredHeads | None = None
@@ -104,65 +96,22 @@ class MedusaModel(AssistedModel):
         `auto` then goes by what its number of rows costs.
 
         Raises:
-            ValueError: an unknown form, or a tree that does not fit the heads.
+            ValueError: an unknown form, or a tree that does not fit the heads; the one before it
+                stays.
         """
-        self._by_rows: dict[int, Drafter] = {}  # where batches choose for themselves
-        if tree == "auto" and (self.statistics is None or self._chain_only):
-            tree = UNMEASURED_TREE
-        elif tree == "auto" and self.acceptance in DRAFT_PROBABILITY_RULES:
-            # What the text itself suggests comes without a probability.
-            assert self.statistics is not None
-            tree = best_tree(self.target, self.drafting, self.statistics)
-        if self._read_corpus is not None:
-            if not continues_text(tree):
-                raise ValueError(
-                    f"a corpus is continued by the trees auto, N+suffix and suffix, and the tree "
-                    f"here is {tree!r}: use one of them, or leave the corpus out"
-                )
-            if self.corpus is None:  # only now: to index one may take a while
-                self.corpus = self._read_corpus()
-        self.tree = tree
-        self._chooses = str(tree).startswith("auto")
-        self.drafter = self._make_drafter(tree)
-
-    def _drafter_for(self, batch_size: int) -> Drafter:
-        if not self._chooses or batch_size == 1:
-            return self.drafter
-        rows = rounded_up(batch_size)
-        # Rows of a compiled target stay to the end, and what has read the prompt must go on.
-        if isinstance(self.target, CompiledTarget) or self.drafter.reads_prompt:
-            return self._drafter_for_rows(rows)
-        return ByRowsDrafter(self._drafter_for_rows, rows)
-
-    def _drafter_for_rows(self, rows: int) -> Drafter:
-        if rows not in self._by_rows:
-            self._by_rows[rows] = self._make_drafter(self.tree, rows)
-        return self._by_rows[rows]
-
-    def _make_drafter(self, tree: TreeSpec, rows: int = 1) -> Drafter:
-        compares = self.acceptance in DRAFT_PROBABILITY_RULES
-        if isinstance(tree, str) and blends(tree):
-            if self.statistics is None or self._chain_only or compares:
-                raise ValueError(
-                    f"the tree {tree!r} needs heads with statistics, a target that verifies "
-                    f"branches, and a rule other than {' and '.join(DRAFT_PROBABILITY_RULES)}"
-                )
-            return blended(
-                tree,
-                self.target,
-                self.drafting,
-                self.statistics,
-                batch_size=rows,
-                corpus=self.corpus,
-            )
-        return make_drafter(
-            tree,
+        self._plan = HeadsPlan(
+            self.target,
             self.drafting,
             self.statistics,
+            tree,
             chain_only=self._chain_only,
-            with_log_probs=compares,
-            corpus=self.corpus,
+            acceptance=self.acceptance,
+            read_corpus=self._read_corpus,
         )
+        self.drafter, self.tree = self._plan.drafter, self._plan.tree
+
+    def _drafter_for(self, batch_size: int) -> Drafter:
+        return self._plan.drafter_for(batch_size) or self.drafter
 
     @classmethod
     def from_pretrained(
@@ -240,7 +189,7 @@ class MedusaModel(AssistedModel):
             compile=compile,
         )
         if corpus is not None:
-            model._read_corpus = partial(find_corpus, corpus, view, trust_remote_code=trusted)
+            model._read_corpus = _reader(corpus, view, trust_remote_code=trusted)
         model.use_tree(tree)
         model.checkpoint, model.stored = folder, replace(loaded.stored, tensors={})
         return model
@@ -295,6 +244,11 @@ class MedusaModel(AssistedModel):
                 commit_message=commit_message,
                 token=token,
             )
+
+
+def _reader(corpus: Corpus, target: TargetModel, **options: Any) -> ReadCorpus:
+    """Reads it when it is first asked for."""
+    return cache(partial(find_corpus, corpus, target, **options))
 
 
 def attach(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
-from medusa_heads.inference import model as model_module
+from medusa_heads.inference import heads_plan
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.by_rows import ByRowsDrafter, rounded_up
 from medusa_heads.inference.tree_plan import make_drafter
@@ -38,7 +38,7 @@ def test_each_number_of_rows_has_its_own_tree(
         tree = {1: "static:15", 2: "dynamic:7", 4: "none", 8: "static:3"}[batch_size]
         return make_drafter(tree, heads, statistics)
 
-    monkeypatch.setattr(model_module, "blended", blended)
+    monkeypatch.setattr(heads_plan, "blended", blended)
     plain: Any = tiny_llama(vocab_size=24)
     heads = MedusaHeads.from_target(plain, HeadsConfig(num_heads=3))
     medusa = MedusaModel(plain, heads, statistics=statistics)

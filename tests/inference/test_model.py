@@ -258,3 +258,15 @@ def test_inputs_that_would_be_forgotten_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         medusa.generate(**INPUTS, max_new_tokens=4, **extra)
+
+
+def test_a_tree_that_is_refused_leaves_the_one_before(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama(vocab_size=24)
+    medusa = MedusaModel(model, MedusaHeads.from_target(model, HeadsConfig(num_heads=3)), tree=8)
+    before = medusa.tree, medusa.drafter
+    for wrong in ("auto+suffix", "static:0", "16+suffix"):
+        with pytest.raises(ValueError, match="tree"):
+            medusa.use_tree(wrong)
+        assert (medusa.tree, medusa.drafter) == before
+    got: Any = medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False)
+    assert torch.equal(got, plain(medusa, max_new_tokens=20, do_sample=False))
