@@ -19,6 +19,7 @@ from medusa_heads.inference.training_free import DRAFTERS, TrainingFreeModel
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TreeShape
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.padded import padded
 
 
 @pytest.fixture(autouse=True)
@@ -59,14 +60,11 @@ def test_equals_generate(tiny_llama: TinyLlama, drafter: str, options: dict[str,
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama, drafter: str) -> None:
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
-    ids_BT = torch.randint(3, 24, (5, 10), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    starts_B1 = torch.tensor([[0], [3], [7], [1], [5]])
-    mask_BT = (torch.arange(10) >= starts_B1).long().to(DEVICE)
-    options: dict[str, Any] = {"attention_mask": mask_BT, "do_sample": False, "pad_token_id": 0}
-    options |= {"max_new_tokens": 60, "eos_token_id": 2}
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+    options |= padded((0, 3, 7, 1, 5), 10) | {"max_new_tokens": 60}
     drafted = TrainingFreeModel(model, drafter)
-    got_BT: Any = drafted.generate(ids_BT, **options)
-    assert torch.equal(got_BT, model.generate(ids_BT, **options))
+    got_BT: Any = drafted.generate(**options)
+    assert torch.equal(got_BT, model.generate(**options))
 
 
 def test_recycled_trees_hold_the_latest_successors() -> None:
