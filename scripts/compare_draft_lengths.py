@@ -71,6 +71,8 @@ def compare(arguments: Arguments) -> None:
 
     if unknown := sorted(set(arguments.sets) - {"code", "prose", "numbers"}):
         raise ValueError(f"sets of prompts are code, prose and numbers, got {unknown}")
+    if min(arguments.lengths, default=0) < 1:
+        raise ValueError(f"lengths must be at least 1, got {arguments.lengths}")
     logging.set_verbosity_error()
     disable_progress_bar()
     models = DraftedModel.from_pretrained(
@@ -87,23 +89,16 @@ def compare(arguments: Arguments) -> None:
 
 def prompts_of(name: str, tokenizer: Any, arguments: Arguments) -> list[list[int]]:
     """Token ids of one set's prompts."""
-    from datasets import Dataset
+    from medusa_heads.corpus import draw_windows
+    from medusa_heads.inference.prompts import held_out_prompts
 
-    from medusa_heads.corpus import prompt_windows, standard_library
-
+    names = ("num_prompts", "prompt_length", "seed")
+    drawn: dict[str, int] = {each: getattr(arguments, each) for each in names}
     if name == "code":
-        corpus = standard_library("held_out")
-    else:
-        make = _prose if name == "prose" else _numbers
-        corpus = Dataset.from_dict({"text": make(random.Random(arguments.seed))})
-    windows = prompt_windows(
-        corpus,
-        tokenizer,
-        num_prompts=arguments.num_prompts,
-        prompt_length=arguments.prompt_length,
-        seed=arguments.seed,
-    )
-    return list(windows["input_ids"])
+        return held_out_prompts(tokenizer, **drawn)
+    make = _prose if name == "prose" else _numbers
+    texts = make(random.Random(arguments.seed))
+    return [input_ids for _, input_ids in draw_windows(texts, tokenizer, **drawn)]
 
 
 def measured(

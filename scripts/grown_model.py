@@ -67,15 +67,16 @@ class GrownModel:
         return {name: _difference(*logits) for name, logits in found.items()}
 
 
-def load_small(name: str) -> TargetModel:
-    """The target to grow, without the bars and warnings of loading.
+def load_small(name: str, revision: str | None = None) -> TargetModel:
+    """The target to grow, of a hub at a revision, without the bars and warnings of loading.
 
     Raises:
         ValueError: nothing loadable stands there, or it is no Llama.
     """
     logging.set_verbosity_error()
     disable_progress_bar()
-    small = TargetModel.from_pretrained(name, dtype=torch.float32)
+    at: dict[str, Any] = {} if revision is None else {"revision": revision}
+    small = TargetModel.from_pretrained(name, dtype=torch.float32, **at)
     check_llama(small.model.config, name)
     return small
 
@@ -134,8 +135,9 @@ def grown_medusa(
     Raises:
         ValueError: see grow.
     """
-    name, _ = named_target(find_checkpoint(checkpoint))
-    grown = grow(load_small(name), checkpoint, SHAPES[shape], dtype=dtype, device=device)
+    name, revision = named_target(find_checkpoint(checkpoint))
+    small = load_small(name, revision)
+    grown = grow(small, checkpoint, SHAPES[shape], dtype=dtype, device=device)
     model: Any = grown.target.model
     model.config._name_or_path = f"{name} grown to {shape}"
     assert grown.loaded is not None and grown.heads is not None

@@ -164,7 +164,9 @@ def checkpoint_model(arguments: ProfileArguments) -> tuple[MedusaModel, Any]:
     model, grown = grown_medusa(
         checkpoint, arguments.shape, dtype=dtype, device=arguments.device, tree=arguments.tree
     )
-    return model, AutoTokenizer.from_pretrained(grown.small.name_or_path)
+    small = grown.small
+    tokenizer = AutoTokenizer.from_pretrained(small.name_or_path, revision=small.revision or "main")
+    return model, tokenizer
 
 
 def random_model(arguments: ProfileArguments) -> MedusaModel:

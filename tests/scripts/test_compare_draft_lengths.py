@@ -10,18 +10,15 @@ from medusa_heads.draft_checkpoint import save_draft
 from medusa_heads.target import TargetModel
 from medusa_heads.training.draft_model import begin_draft
 from scripts.compare_draft_lengths import main
+from tests.conftest import Refused
 
 TARGET = Path(__file__).parents[2] / "assets" / "demo-target"
 
 
 @pytest.mark.parametrize("sampling", [[], ["--temperature", "0.7"]], ids=["greedy", "sampled"])
 def test_a_table_for_each_set(
-    sampling: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    sampling: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "measured"))
     target = TargetModel.from_pretrained(str(TARGET))
     save_draft(tmp_path / "draft", begin_draft(target, num_layers=1), target)
     small = ["--num_prompts", "1", "--prompt_length", "16", "--max_new_tokens", "6"]
@@ -38,8 +35,7 @@ def test_a_table_for_each_set(
         assert max(ratios["1"], ratios["3"]) == 1.0
 
 
-def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nowhere"]) == 2
-    assert "does not name its target" in capsys.readouterr().err
-    assert main(["nowhere", "--sets", "code", "music"]) == 2
-    assert "got ['music']" in capsys.readouterr().err
+def test_a_mistake_is_one_sentence(refused: Refused) -> None:
+    assert "does not name its target" in refused(main, ["nowhere"])
+    assert "got ['music']" in refused(main, ["nowhere", "--sets", "code", "music"])
+    assert "lengths must be at least 1, got [2, 0]" in refused(main, ["x", "--lengths", "2", "0"])
