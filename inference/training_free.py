@@ -60,6 +60,7 @@ class TrainingFreeModel(AssistedModel):
         calibration: token ids [B, T] of text without padding, on which `"early_exit"` tries which
             layers to leave out; by default the target writes some. What is found is kept on disk.
         acceptance, acceptance_settings, compile, compile_backend: see AssistedModel.
+        trust_remote_code: whether the tokenizer that reads a corpus may run code of its own.
 
     Attributes:
         skipped_layers: of early exit: the layers, counted from 0, that drafts do without.
@@ -82,8 +83,9 @@ class TrainingFreeModel(AssistedModel):
         acceptance_settings: Mapping[str, float] | None = None,
         compile: bool = False,
         compile_backend: str | Callable[..., Any] = "inductor",
+        trust_remote_code: bool = False,
     ) -> None:
-        _check_drafter(drafter, corpus)
+        _check_drafter(drafter, corpus, calibration, compile)
         super().__init__(
             target,
             acceptance=acceptance,
@@ -93,10 +95,6 @@ class TrainingFreeModel(AssistedModel):
         )
         name, _, suffix = drafter.partition("+")
         name, _, kept = name.partition(":")
-        if calibration is not None and (name != "early_exit" or kept):
-            raise ValueError(
-                f"calibration is of the drafter 'early_exit', {drafter!r} tries nothing"
-            )
         if self._chain_only and (name not in ("suffix", "early_exit") or suffix):
             raise ValueError(
                 f"the drafter {drafter!r} adds branches, and this target verifies chains alone: "
@@ -104,15 +102,17 @@ class TrainingFreeModel(AssistedModel):
             )
         self.method = drafter
         self._name, self._suffix = name, bool(suffix)
-        self.corpus = find_corpus(corpus, self.target)
         self.skipped_layers: tuple[int, ...] = ()
         if name == "early_exit":
-            if isinstance(self.target, CompiledTarget):
-                raise ValueError(
-                    "early_exit runs layers of an uncompiled target: leave compile out"
-                )
+            _check_uncompiled(isinstance(self.target, CompiledTarget))
             self._stack = LayerStack(self.target)
-            self.skipped_layers = self._layers_to_skip(int(kept) if kept else None, calibration)
+            if kept:
+                self.skipped_layers = self._behind(int(kept))
+        # Only now: to index a corpus may take a while, and to try layers as well.
+        self.corpus = find_corpus(corpus, self.target, trust_remote_code=trust_remote_code)
+        if name == "early_exit" and not kept:
+            costs = partial(exit_costs, self.target, self._stack)
+            self.skipped_layers = best_skip_set(self.target, self._stack, costs, calibration)
         self._by_rows: dict[int, Drafter] = {}
         self.drafter = self._drafter_for(1)
 
@@ -130,19 +130,16 @@ class TrainingFreeModel(AssistedModel):
         Raises:
             ValueError: nothing loadable stands there, or see the class.
         """
-        names = ("calibration", "acceptance", "acceptance_settings", "compile", "compile_backend")
-        corpus = kwargs.pop("corpus", None)
-        _check_drafter(drafter, corpus)  # before seconds of loading
-        own = {name: kwargs.pop(name) for name in names if name in kwargs}
+        names = ("corpus", "calibration", "acceptance", "acceptance_settings", "compile")
+        own = {name: kwargs.pop(name) for name in (*names, "compile_backend") if name in kwargs}
+        # Before seconds of loading.
+        _check_drafter(drafter, *(own.get(name) for name in ("corpus", "calibration", "compile")))
         view = TargetModel.from_pretrained(str(target), **kwargs)
-        trusted = bool(kwargs.get("trust_remote_code"))
-        index = find_corpus(corpus, view, trust_remote_code=trusted)
-        return cls(view, drafter, corpus=index, **own)
+        own["trust_remote_code"] = bool(kwargs.get("trust_remote_code"))
+        return cls(view, drafter, **own)
 
-    def _layers_to_skip(self, kept: int | None, calibration: Tensor | None) -> tuple[int, ...]:
-        if kept is None:
-            costs = partial(exit_costs, self.target, self._stack)
-            return best_skip_set(self.target, self._stack, costs, calibration)
+    def _behind(self, kept: int) -> tuple[int, ...]:
+        """All layers but the first ones."""
         if not 0 < kept < len(self._stack):
             raise ValueError(
                 f"early_exit:N keeps at least 1 of the target's {len(self._stack)} layers and "
@@ -183,7 +180,7 @@ class TrainingFreeModel(AssistedModel):
         )
 
 
-def _check_drafter(drafter: str, corpus: object) -> None:
+def _check_drafter(drafter: str, corpus: object, calibration: object, compiled: object) -> None:
     if re.sub(r"^early_exit:\d+", "early_exit", drafter) not in DRAFTERS:
         known = [*DRAFTERS, "early_exit:N", "early_exit:N+suffix"]
         raise ValueError(f"drafter must be one of {', '.join(known)}, got {drafter!r}")
@@ -192,3 +189,12 @@ def _check_drafter(drafter: str, corpus: object) -> None:
             f"a corpus is continued by the drafters auto, suffix and all +suffix, not {drafter!r}: "
             "use one of them, or leave the corpus out"
         )
+    name = drafter.partition("+")[0]
+    if calibration is not None and name != "early_exit":
+        raise ValueError(f"calibration is of the drafter 'early_exit', {drafter!r} tries nothing")
+    _check_uncompiled(bool(compiled) and name.startswith("early_exit"))
+
+
+def _check_uncompiled(compiled: bool) -> None:
+    if compiled:
+        raise ValueError("early_exit runs layers of an uncompiled target: leave compile out")

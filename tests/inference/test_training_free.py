@@ -115,3 +115,36 @@ def test_costs_beside_a_window_are_those_of_larger_steps(
     alone, beside = target_costs(target), target_costs(target, 1, 15)
     assert (min(measured), max(measured)) == (1, 79)
     assert (alone.seconds(7), beside.seconds(7)) == (8.0, 23.0)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "message"),
+    [
+        ("recycling", {}, "a corpus is continued by the drafters auto"),
+        ("auto", {"calibration": torch.tensor([[1, 2]])}, "'auto' tries nothing"),
+        ("early_exit:1+suffix", {"calibration": torch.tensor([[1, 2]])}, "tries nothing"),
+        ("early_exit+suffix", {"compile": True}, "leave compile out"),
+        ("early_exit:99+suffix", {}, "leaves one out, got 'early_exit:99"),
+        ("auto", {"acceptance": "x"}, "acceptance"),
+    ],
+)
+def test_what_is_refused_is_refused_before_a_corpus_is_read(
+    tiny_llama: TinyLlama,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    reads: list[Any] = []
+    monkeypatch.setattr(training_free, "find_corpus", lambda *a, **_: reads.append(a[0]))
+    model = tiny_llama()
+    options |= {"corpus": [[1, 2, 3]]}
+    with pytest.raises(ValueError, match=message):
+        TrainingFreeModel(model, drafter, **options)
+    model.save_pretrained(tmp_path / "target")
+    with pytest.raises(ValueError, match=message):
+        TrainingFreeModel.from_pretrained(tmp_path / "target", drafter, **options)
+    assert not reads
+    TrainingFreeModel.from_pretrained(tmp_path / "target", corpus=options["corpus"])
+    assert reads == [[[1, 2, 3]]]
