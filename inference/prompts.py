@@ -75,7 +75,7 @@ def read_questions(file: str | Path) -> list[Question]:
         raise ValueError(f"expected a file of prompts at {str(file)!r}, found none")
     try:
         # Not at every character that str.splitlines() takes for the end of a line.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: save it as UTF-8") from error
     is_json = path.suffix == ".jsonl"

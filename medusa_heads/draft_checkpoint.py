@@ -21,6 +21,7 @@ import torch
 from medusa_heads.contents import DRAFT_FILE
 from medusa_heads.contents import is_draft as is_draft
 from medusa_heads.files import read_json, replace_file
+from medusa_heads.loading import load_tokenizer
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
@@ -145,12 +146,9 @@ def check_vocabulary(draft: TargetModel, target: TargetModel) -> None:
 
 def _vocabulary(name_or_path: str) -> dict[str, int] | None:
     """Token ids of the tokenizer beside a model; None where there is none."""
-    from transformers import AutoTokenizer
-
     if not name_or_path:
         return None
     try:
-        vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(name_or_path).get_vocab()
+        return load_tokenizer(name_or_path).get_vocab()
     except (OSError, ValueError):
         return None
-    return vocabulary

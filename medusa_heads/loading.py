@@ -1,4 +1,5 @@
-"""A causal LM by its name: one sentence where there is none, and the commit it came from."""
+"""A causal LM, or its tokenizer, by name: one sentence where there is none, soon where no hub
+answers, and the commit it came from."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import torch
 from medusa_heads.contents import refuse_heads
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_PATIENCE_S = 5
 
 
 def load_causal_lm(
@@ -25,29 +28,33 @@ def load_causal_lm(
         ValueError: nothing loadable stands there, or heads.
     """
     refuse_heads(name)
-    # No hub id looks like this: the hub need not be asked, several times, for many seconds.
-    path_like = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if path_like:
+    if is_path(name):
         name = str(Path(name).expanduser())
         if not Path(name).is_dir():
             raise ValueError(f"expected a causal language model in a folder {name!r}, found none")
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     model: Any
     try:
-        with _quiet_hub():
+        with asking_hub(name) as options:
+            if options:  # handed on to all but the search for an adapter
+                options = options | {"adapter_kwargs": dict(options)}
             model = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
+                name, dtype=dtype, trust_remote_code=trust_remote_code, **options | kwargs
             )
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+    except (
+        *(OSError, ValueError, ImportError, RuntimeError),
+        *(SafetensorError, StrictDataclassError),
+    ) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"expected a causal language model (a hub id or a local folder) at {name!r}: {reason}"
+            f"expected a causal language model (a hub id or a local folder) at {name!r}: "
+            + first_line(error)
         ) from error
-    if not path_like and not Path(name).is_dir():
+    if not is_path(name) and not Path(name).is_dir():
         model.config._commit_hash = _commit(name, kwargs)
     loaded: PreTrainedModel = model
     return loaded
@@ -63,13 +70,66 @@ def _commit(repo_id: str, where: dict[str, Any]) -> str | None:
     return Path(found).parent.name if isinstance(found, str) else None
 
 
+def load_tokenizer(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside a causal LM, by hub id or local path.
+
+    Raises:
+        OSError, ValueError: there is none.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoTokenizer
+
+    found: PreTrainedTokenizerBase
+    with asking_hub(name) as options:
+        try:
+            found = AutoTokenizer.from_pretrained(
+                name, revision=revision or "main", trust_remote_code=trust_remote_code, **options
+            )
+        except StrictDataclassError as error:  # of the configuration, which names the tokenizer
+            raise ValueError(first_line(error)) from error
+    return found
+
+
 @contextmanager
-def _quiet_hub() -> Iterator[None]:
-    """The hub's client reports every failed attempt; the error that follows says it once."""
+def asking_hub(name: str) -> Iterator[dict[str, Any]]:
+    """Around a `from_pretrained` of transformers, with options for it.
+
+    The hub's client tries each file five times, for half a minute, and reports every attempt. A
+    hub that cannot be reached is not asked at all; what was downloaded earlier is still found.
+    """
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        on_hub = not is_path(name) and not Path(name).is_dir()
+        yield {"local_files_only": True} if on_hub and not _hub_answers() else {}
     finally:
         logger.setLevel(level)
+
+
+def is_path(name: str) -> bool:
+    """Whether no hub id looks like this: then no hub need be asked."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says of an error in its first line, or in all of them where that one only
+    announces the others."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(" ".join(lines).split()) if lines[0].endswith(":") else lines[0]
+
+
+def _hub_answers() -> bool:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S)
+    except (HTTPError, OSError):
+        return False
+    return True

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.config import IGNORED
+from medusa_heads.loading import load_tokenizer
 from medusa_heads.target import TargetModel
 from medusa_heads.training.bad_rows import BadRows
 from medusa_heads.training.chat import ChatTemplate
@@ -223,17 +224,12 @@ def find_tokenizer(
     name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer that lies beside a target, None where there is none."""
-    from transformers import AutoTokenizer
-
     if not str(name_or_path):
         return None
     try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(name_or_path), trust_remote_code=trust_remote_code
-        )
+        return load_tokenizer(str(name_or_path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         return None
-    return found
 
 
 def _tokeniser(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from medusa_heads.contents import refuse_heads
+from medusa_heads.loading import asking_hub, first_line
 from medusa_heads.target import TargetModel
 from medusa_heads.training.target_arguments import TargetArguments
 
@@ -15,23 +16,26 @@ def meta_target(arguments: TargetArguments) -> TargetModel:
     Raises:
         ValueError: no configuration of a causal language model stands there.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name = arguments.model_name_or_path
     refuse_heads(name)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=arguments.trust_remote_code)
+        with asking_hub(name) as options:
+            config = AutoConfig.from_pretrained(
+                name, trust_remote_code=arguments.trust_remote_code, **options
+            )
         stored = config.dtype or torch.float32
         dtype = stored if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=arguments.trust_remote_code
             )
-    except (OSError, ValueError, ImportError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         raise ValueError(
             f"expected the configuration of a causal language model (a hub id or a local folder) "
-            f"at {name!r}: {reason}"
+            f"at {name!r}: {first_line(error)}"
         ) from error
     target = TargetModel(model)
     target.freeze()

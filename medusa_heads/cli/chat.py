@@ -12,6 +12,7 @@ from medusa_heads.cli.arguments import coerce, parse_arguments, run_command
 from medusa_heads.cli.decoding import (
     DecodingArguments,
     ModelArguments,
+    check_encodable,
     decoder_options,
     describe,
     generation_options,
@@ -134,6 +135,7 @@ class Session:
             raise ValueError(f"unknown command {command}; /help lists them")
 
     def _answer(self, text: str) -> None:
+        check_encodable(text)
         import torch
 
         from medusa_heads.cli.streaming import StepStreamer

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ACCEPTANCE_SETTINGS = ("epsilon", "delta", "threshold", "tau")
 # Options of generate() that only sampling reads: whoever gives one wants to sample.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+NOT_UTF8 = "the prompt is not UTF-8 text: give it as UTF-8"
 PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")
 
 
@@ -174,8 +175,10 @@ def load_with_tokenizer(
     options: dict[str, Any],
 ) -> tuple[Any, Any]:
     """What `load` makes of the checkpoint and the flags, and the tokenizer of its target."""
-    from transformers import AutoTokenizer, logging
+    from transformers import logging
     from transformers.utils.logging import disable_progress_bar
+
+    from medusa_heads.loading import load_tokenizer
 
     logging.set_verbosity_error()
     disable_progress_bar()
@@ -187,9 +190,9 @@ def load_with_tokenizer(
         trust_remote_code=arguments.trust_remote_code,
         **options,
     )
-    tokenizer = AutoTokenizer.from_pretrained(
+    tokenizer = load_tokenizer(
         model.target.name_or_path,
-        revision=model.target.revision or "main",
+        revision=model.target.revision,
         trust_remote_code=arguments.trust_remote_code,
     )
     return model, tokenizer
@@ -260,6 +263,15 @@ def generation_options(arguments: DecodingArguments, tokenizer: Any) -> dict[str
     if arguments.stop:
         options |= {"stop_strings": arguments.stop, "tokenizer": tokenizer}
     return options
+
+
+def check_encodable(text: str) -> None:
+    """Raises ValueError where bytes that are not UTF-8 were taken for text, as Python takes those
+    of a command line or of standard input."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{NOT_UTF8} (from its character {error.start + 1} on)") from None
 
 
 def warn_if_lossy(model: AssistedModel) -> None:

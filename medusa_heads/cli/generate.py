@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import (
+    NOT_UTF8,
     DecodingArguments,
+    check_encodable,
     describe,
     generation_options,
     warn_if_lossy,
@@ -43,9 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def generate(arguments: GenerateArguments) -> None:
     """Stream the continuation to standard output, the statistics to standard error."""
-    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    prompt = _from_standard_input() if arguments.prompt is None else arguments.prompt
     if not prompt:
         raise ValueError("the prompt is empty: give --prompt TEXT, or text on standard input")
+    check_encodable(prompt)
     import torch
 
     from medusa_heads.cli.streaming import StepStreamer
@@ -70,3 +73,13 @@ def generate(arguments: GenerateArguments) -> None:
         print(describe(model.last_stats), file=sys.stderr)
         if drafts := describe_drafts(model, arguments.draft_model):
             print(drafts, file=sys.stderr)
+
+
+def _from_standard_input() -> str:
+    """What stands there, without a mark of the byte order; how a system ends its lines is no part
+    of the text."""
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{NOT_UTF8} ({error})") from error
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")

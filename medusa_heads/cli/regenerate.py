@@ -106,10 +106,10 @@ def _template_options(given: dict[str, Any] | str | None) -> dict[str, Any]:
 
 def _tokenizer(arguments: RegenerateArguments) -> Any:
     """The tokenizer beside the target, None where there is none: token ids need none."""
-    from transformers import AutoTokenizer
+    from medusa_heads.loading import load_tokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
+        return load_tokenizer(
             arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
         )
     except (OSError, ValueError):
@@ -159,13 +159,17 @@ def _server(arguments: RegenerateArguments, tokenizer: Any) -> Backend | None:
     from transformers import AutoConfig, GenerationConfig
 
     from medusa_heads.inference.regeneration.server_backend import ServerBackend
+    from medusa_heads.loading import asking_hub
 
     name = arguments.model_name_or_path
-    config = AutoConfig.from_pretrained(name, trust_remote_code=arguments.trust_remote_code)
-    try:
-        ends = GenerationConfig.from_pretrained(name).eos_token_id
-    except OSError:
-        ends = None
+    with asking_hub(name) as options:
+        config = AutoConfig.from_pretrained(
+            name, trust_remote_code=arguments.trust_remote_code, **options
+        )
+        try:
+            ends = GenerationConfig.from_pretrained(name, **options).eos_token_id
+        except OSError:
+            ends = None
     known = [ends] if isinstance(ends, int) else list(ends or [])
     # Several tokens may end a text; the tokenizer says which one ends an answer.
     own = tokenizer.eos_token_id

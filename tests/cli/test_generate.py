@@ -116,11 +116,29 @@ def test_prompt_from_standard_input(
     assert capsys.readouterr().out.startswith("def f(")
 
 
+def test_marks_and_line_ends_of_other_systems_are_no_part_of_the_prompt(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffdef f(\r\n", newline=""))
+    assert main([str(checkpoint / "heads"), "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("def f(\n")
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_bytes_that_are_no_text_are_refused(
+    errors: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    given = io.TextIOWrapper(io.BytesIO(b"def \xff("), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", given)
+    assert "the prompt is not UTF-8 text" in refused(main, [str(checkpoint / "heads")])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["nowhere", "--prompt", "x"], "expected a heads checkpoint"),
         (["{}/heads", "--prompt", ""], "the prompt is empty"),
+        (["{}/heads", "--prompt", "caf\udce9"], "not UTF-8 text: give it as UTF-8 (from its char"),
         (["{}/heads", "--prompt", "x", "--target", "nowhere"], "expected a causal language model"),
         (["{}/heads", "--prompt", "x", "--tree", "0"], "tree"),
         (

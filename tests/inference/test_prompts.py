@@ -48,6 +48,15 @@ def test_prompts_from_files(tmp_path: Path) -> None:
     assert read_questions(rows) == [Question(("a\nb",), "x"), Question(("c",))]
 
 
+def test_marks_and_line_ends_of_other_systems_are_no_part_of_a_prompt(tmp_path: Path) -> None:
+    for name, rows in {
+        "a.txt": "one\r\n\r\ntwo",
+        "a.jsonl": '{"text": "one"}\r\n{"text": "two"}',
+    }.items():
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + rows.encode())
+        assert read_questions(tmp_path / name) == [Question(("one",)), Question(("two",))]
+
+
 def test_questions_of_spec_bench(tmp_path: Path) -> None:
     row = {"question_id": 81, "category": "math", "turns": ["one", "two"], "reference": ["1"]}
     (tmp_path / "question.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n")
