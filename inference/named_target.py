@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from medusa_heads.contents import is_model
 from medusa_heads.hub.names import is_repo_id, split_revision
 from medusa_heads.stored_heads import read_sidecar
 from medusa_heads.target import TargetModel
@@ -45,7 +46,7 @@ def load_target(
             raise
         raise ValueError(
             f"{error} (the files in {str(checkpoint)!r} name it as their target; pass target= "
-            "where it is elsewhere)"
+            "(--target) where it is elsewhere)"
         ) from error
 
 
@@ -61,13 +62,15 @@ def named_target(
     name, revision = target.get("name_or_path"), target.get("revision")
     if not isinstance(name, str) or not name:
         raise ValueError(
-            f"the checkpoint {str(checkpoint)!r} does not name its target: pass target="
+            f"the checkpoint {str(checkpoint)!r} does not name its target: pass target= (--target)"
         )
     if Path(name).exists():
         return name, None
-    # A relative path was relative to where training ran; try it from the checkpoint as well.
-    beside = Path(checkpoint) / name
-    if beside.exists():
-        return str(beside), None
     on_hub = is_repo_id(name) or "/" not in name  # gpt2
-    return name, revision if on_hub and isinstance(revision, str) else None
+    of_hub = revision if on_hub and isinstance(revision, str) else None
+    # A relative path was relative to where training ran, mostly above what training wrote.
+    folder = Path(checkpoint).absolute()
+    for place in (folder, *(folder.parents if of_hub is None else ())):
+        if (place / name).exists() and (place == folder or is_model(place / name)):
+            return str(place / name), None
+    return name, of_hub

@@ -80,7 +80,7 @@ def read_draft_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
             f"the draft model {str(folder)!r} does not name its target (it has no {DRAFT_FILE}): "
-            "pass target="
+            "pass target= (--target)"
         )
     sidecar = read_json(path)
     if sidecar.get("format_version") != FORMAT_VERSION:

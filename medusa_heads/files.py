@@ -23,6 +23,25 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
         beside.unlink(missing_ok=True)
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """See beforehand whether files can be written to a folder; nothing is made.
+
+    Raises:
+        ValueError: a file stands in its place, or it may not be written to.
+    """
+    path = Path(folder).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not there.is_dir():
+        raise ValueError(
+            f"expected a folder at {str(folder)!r}, found a file at {str(there)!r}: choose another"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"expected a folder to write to at {str(folder)!r}, but nothing may be written to "
+            f"{str(there)!r}: choose another"
+        )
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A JSON file that holds an object.
 

@@ -38,7 +38,7 @@ def load_causal_lm(
 
     model: Any
     try:
-        with asking_hub(name) as options:
+        with asking_hub(name, never=bool(kwargs.get("local_files_only"))) as options:
             if options:  # handed on to all but the search for an adapter
                 options = options | {"adapter_kwargs": dict(options)}
             model = AutoModelForCausalLM.from_pretrained(
@@ -93,18 +93,20 @@ def load_tokenizer(
 
 
 @contextmanager
-def asking_hub(name: str) -> Iterator[dict[str, Any]]:
+def asking_hub(name: str, *, never: bool = False) -> Iterator[dict[str, Any]]:
     """Around a `from_pretrained` of transformers, with options for it.
 
     The hub's client tries each file five times, for half a minute, and reports every attempt. A
-    hub that cannot be reached is not asked at all; what was downloaded earlier is still found.
+    hub that cannot be reached, or `never` is to be, is not asked at all; what was downloaded
+    earlier is still found.
     """
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         on_hub = not is_path(name) and not Path(name).is_dir()
-        yield {"local_files_only": True} if on_hub and not _hub_answers() else {}
+        alone = on_hub and (never or not _hub_answers())
+        yield {"local_files_only": True} if alone else {}
     finally:
         logger.setLevel(level)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
+from medusa_heads.files import check_folder
 from medusa_heads.target import TargetModel
 from medusa_heads.training.callbacks import Interruptions, StopInTime
 from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
@@ -31,10 +32,9 @@ def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | No
 
     Raises:
         ValueError: there is no such checkpoint; or there are some, and they may not be overwritten;
-            or a file lies in the way.
+            or nothing can be written there.
     """
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"expected a folder for the run at {str(output)!r}, found a file")
+    check_folder(output)
     checkpoint = find_checkpoint(resume, output)
     found = checkpoints(output)
     if checkpoint is None and found and not overwrite:

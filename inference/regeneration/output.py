@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import check_folder, replace_file
 
 if TYPE_CHECKING:
     from medusa_heads.inference.regenerate import Regenerated
@@ -23,9 +23,9 @@ _PACKAGES = ("medusa-heads", "torch", "transformers", "datasets", "numpy")
 
 
 def check_output(folder: Path) -> None:
-    """Raises ValueError where a dataset of other origin stands in the folder."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"expected a folder as output_dir, {str(folder)!r} is a file")
+    """Raises ValueError where a dataset of other origin stands in the folder, or nothing can be
+    written to it."""
+    check_folder(folder)
     if (folder / _STATE_FILE).exists() and not (folder / RECORD_FILE).exists():
         raise ValueError(
             f"{str(folder)!r} holds a dataset that was not made by regenerate: give another "

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.files import check_folder
 
 
 @dataclass
@@ -54,8 +54,8 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
     """
     if arguments.context < 1 or not arguments.batch_sizes or min(arguments.batch_sizes) < 1:
         raise ValueError("expected a context and batch sizes of at least 1")
-    if arguments.output is not None and Path(arguments.output).is_file():
-        raise ValueError(f"expected a folder for --output, {arguments.output!r} is a file")
+    if arguments.output is not None:
+        check_folder(arguments.output)
     from rich.console import Console
 
     # "chain": attaching must not measure already.

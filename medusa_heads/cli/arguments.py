@@ -113,6 +113,11 @@ def parse_arguments(
         action.required = False
     namespace, surplus = parser.parse_known_args(given)
     if surplus:
+        if not surplus[0].startswith("-"):
+            raise ValueError(
+                f"unknown argument {surplus[0]!r}; text of several words needs quotes, and all "
+                "else the name of a flag before it"
+            )
         flags = [flag for action in parser._actions for flag in action.option_strings]
         raise ValueError(f"unknown argument {surplus[0]!r}{_nearest(surplus[0], flags)}")
     for name in required:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import check_device
+from medusa_heads.files import check_folder
 
 if TYPE_CHECKING:
     from medusa_heads.inference.benchmark_setting import Plan
@@ -137,6 +138,8 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
         ValueError: a setting, a file, the checkpoint or its target is unusable.
     """
     _check(arguments)
+    if arguments.report is not None:
+        check_folder(arguments.report)
     from medusa_heads.inference.benchmark_methods import check_methods, needs_heads
     from medusa_heads.inference.benchmark_source import find_source
     from medusa_heads.stored_heads import read_sidecar

@@ -39,7 +39,7 @@ def test_tables_and_files(
         (["{}/heads", "--context", "0"], "at least 1"),
         (["{}/heads", "--batch-sizes", "0"], "at least 1"),
         (["{}/heads", "--context", "500"], "do not fit the target's 512 positions: 449 at most"),
-        (["{}/heads", "--output", "{}/heads/config.json"], "is a file"),
+        (["{}/heads", "--output", "{}/heads/config.json"], "expected a folder at"),
         (["{}/heads", "--batch-size", "2"], "did you mean '--batch-sizes'"),
     ],
 )

@@ -69,7 +69,7 @@ def test_the_first_arguments_need_no_flags() -> None:
     assert given("a", "7") == (Model("a"), Run(num_steps=7))
     assert given("a", "--loud") == (Model("a"), Run(loud=True))
     assert given("--name", "a", "--num_steps", "7") == given("a", "7")
-    with pytest.raises(ValueError, match="unknown argument 'b'"):
+    with pytest.raises(ValueError, match="unknown argument 'b'; text of several words needs quo"):
         given("a", "7", "b")
 
 

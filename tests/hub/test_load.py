@@ -92,15 +92,14 @@ def test_offline_from_a_cache_of_ones_own(hub: LocalHub, commit: str, tmp_path: 
     MedusaModel.from_pretrained("alice/heads", **where)
     hub.requests.clear()
     MedusaModel.from_pretrained("alice/heads", local_files_only=True, **where)
-    # But for one look of transformers' own for an adapter, nothing is asked.
-    assert {path.rpartition("/")[2] for _, path in hub.requests} <= {"adapter_config.json"}
+    assert not hub.requests
     with pytest.raises(ValueError, match="is not in the local cache, and local_files_only"):
         MedusaModel.from_pretrained("alice/heads", local_files_only=True)
 
 
 def test_a_target_that_is_gone_is_one_sentence(hub: LocalHub, commit: str) -> None:
     del hub.repositories["alice/target"]
-    with pytest.raises(ValueError, match=r"name it as their target; pass target= where") as raised:
+    with pytest.raises(ValueError, match="name it as their target; pass target= ") as raised:
         MedusaModel.from_pretrained("alice/heads")
     assert "\n" not in str(raised.value)
 

@@ -211,5 +211,5 @@ def test_the_folder_of_a_run_is_no_file(
     target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(ValueError, match=r"expected a folder for the run at '.*run', found a file"):
+    with pytest.raises(ValueError, match=r"expected a folder at '.*run', found a file"):
         train_heads(target, make_rows(4), output_dir=tmp_path / "run")
