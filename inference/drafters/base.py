@@ -38,5 +38,5 @@ class Timed(Protocol):
     """A drafter that learns from how long its trees take to verify."""
 
     def took(self, nodes: int, seconds: float) -> None:
-        """Called after a verification, with the drafted nodes of each row, spare ones included, and
-        its seconds, drafting and what is done with every token left out."""
+        """Called after a step, with the drafted nodes of each row, spare ones included, and its
+        seconds, its drafting left out."""
