@@ -19,7 +19,7 @@ from torch import nn
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import KINDS
 from medusa_heads.target import TargetModel
-from medusa_heads.training.chunks import CHUNK_BYTES_CPU, CHUNK_BYTES_GPU
+from medusa_heads.training.chunks import chunk_pairs
 from medusa_heads.training.row_blocks import BLOCK_FEATURES_CPU, BLOCK_FEATURES_GPU
 
 if TYPE_CHECKING:
@@ -98,14 +98,12 @@ def plan_heads(
     on_cpu = args.device.type == "cpu"
     block = BLOCK_FEATURES_CPU if on_cpu else BLOCK_FEATURES_GPU
     block = min(block, tokens * width * config.num_heads)
-    chunk = CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES_GPU
-    chunk = min(chunk, tokens * config.num_heads * config.num_candidates * 4)
     memory = {
         "target's weights": weight_bytes(target, four_bits=four_bits),
         "heads, gradients, AdamW": heads * _ADAMW_BYTES,
         "target's forward": tokens * (2 * wide + _LAYER_COPIES * width) * element,
         "heads' activations": tokens * width * 8 + block * 4 * (config.num_layers + 2),
-        "a chunk of logits": chunk * _LOGIT_COPIES,
+        "a chunk of logits": _chunk(tokens * config.num_heads, config.num_candidates, args),
     }
     trained = heads
     if joint is not None:
@@ -141,14 +139,12 @@ def plan_draft(
     small = TargetModel(draft)  # type: ignore[arg-type]
     _, small_width, small_wide = _widths(small)
     size, layers = _size(draft), small.config.num_hidden_layers
-    chunk = CHUNK_BYTES_CPU if args.device.type == "cpu" else CHUNK_BYTES_GPU
-    chunk = min(chunk, tokens * target.vocab_size * 4)
     memory = {
         "target's weights": weight_bytes(target, four_bits=four_bits),
         "draft model, gradients, AdamW": size * _ADAMW_BYTES,
         "target's forward": tokens * (2 * wide + _LAYER_COPIES * width) * element,
         "draft model's backward": tokens * layers * (4 * small_wide + 12 * small_width) * 4.0,
-        "chunks of logits": chunk * 2 * _LOGIT_COPIES,  # the target's too
+        "chunks of logits": 2 * _chunk(tokens, target.vocab_size, args),  # the target's too
     }
     kind = f"{type(draft).__name__} of {layers} layers"
     learner = ("draft model", f"{kind}: {count(size)} parameters, {size / _size(target.model):.0%}")
@@ -180,6 +176,12 @@ def _widths(model: TargetModel) -> tuple[int, int, int]:
     width = model.hidden_size
     wide = getattr(model.config, "intermediate_size", None) or 4 * width
     return model.dtype.itemsize, width, wide
+
+
+def _chunk(pairs: int, vocab_size: int, args: TrainingArguments) -> float:
+    """Bytes of the logits, and what stands beside them, of as many pairs as are held at a time."""
+    held = min(chunk_pairs(vocab_size, args.device.type, torch.float32), pairs)
+    return held * vocab_size * torch.float32.itemsize * _LOGIT_COPIES
 
 
 def _named(target: TargetModel, four_bits: bool) -> str:
