@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from medusa_heads.inference.capability import capability
 from medusa_heads.inference.drafters.draft_model import DraftModelDrafter
+from medusa_heads.inference.drafters.sampled_tree import SampledTreeDrafter
 from medusa_heads.inference.step_seconds import DEFAULT_CONTEXT, room, step_seconds
 from medusa_heads.inference.target_costs import RootChain
 from medusa_heads.target import TargetModel
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
     from medusa_heads.inference.state import DecodingState
     from medusa_heads.tree import TokenTree
 
-_LENGTHS = (1, 2, 4, 8, 16)
+_VERIFIED = (1, 2, 4, 8, 15, 23, 31, 47, 63)  # with the root, matrix units take 16 at a time
+_DRAFTED = 8  # levels, of the longer of the two drafts that are timed
+_WIDE = (4, 1, 1, 1)  # tokens behind each node of one that is as wide as it is deep
+_READ_BESIDE = 9  # nodes that are read in it beside the first of each level
+_DEEPEST = 16
 
 
 @dataclass(frozen=True)
@@ -29,24 +35,33 @@ class DraftCosts:
     Attributes:
         verification: verifying 0, 1, 2, .. drafted tokens; never less for more of them.
         first: drafting the first token, with all that was committed before the last step read.
-        further: drafting each further one.
+        further: each further forward of the draft model.
         reading: each token of the text that is still to be read besides.
+        beside: each node behind the first that a forward reads.
     """
 
     verification: Sequence[float]
     first: float
     further: float
     reading: float = 0.0
+    beside: float = 0.0
 
     @property
     def most(self) -> int:
         """The most tokens to draft."""
         return len(self.verification) - 1
 
-    def seconds(self, verified: int, forwards: int) -> float:
-        """Of a step with so many drafted tokens and forwards of the draft model; of more tokens
-        than were measured, as if each cost what the last ones did."""
+    @property
+    def deepest(self) -> int:
+        """The most tokens to draft in a row."""
+        return min(self.most, _DEEPEST)
+
+    def seconds(self, verified: int, forwards: int, beside: int = 0) -> float:
+        """Of a step with so many drafted tokens and forwards of the draft model, and nodes that
+        were read beside the first of each; of more tokens than were measured, as if each cost what
+        the last ones did."""
         drafting = self.first + (forwards - 1) * self.further if forwards else 0.0
+        drafting += beside * self.beside
         beyond = verified - self.most
         if beyond <= 0 or not self.most:
             return self.verification[min(verified, self.most)] + drafting
@@ -60,27 +75,41 @@ def draft_costs(target: TargetModel, draft: TargetModel, batch_size: int = 1) ->
     Raises:
         ValueError: the target's context leaves no room to measure.
     """
-    lengths = [n for n in _LENGTHS if n < min(room(target), room(draft))]
-    # The plain step comes first: the draft model reads what it has committed.
-    drafters: dict[str, Drafter] = {"0": RootChain(0)}
-    drafters |= {str(n): DraftModelDrafter(draft, target.vocab_size, depth=n) for n in lengths}
+    fits = min(room(target), room(draft))
+    sizes = [n for n in (0, *_VERIFIED) if n < room(target)]
+    depth = max(min(_DRAFTED, fits - 1), 1)
+    wide = _wide(target, draft, fits)
+    drafters: dict[str, Drafter] = {f"verify:{n}": RootChain(n) for n in sizes}
+    drafters |= {
+        f"draft:{n}": DraftModelDrafter(draft, target.vocab_size, depth=n) for n in (1, depth)
+    }
+    drafters |= {"wide": wide} if wide is not None else {}
     drafters["reading"] = _FromTheBeginning(draft, target.vocab_size, depth=1)
     model = draft.config.to_dict() | {"_name_or_path": None}
     kind = {"kind": "draft model", "draft": model, "dtype": str(draft.dtype)}
     context = min(DEFAULT_CONTEXT, room(target))
     measured = step_seconds(target, drafters, kind, context, batch_size)
-    known = [0, *lengths]
-    verifying = [measured[str(n)].step - measured[str(n)].drafting for n in known]
     # Fewer tokens never cost more. Where a measurement says so, something else ran meanwhile: the
     # lower one is right.
+    verifying = [measured[f"verify:{n}"].step for n in sizes]
     believed = list(accumulate(reversed(verifying), min))[::-1]
-    between = np.interp(range(known[-1] + 1), known, believed)
-    drafting = [measured[str(n)].drafting for n in lengths]
-    # The slope of the longest says most about what a forward costs.
-    steps = max(lengths[-1] - lengths[0], 1)
-    further = (drafting[-1] - drafting[0]) / steps if len(lengths) > 1 else drafting[0]
-    reading = max(measured["reading"].drafting - drafting[0], 0.0) / context
-    return DraftCosts(between.tolist(), drafting[0], max(further, 0.0), reading)
+    between = np.interp(range(sizes[-1] + 1), sizes, believed)
+    first, deep = measured["draft:1"].drafting, measured[f"draft:{depth}"].drafting
+    further = max(deep - first, 0.0) / (depth - 1) if depth > 1 else first
+    reading = max(measured["reading"].drafting - first, 0.0) / context
+    beside = 0.0
+    if wide is not None:
+        narrow = first + (len(_WIDE) - 1) * further
+        beside = max(measured["wide"].drafting - narrow, 0.0) / _READ_BESIDE
+    return DraftCosts(between.tolist(), first, further, reading, beside)
+
+
+def _wide(target: TargetModel, draft: TargetModel, fits: int) -> Drafter | None:
+    """A draft of several paths; None where there can be none."""
+    chain_only = "chain" in (capability(target), capability(draft))
+    if chain_only or fits <= sum(_WIDE) * _WIDE[0] or target.vocab_size < _WIDE[0]:
+        return None
+    return SampledTreeDrafter(draft, target.vocab_size, _WIDE)
 
 
 class _FromTheBeginning(DraftModelDrafter):

@@ -1,7 +1,7 @@
 """The user's words for a draft model's tokens, made into a drafter.
 
-auto            a row of tokens that ends where the next one would cost more than it gains; drawn
-                where the target's are drawn
+auto            a tree that grows as long as its next tokens gain more than they cost; drawn where
+                the target's are drawn
 chain, chain:6  the likeliest tokens in a row
 dynamic:12      the 12 likeliest nodes of a tree
 sampled:6       tokens in a row, drawn where the target's are drawn
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from medusa_heads.inference.drafters.adaptive_chain import AdaptiveChainDrafter
+from medusa_heads.inference.drafters.adaptive_tree import AdaptiveTreeDrafter
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.draft_model import DraftModelDrafter
 from medusa_heads.inference.drafters.sampled_tree import SampledTreeDrafter
@@ -37,6 +37,7 @@ class DraftPlan:
         depth: of chosen tokens: levels; 0 for other kinds.
         width: paths read at a time.
         num_drafted: nodes; None for a chain.
+        chain_only: what depends on costs never has more than one token behind another.
     """
 
     tree: str
@@ -44,6 +45,7 @@ class DraftPlan:
     depth: int = 0
     width: int = 1
     num_drafted: int | None = None
+    chain_only: bool = False
 
     @property
     def adaptive(self) -> bool:
@@ -74,7 +76,7 @@ class DraftPlan:
                 width=self.width,
                 num_drafted=self.num_drafted,
             )
-        return AdaptiveChainDrafter(draft, vocab_size, costs())
+        return AdaptiveTreeDrafter(draft, vocab_size, costs(), chain_only=self.chain_only)
 
 
 def draft_plan(tree: str, depth: int, *, chain_only: bool, one_size: bool) -> DraftPlan:
@@ -84,13 +86,15 @@ def draft_plan(tree: str, depth: int, *, chain_only: bool, one_size: bool) -> Dr
         tree: the words.
         depth: tokens that a chain without a number, or a tree, is deep.
         chain_only: the target verifies chains alone; of any tree its best chain is taken.
-        one_size: all drafts must be of one size: instead of an adaptive row, a chain.
+        one_size: all drafts must be of one size: instead of an adaptive tree, a chain.
 
     Raises:
         ValueError: an unknown form, or a draft without tokens.
     """
     if tree == "auto":
-        return DraftPlan(f"chain:{depth}", depth=depth) if one_size else DraftPlan(tree)
+        if one_size:
+            return DraftPlan(f"chain:{depth}", depth=depth)
+        return DraftPlan(tree, chain_only=chain_only)
     kind, _, number = tree.partition(":")
     numbers = number.split("x") if kind == "sampled" else [number]
     if number and not all(each.isdigit() and int(each) for each in numbers):

@@ -18,10 +18,11 @@ seven nodes, drawn with the token of each node, and its ancestor mask (a row see
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads.config import RankPath
@@ -59,6 +60,29 @@ class TokenTree:
         """A tree without drafts: verifying it is one step of plain decoding."""
         certain_B1 = torch.zeros(len(tokens_B), 1, device=tokens_B.device)
         return TreeShape.from_choices([]).tree(tokens_B[:, None], certain_B1)
+
+    def with_spare(self, num_nodes: int) -> TokenTree:
+        """As a tree of so many nodes: behind its own the root stands again and again, which is
+        nobody's child, and so is verified and never walked to."""
+        spare = num_nodes - self.num_nodes
+        if spare <= 0:
+            return self
+        known = self.log_probs_BN
+        ancestors_BNN = F.pad(self.ancestors_BNN, (0, spare, 0, spare))
+        own_N = torch.arange(self.num_nodes, num_nodes, device=ancestors_BNN.device)
+        ancestors_BNN[:, own_N, own_N] = True
+        return replace(
+            self,
+            tokens_BN=_root_again(self.tokens_BN, spare),
+            parents_BN=_root_again(self.parents_BN, spare),
+            depth_BN=_root_again(self.depth_BN, spare),
+            ancestors_BNN=ancestors_BNN,
+            log_probs_BN=None if known is None else _root_again(known, spare),
+        )
+
+
+def _root_again(of_nodes_BN: Tensor, times: int) -> Tensor:
+    return torch.cat([of_nodes_BN, of_nodes_BN[:, :1].expand(-1, times)], dim=1)
 
 
 class TreeShape:

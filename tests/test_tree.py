@@ -98,3 +98,18 @@ def test_every_tree_is_well_formed(choices: list[RankPath]) -> None:
         inherited = set(shape.ancestors_NN[parent].nonzero().flatten().tolist())
         assert own == inherited | {node}
         assert len(own) == shape.depth[node] + 1
+
+
+def test_spare_nodes_are_nobodys_children_and_see_themselves() -> None:
+    shape = TreeShape([(0,), (1,), (0, 0)])
+    tree = shape.tree(torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]]), torch.zeros(2, 4))
+    assert tree.with_spare(4) is tree and tree.with_spare(3) is tree
+    padded = tree.with_spare(6)
+    assert padded.tokens_BN.tolist() == [[5, 6, 7, 8, 5, 5], [1, 2, 3, 4, 1, 1]]
+    assert padded.parents_BN.tolist() == [[-1, 0, 0, 1, -1, -1]] * 2
+    assert padded.depth_BN.tolist() == [[0, 1, 1, 2, 0, 0]] * 2
+    assert torch.equal(padded.ancestors_BNN[:, :4, :4], tree.ancestors_BNN)
+    alone = padded.ancestors_BNN.clone()
+    alone[:, :4, :4] = False
+    assert torch.equal(alone, torch.diag(torch.tensor([0, 0, 0, 0, 1, 1])).bool().expand(2, 6, 6))
+    assert padded.log_probs_BN is not None and padded.log_probs_BN.shape == (2, 6)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from medusa_heads.inference.drafters.adaptive_chain import AdaptiveChainDrafter
+from medusa_heads.inference.drafters.adaptive_tree import AdaptiveTreeDrafter
 from medusa_heads.inference.drafters.draft_choice import DraftChoice
 from medusa_heads.inference.drafters.drafted_text import forwards, unread
 
@@ -56,20 +56,22 @@ class ChosenDraftDrafter:
         else:
             last.teach(choice)
             drafter = self._drafters[last.which]
-            if isinstance(drafter, AdaptiveChainDrafter):
+            if isinstance(drafter, AdaptiveTreeDrafter):
                 drafter.learn(state)
         to_read = [unread(state, drafter) for drafter in self._drafters]
         which = choice.pick(to_read, mean(len(row.tokens) for row in state.rows))
         self.steps[which] += 1
         drafter = self._drafters[which]
-        before = forwards(state, drafter)
+        forwards_before, beside_before = forwards(state, drafter)
         tree = drafter.propose(state)
-        made = forwards(state, drafter) - before
+        forwards_now, beside_now = forwards(state, drafter)
         state.memories[self, "last"] = _Step(
             which,
             list(state.rows),
             [row.length for row in state.rows],
-            self._costs[which].seconds(tree.num_nodes - 1, made),
+            self._costs[which].seconds(
+                tree.num_nodes - 1, forwards_now - forwards_before, beside_now - beside_before
+            ),
         )
         return tree
 

@@ -1,8 +1,9 @@
-"""How far a draft model can be believed here, and so how long its drafts should be."""
+"""How far a draft model can be believed here, and so how large its drafts should be."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import truediv
 from typing import TYPE_CHECKING
 
 from medusa_heads.inference.drafters.draft_value import DraftValue
@@ -10,56 +11,85 @@ from medusa_heads.inference.drafters.draft_value import DraftValue
 if TYPE_CHECKING:
     from medusa_heads.inference.draft_costs import DraftCosts
 
+MOST_RANKS = 4  # tokens behind a node: a fifth would be accepted in very few steps
 _LEVELS = 12  # of how sure the draft model is of a token
 _PRIOR_WEIGHT = 4.0
+_PRIOR_BESIDE = 0.3  # of a second token and those behind it, where the ones before it are wrong
 _FORGET = 0.99  # what was seen a hundred drafts ago counts little
 _REMEMBER = 0.995  # how sure the draft model is changes less
 _EVERY = 16  # steps from one reckoning of what drafts are worth to the next
 _LONGEST_REST = 64
 _SECOND_THOUGHT = 32  # of so many tokens that do not seem to pay one is tried
+_LEAST_PRICE = 0.003
+_DEARER = 1.4  # the price of a node where there were too few ..
+_CHEAPER = 0.97  # .. and where there were enough
 
 
 class DraftTrust:
-    """What drafts have gained, and what the next token of one can be expected to.
+    """What drafts have gained, and what the next tokens of one can be expected to.
 
     Args:
         costs: seconds of a step's parts.
+        ranks: the most tokens behind another.
     """
 
-    def __init__(self, costs: DraftCosts) -> None:
-        self._costs = costs
-        # By how sure the draft model is: accepted, tried behind an accepted one, and read at all.
-        self._hits = [_PRIOR_WEIGHT * (level + 0.5) / _LEVELS for level in range(_LEVELS)]
-        self._trials = [_PRIOR_WEIGHT] * _LEVELS
+    def __init__(self, costs: DraftCosts, ranks: int = 1) -> None:
+        self._costs, self.ranks = costs, ranks
+        # By rank and by how sure the draft model is: accepted, and tried, behind an accepted token
+        # whose others are wrong.
+        prior = [(level + 0.5) / _LEVELS for level in range(_LEVELS)]
+        beside = [min(chance, _PRIOR_BESIDE) for chance in prior]
+        priors = [prior, *[beside] * (ranks - 1)]
+        self._hits = [[_PRIOR_WEIGHT * chance for chance in of_rank] for of_rank in priors]
+        self._trials = [[_PRIOR_WEIGHT] * _LEVELS for _ in priors]
+        # By how sure it is of the first one: how often it is so sure, and what the others promise.
         self._read = [1.0] * _LEVELS
+        self._beside = [[_PRIOR_BESIDE * (1 - chance)] * (ranks - 1) for chance in prior]
         # What steps gave and took of late; at first those of plain decoding.
         self._tokens = _PRIOR_WEIGHT
         self._seconds = _PRIOR_WEIGHT * costs.verification[0]
         self._rest = self._resting = self._declined = self._steps = 0
+        # Below what chance a token takes the place of a better one that comes later.
+        self._price, self._full = _LEAST_PRICE, False
         self._value: DraftValue
 
-    def chance(self, sureness: float) -> float:
-        """That a token is accepted behind an accepted one, where the draft model gives its
-        likeliest token so much probability. That it does is remembered."""
-        level = _level(sureness)
-        self._read = [_REMEMBER * count for count in self._read]
-        self._read[level] += 1
-        return self._hits[level] / self._trials[level]
-
-    def worth_reading(self, depth: int, chance: float) -> bool:
-        """Whether a forward of the draft model pays behind `depth` drafted tokens.
+    def chances(self, sureness: Sequence[float], weight: float = 1.0) -> list[float]:
+        """That the first, second, .. token behind an accepted one is accepted, each where those
+        before it are wrong. How sure the draft model is of them is remembered.
 
         Args:
-            depth: tokens drafted so far; 0 begins a step.
+            sureness: of the draft model, by rank.
+            weight: of this node among those that are read at once.
+        """
+        chances, open_ = [], 1.0
+        for rank, sure in enumerate(sureness):
+            level = _level(sure)
+            chance = self._hits[rank][level] / self._trials[rank][level]
+            chances.append(open_ * chance)
+            open_ *= 1 - chance
+        first = _level(sureness[0])
+        kept = _REMEMBER**weight
+        self._read = [kept * count for count in self._read]
+        self._read[first] += weight
+        beside = self._beside[first]
+        for rank, chance in enumerate(chances[1:]):
+            beside[rank] += 0.05 * weight * (chance - beside[rank])
+        return chances
+
+    def worth_reading(self, level: int, chance: float) -> bool:
+        """Whether a forward of the draft model pays behind a draft of `level` tokens.
+
+        Args:
+            level: 0 begins a step.
             chance: that all of them are accepted.
         """
-        if not depth:
+        if not level:
             self._reckon()
-        if self._value.of_reading(depth, chance) > 0:
-            if not depth:
+        if self._value.of_reading(level, chance) > 0:
+            if not level:
                 self._rest = self._resting = 0
             return True
-        if depth:
+        if level:
             return False
         # Rests of 1, 2, 4, .. steps between the trials of a draft model that does not pay.
         if self._resting < self._rest:
@@ -68,34 +98,50 @@ class DraftTrust:
         self._rest, self._resting = min(2 * self._rest + 1, _LONGEST_REST), 0
         return True
 
-    def worth_verifying(self, depth: int, chance: float) -> bool:
-        """Whether the token pays that comes behind `depth` drafted ones, now that it is known how
-        sure the draft model is.
+    def worth_reading_beside(self, nodes: int, chance: float) -> bool:
+        """Whether a node pays in a forward of the draft model that is made for others anyway.
 
         Args:
-            depth: tokens drafted so far.
-            chance: that all of them and the new one are accepted.
+            nodes: of the draft so far.
+            chance: that this one is accepted.
         """
-        if self._value.of_verifying(depth, chance) > 0:
+        return self._value.of_reading_beside(nodes, chance) > 0
+
+    def worth_verifying(
+        self, level: int, chance: float, *, nodes: int | None = None, promised: float = 0.0
+    ) -> bool:
+        """Whether the likeliest next token pays, now that it is known how sure the draft model is.
+
+        Args:
+            level: of how many tokens the draft behind which it comes is.
+            chance: that all of them and the new one are accepted.
+            nodes: of the draft so far; as many as levels in a chain.
+            promised: the chance that another token of this level is accepted.
+        """
+        if (nodes := level if nodes is None else nodes) >= self._costs.most:
+            self._full = True
+            return False
+        if promised and chance < self._price:
+            return False
+        if self._value.of_verifying(level, nodes, promised, chance) > 0:
             return True
         self._declined += 1
         return self._declined % _SECOND_THOUGHT == 0
 
-    def learn(
-        self, tokens: Sequence[int], sureness: Sequence[float], committed: Sequence[int]
-    ) -> None:
-        """Compare a drafted chain with what the target wrote."""
-        for drafted, sure, true in zip(tokens, sureness, committed, strict=False):
-            level, hit = _level(sure), float(drafted == true)
-            self._trials[level] = _FORGET * self._trials[level] + 1
-            self._hits[level] = _FORGET * self._hits[level] + hit
-            if not hit:
-                return
+    def learn(self, rank: int, sureness: float, right: bool) -> None:
+        """Compare with what the target wrote: a token behind an accepted one, those before it
+        wrong."""
+        level = _level(sureness)
+        hits, trials = self._hits[rank], self._trials[rank]
+        trials[level] = _FORGET * trials[level] + 1
+        hits[level] = _FORGET * hits[level] + right
 
     def learn_step(self, tokens: float, seconds: float) -> None:
         """What a step gave each row, and what it took by the measured costs."""
         self._tokens = _FORGET * self._tokens + tokens
         self._seconds = _FORGET * self._seconds + seconds
+        self._price = max(self._price * (_DEARER if self._full else _CHEAPER), _LEAST_PRICE)
+        self._full = False
         if tokens / seconds > 1 / self._costs.verification[0]:
             # After a trial that paid, the next one comes at once: texts have easier passages.
             self._rest = self._resting = 0
@@ -105,7 +151,8 @@ class DraftTrust:
         if self._steps % _EVERY == 0 or self._steps.bit_count() == 1:
             # Plain decoding is always to be had.
             worth = max(self._tokens / self._seconds, 1 / self._costs.verification[0])
-            chances = [hits / trials for hits, trials in zip(self._hits, self._trials, strict=True)]
+            firsts = map(truediv, self._hits[0], self._trials[0])
+            chances = [[first, *beside] for first, beside in zip(firsts, self._beside, strict=True)]
             self._value = DraftValue(self._costs, worth, self._read, chances)
         self._steps += 1
 

@@ -33,10 +33,11 @@ def unread(state: DecodingState, owner: object) -> float:
     return max(sum(row.length for row in state.rows) / len(state.rows) - read, 0.0)
 
 
-def forwards(state: DecodingState, owner: object) -> int:
-    """Of the draft model, for `owner`, behind its first reading of these texts."""
+def forwards(state: DecodingState, owner: object) -> tuple[int, int]:
+    """Of the draft model, for `owner`, behind its first reading of these texts; and the nodes that
+    were read in them beside the first of each."""
     text: DraftedText | None = state.memories.get(owner)
-    return 0 if text is None else text.forwards
+    return (0, 0) if text is None else (text.forwards, text.beside)
 
 
 def drafted_text(draft: TargetModel, state: DecodingState, owner: object) -> DraftedText:
@@ -61,11 +62,12 @@ class DraftedText:
     Attributes:
         lengths: committed tokens that were read, padding included, by row.
         forwards: of the draft model since the texts were first read.
+        beside: drafted nodes that were read in them beside the first of each.
     """
 
     def __init__(self, draft: TargetModel, state: DecodingState) -> None:
         self._draft = draft
-        self.forwards = 0
+        self.forwards = self.beside = 0
         self._rows = [row.index for row in state.rows]
         self._padding = list(state.padding)
         batched = len(self._rows) > 1 or any(self._padding)
@@ -130,6 +132,7 @@ class DraftedText:
         """
         tokens_BF, above_BF = tokens_BF.to(self._draft.device), above_BF.to(self._draft.device)
         batch, new = tokens_BF.shape
+        self.beside += new - 1
         written = self._tokens_BP.shape[1]
         parents_BF = torch.full_like(above_BF, -1) if level == 1 else above_BF + self._last_level
         own_BFF = torch.eye(new, dtype=torch.bool, device=tokens_BF.device).expand(batch, -1, -1)

@@ -38,7 +38,7 @@ SAMPLED = [("sampled:3", 4), ("sampled:3x2x1", 16)]
 
 
 @pytest.mark.parametrize(
-    ("tree", "nodes"), [("auto", 17), ("chain", 5), ("chain:2", 3), ("dynamic:9", 10), *SAMPLED]
+    ("tree", "nodes"), [("auto", 64), ("chain", 5), ("chain:2", 3), ("dynamic:9", 10), *SAMPLED]
 )
 def test_the_words_for_drafts(pair: tuple[Any, Any], tree: str, nodes: int) -> None:
     target, draft = pair

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 from medusa_heads import DraftedModel
 from medusa_heads.inference.acceptance import RULES, RejectionSampling
 from medusa_heads.inference.draft_costs import DraftCosts
-from medusa_heads.inference.drafters.adaptive_chain import AdaptiveChainDrafter
+from medusa_heads.inference.drafters.adaptive_tree import AdaptiveTreeDrafter
 from medusa_heads.inference.drafters.drawing import draw_different
 from scripts.prove_sampling import chi_square
 from tests.conftest import DEVICE, TinyLlama
@@ -87,8 +87,9 @@ def p_value(
     """Of the texts drawn with these drafts; and their tokens per step."""
     model = DraftedModel(target, draft, tree="chain" if tree == "adaptive" else tree)
     if tree == "adaptive":
-        costs = DraftCosts([1.0, 1.05, 1.1, 1.3, 1.5], first=0.1, further=0.1)
-        model.drafter = AdaptiveChainDrafter(model.draft, VOCAB, costs)
+        # Several tokens behind a node, and nodes behind each of them.
+        costs = DraftCosts([1.0 + 0.01 * n for n in range(12)], first=0.1, further=0.1)
+        model.drafter = AdaptiveTreeDrafter(model.draft, VOCAB, costs)
     counts_C = torch.zeros(VOCAB * VOCAB)
     steps = tokens = 0
     torch.manual_seed(0)
@@ -166,6 +167,7 @@ class ForgetsWhatWasDrawn(RejectionSampling):
         (AcceptsWhereLikelier, "sampled:3"),
         (ResamplesFromTheTarget, "sampled:3"),
         (ForgetsWhatWasDrawn, "sampled:3x2"),
+        (ForgetsWhatWasDrawn, "adaptive"),
     ],
 )
 def test_wrong_rules_are_caught(
