@@ -36,8 +36,8 @@ class DraftedModel(AssistedModel):
         tree: `"chain"` or `"chain:6"`, the draft's likeliest tokens in a row; `"dynamic:12"`, the
             12 likeliest nodes of a tree; `"sampled:6"`, tokens drawn in a row where the target's
             are drawn; `"sampled:3x2x1"`, a tree with 3 drawn tokens behind the text, 2 behind each
-            of them, 1 behind each of those; `"auto"`, a row of tokens, drawn where the target's
-            are drawn, that ends where the next one would cost more than it gains here.
+            of them, 1 behind each of those; `"auto"`, a tree, drawn where the target's tokens
+            are drawn, that grows as long as its next ones gain more than they cost here.
         depth: tokens that a chain without a number, or a tree, is deep.
         acceptance, acceptance_settings, compile, compile_backend: see AssistedModel.
 

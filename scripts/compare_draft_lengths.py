@@ -1,4 +1,4 @@
-"""Whether a draft model's adaptive chain is as fast as the best fixed length, without being told.
+"""Whether a draft model's adaptive drafts are as fast as the best fixed length, without being told.
 
 python scripts/compare_draft_lengths.py runs/demo/draft
 python scripts/compare_draft_lengths.py runs/demo/draft --temperature 0.7 --lengths 1 2 4
