@@ -23,7 +23,7 @@ from medusa_heads.inference.step_drift import StepDrift
 from medusa_heads.prefix_tree import PrefixTree, to_token_tree
 from medusa_heads.tree import TokenTree
 
-_BETWEEN_TRIALS = 16  # trees
+_BETWEEN_TRIALS = 32  # trees
 _DOUBTED = 0.1
 _DRAFTS_COUNTED = 20  # what drafting took longer ago counts little
 _MEASURED_COUNTS = 3  # drafts
