@@ -69,7 +69,7 @@ def named_target(
     on_hub = is_repo_id(name) or "/" not in name  # gpt2
     of_hub = revision if on_hub and isinstance(revision, str) else None
     # A relative path was relative to where training ran, mostly above what training wrote.
-    folder = Path(checkpoint).absolute()
+    folder = Path(os.path.abspath(checkpoint))
     for place in (folder, *(folder.parents if of_hub is None else ())):
         if (place / name).exists() and (place == folder or is_model(place / name)):
             return str(place / name), None

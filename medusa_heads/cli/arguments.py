@@ -9,6 +9,7 @@ Every command builds on these two functions:
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib.util
 import json
 import os
@@ -25,14 +26,16 @@ from typing import Any, Literal, NoReturn, TextIO, get_args, get_origin, get_typ
 from medusa_heads.errors import MedusaWarning
 
 TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
+# In the system's words, which safetensors repeats, and in those of torch.save.
+_FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos")
 
 
 def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> int:
     """Run a command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C.
 
-    A ValueError or OSError becomes one sentence on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is
-    raised as it is. Anything else is a fault of the program and keeps its traceback. This package's
-    own warnings are sentences, too.
+    A ValueError, an OSError, or what a library says of a full disk becomes one sentence on stderr;
+    with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything else is a fault of the program
+    and keeps its traceback. This package's own warnings are sentences, too.
     """
     try:
         with _own_warnings_as_sentences(prog):
@@ -40,11 +43,15 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
-        if os.environ.get(TRACEBACK_VARIABLE) == "1":
+    except Exception as error:
+        full = any(words in str(error) for words in _FULL_DISK)
+        expected = full or isinstance(error, ValueError | OSError)
+        if not expected or os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
         # Messages of the libraries underneath may run over several lines.
         sentence = " ".join(str(error).split()) or type(error).__name__
+        if full:
+            sentence = f"a file could not be written, is the disk full? ({sentence})"
         print(f"{prog}: error: {sentence}", file=sys.stderr)
         return 2
     return 0

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
+from safetensors import SafetensorError
 
 from medusa_heads.cli.arguments import coerce, parse_arguments, read_config, run_command
 from medusa_heads.errors import MedusaWarning
@@ -146,6 +148,24 @@ def test_interruption_and_faults_of_the_program(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "tool: interrupted\n"
     with pytest.raises(RuntimeError):
         run_command(fault)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no disk that is always full")
+def test_a_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    def save() -> None:
+        Path("/dev/full").write_bytes(b"x")
+
+    def save_tensors() -> None:
+        # In the words of safetensors, which writes to no device.
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    def save_optimiser() -> None:
+        torch.save({"a": torch.zeros(100_000)}, "/dev/full")
+
+    for work in (save, save_tensors, save_optimiser):
+        assert run_command(work) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("medusa-heads: error: a file could not be written, is the disk full")
 
 
 def test_own_warnings_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
