@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             argv,
             prog="medusa-heads regenerate",
             description=__doc__ or "",
+            positional="model_name_or_path",
         )
         run_regenerate(arguments)
 

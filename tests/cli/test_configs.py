@@ -1,5 +1,7 @@
 """Every configuration that is shipped runs up to its first step, on its own architecture."""
 
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -8,7 +10,8 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
-from medusa_heads.cli import train_draft, train_heads
+from medusa_heads.cli import regenerate, train_draft, train_heads
+from medusa_heads.inference.regenerate_arguments import RegenerateArguments
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -103,3 +106,18 @@ def test_a_target_without_configuration_is_one_sentence(
     given = ["--model_name_or_path", str(tmp_path), "--dry_run"]
     assert train_heads.main(given) == 2
     assert "expected the configuration of a causal language model" in capsys.readouterr().err
+
+
+def test_the_text_that_configurations_learn_from_is_written_as_their_comments_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What is parsed is not run: the models and corpora are large.
+    given: list[RegenerateArguments] = []
+    monkeypatch.setattr(regenerate, "run_regenerate", given.append)
+    for config in CONFIGS:
+        comments = re.sub(r"\\\n# +", "", config.read_text())
+        for command in re.findall(r"^# +medusa-heads regenerate (.+)", comments, re.M):
+            assert regenerate.main(shlex.split(command)) == 0, command
+            assert f"model_name_or_path: {given[-1].model_name_or_path}\n" in comments
+            assert f"dataset: {given[-1].output_dir}\n" in comments
+    assert len(given) >= 3
