@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from medusa_heads.inference.capability import capability
-from medusa_heads.inference.drafters.draft_model import DraftModelDrafter
-from medusa_heads.inference.drafters.sampled_tree import SampledTreeDrafter
+from medusa_heads.inference.drafters.adaptive_tree import AdaptiveTreeDrafter
+from medusa_heads.inference.drafters.draft_trust import DraftTrust
 from medusa_heads.inference.step_seconds import DEFAULT_CONTEXT, room, step_seconds
 from medusa_heads.inference.target_costs import RootChain
 from medusa_heads.target import TargetModel
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from medusa_heads.tree import TokenTree
 
 _VERIFIED = (1, 2, 4, 8, 15, 23, 31, 47, 63)  # with the root, matrix units take 16 at a time
-_DRAFTED = 8  # levels, of the longer of the two drafts that are timed
-_WIDE = (4, 1, 1, 1)  # tokens behind each node of one that is as wide as it is deep
-_READ_BESIDE = 9  # nodes that are read in it beside the first of each level
+_DEPTH, _WIDTH = 6, 4  # levels, and nodes of a level, of the drafts that are timed
 _DEEPEST = 16
 
 
@@ -77,14 +75,13 @@ def draft_costs(target: TargetModel, draft: TargetModel, batch_size: int = 1) ->
     """
     fits = min(room(target), room(draft))
     sizes = [n for n in (0, *_VERIFIED) if n < room(target)]
-    depth = max(min(_DRAFTED, fits - 1), 1)
-    wide = _wide(target, draft, fits)
+    depth = max(min(_DEPTH, fits - 1), 1)
+    chain_only = "chain" in (capability(target), capability(draft))
+    width = 1 if chain_only or fits <= _WIDTH * depth else min(_WIDTH, target.vocab_size)
     drafters: dict[str, Drafter] = {f"verify:{n}": RootChain(n) for n in sizes}
-    drafters |= {
-        f"draft:{n}": DraftModelDrafter(draft, target.vocab_size, depth=n) for n in (1, depth)
-    }
-    drafters |= {"wide": wide} if wide is not None else {}
-    drafters["reading"] = _FromTheBeginning(draft, target.vocab_size, depth=1)
+    for levels, nodes in ((1, 1), (depth, 1), (depth, width)):
+        drafters[f"draft:{levels}x{nodes}"] = _SteadyTree(draft, target.vocab_size, levels, nodes)
+    drafters["reading"] = _FromTheBeginning(draft, target.vocab_size, 1, 1)
     model = draft.config.to_dict() | {"_name_or_path": None}
     kind = {"kind": "draft model", "draft": model, "dtype": str(draft.dtype)}
     context = min(DEFAULT_CONTEXT, room(target))
@@ -94,28 +91,45 @@ def draft_costs(target: TargetModel, draft: TargetModel, batch_size: int = 1) ->
     verifying = [measured[f"verify:{n}"].step for n in sizes]
     believed = list(accumulate(reversed(verifying), min))[::-1]
     between = np.interp(range(sizes[-1] + 1), sizes, believed)
-    first, deep = measured["draft:1"].drafting, measured[f"draft:{depth}"].drafting
+    first, deep = measured["draft:1x1"].drafting, measured[f"draft:{depth}x1"].drafting
     further = max(deep - first, 0.0) / (depth - 1) if depth > 1 else first
+    wide = measured[f"draft:{depth}x{width}"].drafting
+    read_beside = (depth - 1) * (width - 1)
+    beside = max(wide - deep, 0.0) / read_beside if read_beside else 0.0
     reading = max(measured["reading"].drafting - first, 0.0) / context
-    beside = 0.0
-    if wide is not None:
-        narrow = first + (len(_WIDE) - 1) * further
-        beside = max(measured["wide"].drafting - narrow, 0.0) / _READ_BESIDE
     return DraftCosts(between.tolist(), first, further, reading, beside)
 
 
-def _wide(target: TargetModel, draft: TargetModel, fits: int) -> Drafter | None:
-    """A draft of several paths; None where there can be none."""
-    chain_only = "chain" in (capability(target), capability(draft))
-    if chain_only or fits <= sum(_WIDE) * _WIDE[0] or target.vocab_size < _WIDE[0]:
-        return None
-    return SampledTreeDrafter(draft, target.vocab_size, _WIDE)
+class _SteadyTree(AdaptiveTreeDrafter):
+    """Always drafts as many levels of as many tokens, whatever they are worth."""
+
+    def __init__(self, draft: TargetModel, vocab_size: int, levels: int, width: int) -> None:
+        costs = DraftCosts([1.0] * (levels * width + 1), first=1.0, further=1.0)
+        super().__init__(draft, vocab_size, costs, chain_only=width == 1)
+        self._trusts = dict.fromkeys((True, False), _Steady(costs, self._ranks, levels, width))
 
 
-class _FromTheBeginning(DraftModelDrafter):
+class _Steady(DraftTrust):
+    def __init__(self, costs: DraftCosts, ranks: int, levels: int, width: int) -> None:
+        super().__init__(costs, ranks)
+        self._levels, self._width = levels, width
+
+    def worth_reading(self, level: int, chance: float) -> bool:
+        return level < self._levels
+
+    def worth_reading_beside(self, nodes: int, chance: float) -> bool:
+        return True
+
+    def worth_verifying(
+        self, level: int, chance: float, *, nodes: int | None = None, promised: float = 0.0
+    ) -> bool:
+        return (level if nodes is None else nodes) < (level + 1) * self._width
+
+
+class _FromTheBeginning(_SteadyTree):
     """Reads the whole text at every step."""
 
     def propose(self, state: DecodingState) -> TokenTree:
-        """See DraftModelDrafter."""
+        """See AdaptiveTreeDrafter."""
         state.memories.pop(self, None)
         return super().propose(state)
