@@ -25,6 +25,7 @@ from medusa_heads.inference.benchmark_methods import (
 )
 from medusa_heads.inference.benchmark_setting import Plan, decoding_options, measure
 from medusa_heads.inference.benchmark_source import find_source, load_models
+from medusa_heads.inference.draft_model import check_once
 from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.prompts import Prompt, batches_of
 from medusa_heads.inference.timed_run import Method, fastest_threads, run_once
@@ -69,6 +70,7 @@ def benchmark(
             checkpoint.
     """
     drafts = [draft_model] if isinstance(draft_model, str) else list(draft_model)
+    check_once(drafts)
     source = find_source(checkpoint, target, heads=needs_heads(plan.methods))
     check_methods(
         [setting.methods for setting in plan.settings],

@@ -8,11 +8,12 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.compiled import CompiledTarget
-from medusa_heads.draft_checkpoint import check_vocabulary, is_draft, read_draft_sidecar
+from medusa_heads.contents import is_draft
+from medusa_heads.draft_checkpoint import check_vocabulary, read_draft_sidecar
 from medusa_heads.hub.names import split_revision
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.draft_costs import draft_costs
-from medusa_heads.inference.draft_plan import draft_plan
+from medusa_heads.inference.draft_plan import DraftPlan, draft_plan
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.by_rows import rounded_up
 from medusa_heads.inference.drafters.chosen_draft import ChosenDraftDrafter
@@ -81,14 +82,14 @@ class DraftedModel(AssistedModel):
         Raises:
             ValueError: an unknown form, or more nodes than a draft model will offer.
         """
-        self._plan = draft_plan(
+        plan = draft_plan(
             tree,
             depth,
             chain_only=self._chain_only,
             one_size=isinstance(self.target, CompiledTarget),
         )
-        self._by_rows: dict[int, Drafter] = {}
-        self.drafter, self.tree = self._made(1), self._plan.tree
+        self.drafter, self.tree = self._made(plan, 1), plan.tree
+        self._plan, self._by_rows = plan, dict[int, Drafter]()
 
     @property
     def draft(self) -> TargetModel:
@@ -110,15 +111,15 @@ class DraftedModel(AssistedModel):
             return self.drafter
         rows = rounded_up(batch_size)
         if rows not in self._by_rows:
-            self._by_rows[rows] = self._made(rows)
+            self._by_rows[rows] = self._made(self._plan, rows)
         return self._by_rows[rows]
 
-    def _made(self, rows: int) -> Drafter:
+    def _made(self, plan: DraftPlan, rows: int) -> Drafter:
         """The drafter for batches of that size."""
         vocab_size = self.target.vocab_size
         measure = [cache(partial(draft_costs, self.target, draft, rows)) for draft in self.drafts]
         drafters = [
-            self._plan.drafter(draft, vocab_size, costs)
+            plan.drafter(draft, vocab_size, costs)
             for draft, costs in zip(self.drafts, measure, strict=True)
         ]
         if len(drafters) == 1:
@@ -154,8 +155,7 @@ class DraftedModel(AssistedModel):
         folders = [draft] if isinstance(draft, str | os.PathLike) else list(draft)
         if not folders:
             raise ValueError("expected at least one draft model, got none")
-        if twice := [name for place, name in enumerate(folders) if name in folders[:place]]:
-            raise ValueError(f"the draft model {str(twice[0])!r} is given twice: name it once")
+        check_once(folders)
         if target is None:
             _check_one_target(folders)
         if target is None or isinstance(target, str | os.PathLike):
@@ -177,6 +177,16 @@ class DraftedModel(AssistedModel):
             acceptance_settings=acceptance_settings,
             compile=compile,
         )
+
+
+def check_once(names: Sequence[str | os.PathLike[str]]) -> None:
+    """Raises ValueError where a draft model is named twice."""
+    known: set[str] = set()
+    for name in names:
+        plain = os.path.normpath(name)
+        if plain in known:
+            raise ValueError(f"the draft model {os.fspath(name)!r} is given twice: name it once")
+        known.add(plain)
 
 
 def _load(name: str | os.PathLike[str], beside: TargetModel, **options: Any) -> TargetModel:

@@ -23,8 +23,9 @@ from medusa_heads.inference.step_drift import StepDrift
 from medusa_heads.prefix_tree import PrefixTree, to_token_tree
 from medusa_heads.tree import TokenTree
 
-_BETWEEN_TRIALS = 32  # trees
+_BETWEEN_TRIALS = 48  # trees
 _DOUBTED = 0.1
+_ALL_OF, _ONE_IN = 32, 4  # steps that are learnt from: all of the first ones, then one in so many
 _DRAFTS_COUNTED = 20  # what drafting took longer ago counts little
 _MEASURED_COUNTS = 3  # drafts
 
@@ -80,6 +81,7 @@ class StepCosts:
         self._drafting = draft_seconds
         self._drafts_counted = _MEASURED_COUNTS
         self._until_trial = _BETWEEN_TRIALS
+        self._lessons = self._until_lesson = 0
         self._fixed = fixed
         self.most = self._sizes[-1]
         self.usual = self.most if usual is None else usual
@@ -159,9 +161,14 @@ class StepCosts:
 
     def took(self, nodes: int, seconds: float) -> None:
         """A step that verified so many drafted nodes has taken so long, its drafting left out."""
-        if self._drift is not None:
-            self._drift.learn(nodes, seconds)
-            self._take(self._drift.seconds().tolist())
+        self._until_lesson -= 1
+        if self._drift is None or self._until_lesson > 0:
+            return
+        # A lesson takes 50 microseconds and more: soon a sample of the steps says enough.
+        self._lessons += 1
+        self._until_lesson = 1 if self._lessons < _ALL_OF else _ONE_IN
+        self._drift.learn(nodes, seconds)
+        self._take(self._drift.seconds().tolist())
 
     def learn_drafting(self, seconds: float) -> None:
         """What drafting has just taken; by and by that is what it is taken to cost."""
@@ -210,7 +217,7 @@ class StepCosts:
         self._until_trial -= 1
         if self._until_trial > 0:
             return best
-        self._until_trial = _BETWEEN_TRIALS
+        self._until_trial, self._until_lesson = _BETWEEN_TRIALS, 0
         if self._drift.doubt(larger - 1, larger) < _DOUBTED:
             return best
         size = self._sizes[larger]

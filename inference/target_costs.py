@@ -32,7 +32,7 @@ def target_costs(target: TargetModel, batch_size: int = 1, beside: int = 0) -> S
     kind = {"kind": "root"} | ({"beside": beside} if beside else {})
     seconds = step_seconds(target, chains, kind, DEFAULT_CONTEXT, batch_size)
     measured = {n: seconds[f"chain:{n}"].step for n in sizes}
-    return StepCosts(measured, waits=last_row(batch_size), learns=True)
+    return StepCosts(measured, waits=last_row(batch_size), learns=batch_size == 1)
 
 
 class RootChain:

@@ -134,7 +134,7 @@ def step_costs(
     static = [size for size in sizes if not size.tree.startswith("dynamic")]
     best = fastest(static, batch_size)
     if isinstance(target, CompiledTarget):
-        return StepCosts({best.nodes: best.step_seconds}, fixed=True, learns=True)
+        return StepCosts({best.nodes: best.step_seconds}, fixed=True)
     drafting = [size for size in static if size.nodes]
     waits = last_row(batch_size)
     return StepCosts(
@@ -142,5 +142,5 @@ def step_costs(
         draft_seconds=median(size.drafting_seconds for size in drafting) * waits,
         usual=best.nodes,
         waits=waits,
-        learns=True,
+        learns=batch_size == 1,  # the rows of a batch end, and its steps get faster
     )

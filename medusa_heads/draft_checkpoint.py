@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from medusa_heads.contents import DRAFT_FILE
-from medusa_heads.contents import is_draft as is_draft
 from medusa_heads.files import read_json, replace_file
 from medusa_heads.loading import load_tokenizer
 from medusa_heads.target import TargetModel

@@ -71,6 +71,8 @@ def test_mistakes_are_refused(medusa: MedusaModel, tmp_path: Path) -> None:
     save_heads(heads, medusa.heads, medusa.target)
     with pytest.raises(ValueError, match="at least one prompt"):
         benchmark(heads, [], target=target)
+    with pytest.raises(ValueError, match="given twice: name it once"):
+        benchmark(heads, PROMPTS, target=target, draft_model=[target, f"{target}/"])
     with pytest.raises(ValueError, match="do not fit the target's context of 512"):
         benchmark(heads, PROMPTS, Plan(max_new_tokens=600), target=target)
     with pytest.raises(ValueError, match="expected a heads checkpoint"):

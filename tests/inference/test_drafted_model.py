@@ -68,6 +68,12 @@ def test_the_words_for_drafts(pair: tuple[Any, Any], tree: str, nodes: int) -> N
 def test_other_words_are_refused(pair: tuple[Any, Any], tree: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         DraftedModel(*pair, tree=tree)
+    model = DraftedModel(*pair, tree="chain:2")
+    with pytest.raises(ValueError, match=sentence):
+        model.use_tree(tree)  # what was drafted before stays
+    ids_BT = PROMPT.repeat(2, 1)
+    got = model.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), max_new_tokens=4)
+    assert model.tree == "chain:2" and isinstance(got, torch.Tensor)
 
 
 def test_another_vocabulary_is_refused(pair: tuple[Any, Any], tiny_llama: TinyLlama) -> None:
@@ -104,7 +110,7 @@ def test_several_folders_must_draft_for_one_target(pair: tuple[Any, Any], tmp_pa
     with pytest.raises(ValueError, match="for-other' drafts for another target"):
         DraftedModel.from_pretrained(folders)
     with pytest.raises(ValueError, match="given twice"):
-        DraftedModel.from_pretrained([folders[0], folders[0]])
+        DraftedModel.from_pretrained([folders[0], f"{folders[0]}/"])
     # A plain model folder names none, and a target that is given settles it.
     beside = DraftedModel.from_pretrained([folders[0], tmp_path / "other"], tree="chain:2")
     told = DraftedModel.from_pretrained(folders, target=tmp_path / "other", tree="chain:2")

@@ -145,7 +145,7 @@ def decoded(costs: StepCosts, seconds: Machine, steps: int) -> float:
 def test_a_wrong_measurement_is_made_up_for(wrong: Machine) -> None:
     best = decoded(StepCosts({size: machine(size) for size in SIZES}), machine, 1)
     costs = StepCosts({size: wrong(size) * machine(size) for size in SIZES}, learns=True)
-    decoded(costs, machine, 300)
+    decoded(costs, machine, 1000)
     assert decoded(costs, machine, 300) < 1.02 * best
 
 
