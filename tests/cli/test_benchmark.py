@@ -87,7 +87,8 @@ def test_a_target_alone_on_questions(
     ]
     (tmp_path / "question.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = [str(checkpoint / "target"), "--methods", "plain", "transformers-prompt-lookup"]
-    drafts = [str(checkpoint / "target")] * 2  # of which one is chosen while decoding
+    shutil.copytree(checkpoint / "target", tmp_path / "draft")
+    drafts = [str(checkpoint / "target"), str(tmp_path / "draft")]  # the better one drafts
     command += ["draft-model:chain:2", "--draft_model", *drafts]
     command += ["--prompts", str(tmp_path / "question.jsonl"), "--max_prompt_length", "40"]
     command += ["--dtypes", "float32", "--decodings", "greedy", "--batch_sizes", "1", "2"]
