@@ -114,7 +114,7 @@ class _Steady(DraftTrust):
         super().__init__(costs, ranks)
         self._levels, self._width = levels, width
 
-    def worth_reading(self, level: int, chance: float) -> bool:
+    def worth_reading(self, level: int, chance: float, *, nodes: int | None = None) -> bool:
         return level < self._levels
 
     def worth_reading_beside(self, nodes: int, chance: float) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -147,10 +148,10 @@ class TreeShape:
     @cached_property
     def ancestors_NN(self) -> Tensor:
         """True where the column is the row's node or one of its ancestors."""
-        ancestors_NN = torch.eye(self.num_nodes, dtype=torch.bool)
+        ancestors_NN = np.eye(self.num_nodes, dtype=bool)  # a torch operation a node takes longer
         for node, parent in enumerate(self.parents[1:], start=1):
             ancestors_NN[node] |= ancestors_NN[parent]
-        return ancestors_NN
+        return torch.from_numpy(ancestors_NN)
 
     def tree(self, tokens_BN: Tensor, log_probs_BN: Tensor | None = None) -> TokenTree:
         """This shape filled with tokens, the same topology in every row."""

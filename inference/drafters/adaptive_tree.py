@@ -10,13 +10,11 @@ drawn tokens behind a node, Jeon et al. 2024, "Recursive speculative decoding", 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from medusa_heads.config import RankPath
 from medusa_heads.inference.capability import capability
 from medusa_heads.inference.drafters.draft_trust import MOST_RANKS, DraftTrust
 from medusa_heads.inference.drafters.drafted_text import drafted_text
@@ -29,7 +27,8 @@ if TYPE_CHECKING:
     from medusa_heads.inference.draft_costs import DraftCosts
     from medusa_heads.inference.state import DecodingState
 
-_SEVERAL = 8  # larger trees have a multiple of so many nodes
+_SEVERAL = 8  # larger trees have a multiple of so many nodes, where a node is cheap:
+_CHEAP = 0.01  # of what a step of plain decoding takes
 
 
 class AdaptiveTreeDrafter:
@@ -63,6 +62,8 @@ class AdaptiveTreeDrafter:
         chain_only = capability(draft) == "chain" or chain_only
         self._draft, self._vocab_size, self._costs = draft, vocab_size, costs
         self._ranks = 1 if chain_only else min(MOST_RANKS, vocab_size)
+        each = (costs.verification[-1] - costs.verification[0]) / max(costs.most, 1)
+        self._spares = self._ranks > 1 and each <= _CHEAP * costs.verification[0]
         # Of tokens that were drawn, and of those that were chosen.
         self._trusts = {drawn: DraftTrust(costs, self._ranks) for drawn in (True, False)}
 
@@ -82,7 +83,7 @@ class AdaptiveTreeDrafter:
         tokens = [state.roots_B[:, None]]
         drawn_from: dict[int, Tensor] = {}
         while drafted.levels < self._costs.deepest and trust.worth_reading(
-            drafted.levels, drafted.chance
+            drafted.levels, drafted.chance, nodes=drafted.num_drafted
         ):
             probs_BFV = self._next(state, paths_BFJ, drafted)
             sure_BFR, best_BFR = self._sureness(probs_BFV, drawn)
@@ -92,11 +93,12 @@ class AdaptiveTreeDrafter:
             if drawn:
                 best_BFR = draw_different(probs_BFV, max(ranks) + 1)
                 drawn_from |= {drafted.read[slot]: probs_BFV[:, slot] for slot in slots}
-            tokens.append(best_BFR[:, slots, ranks])
-            log_probs.append(probs_BFV.gather(2, best_BFR)[:, slots, ranks].log())
-            paths_BCJ = torch.cat([paths_BFJ[:, slots], tokens[-1][..., None]], dim=2)
+            slots_C, ranks_C = torch.tensor([slots, ranks], device=best_BFR.device)
+            tokens.append(best_BFR[:, slots_C, ranks_C])
+            log_probs.append(probs_BFV.gather(2, best_BFR)[:, slots_C, ranks_C].log())
+            paths_BCJ = torch.cat([paths_BFJ[:, slots_C], tokens[-1][..., None]], dim=2)
             paths_BFJ = paths_BCJ[:, drafted.read_on(trust)]
-        tree = _shape(tuple(drafted.paths[1:])).tree(
+        tree = TreeShape(drafted.paths[1:]).tree(
             torch.cat(tokens, dim=1), torch.cat(log_probs, dim=1)
         )
         drafted.tokens_BN = tree.tokens_BN
@@ -113,7 +115,7 @@ class AdaptiveTreeDrafter:
     def _verified(self, nodes: int) -> int:
         """Nodes that are verified, spare ones included. What a CPU has to prepare once for every
         number of them costs more than a few spare ones."""
-        if nodes <= _SEVERAL or self._ranks == 1:
+        if nodes <= _SEVERAL or not self._spares:
             return nodes
         return -(-nodes // _SEVERAL) * _SEVERAL
 
@@ -136,14 +138,9 @@ class AdaptiveTreeDrafter:
         Of one that will be drawn, how likely the likeliest is; of one that is chosen, how likely it
         is itself where those before it were wrong.
         """
-        best = probs_BFV.topk(1 if drawn else self._ranks, dim=-1)
-        if drawn:
-            return best.values.expand(-1, -1, self._ranks), best.indices
+        best = probs_BFV.topk(self._ranks, dim=-1)
+        if drawn:  # of fewer tokens that can be, no others are drawn
+            likeliest_BFR = best.values[..., :1].expand(-1, -1, self._ranks)
+            return likeliest_BFR.where(best.values > 0, -1.0), best.indices
         before_BFR = best.values.cumsum(dim=-1) - best.values
         return best.values / (1 - before_BFR).clamp_min(1e-6), best.indices
-
-
-@lru_cache(maxsize=256)
-def _shape(choices: tuple[RankPath, ...]) -> TreeShape:
-    """In the order in which the nodes were drafted."""
-    return TreeShape(choices)

@@ -11,10 +11,11 @@ from medusa_heads.inference.drafters.draft_value import DraftValue
 if TYPE_CHECKING:
     from medusa_heads.inference.draft_costs import DraftCosts
 
-MOST_RANKS = 4  # tokens behind a node: a fifth would be accepted in very few steps
+# Of a second token and those behind it, that it is accepted where the ones before it are wrong.
+_PRIOR_BESIDE = (0.3, 0.2, 0.12)
+MOST_RANKS = 1 + len(_PRIOR_BESIDE)  # behind a node; a fifth would be accepted in very few steps
 _LEVELS = 12  # of how sure the draft model is of a token
 _PRIOR_WEIGHT = 4.0
-_PRIOR_BESIDE = 0.3  # of a second token and those behind it, where the ones before it are wrong
 _FORGET = 0.99  # what was seen a hundred drafts ago counts little
 _REMEMBER = 0.995  # how sure the draft model is changes less
 _EVERY = 16  # steps from one reckoning of what drafts are worth to the next
@@ -38,13 +39,13 @@ class DraftTrust:
         # By rank and by how sure the draft model is: accepted, and tried, behind an accepted token
         # whose others are wrong.
         prior = [(level + 0.5) / _LEVELS for level in range(_LEVELS)]
-        beside = [min(chance, _PRIOR_BESIDE) for chance in prior]
-        priors = [prior, *[beside] * (ranks - 1)]
+        others = _PRIOR_BESIDE[: ranks - 1]
+        priors = [prior, *([min(chance, other) for chance in prior] for other in others)]
         self._hits = [[_PRIOR_WEIGHT * chance for chance in of_rank] for of_rank in priors]
         self._trials = [[_PRIOR_WEIGHT] * _LEVELS for _ in priors]
         # By how sure it is of the first one: how often it is so sure, and what the others promise.
         self._read = [1.0] * _LEVELS
-        self._beside = [[_PRIOR_BESIDE * (1 - chance)] * (ranks - 1) for chance in prior]
+        self._beside = [[other * (1 - chance) for other in others] for chance in prior]
         # What steps gave and took of late; at first those of plain decoding.
         self._tokens = _PRIOR_WEIGHT
         self._seconds = _PRIOR_WEIGHT * costs.verification[0]
@@ -76,15 +77,18 @@ class DraftTrust:
             beside[rank] += 0.05 * weight * (chance - beside[rank])
         return chances
 
-    def worth_reading(self, level: int, chance: float) -> bool:
+    def worth_reading(self, level: int, chance: float, *, nodes: int | None = None) -> bool:
         """Whether a forward of the draft model pays behind a draft of `level` tokens.
 
         Args:
             level: 0 begins a step.
             chance: that all of them are accepted.
+            nodes: of the draft so far; as many as levels in a chain.
         """
         if not level:
             self._reckon()
+        elif self._holds_all(level if nodes is None else nodes):
+            return False
         if self._value.of_reading(level, chance) > 0:
             if not level:
                 self._rest = self._resting = 0
@@ -118,8 +122,8 @@ class DraftTrust:
             nodes: of the draft so far; as many as levels in a chain.
             promised: the chance that another token of this level is accepted.
         """
-        if (nodes := level if nodes is None else nodes) >= self._costs.most:
-            self._full = True
+        nodes = level if nodes is None else nodes
+        if self._holds_all(nodes):
             return False
         if promised and chance < self._price:
             return False
@@ -140,11 +144,17 @@ class DraftTrust:
         """What a step gave each row, and what it took by the measured costs."""
         self._tokens = _FORGET * self._tokens + tokens
         self._seconds = _FORGET * self._seconds + seconds
-        self._price = max(self._price * (_DEARER if self._full else _CHEAPER), _LEAST_PRICE)
-        self._full = False
+        changed = self._price * (_DEARER if self._full else _CHEAPER)
+        self._price, self._full = min(max(changed, _LEAST_PRICE), 1.0), False
         if tokens / seconds > 1 / self._costs.verification[0]:
             # After a trial that paid, the next one comes at once: texts have easier passages.
             self._rest = self._resting = 0
+
+    def _holds_all(self, nodes: int) -> bool:
+        """Whether a draft has all nodes that it may have; remembered, if so."""
+        full = nodes >= self._costs.most
+        self._full |= full
+        return full
 
     def _reckon(self) -> None:
         """Now and then, what drafts are worth by all that was learnt; at first more often."""
@@ -158,4 +168,4 @@ class DraftTrust:
 
 
 def _level(sureness: float) -> int:
-    return min(int(sureness * _LEVELS), _LEVELS - 1)
+    return min(int(max(sureness, 0.0) * _LEVELS), _LEVELS - 1)

@@ -48,6 +48,7 @@ class DraftValue:
         shares_L = np.asarray(shares) / sum(shares)
         none_L1 = np.zeros((len(shares), 1))
         accepted_LR = np.cumsum(np.concatenate([none_L1, np.asarray(chances)], axis=1), axis=1)
+        accepted_LR = np.minimum(accepted_LR, 1.0)
         self._first = float(shares_L @ accepted_LR[:, 1])
         accepted_GLR = np.exp(-_APART * np.arange(_CHANCES))[:, None, None] * accepted_LR
         place_GLR = -np.log(np.maximum(accepted_GLR, _LEAST)) / _APART

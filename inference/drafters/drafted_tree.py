@@ -28,11 +28,13 @@ class _Node(NamedTuple):
         rank: whether it is its parent's first, second, .. token.
         sureness: of the draft model before, by row.
         chances: that it is accepted together with all before it, by row.
+        chance: their mean.
     """
 
     rank: int
     sureness: Sequence[float]
     chances: Sequence[float]
+    chance: float
 
 
 class DraftedTree:
@@ -53,7 +55,7 @@ class DraftedTree:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows, self._lengths = list(rows), [row.length for row in rows]
-        self._nodes = [_Node(0, (), [1.0] * len(rows))]
+        self._nodes = [_Node(0, (), [1.0] * len(rows), 1.0)]
         self._children: list[list[int]] = [[]]
         self.paths: list[RankPath] = [()]
         self.levels = 0
@@ -63,7 +65,12 @@ class DraftedTree:
     @property
     def chance(self) -> float:
         """That one of the nodes to be read is accepted, in the mean row."""
-        return sum(fmean(self._nodes[node].chances) for node in self.read)
+        return sum(self._nodes[node].chance for node in self.read)
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes besides the root."""
+        return len(self._nodes) - 1
 
     def grow(
         self, trust: DraftTrust, sureness: Sequence[Sequence[Sequence[float]]]
@@ -72,33 +79,35 @@ class DraftedTree:
 
         Args:
             trust: knows what they are worth.
-            sureness: of the draft model, by row, node that was read, and rank.
+            sureness: of the draft model, by row, node that was read, and rank; below 0 of a token
+                that cannot be.
 
         Returns:
             Behind which of the nodes that were read each new one stands, by place, and its rank.
         """
         self._forwards += 1
         self._beside += len(self.read) - 1
+        chance_of_all = max(self.chance, 1e-9)
         offers = [
-            self._offers(trust, node, [of_row[place] for of_row in sureness])
+            self._offers(trust, node, [of_row[place] for of_row in sureness], chance_of_all)
             for place, node in enumerate(self.read)
         ]
         taken, promised = [0] * len(self.read), 0.0
         while True:
             # The likeliest of all; behind one node, in the order in which they are tried.
             following = [
-                (fmean(offer[count].chances), -place)
+                (offer[count].chance, place)
                 for place, (offer, count) in enumerate(zip(offers, taken, strict=True))
                 if count < len(offer)
             ]
-            chance, place = max(following, default=(0.0, 0))
-            nodes = len(self._nodes) - 1 + sum(taken)
-            if not following or not trust.worth_verifying(
-                self.levels, chance, nodes=nodes, promised=promised
-            ):
+            if not following:
+                break
+            chance, place = max(following)
+            nodes = self.num_drafted + sum(taken)
+            if not trust.worth_verifying(self.levels, chance, nodes=nodes, promised=promised):
                 break
             promised += chance
-            taken[-place] += 1
+            taken[place] += 1
         places = [place for place, count in enumerate(taken) for _ in range(count)]
         ranks = [rank for count in taken for rank in range(count)]
         for place, rank in zip(places, ranks, strict=True):
@@ -113,10 +122,10 @@ class DraftedTree:
     def read_on(self, trust: DraftTrust) -> list[int]:
         """Choose which of the newest nodes to read next; returns their places among those."""
         newest = [node for node, path in enumerate(self.paths) if len(path) == self.levels]
-        chances = {node: fmean(self._nodes[node].chances) for node in newest}
+        chances = {node: self._nodes[node].chance for node in newest}
         likeliest = sorted(newest, key=lambda node: -chances[node])[:_MOST_READ]
         before = {self.paths[node]: place for place, node in enumerate(self.read)}
-        nodes = len(self._nodes) - 1
+        nodes = self.num_drafted
         self.read = sorted(
             node
             for place, node in enumerate(likeliest)
@@ -142,21 +151,27 @@ class DraftedTree:
                         break
                 if node == parent:
                     break
-        seconds = costs.seconds(len(self._nodes) - 1, self._forwards, self._beside)
+        seconds = costs.seconds(self.num_drafted, self._forwards, self._beside)
         trust.learn_step(fmean(gained), seconds)
 
     def _offers(
-        self, trust: DraftTrust, node: int, sureness: Sequence[Sequence[float]]
+        self,
+        trust: DraftTrust,
+        node: int,
+        sureness: Sequence[Sequence[float]],
+        chance_of_all: float,
     ) -> list[_Node]:
-        """What could stand behind a node."""
-        above = self._nodes[node].chances
-        weight = fmean(above) / max(self.chance, 1e-9) / len(self._rows)
+        """What could stand behind a node, in every row."""
+        above = self._nodes[node]
+        weight = above.chance / chance_of_all / len(self._rows)
         by_row = [trust.chances(of_row, weight) for of_row in sureness]
-        return [
-            _Node(
-                rank,
-                [of_row[rank] for of_row in sureness],
-                [before * chances[rank] for before, chances in zip(above, by_row, strict=True)],
-            )
-            for rank in range(trust.ranks)
-        ]
+        offers = []
+        for rank in range(trust.ranks):
+            of_rank = [of_row[rank] for of_row in sureness]
+            if min(of_rank) < 0:
+                break
+            chances = [
+                before * of_row[rank] for before, of_row in zip(above.chances, by_row, strict=True)
+            ]
+            offers.append(_Node(rank, of_rank, chances, fmean(chances)))
+        return offers

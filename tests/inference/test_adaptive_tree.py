@@ -126,6 +126,22 @@ def test_trees_are_as_wide_as_pays(
     assert nodes > 0 and beside < 0.15 * nodes
 
 
+def test_tokens_that_cannot_be_are_not_drawn(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = pair
+    torch.manual_seed(0)
+    trees = drafts_of(drafted(target, draft, FLAT), monkeypatch, do_sample=True, top_k=2)
+    children = [0, 0]
+    for tree in trees:
+        parents, tokens = tree.parents_BN[0].tolist(), tree.tokens_BN[0].tolist()
+        for node, probs_BV in tree.drawn_from.items():
+            drawn = [tokens[n] for n, parent in enumerate(parents) if parent == node]
+            assert 1 <= len(drawn) <= 2 and min(probs_BV[0, drawn]) > 0
+            children[len(drawn) - 1] += 1
+    assert min(children) > 0
+
+
 def test_of_too_few_nodes_the_better_ones_are_taken() -> None:
     """Tokens that are rarely right are left out where they would take the place of others."""
     trust = DraftTrust(FLAT, ranks=4)
@@ -133,6 +149,7 @@ def test_of_too_few_nodes_the_better_ones_are_taken() -> None:
     assert trust.worth_verifying(0, 0.01, nodes=1, promised=0.9)
     for _ in range(10):
         assert not trust.worth_verifying(3, 0.5, nodes=FLAT.most, promised=0.5)
+        assert not trust.worth_reading(3, 0.5, nodes=FLAT.most)
         trust.learn_step(5.0, 1.0)
     assert not trust.worth_verifying(0, 0.01, nodes=1, promised=0.9)
     assert trust.worth_verifying(0, 0.5, nodes=1, promised=0.4)
