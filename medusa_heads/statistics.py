@@ -17,6 +17,11 @@ from medusa_heads.config import RankPath
 
 MAX_RANK = 16  # deeper ranks are too rare to enter any tree that pays
 MAX_NODES = 256  # the largest tree a checkpoint's statistics describe
+PRIOR_POSITIONS = 400  # a few texts' worth: what decoding itself shows soon outweighs the prior
+_PRIOR_TOP_1 = 0.6  # of the first head; published Medusa heads and those of the demo are near it
+_PRIOR_DECLINE = 0.78  # a head's top-1 rate over that of the head before
+_PRIOR_SECOND = 0.25  # of what a head's first candidate misses, the share that its second holds
+_PRIOR_FALL = 1.3  # the shares of later candidates fall with this power of the rank
 
 
 class HeadStatistics:
@@ -152,6 +157,47 @@ class HeadStatistics:
             )
         except (TypeError, OverflowError) as error:
             raise ValueError(f"unreadable head statistics ({error})") from error
+
+
+def prior_statistics(num_heads: int, num_candidates: int = MAX_RANK) -> HeadStatistics:
+    """What to expect of heads that nobody has measured, with the weight of PRIOR_POSITIONS.
+
+    A head's top-1 rate falls from head to head, its later candidates by a power of their rank, and
+    the heads are right independently of one another. Such trees branch near the root. The heads'
+    temperatures are 1, and trees built anew at every position count as not measured.
+
+    Args:
+        num_heads: K.
+        num_candidates: tokens a head chooses from; no path has a rank that is not among them.
+
+    Raises:
+        ValueError: no head, or no candidate.
+    """
+    if num_heads < 1 or num_candidates < 1:
+        raise ValueError(
+            f"a prior needs at least one head and one candidate, got {num_heads} and "
+            f"{num_candidates}"
+        )
+    ranks = range(1, min(num_candidates, MAX_RANK))
+    rates = []  # for each head, of each rank
+    for head in range(num_heads):
+        top_1 = _PRIOR_TOP_1 * _PRIOR_DECLINE**head
+        rates.append([top_1, *((1 - top_1) * _PRIOR_SECOND / rank**_PRIOR_FALL for rank in ranks)])
+    paths: list[tuple[RankPath, int]] = []
+    frontier: list[tuple[float, RankPath]] = [(-1.0, ())]
+    while frontier and len(paths) <= MAX_NODES:
+        chance, path = heapq.heappop(frontier)
+        count = round(-chance * PRIOR_POSITIONS)
+        if not count:
+            break
+        paths.append((path, count))
+        if len(path) < num_heads:
+            for rank, rate in enumerate(rates[len(path)]):
+                heapq.heappush(frontier, (chance * rate, (*path, rank)))
+    hits = [
+        [round(sum(rate[:k]) * PRIOR_POSITIONS) for k in range(1, MAX_RANK + 1)] for rate in rates
+    ]
+    return HeadStatistics(num_heads, PRIOR_POSITIONS, hits, paths[1:])  # without the root
 
 
 def _read_paths(stored: Any, num_heads: int) -> list[tuple[RankPath, int]]:

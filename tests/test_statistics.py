@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from medusa_heads.statistics import MAX_NODES, HeadStatistics, simulate_tokens_per_step
+from medusa_heads.statistics import (
+    MAX_NODES,
+    MAX_RANK,
+    HeadStatistics,
+    prior_statistics,
+    simulate_tokens_per_step,
+)
 from medusa_heads.tree import TreeShape
 
 RANKS = torch.tensor([[0, 0], [0, 1], [0, 0], [1, 0], [7, 0], [0, 99], [-100, 0]])
@@ -47,6 +53,38 @@ def test_simulation_by_hand() -> None:
     ranks_TK = torch.tensor([[0, 0], [9, 9], [9, 9], [5, 0]])
     assert simulate_tokens_per_step([ranks_TK], [(0,), (0, 0)]) == (3 + 1) / 2
     assert simulate_tokens_per_step([], [(0,)]) == 0.0
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 4, 10])
+def test_a_prior_is_a_tree_that_branches_and_declines(num_heads: int) -> None:
+    prior = prior_statistics(num_heads)
+    assert HeadStatistics.from_dict(prior.to_dict()).paths == prior.paths  # each after its parent
+    counts = dict(prior.paths)
+    assert all(count <= counts.get(path[:-1], prior.positions) for path, count in prior.paths)
+    assert [count for _, count in prior.paths] == sorted(counts.values(), reverse=True)
+    top_1 = prior.top_k_accuracy(1)
+    assert top_1 == sorted(set(top_1), reverse=True)
+    for hits in prior.top_k_hits:
+        assert hits == sorted(hits) and hits[-1] < prior.positions
+    assert 0 < len(prior.paths) <= MAX_NODES
+    assert prior.positions < 1000
+
+
+def test_a_prior_of_four_heads_expects_what_such_heads_are_known_for() -> None:
+    prior = prior_statistics(4)
+    assert prior.choices(7) == [(0,), (0, 0), (0, 0, 0), (1,), (0, 1), (1, 0), (0, 0, 1)]
+    assert len(prior.choices(63)) == 63
+    assert prior.expected_tokens_per_step(7) == pytest.approx(2.25, abs=0.02)
+    assert prior.expected_tokens_per_step(63) == pytest.approx(2.84, abs=0.05)
+
+
+def test_a_prior_names_no_candidate_that_a_head_lacks() -> None:
+    prior = prior_statistics(3, num_candidates=2)
+    assert {rank for path, _ in prior.paths for rank in path} == {0, 1}
+    assert len(prior.paths) <= 2 + 4 + 8
+    assert max(rank for path, _ in prior_statistics(2).paths for rank in path) < MAX_RANK
+    with pytest.raises(ValueError, match="at least one head and one candidate"):
+        prior_statistics(0)
 
 
 @st.composite
