@@ -20,7 +20,7 @@ from medusa_heads.data_files import has_known_suffix, read_rows
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.fingerprint import file_sha256
 from medusa_heads.inference.corpus_index import CorpusIndex
-from medusa_heads.inference.step_seconds import measurement_folder
+from medusa_heads.machine.measurements import measurement_folder
 from medusa_heads.loading import load_tokenizer
 from medusa_heads.target import TargetModel
 
@@ -96,7 +96,7 @@ def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
     contents = [[file.relative_to(path).as_posix(), file_sha256(file)] for file in files]
     made_of = [digest, tokenizer.chat_template, contents]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:24]
-    kept = measurement_folder().with_name("corpora") / f"{key}{INDEX_SUFFIX}"
+    kept = measurement_folder() / "corpora" / f"{key}{INDEX_SUFFIX}"
     try:
         return CorpusIndex.load(kept, digest)
     except ValueError:

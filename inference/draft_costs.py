@@ -12,8 +12,12 @@ import numpy as np
 from medusa_heads.inference.capability import capability
 from medusa_heads.inference.drafters.adaptive_tree import AdaptiveTreeDrafter
 from medusa_heads.inference.drafters.draft_trust import DraftTrust
-from medusa_heads.inference.step_seconds import DEFAULT_CONTEXT, room, step_seconds
-from medusa_heads.inference.target_costs import RootChain
+from medusa_heads.inference.adapt.measure import (
+    DEFAULT_CONTEXT,
+    RandomChain,
+    room,
+    step_seconds,
+)
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
@@ -78,7 +82,7 @@ def draft_costs(target: TargetModel, draft: TargetModel, batch_size: int = 1) ->
     depth = max(min(_DEPTH, fits - 1), 1)
     chain_only = "chain" in (capability(target), capability(draft))
     width = 1 if chain_only or fits <= _WIDTH * depth else min(_WIDTH, target.vocab_size)
-    drafters: dict[str, Drafter] = {f"verify:{n}": RootChain(n) for n in sizes}
+    drafters: dict[str, Drafter] = {f"verify:{n}": RandomChain(n, target.vocab_size) for n in sizes}
     for levels, nodes in ((1, 1), (depth, 1), (depth, width)):
         drafters[f"draft:{levels}x{nodes}"] = _SteadyTree(draft, target.vocab_size, levels, nodes)
     drafters["reading"] = _FromTheBeginning(draft, target.vocab_size, 1, 1)

@@ -15,7 +15,6 @@ from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.draft_costs import draft_costs
 from medusa_heads.inference.draft_plan import DraftPlan, draft_plan
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.drafters.by_rows import rounded_up
 from medusa_heads.inference.drafters.chosen_draft import ChosenDraftDrafter
 from medusa_heads.inference.named_target import load_target, named_target
 from medusa_heads.target import TargetModel

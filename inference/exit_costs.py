@@ -16,8 +16,13 @@ import torch
 
 from medusa_heads.inference.drafters.early_exit import ThinnedTarget
 from medusa_heads.inference.layer_stack import LayerStack
-from medusa_heads.inference.step_seconds import DEFAULT_CONTEXT, SIZES, last_row, room, step_seconds
-from medusa_heads.inference.target_costs import RootChain
+from medusa_heads.inference.adapt.measure import (
+    DEFAULT_CONTEXT,
+    SIZES,
+    RandomChain,
+    room,
+    step_seconds,
+)
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TreeShape, cartesian_choices
 
@@ -84,7 +89,7 @@ def exit_costs(
 ) -> ExitCosts:
     """Measured, or as measured before; of a number of layers, whichever they are."""
     sizes = [n for n in (0, *SIZES) if n < room(target)]
-    drafters: dict[str, Drafter] = {f"chain:{n}": RootChain(n) for n in sizes}
+    drafters: dict[str, Drafter] = {f"chain:{n}": RandomChain(n, target.vocab_size) for n in sizes}
     # What a layer takes is the same for all of them: with the least and the most of them measured,
     # every set is known, and a search needs to measure nothing.
     few, all_of_them = range(1, len(stack)), range(0)
@@ -93,10 +98,9 @@ def exit_costs(
     seconds = step_seconds(target, drafters, {"kind": "early exit"}, DEFAULT_CONTEXT, batch_size)
     least, most = seconds["few"].drafting / _MEASURED, seconds["all"].drafting / _MEASURED
     share = (len(stack) - len(set(skipped)) - 1) / (len(stack) - 1)
-    waits = last_row(batch_size)  # rows without drafts keep step
     return ExitCosts(
         draft=least + share * max(most - least, 0.0),
-        verify={n: seconds[f"chain:{n}"].step * (waits if n else 1.0) for n in sizes},
+        verify={n: seconds[f"chain:{n}"].step  for n in sizes},
     )
 
 

@@ -18,7 +18,6 @@ from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.corpus_files import Corpus, find_corpus
-from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.heads_plan import HeadsPlan, ReadCorpus
 from medusa_heads.inference.named_target import load_target
 from medusa_heads.inference.saving import save_model
@@ -92,14 +91,11 @@ class MedusaModel(AssistedModel):
     def use_tree(self, tree: TreeSpec) -> None:
         """Draft this tree from now on; `self.tree` says which it is, also where `auto` chose.
 
-        What steps cost is measured for one row. A batch is measured when it first comes, and
-        `auto` then goes by what its number of rows costs.
-
         Raises:
             ValueError: an unknown form, or a tree that does not fit the heads; the one before it
                 stays.
         """
-        self._plan = HeadsPlan(
+        plan = HeadsPlan(
             self.target,
             self.drafting,
             self.statistics,
@@ -108,10 +104,7 @@ class MedusaModel(AssistedModel):
             acceptance=self.acceptance,
             read_corpus=self._read_corpus,
         )
-        self.drafter, self.tree = self._plan.drafter, self._plan.tree
-
-    def _drafter_for(self, batch_size: int) -> Drafter:
-        return self._plan.drafter_for(batch_size) or self.drafter
+        self.drafter, self.tree = plan.drafter, plan.tree
 
     @classmethod
     def from_pretrained(

@@ -23,7 +23,7 @@ from medusa_heads.attention import TreeMask
 from medusa_heads.files import replace_file
 from medusa_heads.inference.exit_costs import ExitCosts
 from medusa_heads.inference.layer_stack import LayerStack
-from medusa_heads.inference.step_seconds import measurement_folder
+from medusa_heads.machine.measurements import measurement_folder
 from medusa_heads.target import TargetModel
 
 _TEXTS, _TOKENS = 4, 128  # of the target's own, where no text is given
@@ -57,7 +57,7 @@ def skip_sets(target: TargetModel, stack: LayerStack, text_BT: Tensor | None = N
     facts = [target.fingerprint(), target.config.to_dict() | {"_name_or_path": None}]
     facts += [str(target.dtype), None if text_BT is None else text_BT.tolist()]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    path = measurement_folder().with_name("skip_sets") / f"{key}.json"
+    path = measurement_folder() / "skip_sets" / f"{key}.json"
     try:
         return _read(path, len(stack))
     except (OSError, ValueError, TypeError):

@@ -12,19 +12,10 @@ from torch import Tensor
 
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.inference.assisted import AssistedModel
-from medusa_heads.inference.blend_plan import continues_text
+from medusa_heads.inference.adaptive_plan import automatic, continues_text
 from medusa_heads.inference.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.drafters.blended import BlendedDrafter
-from medusa_heads.inference.drafters.early_exit import EarlyExitTrees, ThinnedTarget
-from medusa_heads.inference.drafters.lookahead import WINDOW, LookaheadDrafter
-from medusa_heads.inference.drafters.recycling import RecyclingDrafter
-from medusa_heads.inference.drafters.suffix import SuffixDrafter
-from medusa_heads.inference.exit_costs import exit_costs
-from medusa_heads.inference.layer_stack import LayerStack
-from medusa_heads.inference.skip_search import best_skip_set
-from medusa_heads.inference.step_costs import StepCosts
-from medusa_heads.inference.target_costs import target_costs
+from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
@@ -161,12 +152,11 @@ class TrainingFreeModel(AssistedModel):
             return LookaheadDrafter(beside, alone, suffix=self._suffix, corpus=self.corpus)
         if self._name == "early_exit":
             return self._make_early_exit(batch_size)
-        costs = target_costs(self.target, batch_size)
         if self._name == "suffix":
-            return SuffixDrafter(costs, self.corpus)
-        recycling = RecyclingDrafter(self.target.vocab_size, min(costs.most, _WIDEST))
-        return BlendedDrafter(
-            None, costs, cheap=recycling, suffix=self._name == "auto", corpus=self.corpus
+            return automatic(self.target, corpus=self.corpus, chain_only=True)
+        recycling = RecyclingSource(self.target.vocab_size)
+        return automatic(
+            self.target, [recycling], text=self._name == "auto", corpus=self.corpus
         )
 
     def _make_early_exit(self, batch_size: int) -> Drafter:

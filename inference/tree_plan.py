@@ -7,7 +7,7 @@ chain, chain:3  each head's best token, in a row
 cartesian:3,2,1 every combination of 3, 2 and 1 candidates of the first heads
 FILE.json       a list of rank paths, as FasterDecoding's medusa_choices
 suffix:10       no heads: up to 10 tokens that followed where the text last ended as it does now
-auto, 16+suffix heads and text together, see blend_plan.py
+auto, 16+suffix heads and text together, see adaptive_plan.py
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from medusa_heads.files import replace_file
 from medusa_heads.heads import DraftHeads, HydraHeads
 from medusa_heads.inference.corpus_index import CorpusIndex
 from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.blended import text_drafter
 from medusa_heads.inference.drafters.dynamic import DynamicDrafter
 from medusa_heads.inference.drafters.hydra import HydraDrafter
 from medusa_heads.inference.drafters.medusa import MedusaDrafter
-from medusa_heads.inference.drafters.suffix import SuffixDrafter
-from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.tree import TreeShape, cartesian_choices
 
@@ -43,7 +42,7 @@ def make_drafter(
     with_log_probs: bool = False,
     corpus: CorpusIndex | None = None,
 ) -> Drafter:
-    """The drafter that `tree` asks for; every form but those of blend_plan.py.
+    """The drafter that `tree` asks for; every form but those of adaptive_plan.py.
 
     Args:
         tree: see the head of this file; choices may also be given as a list.
@@ -65,7 +64,7 @@ def make_drafter(
         return DynamicDrafter(heads, nodes, temperatures=temperatures)
     if kind == "suffix":
         most = _count(tree, argument) if argument else SUFFIX_TOKENS
-        return SuffixDrafter(StepCosts.of_size(most), corpus)
+        return text_drafter(most, corpus)
     shape = TreeShape.from_choices(_choices(tree, kind, argument, heads, statistics))
     if chain_only:
         shape = shape.chain()

@@ -1,4 +1,4 @@
-"""How large a tree pays on this machine: expected tokens a step over the measured time of a step.
+"""How large a fixed tree pays on this machine: expected tokens a step over a step's measured time.
 
 A tree of n nodes commits E(n) tokens a step, known from the heads' statistics, and a step takes
 t(n) seconds, measured here on the very target, dtype and device, once, and kept on disk. The tree
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
-from medusa_heads.compiled import CompiledTarget
 from medusa_heads.heads import DraftHeads
-from medusa_heads.inference.step_costs import StepCosts
-from medusa_heads.inference.step_seconds import DEFAULT_CONTEXT, SIZES, last_row, room, step_seconds
+from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, SIZES, room, step_seconds
 from medusa_heads.inference.tree_plan import make_drafter
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
@@ -50,31 +47,16 @@ class TreeSize:
         return self.tokens_per_step / self.step_seconds
 
 
-def best_tree(
-    target: TargetModel,
-    heads: DraftHeads,
-    statistics: HeadStatistics,
-    *,
-    context: int = DEFAULT_CONTEXT,
-    batch_size: int = 1,
-) -> str:
+def best_tree(target: TargetModel, heads: DraftHeads, statistics: HeadStatistics) -> str:
     """The tree that this machine decodes fastest with, in the words of tree_plan.py."""
-    sizes = tune(target, heads, statistics, context=context, batch_size=batch_size)
-    return fastest(sizes, batch_size).tree
+    return fastest(tune(target, heads, statistics)).tree
 
 
-def fastest(sizes: Sequence[TreeSize], batch_size: int = 1) -> TreeSize:
-    """Of measured trees the one to draft: the smallest among the fastest.
-
-    Rows without drafts keep step. With drafts a batch waits for its last row: a tree must gain more
-    than that.
-    """
-
-    def speed(size: TreeSize) -> float:
-        return size.tokens_per_second / (last_row(batch_size) if size.nodes else 1.0)
-
-    best = max(map(speed, sizes))
-    return min((s for s in sizes if speed(s) >= _AS_FAST * best), key=lambda s: s.nodes)
+def fastest(sizes: Sequence[TreeSize]) -> TreeSize:
+    """Of measured trees the one to draft: the smallest among the fastest."""
+    best = max(size.tokens_per_second for size in sizes)
+    as_fast = (size for size in sizes if size.tokens_per_second >= _AS_FAST * best)
+    return min(as_fast, key=lambda size: size.nodes)
 
 
 def tune(
@@ -121,26 +103,3 @@ def expected_tokens(statistics: HeadStatistics) -> dict[str, float]:
     dynamic = {f"dynamic:{n}": e for n, e in statistics.dynamic_tokens_per_step.items()}
     # Drafting nothing is a choice too: on some machines every tree costs more than it brings.
     return {"none": 1.0} | static | dynamic
-
-
-def step_costs(
-    target: TargetModel, heads: DraftHeads, statistics: HeadStatistics, *, batch_size: int = 1
-) -> StepCosts:
-    """What steps cost here by their number of nodes, for drafters that choose it at every step.
-
-    Of a target that is compiled, for which every number is another graph, the fastest one.
-    """
-    sizes = tune(target, heads, statistics, batch_size=batch_size)
-    static = [size for size in sizes if not size.tree.startswith("dynamic")]
-    best = fastest(static, batch_size)
-    if isinstance(target, CompiledTarget):
-        return StepCosts({best.nodes: best.step_seconds}, fixed=True)
-    drafting = [size for size in static if size.nodes]
-    waits = last_row(batch_size)
-    return StepCosts(
-        {size.nodes: size.step_seconds - size.drafting_seconds for size in static},
-        draft_seconds=median(size.drafting_seconds for size in drafting) * waits,
-        usual=best.nodes,
-        waits=waits,
-        learns=batch_size == 1,  # the rows of a batch end, and its steps get faster
-    )

@@ -1,57 +1,145 @@
-"""Drafters whose trees grow on the host, with the chance that each node is accepted.
-
-Shapes: B active rows, N tree nodes (root included).
-"""
+"""Trees that grow likeliest node first, from what several sources offer behind each node."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from medusa_heads.inference.adapt.evidence import Evidence
 from medusa_heads.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.drafters.base import Drafter
     from medusa_heads.inference.state import DecodingState
 
 
-class Grower(Protocol):
-    """Grows a tree for every active row; how much of it is verified, others decide."""
+class Offer(NamedTuple):
+    """A token that a source offers behind a node.
 
-    reads_prompt: bool
-    """Whether the first trees need the hidden states of the whole prompt."""
-
-    def grow(self, state: DecodingState) -> list[PrefixTree]:
-        """A tree for every active row; its root holds the row's last token."""
-
-
-class TensorTrees:
-    """A drafter's tensors as trees on the host.
-
-    Args:
-        drafter: its trees carry draft probabilities, unless `chances` stand for them.
-        chances: of a drafter whose trees always look alike: for each node but the root, the chance
-            that it is accepted.
+    Attributes:
+        chance: that it is accepted where the node is; by what the source's drafts came to.
+        token: its id.
+        place: where the source goes on behind it.
+        group: of the source's evidence that it belongs to.
+        expected: what the source itself says of it.
     """
 
-    def __init__(self, drafter: Drafter, chances: list[float] | None = None) -> None:
-        self.drafter = drafter
-        self._chances = chances
-        self.reads_prompt = drafter.reads_prompt
+    chance: float
+    token: int
+    place: Hashable
+    group: int
+    expected: float
 
-    def grow(self, state: DecodingState) -> list[PrefixTree]:
-        """See Grower."""
-        drafted = self.drafter.propose(state)
-        tokens, parents = drafted.tokens_BN.tolist(), drafted.parents_BN.tolist()
-        if self._chances is not None:
-            chances = [[1.0, *self._chances]] * len(tokens)
-        else:
-            assert drafted.log_probs_BN is not None
-            path_BN = (drafted.log_probs_BN[:, None] * drafted.ancestors_BNN).sum(-1)
-            chances = path_BN.exp().tolist()
-        trees = []
-        for b, (root, *others) in enumerate(tokens):
-            tree, place = PrefixTree(root), [0]
-            for node, token in enumerate(others, 1):
-                place.append(tree.add(place[parents[b][node]], token, chances[b][node]))
-            trees.append(tree)
-        return trees
+
+class Proposal(ABC):
+    """What one source offers for one row in one step.
+
+    Args:
+        evidence: of the source; says how far it can be believed.
+        root: place of the last committed token.
+    """
+
+    def __init__(self, evidence: Evidence, root: Hashable) -> None:
+        self.root = root
+        self._evidence = evidence
+        self._known: dict[Hashable, list[Offer]] = {}
+
+    def offers(self, place: Hashable) -> list[Offer]:
+        """The tokens behind a place, likeliest first."""
+        known = self._known.get(place)
+        if known is None:
+            rate = self._evidence.rate
+            known = self._known[place] = [
+                Offer(min(expected * rate(group), 0.999), token, after, group, expected)
+                for token, expected, group, after in self._behind(place)
+            ]
+            known.sort(reverse=True)
+        return known
+
+    def learn(self, committed: Sequence[int]) -> None:
+        """Compare with what the target wrote, as far as the source was right."""
+        place: Hashable | None = self.root
+        for true in committed:
+            if place is None:
+                return
+            offered, place = self.offers(place), None
+            for offer in offered:
+                right = offer.token == true
+                self._evidence.learn(offer.group, float(right), offer.expected)
+                if right:
+                    place = offer.place
+
+    @abstractmethod
+    def _behind(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:
+        """Tokens, what the source says of each, their groups, and the places behind them."""
+
+
+class Source(Protocol):
+    """Drafts for every row, step by step."""
+
+    name: str
+    reads_prompt: bool
+    """Whether the first drafts need the hidden states of the whole prompt."""
+
+    def draft(self, state: DecodingState) -> Sequence[Proposal]:
+        """What may follow each active row."""
+
+    def expected(self, nodes: int) -> float:
+        """How many tokens of so many nodes are accepted, before anything was decoded."""
+
+
+def grow(
+    root: int,
+    proposals: Sequence[Proposal],
+    most: int,
+    least: float = 0.0,
+    *,
+    chain_only: bool = False,
+) -> PrefixTree:
+    """The likeliest nodes of all that is offered, in the order of their chances.
+
+    Where several sources offer the same token it is one node, and the tree goes on behind it with
+    all of them.
+
+    Args:
+        root: the last committed token.
+        proposals: of one row, a source each.
+        most: nodes besides the root.
+        least: a chance below which no node is wanted.
+        chain_only: no more than one token behind another.
+    """
+    tree = PrefixTree(root)
+    waiting: list[tuple[float, int, int, int, dict[int, Hashable]]] = []
+    node, chance, serial = 0, 1.0, 0
+    places: dict[int, Hashable] = {i: proposal.root for i, proposal in enumerate(proposals)}
+    while len(tree) <= most:
+        found: dict[int, tuple[float, dict[int, Hashable]]] = {}
+        floor = least / chance
+        total = 0.0
+        for i, place in places.items():
+            for own, token, after, _, _ in proposals[i].offers(place):
+                if own < floor:
+                    break
+                known = found.get(token)
+                if known is None:
+                    found[token] = (own, {i: after})
+                    total += own
+                else:  # independent sources that agree are right more often
+                    both = own + known[0] - own * known[0]
+                    total += both - known[0]
+                    known[1][i] = after
+                    found[token] = (both, known[1])
+        scale = chance if total <= 1.0 else chance / total
+        if chain_only and found:
+            likeliest = max(found, key=lambda token: found[token][0])
+            found = {likeliest: found[likeliest]}
+        for token, (own, afters) in found.items():
+            serial += 1
+            heapq.heappush(waiting, (-own * scale, serial, node, token, afters))
+        if not waiting:
+            break
+        negated, _, parent, token, places = heapq.heappop(waiting)
+        chance = -negated
+        node = tree.add(parent, token, chance)
+    return tree

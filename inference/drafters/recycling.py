@@ -6,13 +6,14 @@ Source: token recycling (Luo et al. 2024, arXiv:2408.08696).
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from medusa_heads.prefix_tree import PrefixTree
+from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
+from medusa_heads.inference.drafters.growing import Proposal
 
 if TYPE_CHECKING:
     from medusa_heads.inference.state import DecodingState
@@ -20,53 +21,73 @@ if TYPE_CHECKING:
 
 RANKS = 8  # successors kept of each token, as in the paper
 _UNKNOWN = -1
-# How often the successor of each rank is the right one; how far that holds here is learnt.
-_CHANCES = (0.4, 0.13, 0.07, 0.045, 0.03, 0.025, 0.02, 0.015)
+_PRIOR = 0.6  # what a successor's probability elsewhere is worth here
 
 
-class RecyclingDrafter:
-    """A tree of the successors that each token had when the target last read it.
+class RecycledProposal(Proposal):
+    """The successors of tokens. A place is a token."""
+
+    def __init__(
+        self, evidence: Evidence, root: int, successors_VR: np.ndarray, chances_VR: np.ndarray
+    ) -> None:
+        super().__init__(evidence, root)
+        self._successors_VR, self._chances_VR = successors_VR, chances_VR
+
+    def _behind(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:
+        successors = self._successors_VR[place].tolist()
+        if successors[0] == _UNKNOWN:
+            return []
+        chances = self._chances_VR[place].tolist()
+        return [
+            (token, chance, level(chance) + LEVELS * (rank > 0), token)
+            for rank, (token, chance) in enumerate(zip(successors, chances, strict=True))
+            if token != _UNKNOWN
+        ]
+
+
+class RecyclingSource:
+    """The successors that each token had when the target last read it.
 
     Every verified node, accepted or not, says what the target takes to follow its token: the matrix
     of successors costs no forward of its own, and is carried from text to text.
 
     Args:
         vocab_size: V of the target.
-        num_drafted: nodes besides the root.
     """
 
+    name = "recycling"
     reads_prompt = False
 
-    def __init__(self, vocab_size: int, num_drafted: int) -> None:
+    def __init__(self, vocab_size: int) -> None:
         self._successors_VR = np.full((vocab_size, RANKS), _UNKNOWN, dtype=np.int64)
-        self._num_drafted = num_drafted
+        self._chances_VR = np.zeros((vocab_size, RANKS), dtype=np.float32)
+        self._evidence = Evidence([_PRIOR] * (2 * LEVELS))
+        self._seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def draft(self, state: DecodingState) -> list[RecycledProposal]:
+        """See Source."""
+        # Only now: what the last step offered was learnt from with the matrix as it was.
+        for tokens_BN, successors_BNR, chances_BNR in self._seen:
+            ranks = successors_BNR.shape[-1]
+            self._successors_VR[tokens_BN, :ranks] = successors_BNR
+            self._chances_VR[tokens_BN, :ranks] = chances_BNR
+        self._seen.clear()
+        return [
+            RecycledProposal(self._evidence, root, self._successors_VR, self._chances_VR)
+            for root in [row.tokens[-1] for row in state.rows]
+        ]
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
         """Take note of what the target has just said behind every node."""
-        ranks = min(RANKS, logits_BNV.shape[-1])
-        best_BNR = logits_BNV.topk(ranks, dim=-1).indices.cpu().numpy()
-        self._successors_VR[tree.tokens_BN.cpu().numpy(), :ranks] = best_BNR
+        best = logits_BNV.topk(min(RANKS, logits_BNV.shape[-1]), dim=-1)
+        self._seen.append(
+            (
+                tree.tokens_BN.cpu().numpy(),
+                best.indices.cpu().numpy(),
+                best.values.float().softmax(dim=-1).cpu().numpy(),
+            )
+        )
 
-    def grow(self, state: DecodingState) -> list[PrefixTree]:
-        """See Grower."""
-        return [self._grow(root) for root in state.roots_B.tolist()]
-
-    def _grow(self, root: int) -> PrefixTree:
-        """The likeliest paths: a node's next best sibling and its first child come after it."""
-        tree = PrefixTree(root)
-        waiting: list[tuple[float, int, int]] = []
-        self._offer(waiting, tree, 0, 0)
-        while waiting and len(tree) <= self._num_drafted:
-            chance, parent, rank = heapq.heappop(waiting)
-            token = int(self._successors_VR[tree.tokens[parent], rank])
-            node = tree.add(parent, token, -chance)
-            self._offer(waiting, tree, parent, rank + 1)
-            self._offer(waiting, tree, node, 0)
-        return tree
-
-    def _offer(
-        self, waiting: list[tuple[float, int, int]], tree: PrefixTree, parent: int, rank: int
-    ) -> None:
-        if rank < RANKS and self._successors_VR[tree.tokens[parent], rank] != _UNKNOWN:
-            # Chances are negated: the heap hands out the smallest.
-            heapq.heappush(waiting, (-tree.chances[parent] * _CHANCES[rank], parent, rank))
+    def expected(self, nodes: int) -> float:
+        """See Source."""
+        return 0.8 * nodes / (nodes + 3.0)

@@ -1,0 +1,9 @@
+"""How many tokens to draft, and by whom: the four nouns of every adaptive drafter.
+
+evidence   how often drafted tokens were accepted, by source and confidence
+clock      seconds of a step, and of drafting for it
+budget     the size of draft that gains the most: expected tokens against seconds
+bandit     which way of drafting to take, and what trying another one may cost
+
+Measured figures are where the clock begins; `measure` takes them and keeps them on disk.
+"""

@@ -1,0 +1,98 @@
+"""Which of several ways to draft is the fastest here, and what finding out may cost.
+
+Every way is known by what its steps gave and took. The best one is taken; the others are tried now
+and then, and what a trial is expected to lose is paid in seconds, out of an allowance that grows by
+a small share of all seconds. A way that is nearly as good is so tried often, a bad one rarely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SHARE = 0.015  # of all seconds, that trials may lose
+_MOST_SAVED = 12  # plain steps that an allowance holds at most
+_MEMORY = 200.0  # steps after which one counts a third of a new one
+_KEPT = 1.0 - 1.0 / _MEMORY
+_KNOWN = 40.0  # steps from which on a way is tried no more than it is forgotten
+
+
+class Allowance:
+    """Seconds that may be lost on trials.
+
+    Args:
+        step: seconds of a plain step; a few of them are there to begin with.
+    """
+
+    def __init__(self, step: float) -> None:
+        self._left, self._most = 3 * step, _MOST_SAVED * step
+
+    def grow(self, seconds: float) -> None:
+        """So much time has passed."""
+        self._left = min(self._left + _SHARE * seconds, self._most)
+
+    def pay(self, seconds: float) -> bool:
+        """Whether a trial that is expected to lose so much can be paid for; then it is."""
+        if seconds > self._left:
+            return False
+        self._left -= max(seconds, 0.0)
+        return True
+
+
+class Bandit:
+    """Ways to draft, and what each step of them gave and took.
+
+    Args:
+        priors: for each way, the tokens a row and the seconds that a step is expected to give and
+            to take.
+        allowance: pays for the trials.
+        weight: steps for which a prior counts.
+    """
+
+    def __init__(
+        self, priors: Sequence[tuple[float, float]], allowance: Allowance, *, weight: float = 6.0
+    ) -> None:
+        self._tokens = [weight * tokens for tokens, _ in priors]
+        self._seconds = [weight * seconds for _, seconds in priors]
+        self._steps = [weight] * len(priors)
+        self._allowance = allowance
+
+    def pick(self, worth: float, prices: Sequence[float] | None = None) -> int:
+        """The way of the next step.
+
+        Args:
+            worth: tokens a row that a second is worth.
+            prices: seconds that each way costs besides, if it is taken now.
+        """
+        values = self.values(worth)
+        if prices is not None:
+            values = [value - worth * price for value, price in zip(values, prices, strict=True)]
+        best = max(range(len(values)), key=values.__getitem__)
+        least = min(range(len(values)), key=self._steps.__getitem__)
+        if least != best and self._steps[least] < min(self._steps[best], _KNOWN):
+            if self._allowance.pay((values[best] - values[least]) / worth):
+                return least
+        return best
+
+    def values(self, worth: float) -> list[float]:
+        """Of each way: the tokens that a step gives, less what its seconds are worth."""
+        return [
+            (tokens - worth * seconds) / steps
+            for tokens, seconds, steps in zip(
+                self._tokens, self._seconds, self._steps, strict=True
+            )
+        ]
+
+    def learn(self, way: int, tokens: float, seconds: float) -> None:
+        """A step gave each row so many tokens, and took so long."""
+        for other in range(len(self._steps)):  # what is not tried is slowly forgotten
+            if other != way:
+                self._scale(other, 1.0 - 0.1 / _MEMORY)
+        self._scale(way, _KEPT)
+        self._tokens[way] += tokens
+        self._seconds[way] += seconds
+        self._steps[way] += 1.0
+
+    def _scale(self, way: int, kept: float) -> None:
+        self._tokens[way] *= kept
+        self._seconds[way] *= kept
+        self._steps[way] *= kept

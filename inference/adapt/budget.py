@@ -1,0 +1,109 @@
+"""How large a draft gains the most: expected tokens against the seconds they take.
+
+A second is worth as many tokens as decoding yields in one. A node is verified where the chance that
+it is accepted is above what its seconds are worth; a whole draft where its tokens are, against a
+step without one. Plain decoding is one of the sizes, so that drafting never costs.
+
+Source: renewal reward. The policy with the most tokens a second in the long run maximises, step by
+step, tokens less the long run's rate times seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from medusa_heads.inference.adapt.bandit import Allowance
+from medusa_heads.inference.adapt.clock import Clock
+
+_KEPT = 1.0 - 1 / 48  # steps for which a second's worth is remembered
+_LEAST = 0.008  # a chance below which no node is thought about
+_TRIED = 2.0  # steps from which on a size is known
+
+
+class Budget:
+    """Chooses how many nodes are verified.
+
+    Args:
+        clock: seconds of a step.
+        sizes: drafted nodes a row to choose from; 0 is plain decoding. A single one is always
+            taken: such a target is compiled for it.
+        rows: decoded together; may change.
+        allowance: pays for trials of sizes that nothing is known of; None for none.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        sizes: Sequence[int],
+        rows: int = 1,
+        allowance: Allowance | None = None,
+    ) -> None:
+        assert sizes
+        self._clock, self._sizes = clock, sorted(set(sizes))
+        self.rows = rows
+        self._allowance = allowance
+        plain = clock.step(rows)
+        self._tokens, self._seconds = 12.0, 12.0 * plain
+
+    @property
+    def most(self) -> int:
+        """The most drafted nodes."""
+        return self._sizes[-1]
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every step verifies the same number of nodes."""
+        return len(self._sizes) == 1
+
+    @property
+    def worth(self) -> float:
+        """Tokens a row that a second is worth; never less than plain decoding makes of it."""
+        return max(self._tokens / self._seconds, 1.0 / self._clock.step(self.rows))
+
+    def learn(self, tokens: float, seconds: float) -> None:
+        """A step gave a row so many tokens on average, and took so long, drafting included."""
+        self._tokens = _KEPT * self._tokens + tokens
+        self._seconds = _KEPT * self._seconds + seconds
+
+    def seconds(self, drafted: int) -> float:
+        """Of a step that verifies so many drafted nodes a row, its drafting left out."""
+        return self._clock.step(self.rows * (drafted + 1))
+
+    def least(self) -> float:
+        """The chance below which no node pays, whatever its place."""
+        if self.fixed:
+            return 0.0
+        steps = [self.seconds(size) for size in self._sizes]
+        slopes = [
+            (steps[place] - steps[0]) / self._sizes[place] for place in range(1, len(self._sizes))
+        ]
+        flattest = min(slopes, default=0.0)
+        return max(0.6 * self.worth * flattest, _LEAST) if flattest else 0.0
+
+    def best(self, expected: Sequence[float]) -> int:
+        """How many of the likeliest nodes to verify.
+
+        Args:
+            expected: the tokens of a row that are expected to be accepted where 0, 1, 2, .. nodes
+                are verified, on average over the rows.
+        """
+        if self.fixed:
+            return self._sizes[0]
+        worth, longest = self.worth, len(expected) - 1
+        best, most_value, trial = 0, -float("inf"), None
+        values = []
+        for size in self._sizes:
+            value = expected[min(size, longest)] - worth * self.seconds(size)
+            values.append(value)
+            if value > most_value:
+                best, most_value = size, value
+            if size >= longest:
+                break
+        if self._allowance is not None:
+            for size, value in zip(self._sizes, values, strict=False):
+                known = self._clock.steps_known(self.rows * (size + 1))
+                if known < _TRIED and (trial is None or value > trial[0]):
+                    trial = (value, size)
+            if trial is not None and self._allowance.pay((most_value - trial[0]) / worth):
+                return min(trial[1], max(longest, best))
+        return min(best, longest)

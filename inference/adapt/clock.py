@@ -1,0 +1,131 @@
+"""What a step takes here, by rows, nodes and length of the text: measured, then corrected.
+
+What a forward takes depends on how many tokens it reads, whichever rows they belong to. Seconds are
+measured for some numbers of tokens of one row before anything is decoded. Every step that is taken
+corrects them: all sizes alike for texts of about its length, and its own size beyond that.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+
+_LEVEL = 1 / 24  # the share of what is known of all sizes that a new step makes up
+_OWN_PRIOR = 4.0  # steps for which a measured size counts
+_OWN_KEPT = 0.98
+_SURPRISE = 0.6  # in logarithms: an interrupted step says no more than this
+_DRAFTING = 1 / 16  # the share of a source's seconds that a new draft makes up
+
+
+class Clock:
+    """Seconds of the parts of a step.
+
+    Args:
+        measured: seconds of a step that verifies so many tokens, the root among them.
+        drafting: seconds that each source takes to draft, by its name.
+        learns: whether the steps that are taken correct what was measured.
+
+    Raises:
+        ValueError: no size, or a time that is not above 0.
+    """
+
+    def __init__(
+        self,
+        measured: Mapping[int, float],
+        drafting: Mapping[str, float] | None = None,
+        *,
+        learns: bool = True,
+    ) -> None:
+        if not measured or min(measured) < 1 or min(measured.values()) <= 0:
+            raise ValueError(f"a clock needs sizes of at least 1 and times above 0: {measured}")
+        self._tokens = sorted(measured)
+        self._seconds = [measured[tokens] for tokens in self._tokens]
+        self._drafting = dict(drafting or {})
+        self._learns = learns
+        self._levels: dict[int, float] = {}  # logarithms, by the text's length in octaves
+        self._octave = 0
+        self._own: dict[int, tuple[float, float]] = {}  # weight and mean beyond the level, by size
+        self._known: dict[int, float] = {}
+
+    @classmethod
+    def flat(cls) -> Clock:
+        """As if steps of all sizes took the same time: as many nodes pay as there are."""
+        return cls({1: 1.0}, learns=False)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of tokens that were measured, in order."""
+        return list(self._tokens)
+
+    def step(self, tokens: int) -> float:
+        """Seconds of a step that verifies so many tokens in all rows, its drafting left out."""
+        known = self._known.get(tokens)
+        if known is None:
+            correction = self._levels.get(self._octave, 0.0) + self._beyond(tokens)
+            known = self._known[tokens] = self._measured(tokens) * math.exp(correction)
+        return known
+
+    def steps_known(self, tokens: int) -> float:
+        """How many steps of about this size have been seen of late."""
+        return self._own.get(_size(tokens), (0.0, 0.0))[0]
+
+    def learn(self, tokens: int, seconds: float, context: int = 0) -> None:
+        """A step that verified so many tokens behind a text of `context` took so long."""
+        if not self._learns:
+            return
+        self._turn_to(context)
+        surprise = math.log(seconds / self.step(tokens))
+        surprise = min(max(surprise, -_SURPRISE), _SURPRISE)
+        level = self._levels.get(self._octave, 0.0)
+        self._levels[self._octave] = level + _LEVEL * surprise
+        weight, mean = self._own.get(_size(tokens), (0.0, 0.0))
+        weight *= _OWN_KEPT
+        mean += surprise / (weight + 1.0)
+        self._own[_size(tokens)] = (weight + 1.0, min(max(mean, -2.0), 2.0))
+        self._known.clear()
+
+    def drafting(self, source: str) -> float:
+        """Seconds that this source takes to draft."""
+        return self._drafting.get(source, 0.0)
+
+    def learn_drafting(self, source: str, seconds: float) -> None:
+        """This source has just taken so long to draft."""
+        known = self._drafting.get(source)
+        if known is None:
+            self._drafting[source] = seconds
+        elif self._learns:
+            believable = min(seconds, 3 * known)  # something else may have had the processor
+            self._drafting[source] = known + _DRAFTING * (believable - known)
+
+    def _turn_to(self, context: int) -> None:
+        """Texts of this length come now; of the first of them, the last length's level is true."""
+        octave = max(context, 256).bit_length()
+        if octave != self._octave:
+            before = self._levels.get(self._octave, 0.0)
+            self._octave = octave
+            self._levels.setdefault(octave, before)
+            self._known.clear()
+
+    def _beyond(self, tokens: int) -> float:
+        weight, mean = self._own.get(_size(tokens), (0.0, 0.0))
+        return mean * weight / (weight + _OWN_PRIOR)
+
+    def _measured(self, tokens: int) -> float:
+        """Between sizes and beyond the last one on a straight line."""
+        above = bisect_left(self._tokens, tokens)
+        if above < len(self._tokens) and self._tokens[above] == tokens:
+            return self._seconds[above]
+        if len(self._tokens) == 1:
+            return self._seconds[0]
+        above = min(max(above, 1), len(self._tokens) - 1)
+        low, high = self._tokens[above - 1], self._tokens[above]
+        slope = (self._seconds[above] - self._seconds[above - 1]) / (high - low)
+        if tokens > high:  # what was measured last may have been disturbed: more is never free
+            slope = max(slope, 0.5 * self._seconds[above] / high)
+        return self._seconds[above] + (tokens - high) * slope
+
+
+def _size(tokens: int) -> int:
+    """The group of sizes that are off together: small ones are told apart, large ones less."""
+    return tokens if tokens <= 4 else round(4 * math.log2(tokens))

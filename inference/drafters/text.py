@@ -1,0 +1,103 @@
+"""Drafts from the text itself, or a corpus: what followed where the text's end occurred before.
+
+Shapes: B active rows.
+Source: prompt lookup (Saxena 2023) with the longest match of any length, as in SAM-Decoding (Hu et
+al. 2024, arXiv:2411.10666).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from medusa_heads.inference.adapt.evidence import Evidence
+from medusa_heads.inference.continuation import Continuation
+from medusa_heads.inference.drafters.growing import Proposal
+from medusa_heads.inference.suffix_automaton import SuffixAutomaton
+
+if TYPE_CHECKING:
+    from medusa_heads.inference.corpus_index import CorpusIndex
+    from medusa_heads.inference.row import Row
+    from medusa_heads.inference.state import DecodingState
+
+_BOUNDS = (2, 3, 4, 6, 10, 16, 32)  # from these lengths of a match on, it is believed more
+_PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+_WORTH_LOOKING = 0.05  # tokens
+_SELDOM = 8  # searches of a corpus of which one is made that does not seem worth it
+
+
+class TextProposal(Proposal):
+    """What followed an earlier occurrence of the text's end. Places count its tokens."""
+
+    def __init__(self, evidence: Evidence, found: Continuation) -> None:
+        super().__init__(evidence, 0)
+        self._found = found
+
+    def expected(self) -> float:
+        """How many of its tokens are expected to be accepted."""
+        total, chance, place = 0.0, 1.0, 0
+        while chance > 0.05 and (offers := self.offers(place)):
+            chance *= offers[0].chance
+            total += chance
+            place += 1
+        return total
+
+    def _behind(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:
+        assert isinstance(place, int)
+        found = self._found
+        if place >= len(found.tokens):
+            return []
+        # With each token that is right, the match is one longer.
+        group = bisect_right(_BOUNDS, found.match_length + place)
+        return [(found.tokens[place], found.shares[place], group, place + 1)]
+
+
+class TextSource:
+    """Where the end of a text may have occurred before: in the text itself, and in a corpus.
+
+    Args:
+        most: tokens that a continuation has at most.
+        corpus: besides the text; None for none.
+    """
+
+    def __init__(self, most: int, corpus: CorpusIndex | None = None) -> None:
+        self._most, self._corpus = most, corpus
+        self._of_text, self._of_corpus = Evidence(_PRIOR), Evidence(_PRIOR)
+        self._promised = 1.0  # tokens that a search of the corpus promises: a running mean
+        self._passed_by = 0  # searches since the last that was made
+
+    def draft(self, state: DecodingState) -> list[list[TextProposal]]:
+        """For every active row what may follow: by its own text, and by the corpus."""
+        automata: dict[int, SuffixAutomaton] = state.memories.setdefault(self, {})
+        return [
+            self._proposals(self._read(automata, row, padding))
+            for row, padding in zip(state.rows, state.padding, strict=True)
+        ]
+
+    def _proposals(self, automaton: SuffixAutomaton) -> list[TextProposal]:
+        found = [TextProposal(self._of_text, automaton.continuation(self._most))]
+        if self._corpus is not None and self._worth_looking():
+            continuation = self._corpus.continuation(automaton.text, self._most)
+            found.append(TextProposal(self._of_corpus, continuation))
+            self._promised += 0.05 * (found[-1].expected() - self._promised)
+        return found
+
+    def _read(
+        self, automata: dict[int, SuffixAutomaton], row: Row, padding: int
+    ) -> SuffixAutomaton:
+        automaton = automata.get(row.index)
+        if automaton is None:
+            prompt: Sequence[int] = row.ids_1T()[0, padding:].tolist()
+            automaton = automata[row.index] = SuffixAutomaton(prompt)
+        else:
+            automaton.extend(row.behind(padding + len(automaton.text)))
+        return automaton
+
+    def _worth_looking(self) -> bool:
+        """Whether a search promises more than it takes; else one is made now and then."""
+        self._passed_by += 1
+        if self._promised < _WORTH_LOOKING and self._passed_by < _SELDOM:
+            return False
+        self._passed_by = 0
+        return True
