@@ -97,7 +97,7 @@ def with_heads(
         recycling: list[Source] = [] if chain_only else [RecyclingSource(target.vocab_size)]
         return automatic(
             target,
-            [own, *recycling],
+            [*recycling, own],
             corpus=corpus,
             chain_only=chain_only,
             timed={own.name: (drafter, kind)},
@@ -113,9 +113,7 @@ def with_heads(
     )
 
 
-def _sequential(
-    heads: DraftHeads, statistics: HeadStatistics, target: TargetModel
-) -> TreeSource:
+def _sequential(heads: DraftHeads, statistics: HeadStatistics, target: TargetModel) -> TreeSource:
     """Heads that see each other draft a tree level by level: one of a size that may pay here."""
     clock = target_clock(target)
     speeds = {

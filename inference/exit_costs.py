@@ -100,7 +100,7 @@ def exit_costs(
     share = (len(stack) - len(set(skipped)) - 1) / (len(stack) - 1)
     return ExitCosts(
         draft=least + share * max(most - least, 0.0),
-        verify={n: seconds[f"chain:{n}"].step  for n in sizes},
+        verify={n: seconds[f"chain:{n}"].step for n in sizes},
     )
 
 

@@ -49,7 +49,7 @@ class Bandit:
     """
 
     def __init__(
-        self, priors: Sequence[tuple[float, float]], allowance: Allowance, *, weight: float = 6.0
+        self, priors: Sequence[tuple[float, float]], allowance: Allowance, *, weight: float = 4.0
     ) -> None:
         self._tokens = [weight * tokens for tokens, _ in priors]
         self._seconds = [weight * seconds for _, seconds in priors]
@@ -77,9 +77,7 @@ class Bandit:
         """Of each way: the tokens that a step gives, less what its seconds are worth."""
         return [
             (tokens - worth * seconds) / steps
-            for tokens, seconds, steps in zip(
-                self._tokens, self._seconds, self._steps, strict=True
-            )
+            for tokens, seconds, steps in zip(self._tokens, self._seconds, self._steps, strict=True)
         ]
 
     def learn(self, way: int, tokens: float, seconds: float) -> None:

@@ -46,6 +46,11 @@ class Budget:
         self._tokens, self._seconds = 12.0, 12.0 * plain
 
     @property
+    def sizes(self) -> list[int]:
+        """The numbers of drafted nodes to choose from."""
+        return self._sizes
+
+    @property
     def most(self) -> int:
         """The most drafted nodes."""
         return self._sizes[-1]
@@ -80,30 +85,34 @@ class Budget:
         flattest = min(slopes, default=0.0)
         return max(0.6 * self.worth * flattest, _LEAST) if flattest else 0.0
 
-    def best(self, expected: Sequence[float]) -> int:
-        """How many of the likeliest nodes to verify.
+    def best(self, expected: Sequence[float]) -> tuple[int, float]:
+        """How many of the likeliest nodes to verify, and what such a step is worth in tokens.
 
         Args:
             expected: the tokens of a row that are expected to be accepted where 0, 1, 2, .. nodes
                 are verified, on average over the rows.
         """
-        if self.fixed:
-            return self._sizes[0]
         worth, longest = self.worth, len(expected) - 1
-        best, most_value, trial = 0, -float("inf"), None
-        values = []
+        best, most = 0, -float("inf")
         for size in self._sizes:
-            value = expected[min(size, longest)] - worth * self.seconds(size)
-            values.append(value)
-            if value > most_value:
-                best, most_value = size, value
+            kept = min(size, longest)
+            value = expected[kept] - worth * self.seconds(size if self.fixed else kept)
+            if value > most:
+                best, most = kept, value
             if size >= longest:
                 break
-        if self._allowance is not None:
-            for size, value in zip(self._sizes, values, strict=False):
-                known = self._clock.steps_known(self.rows * (size + 1))
-                if known < _TRIED and (trial is None or value > trial[0]):
-                    trial = (value, size)
-            if trial is not None and self._allowance.pay((most_value - trial[0]) / worth):
-                return min(trial[1], max(longest, best))
-        return min(best, longest)
+        return best, most
+
+    def unknown(self, expected: Sequence[float]) -> int | None:
+        """A size that no step has been seen of yet, if it can be paid for; None where none is."""
+        if self._allowance is None or self.fixed:
+            return None
+        longest, (_, most) = len(expected) - 1, self.best(expected)
+        for size in self._sizes:
+            if size > longest:
+                break
+            if self._clock.steps_known(self.rows * (size + 1)) < _TRIED:
+                lost = most - expected[size] + self.worth * self.seconds(size)
+                if self._allowance.pay(lost / self.worth):
+                    return size
+        return None
