@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from medusa_heads.inference.capability import capability
-from medusa_heads.inference.drafters.adaptive_tree import AdaptiveTreeDrafter
-from medusa_heads.inference.drafters.draft_trust import DraftTrust
 from medusa_heads.inference.adapt.measure import (
     DEFAULT_CONTEXT,
     RandomChain,
     room,
     step_seconds,
 )
+from medusa_heads.inference.capability import capability
+from medusa_heads.inference.drafters.adaptive_tree import AdaptiveTreeDrafter
+from medusa_heads.inference.drafters.draft_trust import DraftTrust
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from medusa_heads.inference.drafters.early_exit import ThinnedTarget
-from medusa_heads.inference.layer_stack import LayerStack
 from medusa_heads.inference.adapt.measure import (
     DEFAULT_CONTEXT,
     SIZES,
@@ -23,6 +21,8 @@ from medusa_heads.inference.adapt.measure import (
     room,
     step_seconds,
 )
+from medusa_heads.inference.drafters.early_exit import ThinnedTarget
+from medusa_heads.inference.layer_stack import LayerStack
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TreeShape, cartesian_choices
 

@@ -68,9 +68,9 @@ class Bandit:
             values = [value - worth * price for value, price in zip(values, prices, strict=True)]
         best = max(range(len(values)), key=values.__getitem__)
         least = min(range(len(values)), key=self._steps.__getitem__)
-        if least != best and self._steps[least] < min(self._steps[best], _KNOWN):
-            if self._allowance.pay((values[best] - values[least]) / worth):
-                return least
+        rare = self._steps[least] < min(self._steps[best], _KNOWN)
+        if rare and self._allowance.pay((values[best] - values[least]) / worth):
+            return least
         return best
 
     def values(self, worth: float) -> list[float]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Accepted tokens that are expected without a source: from each bound on it is another situation.
 _BOUNDS = (0.3, 0.9, 2.2)
+_LONG, _IN_A_ROW = 6, 2  # steps of rest, and those that a source is then asked for besides
 _TYPICAL = (0.1, 0.6, 1.4, 4.0)
 
 
@@ -67,6 +68,8 @@ class BlendedDrafter:
         # What is learnt of greedy text says little of sampled text.
         self._situations: dict[tuple[bool, int], _Situation] = {}
         self._last: _Step | None = None
+        self._rested = [0] * len(self._sources)  # steps since each was asked
+        self._again = [0] * len(self._sources)  # steps for which each is asked whatever it gains
         self.reads_prompt = any(source.reads_prompt for source in self._sources)
 
     @property
@@ -91,14 +94,21 @@ class BlendedDrafter:
         draft = self._grow(state, situation, place, offered, asked)
         for i, source in enumerate(self._sources):
             gains = situation.gains[i][bisect_right(_BOUNDS, draft.expected[draft.size])]
-            if not (self._always or gains.pick(budget.worth)):
+            if not (self._always or self._again[i] or gains.pick(budget.worth)):
                 gains.learn(0, 0.0, 0.0)
+                self._rested[i] += 1
                 continue
+            # A source that was not asked for long reads what it has missed: that is no usual draft.
+            usual = self._rested[i] < _LONG
+            self._again[i] = _IN_A_ROW if not usual else max(self._again[i] - 1, 0)
+            self._rested[i] = 0
             began = time.perf_counter()
             for own, drafted in zip(offered, source.draft(state), strict=True):
                 own.append(drafted)
             asked |= 1 << i
             before, draft = draft, self._grow(state, situation, place, offered, asked)
+            if not usual:
+                continue
             name = f"{source.name} of {situation.group}"
             self._clock.learn_drafting(name, time.perf_counter() - began)
             gains.learn(
