@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def test_the_true_temperature_is_found(tiny_llama: TinyLlama, temperature: float
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_measured_from_anywhere_as_after_training(
-    tiny_llama: TinyLlama, kind: str, tmp_path: Path
+    tiny_llama: TinyLlama, kind: Literal["medusa", "hydra"], tmp_path: Path
 ) -> None:
     """`measure_heads` finds what a run of training stores for the same held-out rows."""
     target = TargetModel(tiny_llama())
@@ -51,9 +53,12 @@ def test_measured_from_anywhere_as_after_training(
     )
     stored = read_sidecar(tmp_path)["statistics"]
     batches: list[range] = []
-    measured, calibrations = measure_heads(
-        heads, HiddenStates(target), rows, watch=lambda given: batches.extend(given) or given
-    )
+
+    def watch(given: Sequence[range]) -> Sequence[range]:
+        batches.extend(given)
+        return given
+
+    measured, calibrations = measure_heads(heads, HiddenStates(target), rows, watch=watch)
     assert measured.to_dict() == stored
     assert [calibration.temperature for calibration in calibrations] == measured.temperatures
     assert batches == [range(0, 8), range(8, 12)]
