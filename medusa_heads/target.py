@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from medusa_heads.attention import SUPPORTED_ATTENTION, TreeMask, tree_attention
+from medusa_heads.attention import SUPPORTED_ATTENTION, TreeMask, take_tree_masks, tree_attention
 from medusa_heads.cache import RowCache
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.fingerprint import lm_head_sha256, weights_sha256
@@ -43,6 +43,7 @@ class TargetModel:
                 f"{type(model).__name__} has no lm_head: a causal language model is needed"
             )
         self.model = model
+        take_tree_masks()  # before the model is compiled: graphs would not outlive it
 
     @classmethod
     def from_pretrained(

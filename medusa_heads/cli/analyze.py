@@ -63,7 +63,7 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
     if model.statistics is None:
         raise ValueError(
             f"the heads in {arguments.checkpoint!r} carry no statistics, which say what a draft is "
-            "worth: train them with an evaluation set"
+            "worth: measure them with medusa-heads calibrate"
         )
     from medusa_heads.inference import speedup, speedup_report, step_seconds
     from medusa_heads.inference.capability import capability

@@ -69,7 +69,7 @@ def tune(arguments: TuneArguments) -> None:
     if model.statistics is None:
         raise ValueError(
             f"the heads in {arguments.checkpoint!r} carry no statistics, which say what a tree is "
-            "worth: train them with an evaluation set"
+            "worth: measure them with medusa-heads calibrate"
         )
     from medusa_heads.inference import step_seconds, tree_size
     from medusa_heads.inference.tree_plan import write_choices
