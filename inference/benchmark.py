@@ -26,9 +26,9 @@ from medusa_heads.inference.benchmark_methods import (
 from medusa_heads.inference.benchmark_setting import Plan, decoding_options, measure
 from medusa_heads.inference.benchmark_source import find_source, load_models
 from medusa_heads.inference.draft_model import check_once
-from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.prompts import Prompt, batches_of
 from medusa_heads.inference.timed_run import Method, fastest_threads, run_once
+from medusa_heads.machine import describe_machine
 
 DEFAULT_PLAN = Plan()
 

@@ -37,8 +37,8 @@ from transformers import AutoTokenizer, DynamicCache
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import ModelArguments, check_device, load_model
-from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.prompts import held_out_prompts
+from medusa_heads.machine import describe_machine
 from scripts.grown_model import grown_medusa
 from scripts.random_target import random_target
 from scripts.step_timers import (
