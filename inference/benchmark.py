@@ -56,7 +56,7 @@ def benchmark(
         draft_model: hub id or path, for the methods that need one; of several, this engine's
             methods choose while they decode.
         corpus: file or folder of text, for the methods that continue one.
-        device: where to run; by default where transformers loads the target.
+        device: where to run; by default the best device there is.
         trust_remote_code: run the Python code that the target's repository brings.
         progress: show progress bars, in generated batches.
         on_setting: called after each setting with the report so far.
