@@ -25,6 +25,7 @@ from medusa_heads.machine import (
 from medusa_heads.machine import products as module
 from medusa_heads.machine.choice import fastest_threads
 from medusa_heads.machine.products import product_seconds
+from tests.measured import keep_products
 
 CPU = torch.device("cpu")
 SMALL = Shape(hidden=32, intermediate=64, vocab=128, layers=2)
@@ -36,17 +37,7 @@ FAST_BF16 = {"float32 1": 0.010, "bfloat16 1": 0.004}
 def store_of(
     folder: Path, seconds: dict[str, float], use: Use = "tree", **kept: Any
 ) -> Measurements:
-    """A store in which the products of SMALL took so long, on one thread."""
-    store = Measurements(folder)
-    facts = {
-        "use": use,
-        "device": "cpu",
-        "dtypes": ["bfloat16", "float32"],
-        "threads": [1],
-        "matrices": module.matrices(use, SMALL),
-    }
-    store.write("products", facts, {"seconds": seconds, "spread": 0.0, "attempts": 1} | kept)
-    return store
+    return keep_products(SMALL, seconds, use, Measurements(folder), **kept)
 
 
 def test_the_facts_are_plain_and_stay_the_same() -> None:
@@ -125,7 +116,6 @@ def test_autocast_takes_the_dtype_that_trains_faster(tmp_path: Path) -> None:
     store = store_of(tmp_path, FAST_BF16, "train")
     assert choose("train", shape=SMALL, device="cpu", store=store).dtype == BF16
     store = store_of(tmp_path, SLOW_BF16, "train")
-    module._known.clear()
     assert choose("train", shape=SMALL, device="cpu", store=store).dtype == torch.float32
 
 
