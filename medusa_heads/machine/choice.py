@@ -119,8 +119,9 @@ def _shorter(
     use: Use, where: torch.device, asked: torch.dtype | None, stored: torch.dtype | None
 ) -> torch.dtype | None:
     """What could be faster than float32 on a device: the low precision given, or the usual one."""
-    given = (each for each in (asked, stored) if _is_low(each) and computes_in(where, each))
-    return next(given, None) or low_precision(where, training=use == "train")
+    given = (each for each in (asked, stored) if each is not None and _is_low(each))
+    here = (each for each in given if computes_in(where, each))
+    return next(here, None) or low_precision(where, training=use == "train")
 
 
 def _measured(
@@ -196,7 +197,7 @@ def _best(seconds: Seconds, dtype: str) -> float:
     return min(taken for (name, _), taken in seconds.items() if name == dtype)
 
 
-def _is_low(dtype: torch.dtype | None) -> bool:
+def _is_low(dtype: torch.dtype) -> bool:
     import torch
 
     return dtype in (torch.bfloat16, torch.float16)
