@@ -157,9 +157,7 @@ class BlendedDrafter:
             for proposal in own:
                 proposal.learn(committed)
         if step.promised:
-            promised = step.promised / situation.belief(step.place, step.asked)
-            group = situation.group_of(step.place, step.asked)
-            situation.believed.learn(group, accepted / len(step.rows), promised)
+            situation.believe(step.place, step.asked, accepted / len(step.rows), step.promised)
         verified = step.nodes * situation.rows
         if step.took is not None:
             self._clock.learn(verified, max(step.took, 1e-9), max(step.lengths))
@@ -253,8 +251,8 @@ class _Situation:
         # Where the text promises more, a second is worth more; such passages last.
         self.budgets = [Budget(clock, sizes, rows, self.allowance, padded=padded) for _ in _TYPICAL]
         # Several sources may contradict each other, and promise too much together.
-        self._ways = 1 << len(sources)
-        self.believed = Evidence([1.0] * (self._ways * len(_TYPICAL)), weight=8.0, memory=300.0)
+        self._by_place = Evidence([1.0] * len(_TYPICAL), weight=12.0, memory=300.0)
+        self._by_sources = Evidence([1.0] * (1 << len(sources)), weight=60.0, memory=1000.0)
         self.gains = [
             [self._first(clock, source, known) for known in _TYPICAL] for source in sources
         ]
@@ -265,13 +263,18 @@ class _Situation:
         for budget in self.budgets:
             budget.rows = rows
 
-    def group_of(self, place: int, asked: int) -> int:
-        """Of the evidence: where the text promises so much, and these sources were asked."""
-        return place * self._ways + asked
-
     def belief(self, place: int, asked: int) -> float:
-        """By what the tokens that these sources promise together are multiplied."""
-        return min(max(self.believed.rate(self.group_of(place, asked)), 0.3), 1.5)
+        """By what the tokens are multiplied that these sources promise together, where the text
+        promises so much."""
+        both = self._by_place.rate(place) * self._by_sources.rate(asked)
+        return min(max(both, 0.3), 1.5)
+
+    def believe(self, place: int, asked: int, accepted: float, promised: float) -> None:
+        """So many tokens were accepted, and so many promised, belief included."""
+        said = promised / self.belief(place, asked)
+        by_place, by_sources = self._by_place.rate(place), self._by_sources.rate(asked)
+        self._by_place.learn(place, accepted, said * by_sources)
+        self._by_sources.learn(asked, accepted, said * by_place)
 
     def _first(self, clock: Clock, source: Source, known: float) -> Bandit:
         """Whether to ask a source where so many tokens are known without it, before any of it was
