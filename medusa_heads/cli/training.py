@@ -67,7 +67,9 @@ def find_texts(
 
     corpus, held_out = load_corpora(to_data)
     tokenizer = find_tokenizer(
-        to_target.model_name_or_path, trust_remote_code=to_target.trust_remote_code
+        to_target.model_name_or_path,
+        to_target.model_revision,
+        trust_remote_code=to_target.trust_remote_code,
     )
     return Texts(corpus, held_out, tokenizer, to_data, to_distill)
 
@@ -100,7 +102,7 @@ def load_target(
     return TargetModel.from_pretrained(
         to_target.model_name_or_path,
         dtype=to_target.dtype,
-        trust_remote_code=to_target.trust_remote_code,
+        **to_target.source(),
         **to_target.placement(device),
     )
 
