@@ -20,6 +20,7 @@ import sys
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -251,13 +252,15 @@ def as_markdown(outcomes: list[Outcome], arguments: ProofArguments) -> str:
     lines = [
         "# Sampling follows the target's own distribution",
         "",
-        f"`python {' '.join(sys.argv)}` ({date.today()}, revision {revision[:7]}, "
-        f"torch {torch.__version__})",
-        f"drew {arguments.samples:,} texts for each setting and tree, with a seed of its own. It "
-        "compares their first two and first",
-        "three tokens with the exact joint distribution. The second token is drawn at the root of the first tree, before any draft "
-        "can be accepted; the third",
-        "often lies behind an accepted draft. The last two rows are a lossy rule, which must fail.",
+        fill(
+            f"`python {' '.join(sys.argv)}` ({date.today()}, revision {revision[:7]}, torch "
+            f"{torch.__version__}) drew {arguments.samples:,} texts for each setting and tree, "
+            "with a seed of its own. It compares their first two and first three tokens with the "
+            "exact joint distribution. The second token is drawn at the root of the first tree, "
+            "before any draft can be accepted; the third often lies behind an accepted draft. The "
+            "last two rows are a lossy rule, which must fail.",
+            110,
+        ),
         "",
         _together(outcomes),
         "",
