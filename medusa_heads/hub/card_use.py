@@ -84,7 +84,7 @@ def _engines(
     parts += plugin
     if config.vocab_matrix == "own" or config.num_layers == 1:
         parts += [
-            "TGI finds the target in `config.json`:",
+            "TGI finds the target in `config.json`; this was not tried:",
             _shell(f"text-generation-launcher --model-id {repo_id}"),
         ]
     else:
