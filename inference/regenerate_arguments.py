@@ -173,7 +173,7 @@ class RegenerateArguments:
         default="OPENAI_API_KEY",
         metadata={"help": "Environment variable that holds the server's API key, if it wants one."},
     )
-    cache_dir: str | None = field(
+    answers_dir: str | None = field(
         default=None,
         metadata={"help": "Folder that keeps finished answers. Default: OUTPUT_DIR/answers."},
     )

@@ -1,7 +1,7 @@
 """The command `medusa-heads benchmark`.
 
-medusa-heads benchmark runs/demo/heads --num-prompts 20 --report runs/demo
-medusa-heads benchmark runs/qwen --prompts question.jsonl --dtypes bfloat16 --batch-sizes 1 8
+medusa-heads benchmark runs/demo/heads --num_prompts 20 --report runs/demo
+medusa-heads benchmark runs/qwen --prompts question.jsonl --dtypes bfloat16 --batch_sizes 1 8
 medusa-heads benchmark assets/demo-target --methods plain suffix recycling auto auto+compile
 """
 

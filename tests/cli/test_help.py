@@ -22,9 +22,12 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     """The parser that a command makes."""
     made = []
     make = arguments.make_parser
-    monkeypatch.setattr(
-        arguments, "make_parser", lambda *given: made.append(make(*given)) or made[0]
-    )
+
+    def keep(*given: Any) -> Any:
+        made.append(make(*given))
+        return made[0]
+
+    monkeypatch.setattr(arguments, "make_parser", keep)
     with pytest.raises(SystemExit):
         import_module(COMMANDS[request.param]).main(["--help"])
     return made[0]
