@@ -130,11 +130,13 @@ class RegenerateArguments:
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
-        metadata={"help": "Dtype of the target's weights; auto: as they are stored."},
+        metadata={
+            "help": "Dtype of the target's weights; auto: the fastest on this machine that holds "
+            "them exactly."
+        },
     )
     device: str | None = field(
-        default=None,
-        metadata={"help": "Device, such as cpu or cuda. Default: the GPU, if there is one."},
+        default=None, metadata={"help": "Device, such as cpu or cuda. Default: the best there is."}
     )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Run modelling code that comes with the target."}

@@ -19,7 +19,8 @@ class TargetArguments:
     dtype: str = field(
         default="auto",
         metadata={
-            "help": "Dtype of the target's weights: auto (as stored), bfloat16, float16 or float32."
+            "help": "Dtype of the target's weights: bfloat16, float16, float32, or auto: the "
+            "fastest on this machine that holds them exactly (in several processes: as stored)."
         },
     )
     trust_remote_code: bool = field(

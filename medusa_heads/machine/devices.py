@@ -1,0 +1,112 @@
+"""The device to compute on: the one that was asked for, or the best there is; and its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def find_device(asked: str | torch.device | None = None) -> torch.device:
+    """The device asked for; else the first of cuda, xpu, mps and cpu that works here.
+
+    Raises:
+        ValueError: torch knows no device of this name, or has none here.
+    """
+    import torch
+
+    if asked is None:
+        return next(device for device in devices_here() if _failure(device) is None)
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise ValueError(_refusal(asked, error)) from error
+    failure = _failure(device)
+    if failure is not None:
+        raise ValueError(_refusal(asked, failure)) from failure
+    return device
+
+
+def devices_here() -> list[torch.device]:
+    """The devices that torch says are here, best first; the last one is the CPU."""
+    import torch
+
+    here = {
+        "cuda": torch.cuda.is_available(),
+        "xpu": hasattr(torch, "xpu") and torch.xpu.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    return [torch.device(name) for name, there in here.items() if there]
+
+
+def _failure(device: torch.device) -> Exception | None:
+    """Why nothing can be computed there, if so: too old a driver, a GPU without kernels, .."""
+    import torch
+
+    try:
+        (torch.ones(1, device=device) + 1).item()
+    except Exception as error:  # AssertionError, ModuleNotFoundError, ..: each backend has its own
+        return error
+    return None
+
+
+def _refusal(asked: object, error: Exception) -> str:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"expected a device such as cpu or cuda, got {str(asked)!r}: {reason}"
+
+
+def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matrices of a dtype can be multiplied on a device, at their own speed on a GPU."""
+    import torch
+
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    try:
+        matrix = torch.ones(2, 2, dtype=dtype, device=device)
+        (matrix @ matrix).sum().item()
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def low_precision(device: torch.device, *, training: bool = False) -> torch.dtype | None:
+    """bfloat16, or else float16; None for a device that computes in neither.
+
+    Training takes no float16, whose gradients would have to be scaled, nor autocast on mps.
+    """
+    import torch
+
+    if training and device.type == "mps":
+        return None
+    known = (torch.bfloat16,) if training else (torch.bfloat16, torch.float16)
+    return next((dtype for dtype in known if computes_in(device, dtype)), None)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be had on a device; None where nobody says."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return _free_host_memory() if device.type == "cpu" else None
+
+
+def _free_host_memory() -> int | None:
+    """What the machine has left, or the container if that is less."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return None
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        kept = (group / "memory.stat").read_text().split()
+        cached = int(kept[kept.index("inactive_file") + 1])  # of files: given up when needed
+        free.append(int(limit) - int(used) + cached)
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        pass
+    return min(free, default=None)

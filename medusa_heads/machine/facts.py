@@ -1,0 +1,110 @@
+"""What this machine is: processor, instruction sets, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+"""Environment variables that keep torch from instructions which the processor has."""
+
+# Those that decide how fast matrices are multiplied: of x86, then of ARM.
+_INSTRUCTIONS = {
+    *("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
+    *("amx_tile", "amx_bf16", "amx_fp16", "amx_int8"),
+    *("asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2", "svebf16", "sme"),
+}
+
+
+def machine_facts() -> dict[str, Any]:
+    """What decides the speed of computing here, as plain values: equal facts, equal speed."""
+    return dict(_facts())
+
+
+@cache
+def _facts() -> dict[str, Any]:
+    import torch
+
+    facts: dict[str, Any] = {
+        "cpu": _processor(),
+        "instructions": _instructions(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": usable_cores(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        **{name: os.environ.get(name) for name in ISA_VARIABLES},
+    }
+    return facts | _gpu()
+
+
+def describe_machine() -> dict[str, Any]:
+    """The facts, and what may differ from run to run: threads, load and the Python."""
+    import torch
+
+    return machine_facts() | {
+        "threads": torch.get_num_threads(),
+        "load_average": _load_average(),
+        "python": platform.python_version(),
+    }
+
+
+def usable_cores() -> int:
+    """Cores this process may use, which in a container can be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _processor() -> str:
+    names = _cpuinfo("model name")
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def _instructions() -> list[str]:
+    found = {flag for line in _cpuinfo("flags", "Features")[:1] for flag in line.split()}
+    return sorted(found & _INSTRUCTIONS)
+
+
+def _cpuinfo(*names: str) -> list[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return []
+    pairs = (line.partition(":") for line in lines)
+    return [value.strip() for name, _, value in pairs if name.strip() in names]
+
+
+def _gpu() -> dict[str, str]:
+    """Name and driver of the GPU; nothing where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        toolkit = str(torch.version.cuda or torch.version.hip)
+        name = torch.cuda.get_device_name()
+        return {"gpu": name, "gpu_toolkit": toolkit, "gpu_driver": _nvidia_driver()}
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        return {"gpu": torch.xpu.get_device_name()}
+    if torch.backends.mps.is_available():
+        return {"gpu": "Apple GPU", "gpu_driver": platform.mac_ver()[0]}
+    return {}
+
+
+def _nvidia_driver() -> str:
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split()
+    except OSError:
+        return "unknown"
+    return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
+
+
+def _load_average() -> list[float] | None:
+    """Over 1, 5 and 15 minutes; above the number of cores, other work shared the machine."""
+    try:
+        return [round(value, 2) for value in os.getloadavg()]
+    except (AttributeError, OSError):  # Windows
+        return None

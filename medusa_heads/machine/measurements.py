@@ -1,0 +1,78 @@
+"""What was measured on this machine, kept on disk for the processes that come later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from medusa_heads.files import replace_file
+from medusa_heads.machine.facts import machine_facts
+
+CACHE_VARIABLE = "MEDUSA_HEADS_CACHE"
+_VERSION = 1
+
+
+def measurement_folder() -> Path:
+    """Where measurements are kept, a folder for each kind."""
+    if base := os.environ.get(CACHE_VARIABLE):
+        return Path(base)
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "medusa_heads"
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Values by kind and by the facts they depend on; this machine's own facts always count.
+
+    Nothing here ever fails: a file that is damaged, foreign or of another version is no
+    measurement; where nothing can be written, nothing is kept; of two processes that write at
+    once, the last one's values stay.
+
+    Args:
+        folder: where they are kept, by default `measurement_folder()`.
+    """
+
+    folder: Path | None = None
+
+    def read(self, kind: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What `write` kept last under the same kind, facts and machine; None where nothing was."""
+        stamp = _stamp(kind, facts)
+        try:
+            stored = json.loads(self._path(kind, stamp).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return None
+        if not isinstance(stored, dict) or stored.get("of") != stamp:
+            return None
+        values = stored.get("values")
+        return values if isinstance(values, dict) else None
+
+    def write(self, kind: str, facts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Keep plain values; in place of earlier ones."""
+        stamp = _stamp(kind, facts)
+        path = self._path(kind, stamp)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps({"of": stamp, "values": dict(values)}, indent=2) + "\n")
+        except OSError:
+            return  # a read-only home: measured again next time
+
+    def _path(self, kind: str, stamp: dict[str, Any]) -> Path:
+        key = hashlib.sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()[:24]
+        return (self.folder or measurement_folder()) / kind / f"{key}.json"
+
+
+def _stamp(kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a measurement is of, as JSON would give it back."""
+    stamp = {
+        "version": _VERSION,
+        "kind": kind,
+        "machine": machine_facts(),
+        "facts": dict(facts),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(stamp, sort_keys=True, default=str))
+    return plain

@@ -1,0 +1,213 @@
+"""How long matrix products take here, by dtype and threads: most of what a forward does.
+
+The matrices are those of a target's MLPs, as many as it has or as hold more than a processor's
+caches do. Shapes: R rows, D hidden, F intermediate.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from medusa_heads.machine.measurements import Measurements, measurement_folder
+from medusa_heads.machine.shape import Shape
+
+if TYPE_CHECKING:
+    import torch
+
+Use = Literal["decode", "tree", "batch", "train"]
+"""One row; a tree of some 16 nodes; a large batch or a prompt; a step of training."""
+
+KIND = "products"
+ROWS: dict[Use, int] = {"decode": 1, "tree": 16, "batch": 512, "train": 64}
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_WEIGHTS = 32 << 20  # of a pass: 128 MB in float32, more than most caches
+_WEIGHTS_OF_ONE = 8 << 20  # a larger matrix shows nothing that its part does not
+_PRODUCTS = 1 << 28  # multiplications of a pass: milliseconds
+_WIDEST = 512  # of matrices for many rows, bound by arithmetic, whose speed a part shows as well
+_ROUNDS = 9
+_SECONDS = 0.25  # of all rounds; the first ones are run whatever they take
+_HOPELESS = 2.5  # times the fastest
+# Rounds of what is fastest disagree by at most 0.3 where nothing else runs, else by much more.
+_AGREEING = 0.5
+_ATTEMPTS = 3
+_SLOW = 0.1  # seconds: compiling a kernel does not take so long
+
+Seconds = dict[tuple[str, int], float]
+"""By dtype and threads."""
+
+_known: dict[str, Seconds] = {}
+
+
+def product_seconds(
+    use: Use, device: torch.device, dtypes: Sequence[str], shape: Shape, store: Measurements
+) -> Seconds:
+    """Seconds of a pass by dtype and threads, from the store where they were measured before."""
+    threads = thread_counts(device)
+    facts = {
+        "use": use,
+        "device": str(device),
+        "dtypes": sorted(dtypes),
+        "threads": threads,
+        "matrices": matrices(use, shape),
+    }
+    key = f"{store.folder or measurement_folder()} {facts}"
+    if key not in _known:
+        kept = _from_plain(store.read(KIND, facts), dtypes, threads)
+        # What kept the machine busy may be over; only times of a calm one are final.
+        if kept is None or (kept.spread > _AGREEING and kept.attempts < _ATTEMPTS):
+            found = measure(use, device, dtypes, threads, shape)
+            kept = found if kept is None else kept.least(found)
+            store.write(KIND, facts, _to_plain(kept))
+        _known[key] = kept.seconds
+    return dict(_known[key])
+
+
+class Measured(NamedTuple):
+    """Seconds by dtype and threads, how far rounds disagreed, and how often all were measured."""
+
+    seconds: Seconds
+    spread: float
+    attempts: int = 1
+
+    def least(self, other: Measured) -> Measured:
+        """Of each the lower time: whatever else runs here only ever adds to it."""
+        seconds = {each: min(taken, other.seconds[each]) for each, taken in self.seconds.items()}
+        return Measured(seconds, min(self.spread, other.spread), self.attempts + other.attempts)
+
+
+def _to_plain(measured: Measured) -> dict[str, Any]:
+    seconds = {f"{dtype} {count}": taken for (dtype, count), taken in measured.seconds.items()}
+    return {"seconds": seconds, "spread": measured.spread, "attempts": measured.attempts}
+
+
+def _from_plain(
+    values: dict[str, Any] | None, dtypes: Sequence[str], threads: Sequence[int]
+) -> Measured | None:
+    """As measured; None where the values are not seconds of these."""
+    if values is None:
+        return None
+    wanted = [(dtype, count) for dtype in dtypes for count in threads]
+    try:
+        kept = values["seconds"]
+        seconds = {(dtype, count): float(kept[f"{dtype} {count}"]) for dtype, count in wanted}
+        measured = Measured(seconds, float(values["spread"]), int(values["attempts"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+    return measured if all(0 < taken < math.inf for taken in seconds.values()) else None
+
+
+def thread_counts(device: torch.device) -> list[int]:
+    """Powers of two up to what torch uses; that alone where the user set it, or on a GPU."""
+    import torch
+
+    most = torch.get_num_threads()
+    if device.type != "cpu" or any(os.environ.get(name) for name in THREAD_VARIABLES):
+        return [most]
+    return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
+
+
+def matrices(use: Use, shape: Shape) -> tuple[int, int, int, int]:
+    """R, F, D and how many matrices of [F, D] a pass multiplies."""
+    rows, wide, narrow = ROWS[use], shape.intermediate, shape.hidden
+    if rows > ROWS["tree"]:
+        return rows, min(wide, _WIDEST), min(narrow, _WIDEST), 1
+    wide = min(wide, max(_WEIGHTS_OF_ONE // narrow, 1))
+    size = wide * narrow
+    most = min(_WEIGHTS // size, _PRODUCTS // (rows * size), 3 * shape.layers)
+    return rows, wide, narrow, max(most, 1)
+
+
+def measure(
+    use: Use, device: torch.device, dtypes: Sequence[str], threads: Sequence[int], shape: Shape
+) -> Measured:
+    """Interleaved, of each the least: whatever else runs here only ever adds to a time.
+
+    What takes long and is far behind the fastest is left with what it took in the rounds before.
+    """
+    import torch
+
+    passes = {dtype: _pass(use, device, getattr(torch, dtype), shape) for dtype in dtypes}
+    running = [(dtype, count) for dtype in dtypes for count in threads]
+    times: dict[tuple[str, int], list[float]] = {each: [] for each in running}
+    before = torch.get_num_threads()
+    try:
+        fewest = threads[0]
+        for dtype in dtypes:
+            # The first call compiles a kernel for its sizes; what is slow beyond that is run once.
+            first = _timed(passes[dtype], fewest)
+            others = [min(times[other, fewest]) for other in dtypes if times[other, fewest]]
+            slow = first > _SLOW and first > _HOPELESS * min(others, default=first)
+            for count in threads:
+                if not slow:
+                    _timed(passes[dtype], count)
+                times[dtype, count].append(first if slow else _timed(passes[dtype], count))
+        started = time.perf_counter()
+        for number in range(_ROUNDS - 1):
+            if number > 3 and time.perf_counter() - started > _SECONDS:
+                break
+            least = min(map(min, times.values()))
+            most = max(_HOPELESS * least, _SLOW / 4)
+            running = [each for each in running if min(times[each]) < most]
+            for dtype, count in running:
+                times[dtype, count].append(_timed(passes[dtype], count))
+    finally:
+        torch.set_num_threads(before)
+    seconds = {each: min(taken) for each, taken in times.items()}
+    best = [min((each for each in times if each[0] == d), key=seconds.__getitem__) for d in dtypes]
+    return Measured(seconds, max(_spread(times[each]) for each in best))
+
+
+def _spread(taken: Sequence[float]) -> float:
+    """How much longer the upper quartile takes than the lower one; of a few rounds nothing is
+    known."""
+    quarter = len(taken) // 4
+    return sorted(taken)[-1 - quarter] / sorted(taken)[quarter] - 1 if quarter else 0.0
+
+
+def _timed(products: Callable[[], object], threads: int) -> float:
+    import torch
+
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    started = time.perf_counter()
+    products()
+    return time.perf_counter() - started
+
+
+def _pass(use: Use, device: torch.device, dtype: torch.dtype, shape: Shape) -> Callable[[], object]:
+    """The products once; of training there and back in autocast, with weights in float32."""
+    import torch
+    from torch.nn.functional import linear
+
+    training = use == "train"
+    held = torch.float32 if training else dtype
+    rows, wide, narrow, count = matrices(use, shape)
+    options: Any = {"dtype": held, "device": device, "requires_grad": training}
+    weights_FD = [torch.full((wide, narrow), 0.01, **options) for _ in range(count)]
+    x_RD = torch.full((rows, narrow), 0.01, **options)
+
+    @torch.inference_mode()
+    def forward() -> None:
+        for weight_FD in weights_FD:
+            linear(x_RD, weight_FD)
+        _wait(device)
+
+    def there_and_back() -> None:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            for weight_FD in weights_FD:
+                linear(x_RD, weight_FD).sum().backward()
+                weight_FD.grad = x_RD.grad = None
+        _wait(device)
+
+    return there_and_back if training else forward
+
+
+def _wait(device: torch.device) -> None:
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
