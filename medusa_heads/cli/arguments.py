@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
 
 from medusa_heads.cli.flag_parser import make_parser
+from medusa_heads.cli.settled import forget_choices
 from medusa_heads.cli.unknown_names import explain_flag, explain_key
 from medusa_heads.errors import MedusaWarning
 
@@ -53,6 +54,8 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
             sentence = f"a file could not be written, is the disk full? ({sentence})"
         print(f"{prog}: error: {sentence}", file=sys.stderr)
         return 2
+    finally:
+        forget_choices()
     return 0
 
 
