@@ -69,6 +69,8 @@ def explain_key(key: str, value: Any, known: Sequence[str]) -> str:
 
 def _hint(name: str, known: Sequence[str], belongs: str, dashes: str) -> str:
     trains = CONTAINER in known
+    if trains and name.startswith("hub_"):
+        name = "push_to_hub"
     if trains and name in _WITHOUT_FLAG:
         return f"; {_WITHOUT_FLAG[name]}"
     if (ours := _ELSEWHERE.get(name, "")) in known:
