@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BIN = Path(sys.executable).parent
 
+HEADS = "runs/demo/heads"  # what `make demo` leaves
 SMALLER = {
     "train-heads": "--num_prompts 12 --num_eval_prompts 4 --prompt_length 24 "
     "--continuation_length 24 --max_steps 3 --num_heads 2 --per_device_train_batch_size 4 "
@@ -40,6 +41,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clone")
     for name in ("configs", "assets", "Makefile", "scripts"):
         (folder / name).symlink_to(ROOT / name)
+    (folder / HEADS).parent.mkdir(parents=True)
+    (folder / HEADS).symlink_to(ROOT / "assets" / "demo-heads")
     return folder
 
 
@@ -61,8 +64,8 @@ def test_every_command_and_program(clone: Path) -> None:
         if make := MAKE.match(line):
             assert re.search(rf"^{make[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
             continue
-        if words[:3] == ["pip", "install", "-e"]:
-            continue  # what test_packaging.py and the Makefile do
+        if words == [".", ".venv/bin/activate"]:
+            continue  # `run` puts the environment of the tests on the PATH
         name = next((name for name in SMALLER if " ".join(words).startswith(name)), None)
         assert name is not None, f"the README has a command that no test runs: {line}"
         run([*words, *shlex.split(SMALLER[name])], clone)
@@ -75,6 +78,5 @@ def test_every_command_and_program(clone: Path) -> None:
     assert len(program.strip().splitlines()) <= 12
 
 
-def test_links_lead_somewhere() -> None:
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        assert link.startswith("https://") or (ROOT / link).is_file(), link
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 120

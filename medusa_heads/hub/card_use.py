@@ -24,8 +24,8 @@ def how_to_use(
     at = f', revision="{pinned}"' if pinned else ""
     parts = [
         "## Use",
-        "`pip install medusa-heads`. The target is downloaded by its name and checked against the "
-        "heads:",
+        "Install the package medusa-heads from a checkout of its sources (`pip install -e .`). The "
+        "target is downloaded by its name and checked against the heads:",
         _python(
             "from transformers import AutoTokenizer",
             "from medusa_heads import MedusaModel",
@@ -84,7 +84,7 @@ def _engines(
     parts += plugin
     if config.vocab_matrix == "own" or config.num_layers == 1:
         parts += [
-            "TGI finds the target in `config.json`:",
+            "TGI finds the target in `config.json`; this was not tried:",
             _shell(f"text-generation-launcher --model-id {repo_id}"),
         ]
     else:

@@ -185,8 +185,9 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 
 def test_a_process_exits_with_2_and_prints_no_traceback(tmp_path: Path) -> None:
     code = "import sys; from medusa_heads.cli.train_heads import main; sys.exit(main())"
+    flags = ["--num_heads", "0", "--model_name_or_path", "x", "--dataset", "stdlib"]
     done = subprocess.run(
-        [sys.executable, "-c", code, "--num_heads", "0", "--model_name_or_path", "x"],
+        [sys.executable, "-c", code, *flags],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -207,7 +208,7 @@ def test_help_answers_without_the_heavy_imports(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "--self_distill" in done.stdout and "--num-heads" in done.stdout
+    assert "--self_distill" in done.stdout and "--num_heads" in done.stdout
     assert os.times().children_user - before < 1  # seconds of its own, however busy the machine
 
 
