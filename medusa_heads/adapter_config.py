@@ -1,8 +1,9 @@
 """What an adapter's configuration may say.
 
-peft's own reader acts on all that stands in `adapter_config.json`: it has imported modules that were
-named there, and it changes the target's own weights where it is told to. So the file of a stranger
-is never handed to peft. What is read here is a plain LoRA adapter, or it is refused by name.
+peft's own reader acts on all that stands in `adapter_config.json`: earlier versions imported
+modules that were named there, and any version changes the target's own weights where it is told
+to. So a stranger's file is never handed to peft: it describes a plain LoRA adapter, or is refused
+by name.
 """
 
 from __future__ import annotations

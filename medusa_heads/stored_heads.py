@@ -29,7 +29,7 @@ from medusa_heads.adapter import ADAPTER_FOLDER, save_adapter
 from medusa_heads.config import HeadsConfig
 from medusa_heads.contents import SIDECAR_FILE, instead_of_heads
 from medusa_heads.custom_generate import write_custom_generate
-from medusa_heads.files import read_json
+from medusa_heads.files import read_json, refuse_link
 from medusa_heads.fingerprint import file_sha256
 from medusa_heads.heads import KINDS
 from medusa_heads.tensor_file import read_tensors, tensor_shapes
@@ -109,6 +109,7 @@ def write_stored(
         if adapter is not None:
             base_model, dtype = stored.target["name_or_path"], _dtype(stored.tensors)
             save_adapter(staging / ADAPTER_FOLDER, adapter, base_model, dtype)
+            refuse_link(folder / ADAPTER_FOLDER)
             (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
             of_adapter = sorted((staging / ADAPTER_FOLDER).iterdir())
             names = [str(path.relative_to(staging)) for path in of_adapter] + names

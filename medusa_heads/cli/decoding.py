@@ -40,7 +40,8 @@ class ModelArguments:
     )
     device: str | None = field(default=None, metadata={"help": "such as cpu or cuda"})
     trust_remote_code: bool = field(
-        default=False, metadata={"help": "run the Python code that the target's repository brings"}
+        default=False,
+        metadata={"help": "run the Python code that comes with the target; wants --target too"},
     )
 
 
