@@ -32,6 +32,7 @@ from medusa_heads.custom_generate import write_custom_generate
 from medusa_heads.files import read_json, refuse_link
 from medusa_heads.fingerprint import file_sha256
 from medusa_heads.heads import KINDS
+from medusa_heads.masking import masked
 from medusa_heads.tensor_file import read_tensors, tensor_shapes
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def write_stored(
             "target": dict(stored.target),
             "adapter": stored.adapter and dict(stored.adapter),
             "statistics": stored.statistics and dict(stored.statistics),
-            "provenance": dict(stored.provenance),
+            "provenance": masked(stored.provenance),
         }
         biased = _vocab_bias(stored.config) in stored.tensors
         foreign = _foreign_config(stored.config, biased, stored.target.get("name_or_path"))

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any, Literal, NoReturn, TextIO, get_args, get_origin, get_type_hints
 
 from medusa_heads.errors import MedusaWarning
+from medusa_heads.masking import masked
 
 TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
 # In the system's words, which safetensors repeats, and in those of torch.save.
@@ -131,6 +132,8 @@ def parse_arguments(
         if getattr(namespace, name) is None:
             raise ValueError(f"--{name} is missing: give it as a flag or in the --config file")
     *parsed, _ = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
+    if argv is None:
+        sys.argv[1:] = masked(sys.argv[1:])  # which trackers of training runs keep whole
     return tuple(parsed)
 
 
