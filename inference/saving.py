@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from medusa_heads.inference.model import MedusaModel
 
 
-def save_model(model: MedusaModel, folder: str | os.PathLike[str]) -> Path:
+def save_model(
+    model: MedusaModel, folder: str | os.PathLike[str], *, with_vocab_matrix: bool = False
+) -> Path:
     """Write a checkpoint folder; see `MedusaModel.save_pretrained`.
 
     Raises:
@@ -46,6 +48,7 @@ def save_model(model: MedusaModel, folder: str | os.PathLike[str]) -> Path:
             model.target,
             statistics=model.statistics,
             provenance=provenance() if stored is None else stored.provenance,
+            with_vocab_matrix=with_vocab_matrix,
         )
         if stored is not None and came_from is not None:
             _carry_along(came_from, stored, made)

@@ -96,6 +96,26 @@ def _check_tensors(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, A
         raise ValueError(f"rank {asked} is asked for, its matrices have {max(ranks, default=0)}")
 
 
+def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The configuration of a plain LoRA adapter whose matrices lie beside it.
+
+    Raises:
+        ValueError: the folder holds no adapter, or one that is no plain LoRA adapter.
+    """
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (Path(folder) / name).is_file():
+            raise ValueError(
+                f"expected the adapter that these heads were trained with at {str(folder)!r}, "
+                f"found no {name}: copy the whole checkpoint folder"
+            )
+    config = read_adapter_config(folder)
+    try:
+        _check_tensors(tensor_shapes(Path(folder) / ADAPTER_WEIGHTS), config)
+    except ValueError as error:
+        raise ValueError(f"the adapter {str(folder)!r} cannot be applied: {error}") from error
+    return config
+
+
 def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PeftModel:
     """Put a saved adapter into `model`, whose layers are wrapped in place; it is not trained.
 
@@ -106,15 +126,8 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Peft
     from peft import LoraConfig, PeftModel
     from safetensors import SafetensorError
 
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        if not (Path(folder) / name).is_file():
-            raise ValueError(
-                f"expected the adapter that these heads were trained with at {str(folder)!r}, "
-                f"found no {name}: copy the whole checkpoint folder"
-            )
-    config = read_adapter_config(folder)
+    config = read_adapter(folder)
     try:
-        _check_tensors(tensor_shapes(Path(folder) / ADAPTER_WEIGHTS), config)
         with quiet_peft():
             adapted: PeftModel = PeftModel.from_pretrained(
                 model,

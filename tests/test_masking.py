@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_heads.masking import masked, masked_text, shows_secret
@@ -101,6 +101,7 @@ plain = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(plain, st.sampled_from(SHAPES), st.sampled_from(NAMES), st.data())
 def test_nothing_passes_however_it_is_nested(
     around: Any, secret: str, name: str, data: st.DataObject

@@ -34,6 +34,13 @@ class ConvertArguments:
         default=False,
         metadata={"help": "of a whole model with heads in it: write the model too, to OUT/target"},
     )
+    with_vocab_matrix: bool = field(
+        default=False,
+        metadata={
+            "help": "lay a copy of the target's vocabulary matrix beside heads that share it, with "
+            "which vLLM 0.32 reads the folder as it is"
+        },
+    )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "run code that comes with the target's configuration"}
     )
@@ -71,6 +78,7 @@ def run_convert(arguments: ConvertArguments) -> None:
         revision=arguments.revision,
         target=arguments.target,
         extract_target=arguments.extract_target,
+        with_vocab_matrix=arguments.with_vocab_matrix,
         trust_remote_code=arguments.trust_remote_code,
     )
     print(f"{converted.format}: {describe(converted.stored.config)}")

@@ -43,6 +43,13 @@ class PushArguments:
         default=None,
         metadata={"help": "folder that medusa-heads benchmark --report wrote, for the card"},
     )
+    with_vocab_matrix: bool = field(
+        default=False,
+        metadata={
+            "help": "publish the copy of the target's vocabulary matrix that lies beside the heads "
+            "too; it is under the target's licence"
+        },
+    )
     dry_run: bool = field(
         default=False, metadata={"help": "list the files with their sizes; asks no hub"}
     )
@@ -78,6 +85,7 @@ def run_push(arguments: PushArguments) -> None:
         base_model=arguments.base_model,
         license=arguments.license,
         benchmark=arguments.benchmark,
+        with_vocab_matrix=arguments.with_vocab_matrix,
     )
     _show(prepared)
     if arguments.dry_run:

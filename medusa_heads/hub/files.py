@@ -9,7 +9,8 @@ from __future__ import annotations
 from medusa_heads.adapter import ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from medusa_heads.adapter_config import ADAPTER_CONFIG
 from medusa_heads.custom_generate import CUSTOM_GENERATE
-from medusa_heads.stored_heads import CONFIG_FILE, SIDECAR_FILE, VOCAB_MATRIX_FILE, WEIGHTS_FILE
+from medusa_heads.stored_heads import CONFIG_FILE, SIDECAR_FILE, WEIGHTS_FILE
+from medusa_heads.vocab_matrix import VOCAB_MATRIX_FILE
 
 CARD_FILE = "README.md"
 REPORT_FILE = "report.json"

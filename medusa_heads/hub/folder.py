@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MAX_REPORT_BYTES = 64 << 20  # of a text or picture; ours take less than one MiB
-_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG = b"\x89PNG"
 
 
 def own_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from medusa_heads.fingerprint import lm_head_sha256
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.folders import check_empty, staged
@@ -18,13 +19,8 @@ from medusa_heads.interop.formats import WRITERS
 from medusa_heads.interop.outgoing import Outgoing
 from medusa_heads.interop.target_files import TargetVocabulary, read_target
 from medusa_heads.loading import refuse_code_of
-from medusa_heads.stored_heads import (
-    VOCAB_MATRIX_FILE,
-    VOCAB_MATRIX_KEY,
-    StoredHeads,
-    read_stored,
-)
-from medusa_heads.tensor_file import read_tensors
+from medusa_heads.stored_heads import StoredHeads, read_stored
+from medusa_heads.vocab_matrix import VOCAB_MATRIX_FILE, read_vocab_matrix
 
 
 @dataclass(frozen=True)
@@ -105,16 +101,10 @@ def _check_target(stored: StoredHeads, known: TargetVocabulary) -> None:
 def _matrix(checkpoint: Path, stored: StoredHeads, known: TargetVocabulary | None) -> Tensor:
     """The target's vocabulary matrix [V, D] in the heads' dtype: from beside the heads, else from
     the target's files."""
-    beside = checkpoint / VOCAB_MATRIX_FILE
-    if known is None and beside.is_file():
-        tensors = read_tensors(beside)
-        shape = (stored.config.vocab_size, stored.config.hidden_size)
-        if set(tensors) != {VOCAB_MATRIX_KEY} or tensors[VOCAB_MATRIX_KEY].shape != shape:
-            raise ValueError(
-                f"{beside} must hold {VOCAB_MATRIX_KEY} of shape {list(shape)} alone: copy the "
-                "checkpoint anew"
-            )
-        return tensors[VOCAB_MATRIX_KEY]
+    if known is None and (checkpoint / VOCAB_MATRIX_FILE).is_file():
+        matrix_VD = read_vocab_matrix(checkpoint, stored.config)
+        if stored.target.get("lm_head_sha256") in (None, lm_head_sha256(matrix_VD)):
+            return matrix_VD
     if known is None:
         name = stored.target.get("name_or_path")
         if not name:
