@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.errors import at_least
-from medusa_heads.masking import masked, masked_text
+from medusa_heads.masking import masked
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -217,7 +217,7 @@ def _extra_fields(given: dict[str, Any] | str | None, known: set[str]) -> dict[s
             given = json.loads(given)
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"training_args must be a JSON object, got {masked_text(given)!r}"
+                f"training_args must be a JSON object, got {masked(given)!r}"
             ) from error
     if not given:
         return {}
