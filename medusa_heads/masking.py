@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
+_DEPTH = 64  # of nested data; what lies deeper is no record of anything
 
 # The last words of a name: hub_token, apiKey, AWS_SECRET_ACCESS_KEY, --password.
 _SECRET_NAME = re.compile(
@@ -55,7 +56,7 @@ _UNSET = {"None", "none", "null", "True", "true", "False", "false", MASK}
 
 def masked(value: Any) -> Any:
     """`value`, plain data, with every secret in it starred out; it is not changed itself."""
-    return _masked(value, "")
+    return _masked(value, "", 0)
 
 
 def masked_text(text: str) -> str:
@@ -76,18 +77,20 @@ def shows_secret(text: str) -> bool:
     return _without_shapes(text) != text
 
 
-def _masked(value: Any, name: str) -> Any:
+def _masked(value: Any, name: str, depth: int) -> Any:
+    if depth > _DEPTH:
+        return MASK
     if isinstance(value, Mapping):
         return {
             masked_text(key) if isinstance(key, str) else key: (
-                _stars(item) if is_secret_name(str(key)) else _masked(item, str(key))
+                _stars(item) if is_secret_name(str(key)) else _masked(item, str(key), depth + 1)
             )
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
         return [
             # The value of a flag of its own: ["--hub_token", "hf_.."].
-            _stars(item) if _is_secret_flag(before) else _masked(item, name)
+            _stars(item) if _is_secret_flag(before) else _masked(item, name, depth + 1)
             for before, item in zip(["", *value], value, strict=False)
         ]
     if isinstance(value, str):

@@ -94,6 +94,13 @@ def test_what_is_no_secret_stays(kept: dict[str, Any]) -> None:
     assert masked(kept) == kept
 
 
+def test_what_is_nested_without_end_is_cut_off() -> None:
+    deep: Any = "hunter2"
+    for _ in range(900):
+        deep = [{"a": deep}]
+    assert "hunter2" not in json.dumps(masked(deep)) and len(json.dumps(masked(deep))) < 1000
+
+
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),

@@ -21,7 +21,6 @@ from medusa_heads.training.joint_arguments import JointArguments
 from medusa_heads.training.launched import Sharding, launched_sharding
 from medusa_heads.training.loss_arguments import LossArguments
 from medusa_heads.training.target_arguments import TargetArguments
-from medusa_heads.vocab_matrix import check_takes_matrix
 
 ARGUMENTS = (
     TargetArguments,
@@ -51,6 +50,8 @@ def _train(argv: Sequence[str] | None) -> None:
     )
     config, joint = to_heads.config(), to_joint.config()
     if to_heads.with_vocab_matrix:
+        from medusa_heads.vocab_matrix import check_takes_matrix
+
         check_takes_matrix(config)
     sharding = launched_sharding() or (Sharding() if to_target.shard_target else None)
     if sharding is not None and to_distill.self_distill:

@@ -130,6 +130,7 @@ def _sidecar(
 
 def published_story(story: Mapping[str, Any]) -> dict[str, Any]:
     """What of a checkpoint's provenance says how it came to be, and not who made it where."""
+    story = masked(story)
     told: dict[str, Any] = _settings({name: story[name] for name in _STORY if name in story})
     if _COMMIT.fullmatch(str(story.get("git_sha"))):
         told["git_sha"] = story["git_sha"]
