@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_heads.files import read_json
+from medusa_heads.masking import shows_secret
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MODULE = re.compile(r"[\w-]+(\.[\w-]+)*")  # a name; peft would run anything else as a pattern
@@ -33,7 +34,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_module(value: Any) -> bool:
-    return isinstance(value, str) and _MODULE.fullmatch(value) is not None
+    return isinstance(value, str) and bool(_MODULE.fullmatch(value)) and not shows_secret(value)
 
 
 def _are_modules(value: Any) -> bool:

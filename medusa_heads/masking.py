@@ -31,6 +31,7 @@ _SHAPES = re.compile(
         | xox[abeoprs]-[\w-]{8,} | AIza[\w-]{30,} | ya29\.[\w-]{10,}           # Slack, Google
         | npm_[A-Za-z0-9]{20,} | pypi-[\w-]{16,} | nvapi-[\w-]{16,} | gsk_\w{20,} | r8_\w{20,}
         | wandb_v\d+_\w{20,} | dop_v1_\w{20,} | dckr_pat_[\w-]{16,}
+        | (?=[a-z0-9/+]*[A-Z])(?=[A-Z0-9/+]*[a-z])(?=[A-Za-z/+]*\d)[A-Za-z0-9/+]{40}(?![\w/+=])
         | eyJ[\w-]{8,}(?:\.[\w-]*){1,4}                                     # JSON web tokens
     ) | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
     """,

@@ -176,6 +176,12 @@ def damage_json(folder: Path) -> None:
     (folder / SIDECAR_FILE).write_text("{")
 
 
+def damage_kind_of_value(folder: Path) -> None:
+    sidecar = json.loads((folder / SIDECAR_FILE).read_text())
+    sidecar["heads"]["raw_embeddings"] = {"no": 1}
+    (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
+
+
 def damage_newer(folder: Path) -> None:
     (folder / SIDECAR_FILE).write_text('{"format_version": 99}')
 
@@ -194,6 +200,7 @@ def damage_no_heads_part(folder: Path) -> None:
         (damage_one_bit, "its checksum differs"),
         (damage_weights_gone, "found none"),
         (damage_json, "not valid JSON"),
+        (damage_kind_of_value, "raw_embeddings must be true or false"),
         (damage_newer, "upgrade"),
         (damage_no_heads_part, "no 'heads' part"),
     ],

@@ -21,7 +21,7 @@ SHAPES = [
     "ghp_abcdefghijklmnopqrst",
     "github_pat_11ABCDEFG0abcdefghij",
     "glpat-abcdefghij1234567890",
-    "AKIAIOSFODNN7EXAMPLE",
+    *("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"),
     "xoxb-123456789012-abcdef",
     "AIzaSyA1234567890abcdefghijklmnopqrstuv",
     "eyJhbGciOiJIUzI1NiJ9.e30.x_y-z",

@@ -53,6 +53,7 @@ def make_card(
     try:
         parts += _accuracy(texts.get(REPORT_FILE), sidecar.get("statistics"))
         parts += _speed(texts.get(BENCHMARK_FILE))
+        training = _training(sidecar.get("provenance") or {}, texts.get(REPORT_FILE))
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(
             f"the report beside the heads is damaged ({type(error).__name__}: {error}): remove it, "
@@ -62,7 +63,7 @@ def make_card(
         f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in PICTURES if name in files
     ]
     parts += how_to_use(repo_id, config, sidecar, VOCAB_MATRIX_FILE in files)
-    parts += _training(sidecar.get("provenance") or {}, texts.get(REPORT_FILE))
+    parts += training
     return f"---\n{_metadata(config, sidecar, license)}\n---\n\n" + "\n\n".join(parts) + "\n"
 
 
