@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.errors import at_least
+from medusa_heads.masking import masked
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -245,15 +246,22 @@ def _extra_fields(given: dict[str, Any] | str | None, known: set[str]) -> dict[s
         try:
             given = json.loads(given)
         except json.JSONDecodeError as error:
-            raise ValueError(f"training_args must be a JSON object, got {given!r}") from error
+            raise ValueError(
+                f"training_args must be a JSON object, got {masked(given)!r}"
+            ) from error
     if not given:
         return {}
     if not isinstance(given, dict):
-        raise ValueError(f"training_args must map names to values, got {given!r}")
+        raise ValueError(f"training_args must map names to values, got {masked(given)!r}")
     flags = {f.name for f in fields(OptimisationArguments)}
     for name in given:
         if name in flags:
             raise ValueError(f"training_args: {name!r} has a key of its own, set it there")
+        if name.startswith(("hub_", "push_to_hub")):
+            raise ValueError(
+                f"training_args: {name!r} has no place here: heads are pushed with medusa-heads "
+                "push, which takes the token from `hf auth login` or HF_TOKEN"
+            )
         if name not in known:
             close = difflib.get_close_matches(name, sorted(known), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -43,6 +43,13 @@ class HeadsArguments:
             "better, and no other engine can serve them."
         },
     )
+    with_vocab_matrix: bool = field(
+        default=False,
+        metadata={
+            "help": "Lay a copy of the target's vocabulary matrix beside heads that share it, with "
+            "which vLLM 0.32 reads the folder as it is. Default: the heads alone."
+        },
+    )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_heads", "num_layers")

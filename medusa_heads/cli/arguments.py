@@ -24,6 +24,7 @@ from medusa_heads.cli.flag_parser import make_parser
 from medusa_heads.cli.settled import forget_choices
 from medusa_heads.cli.unknown_names import explain_flag, explain_key
 from medusa_heads.errors import MedusaWarning
+from medusa_heads.masking import masked
 
 TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
 # In the system's words, which safetensors repeats, and in those of torch.save.
@@ -138,6 +139,8 @@ def parse_arguments(
                 f"--{action.dest} is missing: give it as a flag or in the --config file ({what})"
             )
     *parsed, _ = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
+    if argv is None:
+        sys.argv[1:] = masked(sys.argv[1:])  # which trackers of training runs keep whole
     return tuple(parsed)
 
 

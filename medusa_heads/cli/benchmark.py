@@ -228,8 +228,8 @@ def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
     from medusa_heads.loading import stored_form
     from medusa_heads.machine import choose
 
-    name, revision = source.target_name()
     trusted = arguments.trust_remote_code
+    name, revision = source.target_name(trust_remote_code=trusted)
     form = stored_form(name, revision=revision, trust_remote_code=trusted)
     if form is None:
         return ["float32"]
@@ -290,11 +290,10 @@ def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt
 
     # The file first: a misspelt name is told before anything is loaded.
     questions = read_questions(arguments.prompts) if arguments.prompts is not None else None
-    name, revision = source.target_name()
+    trusted = arguments.trust_remote_code
+    name, revision = source.target_name(trust_remote_code=trusted)
     try:
-        tokenizer = load_tokenizer(
-            name, revision=revision, trust_remote_code=arguments.trust_remote_code
-        )
+        tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"expected a tokenizer beside the target {name!r}: {reason}") from error

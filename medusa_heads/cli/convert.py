@@ -52,6 +52,13 @@ class ConvertArguments:
             "This loads the target."
         },
     )
+    with_vocab_matrix: bool = field(
+        default=False,
+        metadata={
+            "help": "Lay a copy of the target's vocabulary matrix beside heads that share it, with "
+            "which vLLM 0.32 reads the folder as it is."
+        },
+    )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Run code that comes with the target's configuration."}
     )
@@ -94,6 +101,7 @@ def run_convert(arguments: ConvertArguments) -> None:
         revision=arguments.revision,
         target=arguments.target,
         extract_target=arguments.extract_target,
+        with_vocab_matrix=arguments.with_vocab_matrix,
         trust_remote_code=arguments.trust_remote_code,
     )
     print(f"{converted.format}: {describe(converted.stored.config)}")

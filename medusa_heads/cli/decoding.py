@@ -45,7 +45,8 @@ class ModelArguments:
         default=None, metadata={"help": "Device, such as cpu or cuda. Default: the best there is."}
     )
     trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run the Python code that the target's repository brings."}
+        default=False,
+        metadata={"help": "Run the Python code that comes with the target. It wants --target too."},
     )
 
 

@@ -44,6 +44,13 @@ class PushArguments:
         default=None,
         metadata={"help": "Folder that medusa-heads benchmark --report wrote, for the model card."},
     )
+    with_vocab_matrix: bool = field(
+        default=False,
+        metadata={
+            "help": "Publish the copy of the target's vocabulary matrix that lies beside the heads "
+            "too. It is under the target's licence."
+        },
+    )
     dry_run: bool = field(
         default=False, metadata={"help": "List the files with their sizes, without asking a hub."}
     )
@@ -79,6 +86,7 @@ def run_push(arguments: PushArguments) -> None:
         base_model=arguments.base_model,
         license=arguments.license,
         benchmark=arguments.benchmark,
+        with_vocab_matrix=arguments.with_vocab_matrix,
     )
     _show(prepared)
     if arguments.dry_run:

@@ -17,6 +17,7 @@ from medusa_heads.cli.arguments import read_config
 from medusa_heads.cli.train_heads import ARGUMENTS, main
 from medusa_heads.machine import Shape
 from medusa_heads.target import TargetModel
+from tests.conftest import Refused
 from tests.measured import keep_products
 
 CONFIGS = sorted(
@@ -219,3 +220,9 @@ def test_every_shipped_config_is_read(path: Path) -> None:
         names = {name for name in kind.__dataclass_fields__ if name in values}
         kind(**{name: values[name] for name in names})
     assert values["model_name_or_path"]
+
+
+def test_a_vocabulary_matrix_for_heads_that_take_none_is_refused_at_once(refused: Refused) -> None:
+    flags = ["--model_name_or_path", "nowhere", "--dataset", "stdlib"]
+    flags += ["--with_vocab_matrix", "--kind", "hydra"]
+    assert "no engine reads it beside others: leave it out" in refused(main, flags)
