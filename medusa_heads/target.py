@@ -16,7 +16,8 @@ from medusa_heads.attention import SUPPORTED_ATTENTION, TreeMask, tree_attention
 from medusa_heads.cache import RowCache
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.fingerprint import lm_head_sha256, weights_sha256
-from medusa_heads.loading import load_causal_lm
+from medusa_heads.loading import StoredForm, load_causal_lm
+from medusa_heads.machine import Choice, Use, choose, find_device
 from medusa_heads.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -52,18 +53,56 @@ class TargetModel:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         trust_remote_code: bool = False,
+        use: Use | None = "tree",
+        on_choice: Callable[[Choice], object] | None = None,
         **kwargs: Any,
     ) -> TargetModel:
         """Load a causal LM by hub id or local path; further arguments go to transformers.
 
+        Args:
+            name_or_path: hub id or folder.
+            dtype: of the weights; "auto": the fastest here that holds them exactly.
+            device: where to; by default the best there is, unless a `device_map` says.
+            trust_remote_code: run the Python code that the repository brings.
+            use: what the choice is made for; None: as stored, where transformers puts it.
+            on_choice: told what was chosen before anything is loaded; threads are chosen for it
+                alone, and it may set them.
+            kwargs: of transformers.
+
         Raises:
-            ValueError: nothing loadable stands at `name_or_path`.
+            ValueError: nothing loadable stands at `name_or_path`, or there is no such device.
         """
+        where = None if device is None else find_device(device)
+        placed = any(kwargs.get(key) is not None for key in ("device_map", "quantization_config"))
+        free = use is not None and not placed
+
+        def fastest(form: StoredForm) -> torch.dtype:
+            nonlocal where
+            assert use is not None
+            choice = choose(
+                use,
+                device=where,
+                dtype=dtype,
+                stored=form.dtype,
+                shape=form.shape,
+                count_threads=on_choice is not None,
+            )
+            where = choice.device
+            if on_choice is not None:
+                on_choice(choice)
+            return choice.dtype
+
         model: Any = load_causal_lm(
-            str(name_or_path), dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
+            str(name_or_path),
+            dtype=dtype,
+            choose=fastest if free else None,
+            trust_remote_code=trust_remote_code,
+            **kwargs,
         )
-        if device is not None:
-            model.to(device)
+        if where is None and free and getattr(model, "hf_quantizer", None) is None:
+            where = find_device()
+        if where is not None:
+            model.to(where)
         target = cls(model)
         target.freeze()
         return target

@@ -47,6 +47,7 @@ def choose(
     stored: torch.dtype | None = None,
     shape: Shape | None = None,
     store: Measurements = _STORE,
+    count_threads: bool = True,
 ) -> Choice:
     """Choose for a use, and measure first where nobody did on this machine.
 
@@ -60,6 +61,7 @@ def choose(
         stored: dtype of the weights on disk; None: either precision will do.
         shape: sizes of the target, where they are known.
         store: of measurements.
+        count_threads: False: they stay as they are, and nothing is measured for their sake.
 
     Raises:
         ValueError: there is no such device or dtype here.
@@ -71,8 +73,8 @@ def choose(
     where, doubt = _place(device, shape, asked or stored)
     if asked is not None and not computes_in(where, asked):
         raise ValueError(f"{where} does not compute in {_name(asked)}: give another dtype")
-    low = next((each for each in (asked, stored) if _is_low(each)), None)
-    low = low or low_precision(where)
+    given = (each for each in (asked, stored) if _is_low(each) and computes_in(where, each))
+    low = next(given, None) or low_precision(where, training=use == "train")
 
     def measured() -> Seconds:
         dtypes = ["float32"] if low is None else ["float32", _name(low)]
@@ -85,13 +87,12 @@ def choose(
     elif low is None:
         chosen, reason = torch.float32, f"float32: {where} has nothing shorter"
     elif where.type != "cpu":
-        chosen = low if computes_in(where, low) else low_precision(where) or torch.float32
-        reason = f"{_name(chosen)}: the fastest that {where} computes in"
+        chosen, reason = low, f"{_name(low)}: the fastest that {where} computes in"
     else:
         held = stored is not None and use != "train"
         chosen, reason = _faster(measured(), low, shape, held=held)
     threads = torch.get_num_threads()
-    if where.type == "cpu" and len(thread_counts(where)) > 1:
+    if count_threads and where.type == "cpu" and len(thread_counts(where)) > 1:
         threads = fastest_threads(measured(), _name(chosen)) or threads
     return Choice(where, chosen, threads, reason + doubt)
 
@@ -165,7 +166,9 @@ def _best(seconds: Seconds, dtype: str) -> float:
 
 
 def _is_low(dtype: torch.dtype | None) -> bool:
-    return dtype is not None and dtype.itemsize < 4
+    import torch
+
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ def find_device(asked: str | torch.device | None = None) -> torch.device:
         device = torch.device(asked)
     except RuntimeError as error:
         raise ValueError(_refusal(asked, error)) from error
-    failure = None if device.type == "meta" else _failure(device)
+    failure = _failure(device)
     if failure is not None:
         raise ValueError(_refusal(asked, failure)) from failure
     return device
@@ -73,12 +73,17 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def low_precision(device: torch.device) -> torch.dtype | None:
-    """bfloat16, or else float16; None for a device that computes in neither."""
+def low_precision(device: torch.device, *, training: bool = False) -> torch.dtype | None:
+    """bfloat16, or else float16; None for a device that computes in neither.
+
+    Training takes no float16, whose gradients would have to be scaled, nor autocast on mps.
+    """
     import torch
 
-    both = (torch.bfloat16, torch.float16)
-    return next((dtype for dtype in both if computes_in(device, dtype)), None)
+    if training and device.type == "mps":
+        return None
+    known = (torch.bfloat16,) if training else (torch.bfloat16, torch.float16)
+    return next((dtype for dtype in known if computes_in(device, dtype)), None)
 
 
 def free_memory(device: torch.device) -> int | None:

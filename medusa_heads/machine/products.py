@@ -25,10 +25,11 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WEIGHTS = 32 << 20  # of a pass: 128 MB in float32, more than most caches
 _WEIGHTS_OF_ONE = 8 << 20  # a larger matrix shows nothing that its part does not
 _PRODUCTS = 1 << 28  # multiplications of a pass: milliseconds
+_WIDEST = 512  # of matrices for many rows, bound by arithmetic, whose speed a part shows as well
 _ROUNDS = 9
 _SECONDS = 0.25  # of all rounds; the first ones are run whatever they take
-_HOPELESS = 2.5  # times the fastest: not measured any further
-_SLOW = 0.1  # seconds: no compiling of a kernel takes so long, the products themselves do
+_HOPELESS = 2.5  # times the fastest
+_SLOW = 0.1  # seconds: compiling a kernel does not take so long
 
 Seconds = dict[tuple[str, int], float]
 _known: dict[str, Seconds] = {}
@@ -84,8 +85,8 @@ def thread_counts(device: torch.device) -> list[int]:
 def matrices(use: Use, shape: Shape) -> tuple[int, int, int, int]:
     """R, F, D and how many matrices of [F, D] a pass multiplies."""
     rows, wide, narrow = ROWS[use], shape.intermediate, shape.hidden
-    if rows > ROWS["tree"]:  # bound by arithmetic, whose speed a part shows as well
-        wide, narrow = min(wide, 1024), min(narrow, 512)
+    if rows > ROWS["tree"]:
+        return rows, min(wide, _WIDEST), min(narrow, _WIDEST), 1
     wide = min(wide, max(_WEIGHTS_OF_ONE // narrow, 1))
     size = wide * narrow
     most = min(_WEIGHTS // size, _PRODUCTS // (rows * size), 3 * shape.layers)
@@ -95,9 +96,9 @@ def matrices(use: Use, shape: Shape) -> tuple[int, int, int, int]:
 def measure(
     use: Use, device: torch.device, dtypes: Sequence[str], threads: Sequence[int], shape: Shape
 ) -> Seconds:
-    """Interleaved, of each the lower quartile: whatever else runs here only ever adds to a time.
+    """Interleaved, of each the least: whatever else runs here only ever adds to a time.
 
-    What is far behind the fastest is left with what it took in the rounds before.
+    What takes long and is far behind the fastest is left with what it took in the rounds before.
     """
     import torch
 
@@ -118,15 +119,16 @@ def measure(
                 times[dtype, count].append(first if slow else _timed(passes[dtype], count))
         started = time.perf_counter()
         for number in range(_ROUNDS - 1):
-            if number > 1 and time.perf_counter() - started > _SECONDS:
+            if number > 3 and time.perf_counter() - started > _SECONDS:
                 break
             least = min(map(min, times.values()))
-            running = [each for each in running if min(times[each]) < _HOPELESS * least]
+            most = max(_HOPELESS * least, _SLOW / 4)
+            running = [each for each in running if min(times[each]) < most]
             for dtype, count in running:
                 times[dtype, count].append(_timed(passes[dtype], count))
     finally:
         torch.set_num_threads(before)
-    return {each: sorted(taken)[(len(taken) - 1) // 4] for each, taken in times.items()}
+    return {each: min(taken) for each, taken in times.items()}
 
 
 def _timed(products: Callable[[], object], threads: int) -> float:
