@@ -99,12 +99,13 @@ class Recipe:
         return self._chosen("tree")
 
     def _chosen(self, use: Use) -> Chosen:
-        from transformers import AutoConfig
+        from medusa_heads.loading import stored_form
+        from medusa_heads.machine import choose
 
-        from medusa_heads.machine import Shape, choose
-
-        config = AutoConfig.from_pretrained(self.target)
-        return Chosen(choose(use, stored=config.dtype, shape=Shape.of(config)))
+        form = stored_form(self.target)
+        if form is None:
+            raise ValueError(f"expected a target at {self.target!r}, found none")
+        return Chosen(choose(use, stored=form.dtype, shape=form.shape, count_threads=False))
 
     def plan(self) -> Plan:
         """As much as fits into the budget at the speeds of this machine.

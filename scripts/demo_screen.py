@@ -39,7 +39,7 @@ def show_plan(
         )
     )
     for doing, chosen in (("training", recipe.train), ("decoding", recipe.decode)):
-        console.print(f"{doing}: {chosen.choice}", highlight=False)
+        console.print(f"{doing} in {chosen.choice.reason}", highlight=False)
     table = Table()
     for column in ("stage", "what it does", "takes about"):
         table.add_column(column, no_wrap=column != "what it does")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _ROWS_WRITTEN = 128  # at once: as fast a row as in larger batches
 _TOKENS_WRITTEN = 8
-_STEPS = 4  # of which the first one is not counted
+_STEPS = 5  # of which the first one is not counted
 
 
 def measure_speeds(recipe: Recipe, decode_dtypes: list[str]) -> Speeds:
