@@ -61,12 +61,13 @@ def test_stages_run_once(small: Recipe) -> None:
     run_file = yaml.safe_load((small.heads / "run.yaml").read_text())
     assert run_file["distillation"]["num_prompts"] == 16
 
-    second = run(Recipe(**vars_of(small)))
+    # A copy remembers nothing: what it knows, it has read.
+    second = run(replace(small))
     assert "train and measure reused" in second and "1 of 2: train" not in second
 
     # A report that is not there is made of the heads that are.
     (small.folder / "report.json").unlink()
-    third = run(Recipe(**vars_of(small)))
+    third = run(replace(small))
     assert "train reused" in third and "2 of 2: measure" in third
 
     # More text by the plan: other heads, and another report. What the target wrote stays.
@@ -77,18 +78,13 @@ def test_stages_run_once(small: Recipe) -> None:
     assert more.report_key(plan) != small.report_key(small.plan())
 
 
-def vars_of(recipe: Recipe) -> dict[str, object]:
-    """Its fields, without what it remembers."""
-    return {name: getattr(recipe, name) for name in recipe.__dataclass_fields__}
-
-
 def test_an_interrupted_demo_goes_on_with_its_amounts(
     small: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("medusa_heads.cli.train_heads.main", lambda flags: 130)
     assert run_demo(small, Console(file=StringIO())) == 130
     assert not small.stages_file.exists()
-    again = Recipe(**vars_of(small))  # type: ignore[arg-type]
+    again = replace(small)
     monkeypatch.setattr("scripts.demo_trials.measure_speeds", pytest.fail)
     assert again.plan() == small.plan()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from scripts.demo_plan import (
@@ -58,7 +60,7 @@ def test_times_are_sums_of_the_trials() -> None:
     # Each prompt is continued twelve times, on the average a little faster than plainly.
     assert two.measure_seconds - one.measure_seconds == pytest.approx(2 * 12 * 0.6 * 0.85)
     with_graph = make_plan(FAST, WORK, full=few, floor=few)
-    without = Work(**{**WORK.__dict__, "compiles": 0})
+    without = replace(WORK, compiles=0)
     assert (
         with_graph.measure_seconds > make_plan(FAST, without, full=few, floor=few).measure_seconds
     )
@@ -77,7 +79,12 @@ def test_two_dtypes_are_measured_at_their_own_speeds() -> None:
 
 def test_speeds_on_disk() -> None:
     assert from_plain(to_plain(FAST)) == FAST
-    bad = [{"text": {"float32": -1.0}}, {"text": None}, {"row_written": "fast"}, {"row": 1.0}]
+    bad: list[dict[str, object]] = [
+        {"text": {"float32": -1.0}},
+        {"text": None},
+        {"row_written": "fast"},
+        {"row": 1.0},
+    ]
     for wrong in (None, {}, *(to_plain(FAST) | each for each in bad)):
         assert from_plain(wrong) is None
 
