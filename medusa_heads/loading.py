@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from medusa_heads.contents import refuse_heads
-from medusa_heads.machine import Shape, as_dtype
+from medusa_heads.machine import Choice, Shape, Use, as_dtype, choose, find_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,12 +32,63 @@ class StoredForm(NamedTuple):
     shape: Shape
 
 
+def load_placed(
+    name: str,
+    use: Use | None,
+    *,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    trust_remote_code: bool,
+    on_choice: Callable[[Choice], object] | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """`load_causal_lm` onto a device and in a dtype that are chosen where they are not given; see
+    `TargetModel.from_pretrained`.
+
+    Raises:
+        ValueError: nothing loadable stands there, or there is no such device or dtype here.
+    """
+    where = None if device is None else find_device(device)
+    placed = any(kwargs.get(key) is not None for key in ("device_map", "quantization_config"))
+
+    def fastest(form: StoredForm) -> torch.dtype:
+        nonlocal where
+        assert use is not None
+        choice = choose(
+            use,
+            device=where,
+            dtype=dtype,
+            stored=form.dtype,
+            shape=form.shape,
+            count_threads=on_choice is not None,
+        )
+        where = choice.device
+        if on_choice is not None:
+            on_choice(choice)
+        return choice.dtype
+
+    free = use is not None and not placed
+    model: Any = load_causal_lm(
+        name,
+        dtype=dtype,
+        dtype_for=fastest if free else None,
+        trust_remote_code=trust_remote_code,
+        **kwargs,
+    )
+    if where is None and free and getattr(model, "hf_quantizer", None) is None:
+        where = find_device()
+    if where is not None:
+        model.to(where)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
 def load_causal_lm(
     name: str,
     *,
     dtype: str | torch.dtype,
     trust_remote_code: bool,
-    choose: Callable[[StoredForm], torch.dtype] | None = None,
+    dtype_for: Callable[[StoredForm], torch.dtype] | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a causal LM by hub id or local path; further arguments go to transformers.
@@ -46,7 +97,7 @@ def load_causal_lm(
         name: hub id or folder.
         dtype: of the weights, "auto" as they are stored.
         trust_remote_code: run the Python code that the repository brings.
-        choose: chooses another dtype by how the weights are stored. Quantised ones, which have a
+        dtype_for: chooses another dtype by how the weights are stored. Quantised ones, which have a
             dtype and a place of their own, are no question for it.
         kwargs: of transformers.
 
@@ -64,9 +115,9 @@ def load_causal_lm(
 
     model: Any
     with asking_hub(name, never=bool(kwargs.get("local_files_only"))) as options:
-        if choose is not None:
+        if dtype_for is not None:
             form = _stored_form(name, **options | kwargs | {"trust_remote_code": trust_remote_code})
-            dtype = dtype if form is None else choose(form)
+            dtype = dtype if form is None else dtype_for(form)
         if options:  # handed on to all but the search for an adapter
             options = options | {"adapter_kwargs": dict(options)}
         try:

@@ -16,14 +16,15 @@ from medusa_heads.attention import SUPPORTED_ATTENTION, TreeMask, tree_attention
 from medusa_heads.cache import RowCache
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.fingerprint import lm_head_sha256, weights_sha256
-from medusa_heads.loading import StoredForm, load_causal_lm
-from medusa_heads.machine import Choice, Use, choose, find_device
+from medusa_heads.loading import load_placed
 from medusa_heads.tree import TokenTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedModel
+
+    from medusa_heads.machine import Choice, Use
 
 
 class TargetModel:
@@ -72,37 +73,8 @@ class TargetModel:
         Raises:
             ValueError: nothing loadable stands at `name_or_path`, or there is no such device.
         """
-        where = None if device is None else find_device(device)
-        placed = any(kwargs.get(key) is not None for key in ("device_map", "quantization_config"))
-        free = use is not None and not placed
-
-        def fastest(form: StoredForm) -> torch.dtype:
-            nonlocal where
-            assert use is not None
-            choice = choose(
-                use,
-                device=where,
-                dtype=dtype,
-                stored=form.dtype,
-                shape=form.shape,
-                count_threads=on_choice is not None,
-            )
-            where = choice.device
-            if on_choice is not None:
-                on_choice(choice)
-            return choice.dtype
-
-        model: Any = load_causal_lm(
-            str(name_or_path),
-            dtype=dtype,
-            choose=fastest if free else None,
-            trust_remote_code=trust_remote_code,
-            **kwargs,
-        )
-        if where is None and free and getattr(model, "hf_quantizer", None) is None:
-            where = find_device()
-        if where is not None:
-            model.to(where)
+        given: Any = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+        model = load_placed(str(name_or_path), use, on_choice=on_choice, **given, **kwargs)
         target = cls(model)
         target.freeze()
         return target

@@ -90,8 +90,9 @@ def grow(arguments: Arguments) -> None:
         raise ValueError(f"expected no folder, or an empty one, at {str(output)!r}")
     from rich.console import Console
 
-    from medusa_heads import machine
     from medusa_heads.checkpoint import save_heads
+    from medusa_heads.machine import Shape as Sizes
+    from medusa_heads.machine import choose
     from scripts.grown_heads import provenance_of_grown
     from scripts.grown_model import grow as grow_in_memory
     from scripts.grown_model import load_small
@@ -104,11 +105,8 @@ def grow(arguments: Arguments) -> None:
     shape = shape.with_sizes({name: getattr(arguments, name) for name in own.names()})
     if shape == own:
         raise ValueError("nothing would grow: give --shape or sizes above the target's")
-    choice = machine.choose(
-        "tree", device="cpu", dtype=arguments.dtype, shape=machine.Shape.of(shape)
-    )
+    choice = choose("tree", device="cpu", dtype=arguments.dtype, shape=Sizes.of(shape))
     dtype = choice.dtype
-    console.print(f"written: {choice.reason}")
     grown = grow_in_memory(small, arguments.heads, shape, dtype=dtype, seed=arguments.seed)
     model: Any = grown.target.model
     model.config._name_or_path = str(output / "target")
@@ -117,7 +115,8 @@ def grow(arguments: Arguments) -> None:
     output.mkdir(parents=True, exist_ok=True)
     _write_target(model, arguments.target, output / "target")
     count = sum(parameter.numel() for parameter in model.parameters())
-    console.print(f"Written: {output / 'target'}, {count / 1e6:.1f} M parameters")
+    written = f"Written: {output / 'target'}, {count / 1e6:.1f} M parameters"
+    console.print(f"{written}, {choice.reason}")
     if grown.loaded is not None and grown.heads is not None:
         save_heads(
             output / "heads",

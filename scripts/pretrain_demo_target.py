@@ -281,7 +281,7 @@ def steps_within(
     for step in range(TIMED_STEPS + 1):
         if step == 1:  # the first step warms up
             start = time.perf_counter()
-        with torch.autocast(training.device.type, torch.bfloat16, enabled=training.bf16):
+        with torch.autocast(training.device.type, torch.bfloat16, enabled=bool(training.bf16)):
             loss = model(input_ids=input_ids_BT, labels=input_ids_BT).loss
         loss.backward()
         loss.item()  # waits for an accelerator
