@@ -17,7 +17,7 @@ _TIMES_PLAIN = 0.85
 _EVALUATED = 0.6  # of the seconds of learning from a row
 # The rest, mostly Python's own work, on the machine where a text took so many seconds.
 _USUAL_TEXT = 0.6
-_REST_OF_TRAINING = 25.0
+_REST_OF_TRAINING = 35.0
 _REST_OF_MEASURING = 20.0
 _COMPILING = 25.0
 
@@ -51,7 +51,7 @@ class Amounts:
 
 
 FULL = Amounts(rows=3072, prompts=20)
-FLOOR = Amounts(rows=640, prompts=6)
+FLOOR = Amounts(rows=768, prompts=10)  # 2.27 tokens a step of the heads alone, greedily
 
 
 @dataclass(frozen=True)
