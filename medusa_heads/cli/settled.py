@@ -25,4 +25,9 @@ def tell_choices() -> None:
     any more, so that a mistake is answered in one line."""
     for what, choice in _untold.items():
         print(f"{what}: {choice}", file=sys.stderr)
+    forget_choices()
+
+
+def forget_choices() -> None:
+    """What a command that failed has not told, the next one of the process does not tell."""
     _untold.clear()
