@@ -24,8 +24,8 @@ export OMP_WAIT_POLICY := PASSIVE
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## train heads for the embedded model and measure them (about 6 minutes on 2 cores)
-	$(BIN)/python scripts/demo.py
+demo: $(STAMP) ## train heads for the embedded model and measure them (5 to 8 minutes on 2 cores)
+	$(BIN)/python -m scripts.demo
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest
