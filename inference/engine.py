@@ -61,8 +61,8 @@ def decode(
             f"{target.config.model_type} goes by cache slots, which a batch does not keep in step",
             "decode one unpadded sequence at a time",
         )
-    stop = StopCheck(stopping_criteria)
     batch = input_ids_BT.shape[0]
+    stop = StopCheck(stopping_criteria, batch)
     recorder = _recorder(generation_config, batch, acceptance)
     rows = [
         Row(i, batch, prompt_T, stop, streamer, recorder) for i, prompt_T in enumerate(input_ids_BT)
