@@ -48,7 +48,7 @@ class Matcher(LogitsProcessor):
     def __init__(self) -> None:
         self.states: list[int] = []
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not self.states:
             self.states = [0] * len(input_ids)
         else:
@@ -66,7 +66,7 @@ class EverySecondCall(LogitsProcessor):
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.calls += 1
         scores[:, self.calls % 2 :: 2] -= 3.0
         return scores
@@ -75,7 +75,7 @@ class EverySecondCall(LogitsProcessor):
 class OfItsRow(LogitsProcessor):
     """No state, but a setting for each row."""
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         shifts = torch.arange(len(scores), device=scores.device)[:, None]
         return scores + ((torch.arange(VOCAB, device=scores.device) + shifts) % 4)
 
@@ -87,7 +87,7 @@ class Closed(LogitsProcessor):
         seen: list[int] = []
         self.count: Callable[[], int] = lambda: seen.append(0) or len(seen)  # type: ignore[func-returns-value]
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.clone()
         scores[:, self.count() % 2 :: 2] -= 3.0
         return scores
@@ -215,7 +215,7 @@ class StopsAt(StoppingCriteria):
         self.stops, self.patience = stops, patience
         self.asked = [0] * len(stops)
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self.asked = [asked + 1 for asked in self.asked]
         last = input_ids[:, -1].tolist()
         return torch.tensor(
@@ -232,7 +232,7 @@ class StopsAt(StoppingCriteria):
 class StopsTogether(StoppingCriteria):
     """One answer for all rows, by the first one's text."""
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
         return bool(input_ids[0, -1] == 5)
 
 
