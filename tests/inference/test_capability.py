@@ -257,6 +257,8 @@ def test_wrong_positions_and_blind_nodes_are_caught_in_any_dtype(
 
 def test_experts_do_not_make_tokens_see_each_other() -> None:
     sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 96}
-    config = MixtralConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, num_local_experts=4)
+    config = MixtralConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4
+    )
     for dtype in DTYPES:
         assert capability(TargetModel(build(config).to(dtype))) == "tree"
