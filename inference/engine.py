@@ -232,6 +232,7 @@ def _own_cache(
     cache = target.new_cache(batch, slots)
     if type(given) is RowCache and cache.fixed_capacity is None:
         cache = given
+        cache.announce(slots)
     elif given is not None:
         cache.take_over(given)
     model_kwargs["past_key_values"] = cache
