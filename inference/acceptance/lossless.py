@@ -46,7 +46,7 @@ class SampleThenMatch:
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
         plain = not self._do_sample and not self._processors
         recorded = any(row.recorder for row in rows)
-        if plain and not recorded and logits_BNV.device.type != "cpu":
+        if plain and not recorded and _runs_ahead(logits_BNV.device):
             # All nodes at once, and a single wait for the device. On a CPU nobody waits, and the
             # walked nodes alone are less work.
             greedy_BN = logits_BNV.argmax(dim=-1)
@@ -105,6 +105,11 @@ class SampleThenMatch:
         if row.recorder:
             row.recorder.record(scores_1V, raw)
         return scores_1V
+
+
+def _runs_ahead(device: torch.device) -> bool:
+    """Whether the host goes on while the device works, and waits when it reads a result."""
+    return device.type != "cpu"
 
 
 def _child(tokens: Sequence[int], parents: Sequence[int], node: int, token: int) -> int | None:
