@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    StoppingCriteriaList,
+)
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.compiled import CompiledTarget, StaticRowCache
@@ -46,8 +52,18 @@ def build(config: Any) -> Any:
 
 @pytest.mark.parametrize(
     "config",
-    [LlamaConfig(**SMALL), Gemma2Config(**SMALL, sliding_window=16, query_pre_attn_scalar=16)],
-    ids=["llama", "gemma2"],
+    [
+        LlamaConfig(**SMALL),
+        Gemma2Config(**SMALL, sliding_window=16, query_pre_attn_scalar=16),
+        Llama4TextConfig(
+            **SMALL,
+            intermediate_size_mlp=48,
+            moe_layers=[],
+            attention_chunk_size=16,
+            no_rope_layers=[1, 0],
+        ),
+    ],
+    ids=["llama", "gemma2", "llama4"],
 )
 def test_equal_to_generate_from_one_graph(config: Any) -> None:
     model = build(config)
