@@ -173,11 +173,17 @@ def both(
     expected_BT = model.generate(**inputs, **make(batch))
     drafter = PlantedDrafter(expected_BT[:, PROMPT:].tolist(), VOCAB)
     stats = GenerationStats()
+    custom = decoding(drafter, stats)
+    return expected_BT, model.generate(**inputs, custom_generate=custom, **make(batch)), stats
+
+
+def decoding(drafter: PlantedDrafter, stats: GenerationStats | None = None) -> Callable[..., Any]:
+    """As generate() takes a decoding method."""
 
     def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
         return decode(TargetModel(model), drafter, input_ids, stats=stats, **kwargs)
 
-    return expected_BT, model.generate(**inputs, custom_generate=custom, **make(batch)), stats
+    return custom
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -188,15 +194,34 @@ def test_each_row_is_that_of_generate(model: Any, kind: str, batch: int) -> None
     assert stats.tokens_per_step > 1.3
 
 
+def test_logits_are_handed_out_as_they_were_before_processors_wrote_over_them(model: Any) -> None:
+    def texts(**custom: Any) -> Any:
+        return model.generate(
+            **prompts(1),
+            max_new_tokens=NEW,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            output_scores=True,
+            **own(EverySecondCall()),
+            **custom,
+        )
+
+    expected = texts()
+    drafter = PlantedDrafter(expected.sequences[:, PROMPT:].tolist(), VOCAB)
+    got = texts(custom_generate=decoding(drafter))
+    torch.testing.assert_close(got.scores, expected.scores)
+    # generate() itself hands out what the processor wrote.
+    with torch.no_grad():
+        plain_TV = model(got.sequences[:, :-1]).logits[0, PROMPT - 1 :]
+    torch.testing.assert_close(torch.cat(got.logits), plain_TV)
+
+
 def test_a_users_processor_stays_as_it_was(model: Any) -> None:
     """The rows of a batch advance copies of it."""
     matcher = Matcher()
     inputs: dict[str, Any] = prompts(2)
-    drafter = PlantedDrafter([[1] * NEW] * 2, VOCAB)
-
-    def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(TargetModel(model), drafter, input_ids, **kwargs)
-
+    custom = decoding(PlantedDrafter([[1] * NEW] * 2, VOCAB))
     model.generate(**inputs, max_new_tokens=4, custom_generate=custom, **own(matcher))
     assert matcher.states == []
 
