@@ -28,7 +28,8 @@ class StopCheck:
 
     Length and end-of-sequence, which nearly every call has, are answered on the host. Whatever else
     the user passed is called as generate() calls it: with a whole batch, in which every row is the
-    one asked about, and once a token of it. Each row asks a copy of its own.
+    one asked about, and once a token of it. Each row asks a copy of its own; a criterion with a
+    method `of_row(row)` says itself what stands for it in a row, and is then shown that row alone.
 
     Args:
         criteria: as generate() hands them on.
@@ -41,7 +42,8 @@ class StopCheck:
     def __init__(self, criteria: StoppingCriteriaList, batch_size: int = 1) -> None:
         self._max_length: int | None = None
         self._eos: set[int] = set()
-        self._of_one_row = StoppingCriteriaList()
+        # Those shown the row alone, and those shown a whole batch.
+        self._alone = [StoppingCriteriaList() for _ in range(batch_size)]
         others = []
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
@@ -50,7 +52,11 @@ class StopCheck:
             elif type(criterion) is EosTokenCriteria:
                 self._eos.update(criterion.eos_token_id.flatten().tolist())
             elif batch_size == 1 or type(criterion) in _OF_ONE_ROW:
-                self._of_one_row.append(criterion)
+                for alone in self._alone:
+                    alone.append(criterion)
+            elif hasattr(criterion, "of_row"):
+                for row, alone in enumerate(self._alone):
+                    alone.append(criterion.of_row(row))
             else:
                 others.append(row_copies(criterion, batch_size))
         self._others_of_row = list(zip(*others, strict=True))
@@ -66,7 +72,8 @@ class StopCheck:
         if self._max_length is not None and row.length >= self._max_length:
             return True
         # All are asked, whatever one of them says, as generate() asks them.
-        ends = bool(self._of_one_row) and bool(self._of_one_row(row.ids_1T(), None).all())
+        alone = self._alone[row.index] if self._alone[0] else None
+        ends = alone is not None and bool(alone(row.ids_1T(), None).all())
         if self._others_of_row:
             ids_BT = row.ids_1T().repeat(row.batch_size, 1)
             for criterion in self._others_of_row[row.index]:

@@ -32,10 +32,11 @@ def row_copies(original: Kept, batch_size: int) -> list[Kept]:
         return [_copy(original) for _ in range(batch_size)]
     # Whatever an object's own code objects to when it is taken apart.
     except Exception as error:
+        name = getattr(original, "__name__", type(original).__name__)
         reason = " ".join(str(error).split())[:120]
         raise ValueError(
-            f"{type(original).__name__} may keep a state of the text, and cannot be copied for "
-            f"each row of the batch ({reason}): decode one row at a time"
+            f"{name} may keep a state of the text, and cannot be copied for each row of the "
+            f"batch ({reason}): decode one row at a time"
         ) from error
 
 

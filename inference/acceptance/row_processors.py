@@ -44,6 +44,9 @@ class RowProcessors:
 def row_processors(processors: LogitsProcessorList, batch_size: int) -> list[RowProcessors]:
     """For each row of a batch.
 
+    A processor with a method `of_row(row)` says itself what stands for it in a row, and is then
+    shown that row alone.
+
     Raises:
         ValueError: a processor that may keep a state, and cannot be copied for each row.
     """
@@ -53,6 +56,8 @@ def row_processors(processors: LogitsProcessorList, batch_size: int) -> list[Row
             made = [(processor, False)] * batch_size
         elif type(processor) is PrefixConstrainedLogitsProcessor:
             made = [(_allowed_of_row(processor, row), False) for row in range(batch_size)]
+        elif hasattr(processor, "of_row"):
+            made = [(processor.of_row(row), False) for row in range(batch_size)]
         else:
             made = [(copy, True) for copy in row_copies(processor, batch_size)]
         for steps, step in zip(steps_of_row, made, strict=True):

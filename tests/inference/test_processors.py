@@ -233,6 +233,19 @@ def test_a_state_that_cannot_be_copied_is_refused_by_name(model: Any) -> None:
         both(model, 2, lambda batch: own(Closed()))
 
 
+class ForEachRow(Closed):
+    """The same, and says what stands for it in a row."""
+
+    def of_row(self, row: int) -> ForEachRow:
+        return ForEachRow()
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_an_object_may_say_what_stands_for_it_in_a_row(model: Any, batch: int) -> None:
+    expected_BT, got_BT, _ = both(model, batch, lambda batch: own(ForEachRow()))
+    assert torch.equal(got_BT, expected_BT)
+
+
 class StopsAt(StoppingCriteria):
     """Ends each row at a token of its own, or once it was asked often enough."""
 
