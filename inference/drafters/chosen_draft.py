@@ -59,7 +59,8 @@ class ChosenDraftDrafter:
             if isinstance(drafter, AdaptiveTreeDrafter):
                 drafter.learn(state)
         to_read = [unread(state, drafter) for drafter in self._drafters]
-        which = choice.pick(to_read, mean(len(row.tokens) for row in state.rows))
+        active = [row for row in state.rows if not row.done]  # a compiled batch keeps the others
+        which = choice.pick(to_read, mean(len(row.tokens) for row in active))
         self.steps[which] += 1
         drafter = self._drafters[which]
         forwards_before, beside_before = forwards(state, drafter)
@@ -67,8 +68,8 @@ class ChosenDraftDrafter:
         forwards_now, beside_now = forwards(state, drafter)
         state.memories[self, "last"] = _Step(
             which,
-            list(state.rows),
-            [row.length for row in state.rows],
+            active,
+            [row.length for row in active],
             self._costs[which].seconds(
                 tree.num_nodes - 1, forwards_now - forwards_before, beside_now - beside_before
             ),

@@ -94,14 +94,16 @@ class LookaheadDrafter:
         """Drafts for every active row, and the row's window behind them where that pays."""
         text: _Text = state.memories.setdefault(self, _Text())
         if text.lengths:
-            committed = sum(row.length - text.lengths[row.index] for row in state.rows)
-            self.choice.learn(text.way, committed / len(state.rows), text.seconds)
+            known = [row for row in state.rows if row.index in text.lengths]
+            committed = sum(row.length - text.lengths[row.index] for row in known)
+            self.choice.learn(text.way, committed / len(known), text.seconds)
             self._ways[text.way].drafts.learn(state)
         text.way = self.choice.next()
         way = self._ways[text.way]
         drafts = way.drafts.propose(state)
         text.seconds = way.costs.seconds(drafts.num_nodes - 1)
-        text.lengths = {row.index: row.length for row in state.rows}
+        # A compiled batch keeps rows that have ended.
+        text.lengths = {row.index: row.length for row in state.rows if not row.done}
         if text.way != _WITH_WINDOW:
             text.windows.clear()  # their positions are passed by
             return drafts

@@ -27,7 +27,9 @@ from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.inference.training_free import TrainingFreeModel
 from medusa_heads.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.padded import padded
 
+END = 11  # of some rows' text, but not of all
 COSTS = {0: 1.0, 3: 1.02, 7: 1.05, 15: 1.1}
 IDS_BT = torch.tensor([[5, 6, 7, 5, 6, 9, 5, 6]], device=DEVICE)
 
@@ -213,6 +215,32 @@ def test_compiled(tiny_llama: TinyLlama) -> None:
     expected_BT = model.generate(IDS_BT, max_new_tokens=30, do_sample=False)
     got_BT: Any = drafted.generate(IDS_BT, max_new_tokens=30, do_sample=False)
     assert torch.equal(got_BT, expected_BT)
+
+
+def test_rows_that_have_ended_count_for_nothing(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled batch keeps them: every step commits a token at least to each of the others."""
+    gains: list[float] = []
+    learn = Choice.learn
+
+    def noted(self: Choice, way: int, gained: float, seconds: float) -> None:
+        gains.append(gained)
+        learn(self, way, gained, seconds)
+
+    monkeypatch.setattr(Choice, "learn", noted)
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    drafted = TrainingFreeModel(model, "lookahead", compile=True, compile_backend="eager")
+    monkeypatch.setattr(drafted.target, "_forward", model.forward)  # saves the time of compiling
+    drafted._by_rows[3] = LookaheadDrafter(StepCosts({7: 1.0}, fixed=True))
+    options: Any = {**padded([0, 2, 0], 9), "do_sample": False, "max_new_tokens": 40}
+    options["eos_token_id"] = END
+    got_BT: Any = drafted.generate(**options)
+    assert torch.equal(got_BT, model.generate(**options))
+    ended_B = (got_BT[:, 9:] == END).any(1)
+    assert ended_B.any() and not ended_B.all()
+    assert min(gains) >= 1
 
 
 def test_the_pool_gives_the_latest_first(tiny_llama: TinyLlama) -> None:
