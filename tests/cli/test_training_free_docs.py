@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training-free.md").read_text(encoding="utf-8")
 LIBRARY = {"path": "library.py", "text": "def read(file):\n    return file.read()\n" * 9}
 SMALLER = {
-    "generate": ["--max_new_tokens", "8"],
-    "chat": ["--max_new_tokens", "8"],
+    "generate": ["--max_new_tokens", "8", "--dtype", "float32"],
+    "chat": ["--max_new_tokens", "8", "--dtype", "float32"],
     "benchmark": [
         *("--num_prompts", "1", "--max_new_tokens", "4", "--prompt_length", "8"),
         *("--dtypes", "float32", "--decodings", "greedy"),
