@@ -34,7 +34,7 @@ def test_the_page_is_true(
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     blocks = {name: re.findall(rf"```{name}\n(.*?)```", PAGE, re.S) for name in ("bash", "python")}
     with monkeypatch.context() as small:
-        small.setattr("medusa_heads.corpus._read_sources", lambda _: [LIBRARY])
+        small.setattr("medusa_heads.corpus._read_sources", lambda *_, **__: [LIBRARY])
         for python in blocks["python"]:
             exec(python, {})
     assert capsys.readouterr().out.strip()
