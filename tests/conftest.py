@@ -50,9 +50,12 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Also after what chooses a number of threads; one thread sums in one order."""
+def same_process() -> Iterator[None]:
+    """One thread, which sums in one order; and the environment that libraries hold on to, where
+    several processes of `datasets` leave a copy of it."""
+    environ = os.environ
     yield
+    os.environ = environ  # noqa: B003
     torch.set_num_threads(1)
 
 
@@ -69,6 +72,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     """Run a command with a user's mistake: exit code 2, and one sentence, which is returned."""
 
     def run(main: Callable[[list[str]], int], flags: list[str]) -> str:
+        capsys.readouterr()  # what the test did before
         assert main(flags) == 2
         printed = capsys.readouterr()
         assert printed.out == "" and printed.err.count("\n") == 1
