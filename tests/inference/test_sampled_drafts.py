@@ -11,11 +11,10 @@ from transformers import LogitsProcessorList
 
 from medusa_heads import DraftedModel
 from medusa_heads.inference.acceptance import RULES, RejectionSampling
-from medusa_heads.inference.draft_costs import DraftCosts
-from medusa_heads.inference.drafters.adaptive_tree import AdaptiveTreeDrafter
 from medusa_heads.inference.drafters.drawing import draw_different
 from scripts.prove_sampling import chi_square
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.drafting import Costs, drafted
 
 VOCAB = 8
 BATCH = 250
@@ -29,6 +28,7 @@ WARPERS: dict[str, dict[str, Any]] = {
 }
 # Drawn tokens all of whose levels and siblings are walked: behind the first token the prefill
 # wrote, the second and third come out of the same tree.
+ADAPTIVE = [1.0 + 0.01 * n / BATCH for n in range(12 * BATCH)]  # all rows verify together
 TREES = ("sampled:3", "sampled:3x2", "sampled:4x1")
 
 
@@ -85,11 +85,11 @@ def p_value(
     target: Any, draft: Any, tree: str, options: dict[str, Any], samples: int
 ) -> tuple[float, float]:
     """Of the texts drawn with these drafts; and their tokens per step."""
-    model = DraftedModel(target, draft, tree="chain" if tree == "adaptive" else tree)
     if tree == "adaptive":
         # Several tokens behind a node, and nodes behind each of them.
-        costs = DraftCosts([1.0 + 0.01 * n for n in range(12)], first=0.1, further=0.1)
-        model.drafter = AdaptiveTreeDrafter(model.draft, VOCAB, costs)
+        model = drafted(target, [draft], [Costs(ADAPTIVE, forward=0.1)])
+    else:
+        model = DraftedModel(target, draft, tree=tree)
     counts_C = torch.zeros(VOCAB * VOCAB)
     steps = tokens = 0
     torch.manual_seed(0)
