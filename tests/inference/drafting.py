@@ -12,12 +12,13 @@ from medusa_heads.inference.drafters.chosen_draft import ChosenDraftDrafter
 
 
 class Costs(NamedTuple):
-    """Seconds: of steps that verify 0, 1, 2, .. drafted tokens of one row, of a forward of the
-    draft model, and of each further token in that."""
+    """Seconds, where so many rows are decoded together: of steps that verify 0, 1, 2, .. drafted
+    tokens of each, of a forward of the draft model, and of each further token in that."""
 
     verifying: Sequence[float]
     forward: float
     beside: float = 0.0
+    rows: int = 1
 
     @property
     def most(self) -> int:
@@ -27,7 +28,8 @@ class Costs(NamedTuple):
     @property
     def target(self) -> Clock:
         """Of the target; what a step really takes changes nothing."""
-        return Clock(dict(enumerate(self.verifying, start=1)), learns=False)
+        steps = enumerate(self.verifying, start=1)
+        return Clock({self.rows * tokens: seconds for tokens, seconds in steps}, learns=False)
 
     @property
     def draft(self) -> Clock:

@@ -251,7 +251,8 @@ def test_no_fixed_length_is_much_better(sure: float, share: float, forward: floa
             fixed_tokens[length] += 1 + min(length, right)
             fixed_seconds[length] += costs.seconds(length, length)
     best = max(map(operator.truediv, fixed_tokens, fixed_seconds))
-    assert world.tokens / world.seconds > 0.97 * best
+    # With a forward of 0.4 drafts gain a twentieth at most: less than chance takes.
+    assert world.tokens / world.seconds > (0.97 if forward < 0.4 else 0.95) * best
 
 
 def test_clocks_are_measured_once(pair: tuple[Any, Any], cache: Path) -> None:
