@@ -97,8 +97,9 @@ class DraftedModel(AssistedModel):
     @property
     def draft_steps(self) -> list[int]:
         """For how many steps each draft model has drafted so far, where that is chosen."""
-        chosen = isinstance(self.drafter, ChosenDraftDrafter)
-        return list(self.drafter.steps) if chosen else [0] * len(self.drafts)
+        if isinstance(self.drafter, ChosenDraftDrafter):
+            return list(self.drafter.steps)
+        return [0] * len(self.drafts)
 
     def _drafting(self, plan: DraftPlan) -> Drafter:
         vocab_size = self.target.vocab_size
