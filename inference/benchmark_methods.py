@@ -20,8 +20,8 @@ from functools import cached_property, partial
 from typing import Any
 
 from medusa_heads.compiled import CompiledTarget
-from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.adaptive_plan import continues_text
+from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.corpus_index import CorpusIndex
 from medusa_heads.inference.draft_model import DraftedModel
 from medusa_heads.inference.model import MedusaModel

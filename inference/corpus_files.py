@@ -20,8 +20,8 @@ from medusa_heads.data_files import has_known_suffix, read_rows
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.fingerprint import file_sha256
 from medusa_heads.inference.corpus_index import CorpusIndex
-from medusa_heads.machine.measurements import measurement_folder
 from medusa_heads.loading import load_tokenizer
+from medusa_heads.machine.measurements import measurement_folder
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:

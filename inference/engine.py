@@ -8,12 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from medusa_heads.cache import RowCache
 from medusa_heads.errors import UnsupportedArchitecture
@@ -25,6 +24,9 @@ from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.stats import GenerationStats
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TokenTree
+
+if TYPE_CHECKING:
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 _WARM_UP = 3  # forwards of a text, its prompt's included, before steps take what they will
 
@@ -128,6 +130,8 @@ def decode(
     cache.set_length(max(state.lengths))  # also a caller's own cache ends with what was committed
     if not generation_config.return_dict_in_generate:
         return sequences_BT
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
     output: Any = GenerateDecoderOnlyOutput(
         sequences=sequences_BT,  # type: ignore[arg-type]
         # Rows of a batch end at different lengths and leave the cache as they end.

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from medusa_heads.inference.drafters.early_exit import ThinnedTarget
-from medusa_heads.inference.layer_stack import LayerStack
 from medusa_heads.inference.adapt.measure import (
     DEFAULT_CONTEXT,
     SIZES,
@@ -23,6 +21,8 @@ from medusa_heads.inference.adapt.measure import (
     room,
     step_seconds,
 )
+from medusa_heads.inference.drafters.early_exit import ThinnedTarget
+from medusa_heads.inference.layer_stack import LayerStack
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TreeShape, cartesian_choices
 
@@ -100,7 +100,7 @@ def exit_costs(
     share = (len(stack) - len(set(skipped)) - 1) / (len(stack) - 1)
     return ExitCosts(
         draft=least + share * max(most - least, 0.0),
-        verify={n: seconds[f"chain:{n}"].step  for n in sizes},
+        verify={n: seconds[f"chain:{n}"].step for n in sizes},
     )
 
 

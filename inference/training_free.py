@@ -155,9 +155,7 @@ class TrainingFreeModel(AssistedModel):
         if self._name == "suffix":
             return automatic(self.target, corpus=self.corpus, chain_only=True)
         recycling = RecyclingSource(self.target.vocab_size)
-        return automatic(
-            self.target, [recycling], text=self._name == "auto", corpus=self.corpus
-        )
+        return automatic(self.target, [recycling], text=self._name == "auto", corpus=self.corpus)
 
     def _make_early_exit(self, batch_size: int) -> Drafter:
         costs = exit_costs(self.target, self._stack, self.skipped_layers, batch_size)

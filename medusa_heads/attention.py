@@ -16,18 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations import sdpa_attention
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    sliding_window_causal_mask_function,
-)
 
 from medusa_heads.errors import UnsupportedArchitecture
 
@@ -72,11 +65,25 @@ class TreeMask:
 @contextmanager
 def tree_attention(mask: TreeMask) -> Iterator[None]:
     """Within the block, forwards of N tokens are verifications of this tree."""
+    take_tree_masks()
     token = _ACTIVE.set(mask)
     try:
         yield
     finally:
         _ACTIVE.reset(token)
+
+
+@cache
+def take_tree_masks() -> None:
+    """Let transformers' models ask for the masks of trees; once, when there is a model."""
+    from transformers.integrations import sdpa_attention
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    sdpa_attention.use_gqa_in_sdpa = _grouped_on_cpu(sdpa_attention.use_gqa_in_sdpa)
+    # Assigning to the instance leaves transformers' global table alone; models look up this
+    # instance.
+    for name in SUPPORTED_ATTENTION:
+        ALL_MASK_ATTENTION_FUNCTIONS[name] = _with_tree(ALL_MASK_ATTENTION_FUNCTIONS[name])
 
 
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
@@ -89,6 +96,12 @@ def explicit_masks(config: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor | 
     Raises:
         UnsupportedArchitecture: a kind of layer whose rule is not known here.
     """
+    from transformers.masking_utils import (
+        causal_mask_function,
+        chunked_causal_mask_function,
+        sliding_window_causal_mask_function,
+    )
+
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None)
@@ -120,6 +133,8 @@ def _with_tree(build_mask: Callable[..., Any]) -> Callable[..., Any]:
         tree = _ACTIVE.get()
         if tree is None:
             return build_mask(*args, **kwargs)
+        from transformers.masking_utils import causal_mask_function
+
         rule = kwargs.get("mask_function", causal_mask_function)
         return _bias(rule, tree, kwargs.get("dtype") or torch.float32)
 
@@ -127,6 +142,8 @@ def _with_tree(build_mask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bias(rule: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor:
+    from transformers.masking_utils import causal_mask_function
+
     if rule is causal_mask_function and tree.bias_BNS is not None:
         return tree.bias_BNS[:, None].to(dtype)
     return additive(_apply_rule(rule, tree), dtype)
@@ -140,6 +157,8 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _apply_rule(rule: Any, tree: TreeMask) -> Tensor:
+    from transformers.masking_utils import causal_mask_function
+
     visible_B1NS = tree.visible_BNS[:, None]
     if rule is causal_mask_function:
         return visible_B1NS  # a path and the text before it are causal already
@@ -163,10 +182,3 @@ def _grouped_on_cpu(decide: Callable[..., bool]) -> Callable[..., bool]:
         return decide(attention_mask, key, *args)
 
     return use_gqa
-
-
-sdpa_attention.use_gqa_in_sdpa = _grouped_on_cpu(sdpa_attention.use_gqa_in_sdpa)
-
-# Assigning to the instance leaves transformers' global table alone; models look up this instance.
-for _name in SUPPORTED_ATTENTION:
-    ALL_MASK_ATTENTION_FUNCTIONS[_name] = _with_tree(ALL_MASK_ATTENTION_FUNCTIONS[_name])

@@ -5,6 +5,7 @@ What stands in the folder, `stored_heads.py` says.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ import torch
 from torch import Tensor
 
 from medusa_heads.adapter import ADAPTER_FOLDER, adapter_digest
+from medusa_heads.contents import SIDECAR_FILE
+from medusa_heads.files import replace_file
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.stored_heads import (
     DRAFT_TOKENS,
     StoredHeads,
+    read_sidecar,
     read_stored,
     write_stored,
 )
@@ -78,6 +82,34 @@ def save_heads(
         vocab_matrix_VD=_matrix_for_engines(heads, dtype),
     )
     return write_stored(folder, stored, adapter=adapter)
+
+
+def replace_statistics(
+    folder: str | os.PathLike[str], statistics: HeadStatistics, measured: Mapping[str, Any]
+) -> None:
+    """Store other statistics in a checkpoint folder. Everything else in it stays as it is.
+
+    The sidecar is written beside its place and then renamed: whoever reads it meanwhile, or after
+    an interruption, finds the old statistics or the new ones.
+
+    Args:
+        folder: the checkpoint.
+        statistics: of its heads.
+        measured: how they came to be; kept in the provenance as `calibrated`.
+
+    Raises:
+        ValueError: not a checkpoint, or its heads are others than those measured.
+        OSError: the folder cannot be written.
+    """
+    sidecar = read_sidecar(folder)
+    if sidecar["heads"].get("num_heads") != statistics.num_heads:
+        raise ValueError(
+            f"{str(folder)!r} holds {sidecar['heads'].get('num_heads')} heads, and the statistics "
+            f"are of {statistics.num_heads}: measure the heads that lie there"
+        )
+    sidecar["statistics"] = statistics.to_dict()
+    sidecar["provenance"] = (sidecar.get("provenance") or {}) | {"calibrated": dict(measured)}
+    replace_file(Path(folder) / SIDECAR_FILE, json.dumps(sidecar, indent=2) + "\n")
 
 
 def _matrix_for_engines(heads: DraftHeads, dtype: torch.dtype) -> Tensor | None:

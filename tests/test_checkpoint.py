@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from medusa_heads.checkpoint import load_heads, save_heads
+from medusa_heads.checkpoint import load_heads, replace_statistics, save_heads
 from medusa_heads.config import HeadsConfig
 from medusa_heads.fingerprint import file_sha256
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.provenance import provenance
-from medusa_heads.statistics import HeadStatistics
+from medusa_heads.statistics import HeadStatistics, prior_statistics
 from medusa_heads.stored_heads import CONFIG_FILE, SIDECAR_FILE, VOCAB_MATRIX_FILE, WEIGHTS_FILE
 from medusa_heads.target import TargetModel
 from tests.conftest import TinyLlama
@@ -200,3 +200,21 @@ def test_a_failed_save_leaves_the_old_checkpoint(target: TargetModel, tmp_path: 
     with pytest.raises(TypeError):
         save_heads(tmp_path, heads, target, provenance={"not": object()})  # not JSON
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+
+def test_other_statistics_and_nothing_else(target: TargetModel, tmp_path: Path) -> None:
+    heads = trained(target)
+    save_heads(tmp_path, heads, target, provenance={"argv": ["train-heads"]})
+    weights = (tmp_path / WEIGHTS_FILE).read_bytes()
+    measured = prior_statistics(heads.config.num_heads)
+    replace_statistics(tmp_path, measured, {"text": "letters"})
+    loaded = load_heads(tmp_path, target)  # checksum and fingerprint hold
+    assert loaded.statistics is not None and loaded.statistics.to_dict() == measured.to_dict()
+    assert loaded.stored.provenance == {
+        "argv": ["train-heads"],
+        "calibrated": {"text": "letters"},
+    }
+    assert (tmp_path / WEIGHTS_FILE).read_bytes() == weights
+    with pytest.raises(ValueError, match="the statistics are of 9"):
+        replace_statistics(tmp_path, prior_statistics(9), {})
+    assert load_heads(tmp_path, target).statistics is not None

@@ -7,6 +7,7 @@ Source: Guo et al. 2017, "On calibration of modern neural networks", arXiv:1706.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,10 +23,11 @@ from medusa_heads.dynamic_tree import (
 )
 from medusa_heads.guesses import guesses
 from medusa_heads.heads import DraftHeads
-from medusa_heads.statistics import HeadStatistics
-from medusa_heads.training.hidden_states import HiddenStates
+from medusa_heads.statistics import MAX_RANK, HeadStatistics
+from medusa_heads.training.hidden_states import HiddenStates, refuse_not_finite
+from medusa_heads.training.ranks import head_ranks
 from medusa_heads.training.reliability import HeadCalibration, reliability
-from medusa_heads.training.rows import encode_rows, supervised_rows
+from medusa_heads.training.rows import SupervisedRows, encode_rows, supervised_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,6 +40,42 @@ _BATCH = 8
 _LOGITS_AT_ONCE = 1 << 24
 
 
+Watch = Callable[[Sequence[range]], Iterable[range]]
+"""Is given the batches of rows, and hands them on one by one: a progress bar."""
+
+
+@torch.no_grad()
+def measure_heads(
+    heads: DraftHeads,
+    hidden_states: HiddenStates,
+    text: Dataset,
+    *,
+    watch: Watch = iter,
+) -> tuple[HeadStatistics, list[HeadCalibration]]:
+    """Everything that is known of heads after their training, of heads from anywhere.
+
+    The target reads the text once.
+
+    Args:
+        heads: on their target.
+        hidden_states: of that target.
+        text: columns `input_ids` and `labels`; every position of it is measured.
+        watch: shows how far the target has read.
+
+    Returns:
+        The statistics, calibrated, and how honest each head is.
+
+    Raises:
+        ValueError: no position has a true token for every head, or the target's hidden states are
+            not finite.
+    """
+    hidden_SD, tokens_SK, labels_SK = _positions(heads, hidden_states, text, watch=watch)
+    refuse_not_finite(hidden_SD)
+    rows = SupervisedRows(torch.arange(len(hidden_SD)), labels_SK, tokens_SK)
+    statistics = HeadStatistics.from_ranks(head_ranks(heads, hidden_SD, rows, MAX_RANK))
+    return statistics, _calibrate(statistics, heads, hidden_SD, tokens_SK, labels_SK)
+
+
 @torch.no_grad()
 def calibrate(
     statistics: HeadStatistics, heads: DraftHeads, hidden_states: HiddenStates, held_out: Dataset
@@ -47,16 +85,52 @@ def calibrate(
     Both are written into `statistics`. Only positions with a true token for every head count; where
     there are more than MAX_POSITIONS, they are taken evenly from all of the text.
 
-    A head's node is reached only where the heads before it were right, and there it is surer than
-    elsewhere. Its temperature is therefore fitted on positions where the true tokens were among the
-    earlier heads' best two. Tokens that the heads cannot draft say nothing of their temperature.
-
     Returns:
         How honest each head is there; nothing where no position has all true tokens.
     """
-    hidden_SD, tokens_SK, labels_SK = _positions(heads, hidden_states, held_out)
-    if not len(labels_SK):
-        return []
+    supervised = sum(sum(label != IGNORED for label in row) for row in held_out["labels"])
+    found = _positions(heads, hidden_states, held_out, every=-(-supervised // MAX_POSITIONS))
+    return _calibrate(statistics, heads, *found) if len(found[0]) else []
+
+
+def _positions(
+    heads: DraftHeads,
+    hidden_states: HiddenStates,
+    text: Dataset,
+    *,
+    every: int = 1,
+    watch: Watch = iter,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of positions where every head has a true token: hidden_SD, tokens_SK, labels_SK."""
+    starts = range(0, len(text), _BATCH)
+    parts = []
+    for chosen in watch([range(start, min(start + _BATCH, len(text))) for start in starts]):
+        batch = hidden_states.collate([text[i] for i in chosen])
+        batch = {name: tensor.to(hidden_states.target.device) for name, tensor in batch.items()}
+        packed_BT = batch.get("position_ids")
+        rows = supervised_rows(
+            batch["input_ids"], batch["labels"], heads.config.num_heads, packed_BT
+        )
+        hidden_RD = encode_rows(heads, hidden_states.of(batch), batch, rows)
+        taken_R = (rows.labels_RK != IGNORED).all(dim=1).nonzero().flatten()[::every]
+        parts.append((hidden_RD[taken_R], rows.tokens_RK[taken_R], rows.labels_RK[taken_R]))
+    hidden_SD, tokens_SK, labels_SK = (torch.cat(part) for part in zip(*parts, strict=True))
+    return hidden_SD, tokens_SK, labels_SK
+
+
+def _calibrate(
+    statistics: HeadStatistics,
+    heads: DraftHeads,
+    hidden_SD: Tensor,
+    tokens_SK: Tensor,
+    labels_SK: Tensor,
+) -> list[HeadCalibration]:
+    """Temperatures and dynamic trees, written into `statistics`.
+
+    A head's node is reached only where the heads before it were right, and there it is surer than
+    elsewhere. Its temperature is therefore fitted on positions where the true tokens were among the
+    earlier heads' best two. Tokens that the heads cannot draft say nothing of their temperature.
+    """
     size = heads.config.num_heads * heads.config.num_candidates
     step = max(1, _LOGITS_AT_ONCE // size)
     parts = [
@@ -88,28 +162,6 @@ def calibrate(
         heads, statistics.temperatures, hidden_SD, tokens_SK, labels_SK, step
     )
     return calibrations
-
-
-def _positions(
-    heads: DraftHeads, hidden_states: HiddenStates, held_out: Dataset
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of held-out positions where every head has a true token: hidden_SD, tokens_SK, labels_SK."""
-    supervised = sum(sum(label != IGNORED for label in row) for row in held_out["labels"])
-    every = -(-supervised // MAX_POSITIONS)
-    parts = []
-    for start in range(0, len(held_out), _BATCH):
-        chosen = range(start, min(start + _BATCH, len(held_out)))
-        batch = hidden_states.collate([held_out[i] for i in chosen])
-        batch = {name: tensor.to(hidden_states.target.device) for name, tensor in batch.items()}
-        packed_BT = batch.get("position_ids")
-        rows = supervised_rows(
-            batch["input_ids"], batch["labels"], heads.config.num_heads, packed_BT
-        )
-        hidden_RD = encode_rows(heads, hidden_states.of(batch), batch, rows)
-        taken_R = (rows.labels_RK != IGNORED).all(dim=1).nonzero().flatten()[::every]
-        parts.append((hidden_RD[taken_R], rows.tokens_RK[taken_R], rows.labels_RK[taken_R]))
-    hidden_SD, tokens_SK, labels_SK = (torch.cat(part) for part in zip(*parts, strict=True))
-    return hidden_SD, tokens_SK, labels_SK
 
 
 def _dynamic_tokens_per_step(

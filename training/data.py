@@ -162,7 +162,7 @@ def prepare_data(
         tokenizer = tokenizer or find_tokenizer(target.name_or_path)
     if settings.packing:
         check_packing(target)
-    makers = [_tokeniser(part, tokenizer, settings, target) for part in parts]
+    makers = [make_tokeniser(part, tokenizer, settings, target) for part in parts]
     tables = [
         tokenise(part, maker, settings.dataset_num_proc)
         for part, maker in zip(parts, makers, strict=True)
@@ -232,12 +232,17 @@ def find_tokenizer(
         return None
 
 
-def _tokeniser(
+def make_tokeniser(
     corpus: Corpus,
     tokenizer: PreTrainedTokenizerBase | None,
     settings: DataArguments,
     target: TargetModel,
 ) -> Tokeniser:
+    """What makes rows of a corpus, for a target.
+
+    Raises:
+        ValueError: there is text but no tokenizer, or the chat template cannot be used.
+    """
     if corpus.format.name == "tokens":
         return Tokeniser(corpus.format, None, settings.max_length)
     if tokenizer is None:

@@ -114,11 +114,7 @@ class CachedHiddenStates(HiddenStates):
 
     def _keep(self, names: Sequence[str], hidden_MTD: Tensor, kept_MT: Tensor) -> None:
         kept = hidden_MTD[kept_MT].cpu()
-        if not all_finite(kept):
-            raise ValueError(
-                f"the target's hidden states are not finite in {hidden_MTD.dtype}: load it in "
-                "another dtype, bfloat16 or float32"
-            )
+        refuse_not_finite(kept)
         counts = kept_MT.sum(dim=1).tolist()
         for name, hidden_PD in zip(names, kept.split(counts), strict=True):
             for cache in self.caches:
@@ -163,6 +159,15 @@ class CacheCollator:
             if not missing:
                 batch["hidden"] = hidden_BTD
         return batch
+
+
+def refuse_not_finite(hidden: Tensor) -> None:
+    """Raises ValueError where hidden states of a target hold NaN or an infinity."""
+    if not all_finite(hidden):
+        raise ValueError(
+            f"the target's hidden states are not finite in {hidden.dtype}: load it in another "
+            "dtype, bfloat16 or float32"
+        )
 
 
 class CacheKeeper(TrainerCallback):

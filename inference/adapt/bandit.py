@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SHARE = 0.015  # of all seconds, that trials may lose
+_SHARE = 0.01  # of all seconds, that trials may lose
 _MOST_SAVED = 12  # plain steps that an allowance holds at most
 _MEMORY = 200.0  # steps after which one counts a third of a new one
 _KEPT = 1.0 - 1.0 / _MEMORY
@@ -30,11 +30,15 @@ class Allowance:
         """So much time has passed."""
         self._left = min(self._left + _SHARE * seconds, self._most)
 
+    def owe(self, seconds: float) -> None:
+        """So much is lost whatever is left: later trials wait for it."""
+        self._left -= max(seconds, 0.0)
+
     def pay(self, seconds: float) -> bool:
         """Whether a trial that is expected to lose so much can be paid for; then it is."""
         if seconds > self._left:
             return False
-        self._left -= max(seconds, 0.0)
+        self.owe(seconds)
         return True
 
 
@@ -49,7 +53,7 @@ class Bandit:
     """
 
     def __init__(
-        self, priors: Sequence[tuple[float, float]], allowance: Allowance, *, weight: float = 6.0
+        self, priors: Sequence[tuple[float, float]], allowance: Allowance, *, weight: float = 2.0
     ) -> None:
         self._tokens = [weight * tokens for tokens, _ in priors]
         self._seconds = [weight * seconds for _, seconds in priors]
@@ -71,11 +75,16 @@ class Bandit:
             ]
         best = max(range(len(values)), key=values.__getitem__)
         least = min(range(len(values)), key=self._steps.__getitem__)
-        if least != best and self._steps[least] < min(self._steps[best], _KNOWN):
-            price = prices[least] * (1.0 - 1.0 / steps) if prices is not None else 0.0
-            if self._allowance.pay((values[best] - values[least]) / worth + price):
-                return least
+        rare = self._steps[least] < min(self._steps[best], _KNOWN)
+        price = prices[least] * (1.0 - 1.0 / steps) if prices is not None else 0.0
+        if rare and self._allowance.pay((values[best] - values[least]) / worth + price):
+            return least
         return best
+
+    def take(self, way: int, worth: float) -> None:
+        """Take this way, whatever it is expected to lose."""
+        values = self.values(worth)
+        self._allowance.owe((max(values) - values[way]) / worth)
 
     def values(self, worth: float) -> list[float]:
         """Of each way: the tokens that a step gives, less what its seconds are worth."""

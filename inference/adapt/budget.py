@@ -25,10 +25,11 @@ class Budget:
 
     Args:
         clock: seconds of a step.
-        sizes: drafted nodes a row to choose from; 0 is plain decoding. A single one is always
-            taken: such a target is compiled for it.
+        sizes: drafted nodes a row to choose from; 0 is plain decoding.
         rows: decoded together; may change.
         allowance: pays for trials of sizes that nothing is known of; None for none.
+        padded: trees have exactly these sizes, spare nodes included: each is a graph of its own
+            where the target is compiled.
     """
 
     def __init__(
@@ -37,23 +38,26 @@ class Budget:
         sizes: Sequence[int],
         rows: int = 1,
         allowance: Allowance | None = None,
+        *,
+        padded: bool = False,
     ) -> None:
         assert sizes
         self._clock, self._sizes = clock, sorted(set(sizes))
-        self.rows = rows
+        self.rows, self.padded = rows, padded
         self._allowance = allowance
         plain = clock.step(rows)
         self._tokens, self._seconds = 12.0, 12.0 * plain
+        self._read, self._known = (-1, 0), [0.0]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of drafted nodes to choose from."""
+        return self._sizes
 
     @property
     def most(self) -> int:
         """The most drafted nodes."""
         return self._sizes[-1]
-
-    @property
-    def fixed(self) -> bool:
-        """Whether every step verifies the same number of nodes."""
-        return len(self._sizes) == 1
 
     @property
     def worth(self) -> float:
@@ -75,42 +79,57 @@ class Budget:
 
     def least(self) -> float:
         """The chance below which no node pays, whatever its place."""
-        if self.fixed:
-            return 0.0
-        steps = [self.seconds(size) for size in self._sizes]
-        slopes = [
-            (steps[place] - steps[0]) / self._sizes[place] for place in range(1, len(self._sizes))
-        ]
-        flattest = min(slopes, default=0.0)
+        if self.padded:
+            return _LEAST
+        plain, *steps = self._steps()
+        flattest = min(
+            (
+                (seconds - plain) / (size - self._sizes[0])
+                for seconds, size in zip(steps, self._sizes[1:], strict=True)
+            ),
+            default=0.0,
+        )
         return max(0.6 * self.worth * flattest, _LEAST) if flattest else 0.0
 
-    def best(self, expected: Sequence[float]) -> int:
-        """How many of the likeliest nodes to verify.
+    def _steps(self) -> list[float]:
+        """Seconds of a step of each size, as the clock says now."""
+        now = (self._clock.lessons, self.rows)
+        if self._read != now:
+            self._read, self._known = now, [self.seconds(size) for size in self._sizes]
+        return self._known
+
+    def best(self, expected: Sequence[float]) -> tuple[int, float]:
+        """How many of the likeliest nodes to verify, and what such a step is worth in tokens.
 
         Args:
             expected: the tokens of a row that are expected to be accepted where 0, 1, 2, .. nodes
                 are verified, on average over the rows.
         """
-        if self.fixed:
-            return self._sizes[0]
         worth, longest = self.worth, len(expected) - 1
-        best, most_value, trial = 0, -float("inf"), None
-        values = []
-        for size in self._sizes:
-            value = expected[min(size, longest)] - worth * self.seconds(size)
-            values.append(value)
-            if value > most_value:
-                best, most_value = size, value
+        best, most = 0, -float("inf")
+        for size, seconds in zip(self._sizes, self._steps(), strict=True):
+            if size > longest and not self.padded:
+                size, seconds = longest, self.seconds(longest)
+            value = expected[min(size, longest)] - worth * seconds
+            if value > most:
+                best, most = size, value
             if size >= longest:
                 break
-        if self._allowance is not None:
-            for size, value in zip(self._sizes, values, strict=False):
-                known = self._clock.steps_known(self.rows * (size + 1))
-                if known < _TRIED and (trial is None or value > trial[0]):
-                    trial = (value, size)
-            if trial is not None and self._allowance.pay((most_value - trial[0]) / worth):
-                return min(trial[1], max(longest, best))
-        return min(best, longest)
+        return best, most
+
+    def unknown(self, expected: Sequence[float]) -> int | None:
+        """A size that no step has been seen of yet, if it can be paid for; None where none is."""
+        if self._allowance is None:
+            return None
+        longest, (_, most) = len(expected) - 1, self.best(expected)
+        for size in self._sizes:
+            if size > longest and not self.padded:
+                break
+            if self._clock.steps_known(self.rows * (size + 1)) < _TRIED:
+                lost = most - expected[min(size, longest)] + self.worth * self.seconds(size)
+                if self._allowance.pay(lost / self.worth):
+                    return size
+        return None
 
     def taken(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
         """How many of the first of these to take, so that they gain the most.

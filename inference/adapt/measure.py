@@ -287,5 +287,3 @@ def _fitting(target: TargetModel, context: int, nodes: int) -> int:
 def room(target: TargetModel) -> int:
     """The most nodes, root included, that trees for this target have: half its context."""
     return 1 << 30 if target.max_positions is None else max(target.max_positions // 2, 2)
-
-

@@ -9,7 +9,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -28,26 +28,30 @@ if TYPE_CHECKING:
     from medusa_heads.inference.state import DecodingState
     from medusa_heads.tree import TokenTree
 
-# Tokens that the text itself promises: from each bound on it is another situation.
-_BOUNDS = (0.3, 0.8, 1.6, 3.2)
-_TYPICAL = (0.1, 0.5, 1.2, 2.2, 5.0)
+# Accepted tokens that are expected without a source: from each bound on it is another situation.
+_BOUNDS = (0.3, 0.9, 2.2)
+_LONG, _IN_A_ROW = 6, 2  # steps of rest, and those that a source is then asked for besides
+_TYPICAL = (0.1, 0.6, 1.4, 4.0)
 
 
 class BlendedDrafter:
     """What the text itself suggests, and what other sources offer.
 
-    Before every step it is decided which sources are asked: none, one, or several, by what their
-    steps gave and took where the text promised about as much. Of all that is offered those nodes
-    are verified that are likeliest to be accepted, and as many as pay: a long chain where the text
-    repeats itself, a bushy tree where it does not, none where drafts have been wrong of late.
+    Sources are asked one after the other, the cheapest first, and each only where it has gained
+    more than it costs: tokens against seconds, where as much was known without it. Of all that is
+    offered those nodes are verified that are likeliest to be accepted, and as many as pay: a long
+    chain where the text repeats itself, a bushy tree where it does not, none where drafts have been
+    wrong of late.
 
     Args:
         clock: what steps take here.
         sizes: numbers of drafted nodes to choose from; 0 is plain decoding.
         text: what the text itself suggests; None for nothing.
-        sources: whatever else may be asked.
+        sources: whatever else may be asked, the cheapest first.
         always: whether all sources are asked at every step.
         chain_only: never more than one token behind another.
+        padded: every tree has exactly one of the sizes, spare nodes included: each is a graph of
+            its own where the target is compiled.
     """
 
     def __init__(
@@ -59,18 +63,16 @@ class BlendedDrafter:
         sources: Sequence[Source] = (),
         always: bool = False,
         chain_only: bool = False,
+        padded: bool = False,
     ) -> None:
         self._clock, self._sizes = clock, list(sizes)
         self._text, self._sources = text, list(sources)
-        self._chain_only = chain_only
-        everyone = (1 << len(self._sources)) - 1
-        self._ways = [everyone] if always else list(range(everyone + 1))
+        self._always, self._chain_only, self._padded = always, chain_only, padded
         # What is learnt of greedy text says little of sampled text.
         self._situations: dict[tuple[bool, int], _Situation] = {}
-        self._believed = {drawn: Evidence([1.0] * (everyone + 1)) for drawn in (True, False)}
-        self._asked = everyone
-        self._observing = self._observed = 0.0
-        self._took: float | None = None
+        self._last: _Step | None = None
+        self._rested = [0] * len(self._sources)  # steps since each was asked
+        self._again = [0] * len(self._sources)  # steps for which each is asked whatever it gains
         self.reads_prompt = any(source.reads_prompt for source in self._sources)
 
     @property
@@ -83,40 +85,64 @@ class BlendedDrafter:
         started = time.perf_counter()
         self.learn(state)
         situation = self._situation(state)
-        proposals, promised = self._from_text(state)
-        place = bisect_right(_BOUNDS, promised)
-        way = situation.pick(place)
-        asked = self._ways[way]
+        offered: list[list[Proposal]] = [[] for _ in state.rows]
+        asked = 0
+        place = 0
+        if self._text is not None:
+            found = self._text.draft(state)
+            offered = [list(own) for own in found]
+            best = [max(proposal.expected() for proposal in own) for own in found]
+            place = bisect_right(_BOUNDS, sum(best) / len(best))
+        budget = situation.budgets[place]
+        draft = self._grow(state, situation, place, offered, asked)
         for i, source in enumerate(self._sources):
-            if asked >> i & 1:
-                for own, drafted in zip(proposals, source.draft(state), strict=True):
-                    own.append(drafted)
-        budget, least = situation.budget, situation.budget.least()
-        trees = [
-            PrefixTree(row.tokens[-1])
-            if row.done
-            else grow(row.tokens[-1], own, budget.most, least, chain_only=self._chain_only)
-            for row, own in zip(state.rows, proposals, strict=True)
-        ]
-        belief = min(self._believed[situation.drawn].rate(asked), 1.0)
-        expected = _mean([tree.expected() for tree in trees], belief)
-        size = budget.best(expected)
-        spare = budget.most + 1 if budget.fixed else 1
-        drafts = to_token_tree(trees, state.roots_B.device, size, spare)
-        seconds = time.perf_counter() - started
+            gains = situation.gains[i][bisect_right(_BOUNDS, draft.promised)]
+            if self._again[i]:
+                gains.take(1, budget.worth)
+            elif not (self._always or gains.pick(budget.worth)):
+                gains.learn(0, 0.0, 0.0)
+                self._rested[i] += 1
+                continue
+            # A source that was not asked for long reads what it has missed: that is no usual draft.
+            usual = self._rested[i] < _LONG
+            self._again[i] = _IN_A_ROW if not usual else max(self._again[i] - 1, 0)
+            self._rested[i] = 0
+            began = time.perf_counter()
+            for own, drafted in zip(offered, source.draft(state), strict=True):
+                own.append(drafted)
+            asked |= 1 << i
+            before, draft = draft, self._grow(state, situation, place, offered, asked)
+            if not usual:
+                continue
+            name = f"{source.name} of {situation.group}"
+            self._clock.learn_drafting(name, time.perf_counter() - began)
+            gains.learn(
+                1,
+                draft.promised - before.promised,
+                self._clock.drafting(name)
+                + self._clock.drafting(f"observing {source.name}")
+                + budget.seconds(draft.size)
+                - budget.seconds(before.size),
+            )
+        size = draft.size
+        if situation.graphs:  # made in the first steps of a text, which nobody times
+            size = situation.graphs.pop()
+        elif not self._always and (unknown := budget.unknown(draft.expected)) is not None:
+            size = unknown
+        spare = size + 1 if self._padded else 1
+        tree = to_token_tree(draft.trees, state.roots_B.device, size, spare)
         active = [b for b, row in enumerate(state.rows) if not row.done]
-        state.memories[self] = _Step(
+        self._last = state.memories[self] = _Step(
             situation,
-            way,
             place,
+            asked,
             [state.rows[b] for b in active],
-            [proposals[b] for b in active],
-            promised=expected[min(size, len(expected) - 1)] / max(belief, 1e-9),
-            nodes=drafts.num_nodes,
-            seconds=seconds,
+            [offered[b] for b in active],
+            promised=draft.expected[min(size, len(draft.expected) - 1)],
+            nodes=tree.num_nodes,
+            drafting=time.perf_counter() - started,
         )
-        self._asked, self._observing, self._took = asked, 0.0, None
-        return drafts
+        return tree
 
     def learn(self, state: DecodingState) -> None:
         """Compare what was drafted last with what was committed since. Before the next proposal
@@ -124,72 +150,69 @@ class BlendedDrafter:
         step: _Step | None = state.memories.pop(self, None)
         if step is None or not step.rows:
             return
-        committed = [row.behind(before) for row, before in zip(step.rows, step.lengths, strict=True)]
-        for own, tokens in zip(step.proposals, committed, strict=True):
+        situation, accepted = step.situation, 0
+        for row, length, own in zip(step.rows, step.lengths, step.offered, strict=True):
+            committed = row.behind(length)
+            accepted += len(committed) - 1
             for proposal in own:
-                proposal.learn(tokens)
-        tokens = sum(map(len, committed)) / len(committed)
-        situation, asked = step.situation, self._ways[step.way]
+                proposal.learn(committed)
         if step.promised:
-            self._believed[situation.drawn].learn(asked, tokens - 1.0, step.promised)
+            situation.believe(step.place, step.asked, accepted / len(step.rows), step.promised)
         verified = step.nodes * situation.rows
-        drafting = f"{asked} of {situation.rows}"
-        self._clock.learn_drafting(drafting, step.seconds + self._observing)
-        if self._took is not None and len(state.rows) == len(step.rows):
-            context = max(step.lengths)
-            self._clock.learn(verified, max(self._took - self._observing, 1e-9), context)
-        seconds = self._clock.step(verified) + self._clock.drafting(drafting)
-        situation.learn(step.way, step.place, tokens, seconds)
+        if step.took is not None:
+            self._clock.learn(verified, max(step.took, 1e-9), max(step.lengths))
+        seconds = self._clock.step(verified) + step.drafting
+        # What was expected says more of what a second is worth than what one step happened to give.
+        situation.budgets[step.place].learn(1.0 + step.promised, seconds)
+        situation.allowance.grow(seconds)
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
         """See Observer."""
-        started = time.perf_counter()
         for i, source in enumerate(self._sources):
-            if self._asked >> i & 1 and isinstance(source, Observer):
+            if isinstance(source, Observer) and (self._last is None or self._last.asked >> i & 1):
+                started = time.perf_counter()
                 source.observe(tree, logits_BNV)
-        self._observing = time.perf_counter() - started
+                seconds = time.perf_counter() - started
+                self._clock.learn_drafting(f"observing {source.name}", seconds)
+                if self._last is not None:
+                    self._last.observing += seconds
 
     def took(self, nodes: int, seconds: float) -> None:
         """See Timed."""
-        self._took = seconds
+        if self._last is not None:
+            self._last.took = seconds - self._last.observing
 
-    def _from_text(self, state: DecodingState) -> tuple[list[list[Proposal]], float]:
-        """What the text suggests for every row, and how many tokens of it to expect on average."""
-        if self._text is None:
-            return [[] for _ in state.rows], 0.0
-        found = self._text.draft(state)
-        best = [max(proposal.expected() for proposal in own) for own in found]
-        return [list(own) for own in found], sum(best) / len(best)
+    def _grow(
+        self,
+        state: DecodingState,
+        situation: _Situation,
+        place: int,
+        offered: Sequence[Sequence[Proposal]],
+        asked: int,
+    ) -> _Draft:
+        """The best trees of what is known so far."""
+        budget = situation.budgets[place]
+        least = budget.least()
+        trees = [
+            PrefixTree(row.tokens[-1])
+            if row.done
+            else grow(row.tokens[-1], own, budget.most, least, chain_only=self._chain_only)
+            for row, own in zip(state.rows, offered, strict=True)
+        ]
+        expected = _mean([tree.expected() for tree in trees], situation.belief(place, asked))
+        return _Draft(trees, expected, budget.best(expected)[0])
 
     def _situation(self, state: DecodingState) -> _Situation:
         drawn, rows = state.warpers is not None, len(state.rows)
-        group = rows.bit_length() if rows & (rows - 1) else rows.bit_length() - 1
+        group = 1 << (rows - 1).bit_length()
         situation = self._situations.get((drawn, group))
         if situation is None:
-            situation = _Situation(self._clock, self._sizes, drawn, rows, self._priors(rows))
+            situation = _Situation(
+                self._clock, self._sizes, group, rows, self._sources, padded=self._padded
+            )
             self._situations[drawn, group] = situation
         situation.move_to(rows)
         return situation
-
-    def _priors(self, rows: int) -> list[list[tuple[float, float]]]:
-        """Tokens and seconds to expect of a step, by what the text promises and who is asked."""
-        priors = []
-        for promised in _TYPICAL if self._text is not None else _TYPICAL[:1]:
-            text = promised if self._text is not None else 0.0
-            of_ways = []
-            for asked in self._ways:
-                known = [s for i, s in enumerate(self._sources) if asked >> i & 1]
-                drafting = sum(self._clock.drafting(source.name) for source in known)
-                best = (0.0, 1.0, 1.0)
-                for size in self._sizes:
-                    alone = max([min(text, size)] + [s.expected(size) for s in known])
-                    # What several know is mostly the same.
-                    both = alone + 0.15 * (len(known) + (text > 0) - 1) * alone
-                    seconds = self._clock.step(rows * (size + 1)) + drafting
-                    best = max(best, ((1.0 + both) / seconds, 1.0 + both, seconds))
-                of_ways.append(best[1:])
-            priors.append(of_ways)
-        return priors
 
 
 def text_drafter(most: int, corpus: CorpusIndex | None = None) -> BlendedDrafter:
@@ -207,38 +230,87 @@ class _Situation:
     """Rows decoded together, drawn or not: what pays for them.
 
     Args:
-        clock, sizes: see BlendedDrafter.
-        drawn: whether the target's tokens are drawn.
-        rows: how many.
-        priors: of a step, by what the text promises and by who is asked.
+        clock, sizes, sources, padded: see BlendedDrafter.
+        group: so many rows or fewer, but more than half as many.
+        rows: how many they are now.
     """
 
     def __init__(
         self,
         clock: Clock,
         sizes: Sequence[int],
-        drawn: bool,
+        group: int,
         rows: int,
-        priors: Sequence[Sequence[tuple[float, float]]],
+        sources: Sequence[Source],
+        *,
+        padded: bool = False,
     ) -> None:
-        self.drawn, self.rows = drawn, rows
-        self._allowance = Allowance(clock.step(rows))
-        self.budget = Budget(clock, sizes, rows, self._allowance)
-        self._bandits = [Bandit(of_ways, self._allowance) for of_ways in priors]
+        self.group, self.rows = group, rows
+        self.graphs = list(sizes) if padded else []
+        self.allowance = Allowance(clock.step(rows))
+        # Where the text promises more, a second is worth more; such passages last.
+        self.budgets = [Budget(clock, sizes, rows, self.allowance, padded=padded) for _ in _TYPICAL]
+        # Several sources may contradict each other, and promise too much together.
+        self._by_place = Evidence([1.0] * len(_TYPICAL), weight=12.0, memory=300.0)
+        self._by_sources = Evidence([1.0] * (1 << len(sources)), weight=60.0, memory=1000.0)
+        self.gains = [
+            [self._first(clock, source, known) for known in _TYPICAL] for source in sources
+        ]
 
     def move_to(self, rows: int) -> None:
         """So many rows are left."""
-        self.rows = self.budget.rows = rows
+        self.rows = rows
+        for budget in self.budgets:
+            budget.rows = rows
 
-    def pick(self, place: int) -> int:
-        """Who is asked, where the text promises so much."""
-        return self._bandits[min(place, len(self._bandits) - 1)].pick(self.budget.worth)
+    def belief(self, place: int, asked: int) -> float:
+        """By what the tokens are multiplied that these sources promise together, where the text
+        promises so much."""
+        both = self._by_place.rate(place) * self._by_sources.rate(asked)
+        return min(max(both, 0.3), 1.5)
 
-    def learn(self, way: int, place: int, tokens: float, seconds: float) -> None:
-        """What a step gave each row, and took."""
-        self._allowance.grow(seconds)
-        self.budget.learn(tokens, seconds)
-        self._bandits[min(place, len(self._bandits) - 1)].learn(way, tokens, seconds)
+    def believe(self, place: int, asked: int, accepted: float, promised: float) -> None:
+        """So many tokens were accepted, and so many promised, belief included."""
+        said = promised / self.belief(place, asked)
+        by_place, by_sources = self._by_place.rate(place), self._by_sources.rate(asked)
+        self._by_place.learn(place, accepted, said * by_sources)
+        self._by_sources.learn(asked, accepted, said * by_place)
+
+    def _first(self, clock: Clock, source: Source, known: float) -> Bandit:
+        """Whether to ask a source where so many tokens are known without it, before any of it was
+        seen: the two ways are not to, and to."""
+        drafting, budget = clock.drafting(source.name), self.budgets[0]
+        worth = budget.worth * (1.0 + known)
+        # What both know is mostly the same.
+        gains = [
+            (
+                max(source.expected(size) - 0.7 * known, 0.2 * source.expected(size)),
+                budget.seconds(size) - budget.seconds(0) + drafting,
+            )
+            for size in budget.sizes
+            if size
+        ]
+        best = max(gains, key=lambda gain: gain[0] - worth * gain[1], default=(0.0, drafting))
+        return Bandit([(0.0, 0.0), best], self.allowance)
+
+
+class _Draft(NamedTuple):
+    """What is known before another source is asked.
+
+    Attributes:
+        trees: of every row.
+        expected: accepted tokens of a mean row, by nodes verified.
+        size: the best of those numbers.
+    """
+
+    trees: list[PrefixTree]
+    expected: list[float]
+    size: int
+
+    @property
+    def promised(self) -> float:
+        """Accepted tokens that are expected of a mean row."""
+        return self.expected[min(self.size, len(self.expected) - 1)]
 
 
 @dataclass
@@ -246,23 +318,29 @@ class _Step:
     """A step that was drafted for.
 
     Attributes:
-        situation, way, place: what was decided, and where.
+        situation: of its rows.
+        place: of what the text promised, among the budgets.
+        asked: a bit for each source.
         rows: those that were active.
-        proposals: what their sources offered.
-        promised: drafted tokens of a row that were expected to be accepted, before any belief.
+        offered: what the sources offered for each.
+        promised: drafted tokens of a mean row that were expected to be accepted.
         nodes: verified in each row, the root and spare ones included.
-        seconds: that drafting took.
+        drafting: seconds that it took.
+        observing: seconds that sources took to look at the target's answers.
+        took: seconds of all the rest; None where nobody said.
         lengths: of the rows' texts by then.
     """
 
     situation: _Situation
-    way: int
     place: int
+    asked: int
     rows: list[Row]
-    proposals: list[list[Proposal]]
+    offered: list[list[Proposal]]
     promised: float
     nodes: int
-    seconds: float
+    drafting: float
+    observing: float = 0.0
+    took: float | None = None
     lengths: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from medusa_heads.inference.adapt.bandit import Allowance, Bandit
 from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
 
+_PRIOR = 6.0  # steps for which what was expected of a way counts
 _AHEAD = 64.0  # tokens that a text is expected to go on for, at the least
 
 
@@ -43,7 +44,9 @@ class DraftChoice:
         self.budget = Budget(clock, range(most + 1), rows)
         self._rests = rests
         ways = [(1.0, clock.step(rows)), *priors] if rests else priors
-        self._bandits = {paid: Bandit(ways, self.allowance) for paid in (True, False)}
+        self._bandits = {
+            paid: Bandit(ways, self.allowance, weight=_PRIOR) for paid in (True, False)
+        }
         self._paid = self._paid_before = True
         self._way = 0
 

@@ -42,9 +42,7 @@ class TableProposal(Proposal):
             return []
         return [
             (token, chance, LEVELS * place + level(chance), place + 1)
-            for token, chance in zip(
-                self._tokens_KR[place], self._chances_KR[place], strict=True
-            )
+            for token, chance in zip(self._tokens_KR[place], self._chances_KR[place], strict=True)
             if chance > _NEGLIGIBLE
         ]
 

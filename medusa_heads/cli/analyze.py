@@ -11,6 +11,7 @@ from typing import Any
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.cli.settled import tell_choices
 from medusa_heads.files import check_folder
 
 
@@ -63,7 +64,7 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
     if model.statistics is None:
         raise ValueError(
             f"the heads in {arguments.checkpoint!r} carry no statistics, which say what a draft is "
-            "worth: train them with an evaluation set"
+            "worth: measure them with medusa-heads calibrate"
         )
     from medusa_heads.inference import speedup, speedup_report, step_seconds
     from medusa_heads.inference.capability import capability
@@ -75,6 +76,7 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
             f"a context of {arguments.context} and a tree do not fit the target's {limit} "
             f"positions: {most} at most"
         )
+    tell_choices()
     console = Console()
     with console.status("measuring"):
         report = speedup.analyze(

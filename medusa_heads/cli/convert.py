@@ -34,8 +34,15 @@ class ConvertArguments:
         default=False,
         metadata={"help": "of a whole model with heads in it: write the model too, to OUT/target"},
     )
+    corpus: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "text to measure the heads on, as medusa-heads calibrate does: its --dataset. "
+            "This loads the target"
+        },
+    )
     trust_remote_code: bool = field(
-        default=False, metadata={"help": "run code that comes with the target's configuration"}
+        default=False, metadata={"help": "run code that comes with the target"}
     )
 
 
@@ -62,6 +69,11 @@ def run_convert(arguments: ConvertArguments) -> None:
         ValueError: nothing to convert, or nothing that can be held.
         OSError: the folder cannot be written.
     """
+    if arguments.corpus:
+        from medusa_heads.training.corpora import find_names
+
+        find_names(arguments.corpus)  # a mistyped path is answered before anything is written
+
     from medusa_heads.interop.convert import convert_heads
 
     converted = convert_heads(
@@ -77,6 +89,26 @@ def run_convert(arguments: ConvertArguments) -> None:
     for notice in converted.notices:
         print(f"note: {notice}")
     print(f"written to {converted.folder}")
+    if arguments.corpus:
+        _measure(arguments)
+
+
+def _measure(arguments: ConvertArguments) -> None:
+    from medusa_heads.cli.calibrate import CalibrateArguments, calibrate
+
+    to_measure = CalibrateArguments(
+        arguments.out,
+        target=arguments.target,
+        trust_remote_code=arguments.trust_remote_code,
+        dataset=arguments.corpus,
+    )
+    try:
+        calibrate(to_measure)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"the heads were written to {arguments.out!r}, but not measured: {error}; do it with "
+            "medusa-heads calibrate"
+        ) from error
 
 
 def describe(config: HeadsConfig) -> str:

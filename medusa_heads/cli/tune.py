@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.cli.settled import tell_choices
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,7 +70,7 @@ def tune(arguments: TuneArguments) -> None:
     if model.statistics is None:
         raise ValueError(
             f"the heads in {arguments.checkpoint!r} carry no statistics, which say what a tree is "
-            "worth: train them with an evaluation set"
+            "worth: measure them with medusa-heads calibrate"
         )
     from medusa_heads.inference import step_seconds, tree_size
     from medusa_heads.inference.tree_plan import write_choices
@@ -81,6 +82,7 @@ def tune(arguments: TuneArguments) -> None:
             f"a context of {beyond[0]} and a tree do not fit the target's {limit} positions: "
             f"{most} at most"
         )
+    tell_choices()
     console = Console()
     for context in arguments.context or [min(step_seconds.DEFAULT_CONTEXT, most or 1 << 30)]:
         with console.status(f"measuring at a context of {context}"):

@@ -11,6 +11,8 @@ from typing import get_args
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from medusa_heads.cli.main import main
 from medusa_heads.interop import ReadFormat, WrittenFormat
@@ -64,6 +66,7 @@ def test_there_and_back(
         ("convert {}/old {}/out --form tgi", "did you mean '--from'"),
         ("convert {}/old {}/out --extract_target", "a whole model"),
         ("convert {}/old {}/out --target {}/none", "found none"),
+        ("convert {}/old {}/out --corpus {}/none.txt", "expected a corpus at"),
         ("export {}/old {}/out --to vllm", "expected a heads checkpoint"),
         ("export {}/old {}/out", "--to is missing"),
         ("export {}/old {}/out --to sglang", "invalid choice: 'sglang'"),
@@ -71,6 +74,42 @@ def test_there_and_back(
 )
 def test_mistakes_are_one_sentence(command: str, message: str, old: Path, refused: Refused) -> None:
     assert message in refused(main, [word.format(old.parent) for word in command.split()])
+
+
+def test_measured_on_the_way(
+    old: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The target here has no tokenizer of its own: pieces are the bytes of the test's text."""
+    pieces = {piece: i for i, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:199])}
+    bytes_ = Tokenizer(models.BPE(vocab=pieces, merges=[]))
+    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    speaking = shutil.copytree(target, tmp_path / "speaking")
+    PreTrainedTokenizerFast(tokenizer_object=bytes_).save_pretrained(speaking)
+    text = tmp_path / "text.txt"
+    text.write_text("for x in path: print(x)\n" * 40)
+    heads = str(tmp_path / "heads")
+    flags = ["--target", str(speaking), "--corpus", str(text)]
+    assert main(["convert", str(old), heads, *flags]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index(f"written to {heads}") < shown.index("Measuring 5 heads")
+    stored = read_stored(heads)
+    assert stored.statistics is not None and stored.statistics["num_heads"] == 5
+    assert set(stored.provenance) >= {"converted_from", "calibrated"}
+
+
+def test_heads_that_cannot_be_measured_are_converted_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nameless = {"base_model_name_or_path": None}
+    old = layouts.fasterdecoding_pt(tmp_path / "old", native_tensors(5), **nameless)
+    text = tmp_path / "text.txt"
+    text.write_text("words\n")
+    heads = str(tmp_path / "heads")
+    assert main(["convert", str(old), heads, "--corpus", str(text)]) == 2
+    printed = capsys.readouterr()
+    assert "does not name its target" in printed.err and "medusa-heads calibrate" in printed.err
+    assert printed.err.count("\n") == 1
+    assert read_stored(heads).statistics is None
 
 
 def blocks(language: str) -> list[str]:

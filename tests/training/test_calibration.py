@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainingArguments
 
-from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
+from medusa_heads import HeadsConfig, MedusaHeads, TargetModel, train_heads
 from medusa_heads.statistics import HeadStatistics
-from medusa_heads.training.calibration import calibrate
+from medusa_heads.stored_heads import read_sidecar
+from medusa_heads.training.calibration import calibrate, measure_heads
 from medusa_heads.training.hidden_states import HiddenStates
 from tests.conftest import TinyLlama
 
@@ -30,3 +36,40 @@ def test_the_true_temperature_is_found(tiny_llama: TinyLlama, temperature: float
     statistics = HeadStatistics.from_ranks(torch.zeros(4, 1, dtype=torch.long))
     calibrate(statistics, heads, HiddenStates(target), rows)
     assert statistics.temperatures[0] == pytest.approx(temperature, rel=0.12)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_measured_from_anywhere_as_after_training(
+    tiny_llama: TinyLlama, kind: Literal["medusa", "hydra"], tmp_path: Path
+) -> None:
+    """`measure_heads` finds what a run of training stores for the same held-out rows."""
+    target = TargetModel(tiny_llama())
+    ids = torch.randint(199, (12, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    config = HeadsConfig(kind=kind, num_heads=2)
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
+    heads = train_heads(
+        target, rows, eval_dataset=rows, config=config, output_dir=tmp_path, training_args=args
+    )
+    stored = read_sidecar(tmp_path)["statistics"]
+    batches: list[range] = []
+
+    def watch(given: Sequence[range]) -> Sequence[range]:
+        batches.extend(given)
+        return given
+
+    measured, calibrations = measure_heads(heads, HiddenStates(target), rows, watch=watch)
+    assert measured.to_dict() == stored
+    assert [calibration.temperature for calibration in calibrations] == measured.temperatures
+    assert batches == [range(0, 8), range(8, 12)]
+
+
+def test_hidden_states_that_are_no_numbers(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    target = TargetModel(model)
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=1))
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]], "labels": [[1, 2, 3, 4]]})
+    with pytest.raises(ValueError, match=r"not finite in torch\.float32"):
+        measure_heads(heads, HiddenStates(target), rows)
