@@ -182,15 +182,21 @@ def test_of_too_few_nodes_deeper_ones_are_left_some() -> None:
     assert nodes[0] == 4 and max(nodes) <= 12 and len(nodes) >= 8 and sum(nodes) <= FLAT.most
 
 
-def test_a_draft_model_that_gets_better_is_found_out() -> None:
-    world = World(DEAR)
+@pytest.mark.parametrize(
+    ("sure", "costs", "steps"),
+    [(0.9, DEAR, 60), (0.5, Costs(line(0.1), forward=0.15), 60), (0.5, DEAR, 1500)],
+    ids=["surer than before", "cheap to try", "dear to try"],
+)
+def test_a_draft_model_that_gets_better_is_found_out(sure: float, costs: Costs, steps: int) -> None:
+    """The dearer a trial is, the longer it takes; the trials of one that stays bad are few."""
+    world = World(costs)
     for _ in range(400):
         world.step([0.5], 0)
     tried = [world.step([0.5], 0) is not None for _ in range(128)]
     assert 1 <= sum(tried) <= 8
-    for _ in range(600):
-        world.step([0.5], 1)
-    assert all(world.step([0.5], 1) for _ in range(40))
+    for _ in range(steps):
+        world.step([sure], 1)
+    assert all(world.step([sure], 1) for _ in range(40))
 
 
 def test_easier_passages_are_drafted_for() -> None:
