@@ -90,7 +90,8 @@ class DraftedTree:
         # Of verifying 0, 1, 2, .. nodes, and of reading so many at once.
         self._verifying = _rising(map(choice.budget.seconds, range(choice.budget.most + 1)))
         reading = [clock.step(len(rows) * count) for count in range(1, _MOST_READ + 1)]
-        self._reading = [0.0, *_rising(reading)]
+        # One node is what is read most: of that the clock knows most.
+        self._reading = [0.0, *accumulate(reading, max)]
         self._nodes = [_Node((), 1.0, [1.0] * len(rows), 1.0)]
         self._children: list[list[int]] = [[]]
         self.paths: list[RankPath] = [()]

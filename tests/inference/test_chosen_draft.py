@@ -150,7 +150,7 @@ def test_the_better_one_drafts_most(target: Any, bad: Any, near: Any) -> None:
     # As good as each other: the small one costs less.
     model = choosing(target, [near, near], "chain:3")
     model.generate(**prompts(1), do_sample=False, max_new_tokens=800)
-    assert steps(model)[0] > 0.7 * sum(steps(model))
+    assert steps(model)[0] > 0.6 * sum(steps(model))
 
 
 def p_value(target: Any, drafts: Sequence[Any], tree: str, kind: Any, samples: int) -> float:
