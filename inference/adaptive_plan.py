@@ -39,6 +39,11 @@ def continues_text(tree: TreeSpec) -> bool:
     return blends(tree) or (isinstance(tree, str) and tree.partition(":")[0] == "suffix")
 
 
+def sizes_for(target: TargetModel) -> list[int]:
+    """Numbers of drafted nodes that this target can verify; 0 is plain decoding."""
+    return [size for size in (0, *SIZES) if size < room(target)]
+
+
 def automatic(
     target: TargetModel,
     sources: Sequence[Source] = (),
@@ -46,7 +51,7 @@ def automatic(
     text: bool = True,
     corpus: CorpusIndex | None = None,
     chain_only: bool = False,
-    timed: dict[str, tuple[Drafter, dict[str, object]]] | None = None,
+    clock: Clock | None = None,
 ) -> BlendedDrafter:
     """A drafter that verifies at every step as many nodes as pay on this machine.
 
@@ -56,10 +61,10 @@ def automatic(
         text: whether the text itself is drafted from.
         corpus: continued as well; None for none.
         chain_only: the target verifies chains alone.
-        timed: sources whose drafting takes time, see `target_clock`.
+        clock: of the target, with the drafting of sources that take time; by default measured.
     """
-    clock = target_clock(target, timed)
-    sizes: Sequence[int] = [size for size in (0, *SIZES) if size < room(target)]
+    clock = clock or target_clock(target)
+    sizes = sizes_for(target)
     if isinstance(target, CompiledTarget):  # every number of nodes is another graph
         sizes = [_best_fixed(clock, sizes, sources)]
     found = TextSource(max(sizes), corpus) if text else None
@@ -100,7 +105,7 @@ def with_heads(
             [*recycling, own],
             corpus=corpus,
             chain_only=chain_only,
-            timed={own.name: (drafter, kind)},
+            clock=target_clock(target, {own.name: (drafter, kind)}),
         )
     drafter = make_drafter(tree.removesuffix(SUFFIX), heads, statistics, with_log_probs=True)
     if drafter.num_nodes == 1 or isinstance(drafter, BlendedDrafter):

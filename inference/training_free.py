@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from medusa_heads.compiled import CompiledTarget
+from medusa_heads.inference.adapt.measure import target_clock
+from medusa_heads.inference.adaptive_plan import automatic, continues_text, sizes_for
 from medusa_heads.inference.assisted import AssistedModel
-from medusa_heads.inference.adaptive_plan import automatic, continues_text
 from medusa_heads.inference.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.recycling import RecyclingSource
@@ -30,8 +30,6 @@ DRAFTERS = (
     "early_exit",
     "early_exit+suffix",
 )
-_WIDEST = 31  # nodes of the recycled tree that a step's own tree is picked from
-_USUAL_LENGTH = 3  # tokens of an early exit's draft, until it is known better
 
 
 class TrainingFreeModel(AssistedModel):
@@ -96,16 +94,26 @@ class TrainingFreeModel(AssistedModel):
         self.skipped_layers: tuple[int, ...] = ()
         if name == "early_exit":
             _check_uncompiled(isinstance(self.target, CompiledTarget))
+            from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
+
             self._stack = LayerStack(self.target)
             if kept:
                 self.skipped_layers = self._behind(int(kept))
         # Only now: to index a corpus may take a while, and to try layers as well.
         self.corpus = find_corpus(corpus, self.target, trust_remote_code=trust_remote_code)
-        if name == "early_exit" and not kept:
-            costs = partial(exit_costs, self.target, self._stack)
-            self.skipped_layers = best_skip_set(self.target, self._stack, costs, calibration)
-        self._by_rows: dict[int, Drafter] = {}
-        self.drafter = self._drafter_for(1)
+        if name == "early_exit":
+            self.drafter = self._early_exit(calibration)
+        elif name == "lookahead":
+            self.drafter = self._lookahead()
+        else:
+            recycling = RecyclingSource(self.target.vocab_size)
+            self.drafter = automatic(
+                self.target,
+                [] if name == "suffix" else [recycling],
+                text=name != "recycling",
+                corpus=self.corpus,
+                chain_only=name == "suffix",
+            )
 
     @classmethod
     def from_pretrained(
@@ -138,34 +146,45 @@ class TrainingFreeModel(AssistedModel):
             )
         return tuple(range(kept, len(self._stack)))
 
-    def _drafter_for(self, batch_size: int) -> Drafter:
-        if batch_size not in self._by_rows:
-            self._by_rows[batch_size] = self._make(batch_size)
-        return self._by_rows[batch_size]
-
-    def _make(self, batch_size: int) -> Drafter:
-        if self._name == "lookahead":
-            beside = target_costs(self.target, batch_size, WINDOW)
-            # Compiled, the window stays: steps without one would be another graph.
-            compiled = isinstance(self.target, CompiledTarget)
-            alone = None if compiled else target_costs(self.target, batch_size)
-            return LookaheadDrafter(beside, alone, suffix=self._suffix, corpus=self.corpus)
-        if self._name == "early_exit":
-            return self._make_early_exit(batch_size)
-        if self._name == "suffix":
-            return automatic(self.target, corpus=self.corpus, chain_only=True)
-        recycling = RecyclingSource(self.target.vocab_size)
-        return automatic(self.target, [recycling], text=self._name == "auto", corpus=self.corpus)
-
-    def _make_early_exit(self, batch_size: int) -> Drafter:
-        costs = exit_costs(self.target, self._stack, self.skipped_layers, batch_size)
-        thinned = ThinnedTarget(self.target, self._stack, self.skipped_layers)
-        return BlendedDrafter(
-            EarlyExitTrees(thinned, costs),
-            StepCosts(costs.verify, draft_seconds=_USUAL_LENGTH * costs.draft),
-            suffix=self._suffix,
-            corpus=self.corpus,
+    def _early_exit(self, calibration: Tensor | None) -> Drafter:
+        from medusa_heads.inference.drafters.extra.early_exit import (
+            EarlyExitSource,
+            ExitClock,
+            ThinnedTarget,
         )
+
+        clock, most = ExitClock.measured(self.target, self._stack), max(sizes_for(self.target))
+        known = {}
+        if not self.skipped_layers:
+            from medusa_heads.inference.drafters.extra.skip_search import best_skip_set
+
+            self.skipped_layers, known["agreement"] = best_skip_set(
+                self.target, self._stack, clock, most, calibration
+            )
+        thinned = ThinnedTarget(self.target, self._stack, self.skipped_layers)
+        return automatic(
+            self.target,
+            [EarlyExitSource(thinned, clock, most, **known)],
+            text=self._suffix,
+            corpus=self.corpus,
+            chain_only=self._chain_only,
+            clock=clock.steps,
+        )
+
+    def _lookahead(self) -> Drafter:
+        from medusa_heads.inference.drafters.extra import lookahead
+
+        clock, pool = target_clock(self.target), lookahead.new_pool()
+        drafts = automatic(
+            self.target,
+            [lookahead.NgramSource(pool)],
+            text=self._suffix,
+            corpus=self.corpus,
+            clock=clock,
+        )
+        # Compiled, the window stays: steps without one would be another graph.
+        always = isinstance(self.target, CompiledTarget)
+        return lookahead.LookaheadDrafter(drafts, pool, clock, always=always)
 
 
 def _check_drafter(drafter: str, corpus: object, calibration: object, compiled: object) -> None:
