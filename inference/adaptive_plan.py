@@ -65,10 +65,13 @@ def automatic(
     """
     clock = clock or target_clock(target)
     sizes = sizes_for(target)
-    if isinstance(target, CompiledTarget):  # every number of nodes is another graph
-        sizes = [_best_fixed(clock, sizes, sources)]
+    compiled = isinstance(target, CompiledTarget)
+    if compiled:  # every number of nodes is another graph
+        sizes = [0, _best_fixed(clock, sizes, sources)]
     found = TextSource(max(sizes), corpus) if text else None
-    return BlendedDrafter(clock, sizes, text=found, sources=sources, chain_only=chain_only)
+    return BlendedDrafter(
+        clock, sizes, text=found, sources=sources, chain_only=chain_only, padded=compiled
+    )
 
 
 def with_heads(
@@ -111,10 +114,16 @@ def with_heads(
     if drafter.num_nodes == 1 or isinstance(drafter, BlendedDrafter):
         raise ValueError(f"{tree!r} leaves the heads nothing to draft: use 'suffix'")
     nodes = drafter.num_nodes - 1
-    sizes = [nodes] if isinstance(target, CompiledTarget) else range(nodes + 1)
+    compiled = isinstance(target, CompiledTarget)
+    sizes = [nodes] if compiled else range(nodes + 1)
     source = TreeSource(drafter, heads.config.num_heads, statistics=statistics)
     return BlendedDrafter(
-        Clock.flat(), sizes, text=TextSource(nodes, corpus), sources=[source], always=True
+        Clock.flat(),
+        sizes,
+        text=TextSource(nodes, corpus),
+        sources=[source],
+        always=True,
+        padded=compiled,
     )
 
 

@@ -26,9 +26,9 @@ from medusa_heads.inference.benchmark_methods import (
 from medusa_heads.inference.benchmark_setting import Plan, decoding_options, measure
 from medusa_heads.inference.benchmark_source import find_source, load_models
 from medusa_heads.inference.draft_model import check_once
-from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.prompts import Prompt, batches_of
 from medusa_heads.inference.timed_run import Method, fastest_threads, run_once
+from medusa_heads.machine import describe_machine
 
 DEFAULT_PLAN = Plan()
 
@@ -56,7 +56,7 @@ def benchmark(
         draft_model: hub id or path, for the methods that need one; of several, this engine's
             methods choose while they decode.
         corpus: file or folder of text, for the methods that continue one.
-        device: where to run; by default where transformers loads the target.
+        device: where to run; by default the best device there is.
         trust_remote_code: run the Python code that the target's repository brings.
         progress: show progress bars, in generated batches.
         on_setting: called after each setting with the report so far.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_heads.inference.benchmark_methods import HEADS, PLAIN, PLAIN_METHODS, PROMPT_LOOKUP
@@ -26,14 +26,18 @@ class Setting:
     methods: tuple[str, ...] = (PLAIN, PROMPT_LOOKUP, HEADS)
 
 
-# Speed is measured in bf16. In fp32, where rounding cannot tip a choice, the output of the heads
-# must be plain decoding's: there the proof counts and prompt lookup need not be timed once more.
-DEFAULT_SETTINGS = (
-    Setting("greedy", "bfloat16"),
-    Setting("sampled", "bfloat16"),
-    Setting("greedy", "float32", (PLAIN, HEADS)),
-    Setting("sampled", "float32", (PLAIN, HEADS)),
-)
+def default_settings(dtypes: Sequence[str] = ("float32",)) -> list[Setting]:
+    """Greedy and sampled in each dtype.
+
+    In fp32, where rounding cannot tip a choice, the output of the heads must be plain decoding's:
+    behind another dtype there the proof counts, and prompt lookup is not timed once more.
+    """
+    found = []
+    for dtype in dict.fromkeys(dtypes):
+        proof = dtype == "float32" and len(dtypes) > 1
+        methods = (PLAIN, HEADS) if proof else Setting.methods
+        found += [Setting(name, dtype, methods) for name in ("greedy", "sampled")]
+    return found
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Plan:
         ValueError: nothing is to be measured, or a number is out of its range.
     """
 
-    settings: Sequence[Setting] = DEFAULT_SETTINGS
+    settings: Sequence[Setting] = field(default_factory=default_settings)
     batch_sizes: Sequence[int] = (1,)
     max_new_tokens: int = 128
     max_prompt_length: int | None = None

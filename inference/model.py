@@ -138,8 +138,9 @@ class MedusaModel(AssistedModel):
             token, cache_dir, local_files_only: of the hub, for the heads and a target loaded here.
             tree, corpus, acceptance, acceptance_settings, compile: see the class.
             merge_adapter: add the adapter to the target's matrices: faster, and in bf16 rounded.
-            target_kwargs: passed on when the target is loaded: `dtype`, `device`, `device_map`,
-                `quantization_config`, `attn_implementation`, `trust_remote_code`, ..
+            target_kwargs: passed on when the target is loaded: `dtype`, `device` (by default the
+                best here), `device_map`, `quantization_config`, `attn_implementation`,
+                `trust_remote_code`, ..
 
         Raises:
             ValueError: checkpoint or target missing, damaged, or not belonging together.

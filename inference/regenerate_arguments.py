@@ -115,10 +115,14 @@ class RegenerateArguments:
         default=1, metadata={"help": "Processes that share the prompts: transformers, on a CPU."}
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Of the target's weights; auto: as they are stored."}
+        default="auto",
+        metadata={
+            "help": "Of the target's weights; auto: the fastest on this machine that holds them "
+            "exactly."
+        },
     )
     device: str | None = field(
-        default=None, metadata={"help": "Such as cpu or cuda. Default: the GPU, if there is one."}
+        default=None, metadata={"help": "Such as cpu or cuda. Default: the best there is."}
     )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Run modelling code that comes with the target."}

@@ -16,9 +16,9 @@ from typing import Any
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, step_seconds
-from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.tree_plan import make_drafter
 from medusa_heads.inference.tree_size import TreeSize, tune
+from medusa_heads.machine import describe_machine
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
 

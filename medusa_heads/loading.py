@@ -4,14 +4,15 @@ answers, and the commit it came from."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from medusa_heads.contents import refuse_heads
+from medusa_heads.machine import Choice, Shape, Use, as_dtype, choose, find_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,10 +20,86 @@ if TYPE_CHECKING:
 _PATIENCE_S = 5
 
 
+class StoredForm(NamedTuple):
+    """What the configuration says of the weights.
+
+    Attributes:
+        dtype: they are stored in.
+        shape: sizes of the model.
+    """
+
+    dtype: torch.dtype
+    shape: Shape
+
+
+def load_placed(
+    name: str,
+    use: Use | None,
+    *,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    trust_remote_code: bool,
+    on_choice: Callable[[Choice], object] | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """`load_causal_lm` onto a device and in a dtype that are chosen where they are not given; see
+    `TargetModel.from_pretrained`.
+
+    Raises:
+        ValueError: nothing loadable stands there, or there is no such device or dtype here.
+    """
+    where = None if device is None else find_device(device)
+    placed = any(kwargs.get(key) is not None for key in ("device_map", "quantization_config"))
+
+    def fastest(form: StoredForm) -> torch.dtype:
+        nonlocal where
+        assert use is not None
+        choice = choose(
+            use,
+            device=where,
+            dtype=dtype,
+            stored=form.dtype,
+            shape=form.shape,
+            count_threads=on_choice is not None,
+        )
+        where = choice.device
+        if on_choice is not None:
+            on_choice(choice)
+        return choice.dtype
+
+    free = use is not None and not placed
+    model: Any = load_causal_lm(
+        name,
+        dtype=dtype,
+        dtype_for=fastest if free else None,
+        trust_remote_code=trust_remote_code,
+        **kwargs,
+    )
+    if where is None and free and getattr(model, "hf_quantizer", None) is None:
+        where = find_device()
+    if where is not None:
+        model.to(where)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
 def load_causal_lm(
-    name: str, *, dtype: str | torch.dtype, trust_remote_code: bool, **kwargs: Any
+    name: str,
+    *,
+    dtype: str | torch.dtype,
+    trust_remote_code: bool,
+    dtype_for: Callable[[StoredForm], torch.dtype] | None = None,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a causal LM by hub id or local path; further arguments go to transformers.
+
+    Args:
+        name: hub id or folder.
+        dtype: of the weights, "auto" as they are stored.
+        trust_remote_code: run the Python code that the repository brings.
+        dtype_for: chooses another dtype by how the weights are stored. Quantised ones, which have a
+            dtype and a place of their own, are no question for it.
+        kwargs: of transformers.
 
     Raises:
         ValueError: nothing loadable stands there, or heads.
@@ -37,27 +114,58 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     model: Any
-    try:
-        with asking_hub(name, never=bool(kwargs.get("local_files_only"))) as options:
-            if options:  # handed on to all but the search for an adapter
-                options = options | {"adapter_kwargs": dict(options)}
+    with asking_hub(name, never=bool(kwargs.get("local_files_only"))) as options:
+        if dtype_for is not None:
+            form = _stored_form(name, **options | kwargs | {"trust_remote_code": trust_remote_code})
+            dtype = dtype if form is None else dtype_for(form)
+        if options:  # handed on to all but the search for an adapter
+            options = options | {"adapter_kwargs": dict(options)}
+        try:
             model = AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype, trust_remote_code=trust_remote_code, **options | kwargs
             )
-    except (
-        *(OSError, ValueError, ImportError, RuntimeError),
-        *(SafetensorError, StrictDataclassError),
-    ) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise ValueError(
-            f"expected a causal language model (a hub id or a local folder) at {name!r}: "
-            + first_line(error)
-        ) from error
+        except (
+            *(OSError, ValueError, ImportError, RuntimeError),
+            *(SafetensorError, StrictDataclassError),
+        ) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"expected a causal language model (a hub id or a local folder) at {name!r}: "
+                + first_line(error)
+            ) from error
     if not is_path(name) and not Path(name).is_dir():
         model.config._commit_hash = _commit(name, kwargs)
     loaded: PreTrainedModel = model
     return loaded
+
+
+def stored_form(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> StoredForm | None:
+    """How a causal LM is stored; None where it is quantised, or no configuration can be read."""
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if revision is not None:
+        options["revision"] = revision
+    with asking_hub(name) as where:
+        return _stored_form(name, **where | options)
+
+
+def _stored_form(name: str, **kwargs: Any) -> StoredForm | None:
+    from transformers import AutoConfig
+
+    known = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
+    try:
+        config = AutoConfig.from_pretrained(
+            name, **{key: value for key, value in kwargs.items() if key in known}
+        )
+        # What says nothing is old, from when nothing was stored shorter.
+        dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
+        if getattr(config, "quantization_config", None) is not None:
+            return None
+        return StoredForm(as_dtype(dtype), Shape.of(config))
+    except Exception:  # a repository's own code may raise anything
+        return None
 
 
 def _commit(repo_id: str, where: dict[str, Any]) -> str | None:

@@ -16,13 +16,15 @@ from medusa_heads.attention import SUPPORTED_ATTENTION, TreeMask, take_tree_mask
 from medusa_heads.cache import RowCache
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.fingerprint import lm_head_sha256, weights_sha256
-from medusa_heads.loading import load_causal_lm
+from medusa_heads.loading import load_placed
 from medusa_heads.tree import TokenTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedModel
+
+    from medusa_heads.machine import Choice, Use
 
 
 class TargetModel:
@@ -53,18 +55,27 @@ class TargetModel:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         trust_remote_code: bool = False,
+        use: Use | None = "tree",
+        on_choice: Callable[[Choice], object] | None = None,
         **kwargs: Any,
     ) -> TargetModel:
         """Load a causal LM by hub id or local path; further arguments go to transformers.
 
+        Args:
+            name_or_path: hub id or folder.
+            dtype: of the weights; "auto": the fastest here that holds them exactly.
+            device: where to; by default the best there is, unless a `device_map` says.
+            trust_remote_code: run the Python code that the repository brings.
+            use: what the choice is made for; None: as stored, where transformers puts it.
+            on_choice: told what was chosen before anything is loaded; threads are chosen for it
+                alone, and it may set them.
+            kwargs: of transformers.
+
         Raises:
-            ValueError: nothing loadable stands at `name_or_path`.
+            ValueError: nothing loadable stands at `name_or_path`, or there is no such device.
         """
-        model: Any = load_causal_lm(
-            str(name_or_path), dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
-        )
-        if device is not None:
-            model.to(device)
+        given: Any = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+        model = load_placed(str(name_or_path), use, on_choice=on_choice, **given, **kwargs)
         target = cls(model)
         target.freeze()
         return target

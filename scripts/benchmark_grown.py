@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.benchmark import DECODINGS
-from medusa_heads.cli.decoding import check_device
+from medusa_heads.machine import find_device
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from medusa_heads.inference.benchmark_methods import Models
@@ -57,7 +58,9 @@ class Arguments:
     )
     prompt_length: int = field(default=64, metadata={"help": "tokens in each prompt"})
     max_new_tokens: int = field(default=128, metadata={"help": "tokens after each prompt"})
-    device: str | None = field(default=None, metadata={"help": "such as cuda; default: the CPU"})
+    device: str | None = field(
+        default=None, metadata={"help": "such as cuda; default: the best there is"}
+    )
     report: str | None = field(
         default=None, metadata={"help": "folder for report.json and report.md"}
     )
@@ -93,7 +96,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
         raise ValueError("batch_sizes and num_prompts must be at least 1")
     if unknown := [name for name in arguments.decodings if name not in DECODINGS]:
         raise ValueError(f"expected decodings among {', '.join(DECODINGS)}, got {unknown[0]!r}")
-    check_device(arguments.device)
+    device = find_device(arguments.device)
     from rich.console import Console
     from transformers import AutoTokenizer, logging
     from transformers.utils.logging import disable_progress_bar
@@ -111,7 +114,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     logging.set_verbosity_error()
     disable_progress_bar()
     console = Console(highlight=False)
-    models = _models(arguments, console)
+    models = _models(arguments, device, console)
     name, revision = named_target(find_checkpoint(arguments.heads))
     prompts = held_out_prompts(
         AutoTokenizer.from_pretrained(name, revision=revision or "main"),
@@ -144,14 +147,14 @@ def run(arguments: Arguments) -> dict[str, Any]:
     return whole
 
 
-def _models(arguments: Arguments, console: Console) -> Models:
+def _models(arguments: Arguments, device: torch.device, console: Console) -> Models:
     import torch
 
     from medusa_heads.inference.benchmark_methods import Models
     from medusa_heads.inference.model import MedusaModel
     from scripts.grown_model import grown_medusa
 
-    where: dict[str, Any] = {"dtype": getattr(torch, arguments.dtype), "device": arguments.device}
+    where: dict[str, Any] = {"dtype": getattr(torch, arguments.dtype), "device": device}
     if arguments.shape == "own":
         medusa = MedusaModel.from_pretrained(arguments.heads, tree="none", **where)
         return Models(medusa.target, medusa)

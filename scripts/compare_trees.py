@@ -31,9 +31,9 @@ from medusa_heads import MedusaModel
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import ModelArguments, load_model
 from medusa_heads.files import replace_file
-from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.prompts import held_out_prompts
 from medusa_heads.inference.tree_size import expected_tokens, fastest, tune
+from medusa_heads.machine import describe_machine
 
 PLAIN = "transformers generate"
 

@@ -52,9 +52,12 @@ class Arguments:
     heads: str | None = field(
         default=None, metadata={"help": "heads checkpoint of the target, to be grown with it"}
     )
-    dtype: Literal["bfloat16", "float32"] = field(
-        default="bfloat16",
-        metadata={"help": "of what is written; in bfloat16 rescaled weights are rounded anew"},
+    dtype: Literal["auto", "bfloat16", "float32"] = field(
+        default="auto",
+        metadata={
+            "help": "of what is written; auto: the fastest on this machine; in bfloat16 rescaled "
+            "weights are rounded anew"
+        },
     )
     seed: int = field(default=0, metadata={"help": "of the noise in weights that nothing reads"})
 
@@ -85,23 +88,25 @@ def grow(arguments: Arguments) -> None:
     output = Path(arguments.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"expected no folder, or an empty one, at {str(output)!r}")
-    import torch
     from rich.console import Console
 
     from medusa_heads.checkpoint import save_heads
+    from medusa_heads.machine import Shape as Sizes
+    from medusa_heads.machine import choose
     from scripts.grown_heads import provenance_of_grown
     from scripts.grown_model import grow as grow_in_memory
     from scripts.grown_model import load_small
     from scripts.grown_shape import SHAPES, Shape
 
     console = Console(soft_wrap=True, highlight=False)
-    dtype = getattr(torch, arguments.dtype)
     small = load_small(arguments.target)
     own = Shape.of(small.config)
     shape = own if arguments.shape is None else SHAPES[arguments.shape]
     shape = shape.with_sizes({name: getattr(arguments, name) for name in own.names()})
     if shape == own:
         raise ValueError("nothing would grow: give --shape or sizes above the target's")
+    choice = choose("tree", device="cpu", dtype=arguments.dtype, shape=Sizes.of(shape))
+    dtype = choice.dtype
     grown = grow_in_memory(small, arguments.heads, shape, dtype=dtype, seed=arguments.seed)
     model: Any = grown.target.model
     model.config._name_or_path = str(output / "target")
@@ -110,7 +115,8 @@ def grow(arguments: Arguments) -> None:
     output.mkdir(parents=True, exist_ok=True)
     _write_target(model, arguments.target, output / "target")
     count = sum(parameter.numel() for parameter in model.parameters())
-    console.print(f"Written: {output / 'target'}, {count / 1e6:.1f} M parameters")
+    written = f"Written: {output / 'target'}, {count / 1e6:.1f} M parameters"
+    console.print(f"{written}, {choice.reason}")
     if grown.loaded is not None and grown.heads is not None:
         save_heads(
             output / "heads",

@@ -76,7 +76,7 @@ def load_small(name: str, revision: str | None = None) -> TargetModel:
     logging.set_verbosity_error()
     disable_progress_bar()
     at: dict[str, Any] = {} if revision is None else {"revision": revision}
-    small = TargetModel.from_pretrained(name, dtype=torch.float32, **at)
+    small = TargetModel.from_pretrained(name, dtype=torch.float32, use=None, **at)
     check_llama(small.model.config, name)
     return small
 

@@ -34,7 +34,7 @@ from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.errors import at_least
 from medusa_heads.files import replace_file
 from medusa_heads.heads import new_heads
-from medusa_heads.inference.machine import describe_machine
+from medusa_heads.machine import describe_machine
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.cache_arguments import CacheArguments
 from medusa_heads.training.cache_setup import open_hidden_states

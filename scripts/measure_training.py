@@ -37,7 +37,7 @@ from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.errors import at_least
 from medusa_heads.files import replace_file
 from medusa_heads.heads import new_heads
-from medusa_heads.inference.machine import describe_machine
+from medusa_heads.machine import describe_machine
 from medusa_heads.training.loss_arguments import LossArguments
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.row_blocks import rows_loss

@@ -8,8 +8,8 @@ A byte-level BPE tokenizer and a small Llama are trained from scratch on the run
 standard library, less the packages held out for evaluation, and on some installed packages. The
 output directory fills with `tokenizer/`, `blocks/`, the Trainer's checkpoints and, at the end,
 `target/`: configuration, bf16 safetensors and tokenizer. Every step is seeded: the same sources,
-versions, arguments and number of threads give the same weights. All fields of transformers'
-TrainingArguments are flags here too.
+versions, arguments (with `--bf16`, which otherwise this machine decides) and number of threads give
+the same weights. All fields of transformers' TrainingArguments are flags here too.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from medusa_heads.corpus import standard_library
+from medusa_heads.machine import choose
 
 END = "<|endoftext|>"
 # A line break keeps the indentation after it, a word the space before it; digits stay single.
@@ -98,7 +99,10 @@ class PretrainArguments(TrainingArguments):
     )
     weight_decay: float = 0.1
     adam_beta2: float = 0.95
-    bf16: bool = True
+    bf16: bool | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "Train in bf16 autocast. Default: where this machine is faster so."},
+    )
     eval_strategy: str = "steps"
     eval_steps: float | None = 100
     save_steps: float = 100
@@ -108,6 +112,11 @@ class PretrainArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():
             self.use_cpu = True  # asked for by name, the CPU may compute in bf16
+        if self.bf16 is None:
+            place = "cpu" if self.use_cpu else None
+            choice = choose("train", device=place, count_threads=False)
+            self.bf16 = choice.dtype == torch.bfloat16
+            print(f"training: {choice}", file=sys.stderr)
         super().__post_init__()
 
 
@@ -272,7 +281,7 @@ def steps_within(
     for step in range(TIMED_STEPS + 1):
         if step == 1:  # the first step warms up
             start = time.perf_counter()
-        with torch.autocast(training.device.type, torch.bfloat16, enabled=training.bf16):
+        with torch.autocast(training.device.type, torch.bfloat16, enabled=bool(training.bf16)):
             loss = model(input_ids=input_ids_BT, labels=input_ids_BT).loss
         loss.backward()
         loss.item()  # waits for an accelerator

@@ -36,9 +36,9 @@ from transformers import AutoTokenizer, DynamicCache
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.cli.arguments import parse_arguments, run_command
-from medusa_heads.cli.decoding import ModelArguments, check_device, load_model
-from medusa_heads.inference.machine import describe_machine
+from medusa_heads.cli.decoding import ModelArguments, load_model
 from medusa_heads.inference.prompts import held_out_prompts
+from medusa_heads.machine import describe_machine, find_device
 from scripts.grown_model import grown_medusa
 from scripts.random_target import random_target
 from scripts.step_timers import (
@@ -160,9 +160,9 @@ def checkpoint_model(arguments: ProfileArguments) -> tuple[MedusaModel, Any]:
         )
         return load_model(options, tree=arguments.tree)
     dtype = getattr(torch, arguments.dtype)
-    check_device(arguments.device)
+    device = find_device(arguments.device)
     model, grown = grown_medusa(
-        checkpoint, arguments.shape, dtype=dtype, device=arguments.device, tree=arguments.tree
+        checkpoint, arguments.shape, dtype=dtype, device=device, tree=arguments.tree
     )
     small = grown.small
     tokenizer = AutoTokenizer.from_pretrained(small.name_or_path, revision=small.revision or "main")

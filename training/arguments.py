@@ -4,7 +4,7 @@ Field names follow transformers where it has the same thing.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,7 +52,13 @@ class OptimisationArguments:
     )
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Course of the rate."})
     weight_decay: float = field(default=0.0, metadata={"help": "AdamW's weight decay."})
-    bf16: bool = field(default=False, metadata={"help": "Compute the heads in bf16 autocast."})
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compute what is learnt in bf16 autocast. Default: where this machine trains "
+            "faster so, measured once; not in several processes."
+        },
+    )
     seed: int = field(default=0, metadata={"help": "Seed of data order and sampling."})
     logging_steps: float = field(default=10, metadata={"help": "Steps between two loss lines."})
     eval_steps: float | None = field(
@@ -149,9 +155,18 @@ def default_learning_rate(vocab_matrix: str) -> float:
 
 
 def to_training_arguments(
-    arguments: OptimisationArguments, vocab_matrix: str
+    arguments: OptimisationArguments,
+    vocab_matrix: str,
+    *,
+    autocast: Callable[[str | None], bool] = lambda _: False,
 ) -> "TrainingArguments":
     """The same run as transformers.TrainingArguments, which is imported only here.
+
+    Args:
+        arguments: of the run.
+        vocab_matrix: of the heads, for the learning rate.
+        autocast: says whether to train in bf16 where `arguments` do not, told the device if that
+            is certain.
 
     Raises:
         ValueError: `training_args` names a field that transformers does not know, or one that has a
@@ -167,6 +182,8 @@ def to_training_arguments(
     values["warmup_steps"] = values.pop("warmup_share")
     if values["learning_rate"] is None:
         values["learning_rate"] = default_learning_rate(vocab_matrix)
+    if values["bf16"] is None:
+        values["bf16"] = not extra.get("fp16") and autocast("cpu" if extra.get("use_cpu") else None)
     steps = {kind: values.pop(f"{kind}_steps") for kind in ("eval", "save")}
     for kind, other in (("eval", "save"), ("save", "eval")):
         # The best heads are among those that were both evaluated and saved: one follows the other.

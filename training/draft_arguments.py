@@ -4,6 +4,7 @@ Target, corpora and the course of the run have the flags of train-heads.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -139,18 +140,22 @@ class DraftOptimisationArguments(OptimisationArguments):
 
 
 def draft_training_arguments(
-    arguments: DraftOptimisationArguments, *, given: bool
+    arguments: DraftOptimisationArguments,
+    *,
+    given: bool,
+    autocast: Callable[[str | None], bool] = lambda _: False,
 ) -> "TrainingArguments":
     """The run as transformers.TrainingArguments.
 
     Args:
         arguments: of the run.
         given: the draft model was trained before, and wants the lower learning rate.
+        autocast: see `to_training_arguments`.
 
     Raises:
         ValueError: as `to_training_arguments`.
     """
     rate = GIVEN_LEARNING_RATE if given else BUILT_LEARNING_RATE
     return to_training_arguments(
-        replace(arguments, learning_rate=arguments.learning_rate or rate), "own"
+        replace(arguments, learning_rate=arguments.learning_rate or rate), "own", autocast=autocast
     )

@@ -6,12 +6,17 @@ import torch
 
 from medusa_heads.contents import refuse_heads
 from medusa_heads.loading import asking_hub, first_line
+from medusa_heads.machine import Shape, choose
 from medusa_heads.target import TargetModel
 from medusa_heads.training.target_arguments import TargetArguments
 
 
-def meta_target(arguments: TargetArguments) -> TargetModel:
+def meta_target(arguments: TargetArguments, device: torch.device | None = None) -> TargetModel:
     """Make it, frozen.
+
+    Args:
+        arguments: which target, in which dtype.
+        device: for which "auto" chooses a dtype; None: "auto" is as it is stored.
 
     Raises:
         ValueError: no configuration of a causal language model stands there.
@@ -28,6 +33,15 @@ def meta_target(arguments: TargetArguments) -> TargetModel:
             )
         stored = config.dtype or torch.float32
         dtype = stored if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        if device is not None:
+            dtype = choose(
+                "batch",
+                device=device,
+                dtype=arguments.dtype,
+                stored=stored,
+                shape=Shape.of(config),
+                count_threads=False,
+            ).dtype
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=arguments.trust_remote_code

@@ -58,7 +58,7 @@ def as_target(
     if isinstance(target, str) and sharding is not None:
         target = load_to_spread(TargetArguments(target), sharding)
     elif isinstance(target, str):
-        target = TargetModel.from_pretrained(target)
+        target = TargetModel.from_pretrained(target, device=device, use="batch")
     elif not isinstance(target, TargetModel):
         target = TargetModel(target)
     target.freeze()

@@ -39,6 +39,7 @@ def load_to_spread(arguments: TargetArguments, sharding: Sharding) -> TargetMode
     return TargetModel.from_pretrained(
         arguments.model_name_or_path,
         dtype=arguments.dtype,
+        use=None,
         trust_remote_code=arguments.trust_remote_code,
     )
 

@@ -13,7 +13,10 @@ class TargetArguments:
     )
     dtype: str = field(
         default="auto",
-        metadata={"help": "Weights' dtype of the target: auto, bfloat16, float16 or float32."},
+        metadata={
+            "help": "Of the target's weights: bfloat16, float16, float32, or auto: the fastest on "
+            "this machine that holds them exactly (in several processes: as stored)."
+        },
     )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Run modelling code that comes with the target."}

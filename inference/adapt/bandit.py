@@ -30,11 +30,15 @@ class Allowance:
         """So much time has passed."""
         self._left = min(self._left + _SHARE * seconds, self._most)
 
+    def owe(self, seconds: float) -> None:
+        """So much is lost whatever is left: later trials wait for it."""
+        self._left -= max(seconds, 0.0)
+
     def pay(self, seconds: float) -> bool:
         """Whether a trial that is expected to lose so much can be paid for; then it is."""
         if seconds > self._left:
             return False
-        self._left -= max(seconds, 0.0)
+        self.owe(seconds)
         return True
 
 
@@ -72,6 +76,11 @@ class Bandit:
         if rare and self._allowance.pay((values[best] - values[least]) / worth):
             return least
         return best
+
+    def take(self, way: int, worth: float) -> None:
+        """Take this way, whatever it is expected to lose."""
+        values = self.values(worth)
+        self._allowance.owe((max(values) - values[way]) / worth)
 
     def values(self, worth: float) -> list[float]:
         """Of each way: the tokens that a step gives, less what its seconds are worth."""

@@ -25,10 +25,11 @@ class Budget:
 
     Args:
         clock: seconds of a step.
-        sizes: drafted nodes a row to choose from; 0 is plain decoding. A single one is always
-            taken: such a target is compiled for it.
+        sizes: drafted nodes a row to choose from; 0 is plain decoding.
         rows: decoded together; may change.
         allowance: pays for trials of sizes that nothing is known of; None for none.
+        padded: trees have exactly these sizes, spare nodes included: each is a graph of its own
+            where the target is compiled.
     """
 
     def __init__(
@@ -37,13 +38,16 @@ class Budget:
         sizes: Sequence[int],
         rows: int = 1,
         allowance: Allowance | None = None,
+        *,
+        padded: bool = False,
     ) -> None:
         assert sizes
         self._clock, self._sizes = clock, sorted(set(sizes))
-        self.rows = rows
+        self.rows, self.padded = rows, padded
         self._allowance = allowance
         plain = clock.step(rows)
         self._tokens, self._seconds = 12.0, 12.0 * plain
+        self._read, self._known = (-1, 0), [0.0]
 
     @property
     def sizes(self) -> list[int]:
@@ -54,11 +58,6 @@ class Budget:
     def most(self) -> int:
         """The most drafted nodes."""
         return self._sizes[-1]
-
-    @property
-    def fixed(self) -> bool:
-        """Whether every step verifies the same number of nodes."""
-        return len(self._sizes) == 1
 
     @property
     def worth(self) -> float:
@@ -76,14 +75,24 @@ class Budget:
 
     def least(self) -> float:
         """The chance below which no node pays, whatever its place."""
-        if self.fixed:
-            return 0.0
-        steps = [self.seconds(size) for size in self._sizes]
-        slopes = [
-            (steps[place] - steps[0]) / self._sizes[place] for place in range(1, len(self._sizes))
-        ]
-        flattest = min(slopes, default=0.0)
+        if self.padded:
+            return _LEAST
+        plain, *steps = self._steps()
+        flattest = min(
+            (
+                (seconds - plain) / (size - self._sizes[0])
+                for seconds, size in zip(steps, self._sizes[1:], strict=True)
+            ),
+            default=0.0,
+        )
         return max(0.6 * self.worth * flattest, _LEAST) if flattest else 0.0
+
+    def _steps(self) -> list[float]:
+        """Seconds of a step of each size, as the clock says now."""
+        now = (self._clock.lessons, self.rows)
+        if self._read != now:
+            self._read, self._known = now, [self.seconds(size) for size in self._sizes]
+        return self._known
 
     def best(self, expected: Sequence[float]) -> tuple[int, float]:
         """How many of the likeliest nodes to verify, and what such a step is worth in tokens.
@@ -94,25 +103,26 @@ class Budget:
         """
         worth, longest = self.worth, len(expected) - 1
         best, most = 0, -float("inf")
-        for size in self._sizes:
-            kept = min(size, longest)
-            value = expected[kept] - worth * self.seconds(size if self.fixed else kept)
+        for size, seconds in zip(self._sizes, self._steps(), strict=True):
+            if size > longest and not self.padded:
+                size, seconds = longest, self.seconds(longest)
+            value = expected[min(size, longest)] - worth * seconds
             if value > most:
-                best, most = kept, value
+                best, most = size, value
             if size >= longest:
                 break
         return best, most
 
     def unknown(self, expected: Sequence[float]) -> int | None:
         """A size that no step has been seen of yet, if it can be paid for; None where none is."""
-        if self._allowance is None or self.fixed:
+        if self._allowance is None:
             return None
         longest, (_, most) = len(expected) - 1, self.best(expected)
         for size in self._sizes:
-            if size > longest:
+            if size > longest and not self.padded:
                 break
             if self._clock.steps_known(self.rows * (size + 1)) < _TRIED:
-                lost = most - expected[size] + self.worth * self.seconds(size)
+                lost = most - expected[min(size, longest)] + self.worth * self.seconds(size)
                 if self._allowance.pay(lost / self.worth):
                     return size
         return None

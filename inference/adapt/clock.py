@@ -26,6 +26,9 @@ class Clock:
         drafting: seconds that each source takes to draft, by its name.
         learns: whether the steps that are taken correct what was measured.
 
+    Attributes:
+        lessons: how often its seconds have changed.
+
     Raises:
         ValueError: no size, or a time that is not above 0.
     """
@@ -47,6 +50,7 @@ class Clock:
         self._octave = 0
         self._own: dict[int, tuple[float, float]] = {}  # weight and mean beyond the level, by size
         self._known: dict[int, float] = {}
+        self.lessons = 0
 
     @classmethod
     def flat(cls) -> Clock:
@@ -84,6 +88,7 @@ class Clock:
         mean += surprise / (weight + 1.0)
         self._own[_size(tokens)] = (weight + 1.0, min(max(mean, -2.0), 2.0))
         self._known.clear()
+        self.lessons += 1
 
     def drafting(self, source: str) -> float:
         """Seconds that this source takes to draft."""
@@ -106,6 +111,7 @@ class Clock:
             self._octave = octave
             self._levels.setdefault(octave, before)
             self._known.clear()
+            self.lessons += 1
 
     def _beyond(self, tokens: int) -> float:
         weight, mean = self._own.get(_size(tokens), (0.0, 0.0))

@@ -50,6 +50,8 @@ class BlendedDrafter:
         sources: whatever else may be asked, the cheapest first.
         always: whether all sources are asked at every step.
         chain_only: never more than one token behind another.
+        padded: every tree has exactly one of the sizes, spare nodes included: each is a graph of
+            its own where the target is compiled.
     """
 
     def __init__(
@@ -61,10 +63,11 @@ class BlendedDrafter:
         sources: Sequence[Source] = (),
         always: bool = False,
         chain_only: bool = False,
+        padded: bool = False,
     ) -> None:
         self._clock, self._sizes = clock, list(sizes)
         self._text, self._sources = text, list(sources)
-        self._always, self._chain_only = always, chain_only
+        self._always, self._chain_only, self._padded = always, chain_only, padded
         # What is learnt of greedy text says little of sampled text.
         self._situations: dict[tuple[bool, int], _Situation] = {}
         self._last: _Step | None = None
@@ -93,8 +96,10 @@ class BlendedDrafter:
         budget = situation.budgets[place]
         draft = self._grow(state, situation, place, offered, asked)
         for i, source in enumerate(self._sources):
-            gains = situation.gains[i][bisect_right(_BOUNDS, draft.expected[draft.size])]
-            if not (self._always or self._again[i] or gains.pick(budget.worth)):
+            gains = situation.gains[i][bisect_right(_BOUNDS, draft.promised)]
+            if self._again[i]:
+                gains.take(1, budget.worth)
+            elif not (self._always or gains.pick(budget.worth)):
                 gains.learn(0, 0.0, 0.0)
                 self._rested[i] += 1
                 continue
@@ -113,16 +118,18 @@ class BlendedDrafter:
             self._clock.learn_drafting(name, time.perf_counter() - began)
             gains.learn(
                 1,
-                draft.expected[draft.size] - before.expected[before.size],
+                draft.promised - before.promised,
                 self._clock.drafting(name)
                 + self._clock.drafting(f"observing {source.name}")
                 + budget.seconds(draft.size)
                 - budget.seconds(before.size),
             )
         size = draft.size
-        if not self._always and (unknown := budget.unknown(draft.expected)) is not None:
+        if situation.graphs:  # made in the first steps of a text, which nobody times
+            size = situation.graphs.pop()
+        elif not self._always and (unknown := budget.unknown(draft.expected)) is not None:
             size = unknown
-        spare = budget.most + 1 if budget.fixed else 1
+        spare = size + 1 if self._padded else 1
         tree = to_token_tree(draft.trees, state.roots_B.device, size, spare)
         active = [b for b, row in enumerate(state.rows) if not row.done]
         self._last = state.memories[self] = _Step(
@@ -131,7 +138,7 @@ class BlendedDrafter:
             asked,
             [state.rows[b] for b in active],
             [offered[b] for b in active],
-            promised=draft.expected[size],
+            promised=draft.expected[min(size, len(draft.expected) - 1)],
             nodes=tree.num_nodes,
             drafting=time.perf_counter() - started,
         )
@@ -150,9 +157,7 @@ class BlendedDrafter:
             for proposal in own:
                 proposal.learn(committed)
         if step.promised:
-            promised = step.promised / situation.belief(step.place, step.asked)
-            group = situation.group_of(step.place, step.asked)
-            situation.believed.learn(group, accepted / len(step.rows), promised)
+            situation.believe(step.place, step.asked, accepted / len(step.rows), step.promised)
         verified = step.nodes * situation.rows
         if step.took is not None:
             self._clock.learn(verified, max(step.took, 1e-9), max(step.lengths))
@@ -202,7 +207,9 @@ class BlendedDrafter:
         group = 1 << (rows - 1).bit_length()
         situation = self._situations.get((drawn, group))
         if situation is None:
-            situation = _Situation(self._clock, self._sizes, group, rows, self._sources)
+            situation = _Situation(
+                self._clock, self._sizes, group, rows, self._sources, padded=self._padded
+            )
             self._situations[drawn, group] = situation
         situation.move_to(rows)
         return situation
@@ -223,7 +230,7 @@ class _Situation:
     """Rows decoded together, drawn or not: what pays for them.
 
     Args:
-        clock, sizes, sources: see BlendedDrafter.
+        clock, sizes, sources, padded: see BlendedDrafter.
         group: so many rows or fewer, but more than half as many.
         rows: how many they are now.
     """
@@ -235,14 +242,17 @@ class _Situation:
         group: int,
         rows: int,
         sources: Sequence[Source],
+        *,
+        padded: bool = False,
     ) -> None:
         self.group, self.rows = group, rows
+        self.graphs = list(sizes) if padded else []
         self.allowance = Allowance(clock.step(rows))
         # Where the text promises more, a second is worth more; such passages last.
-        self.budgets = [Budget(clock, sizes, rows, self.allowance) for _ in _TYPICAL]
+        self.budgets = [Budget(clock, sizes, rows, self.allowance, padded=padded) for _ in _TYPICAL]
         # Several sources may contradict each other, and promise too much together.
-        self._ways = 1 << len(sources)
-        self.believed = Evidence([1.0] * (self._ways * len(_TYPICAL)), weight=8.0, memory=300.0)
+        self._by_place = Evidence([1.0] * len(_TYPICAL), weight=12.0, memory=300.0)
+        self._by_sources = Evidence([1.0] * (1 << len(sources)), weight=60.0, memory=1000.0)
         self.gains = [
             [self._first(clock, source, known) for known in _TYPICAL] for source in sources
         ]
@@ -253,13 +263,18 @@ class _Situation:
         for budget in self.budgets:
             budget.rows = rows
 
-    def group_of(self, place: int, asked: int) -> int:
-        """Of the evidence: where the text promises so much, and these sources were asked."""
-        return place * self._ways + asked
-
     def belief(self, place: int, asked: int) -> float:
-        """By what the tokens that these sources promise together are multiplied."""
-        return min(max(self.believed.rate(self.group_of(place, asked)), 0.3), 1.5)
+        """By what the tokens are multiplied that these sources promise together, where the text
+        promises so much."""
+        both = self._by_place.rate(place) * self._by_sources.rate(asked)
+        return min(max(both, 0.3), 1.5)
+
+    def believe(self, place: int, asked: int, accepted: float, promised: float) -> None:
+        """So many tokens were accepted, and so many promised, belief included."""
+        said = promised / self.belief(place, asked)
+        by_place, by_sources = self._by_place.rate(place), self._by_sources.rate(asked)
+        self._by_place.learn(place, accepted, said * by_sources)
+        self._by_sources.learn(asked, accepted, said * by_place)
 
     def _first(self, clock: Clock, source: Source, known: float) -> Bandit:
         """Whether to ask a source where so many tokens are known without it, before any of it was
@@ -291,6 +306,11 @@ class _Draft(NamedTuple):
     trees: list[PrefixTree]
     expected: list[float]
     size: int
+
+    @property
+    def promised(self) -> float:
+        """Accepted tokens that are expected of a mean row."""
+        return self.expected[min(self.size, len(self.expected) - 1)]
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from medusa_heads.inference.adapt.evidence import Evidence
 from medusa_heads.prefix_tree import PrefixTree
@@ -14,22 +14,12 @@ if TYPE_CHECKING:
     from medusa_heads.inference.state import DecodingState
 
 
-class Offer(NamedTuple):
-    """A token that a source offers behind a node.
+_SUREST = 0.999  # no draft is certain
 
-    Attributes:
-        chance: that it is accepted where the node is; by what the source's drafts came to.
-        token: its id.
-        place: where the source goes on behind it.
-        group: of the source's evidence that it belongs to.
-        expected: what the source itself says of it.
-    """
-
-    chance: float
-    token: int
-    place: Hashable
-    group: int
-    expected: float
+# A token that a source offers behind a place: the chance that it is accepted there, by what the
+# source's drafts came to; its id; the place behind it; the group of evidence that it belongs to;
+# what the source itself says of it. A plain tuple: hundreds are made in every step.
+Offer = tuple[float, int, Hashable, int, float]
 
 
 class Proposal(ABC):
@@ -51,7 +41,7 @@ class Proposal(ABC):
         if known is None:
             rate = self._evidence.rate
             known = self._known[place] = [
-                Offer(min(expected * rate(group), 0.999), token, after, group, expected)
+                (min(expected * rate(group), _SUREST), token, after, group, expected)
                 for token, expected, group, after in self._behind(place)
             ]
             known.sort(reverse=True)
@@ -64,11 +54,11 @@ class Proposal(ABC):
             if place is None:
                 return
             offered, place = self.offers(place), None
-            for offer in offered:
-                right = offer.token == true
-                self._evidence.learn(offer.group, float(right), offer.expected)
+            for _, token, after, group, expected in offered:
+                right = token == true
+                self._evidence.learn(group, float(right), expected)
                 if right:
-                    place = offer.place
+                    place = after
 
     @abstractmethod
     def _behind(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:

@@ -38,7 +38,7 @@ class TextProposal(Proposal):
         """How many of its tokens are expected to be accepted."""
         total, chance, place = 0.0, 1.0, 0
         while chance > 0.05 and (offers := self.offers(place)):
-            chance *= offers[0].chance
+            chance *= offers[0][0]
             total += chance
             place += 1
         return total

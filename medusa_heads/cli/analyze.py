@@ -11,6 +11,7 @@ from typing import Any
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.cli.settled import tell_choices
 from medusa_heads.files import check_folder
 
 
@@ -76,6 +77,7 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
             f"a context of {arguments.context} and a tree do not fit the target's {limit} "
             f"positions: {most} at most"
         )
+    tell_choices()
     console = Console()
     with console.status("measuring"):
         report = speedup.analyze(

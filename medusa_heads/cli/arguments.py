@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn, TextIO, get_args, get_origin, get_type_hints
 
+from medusa_heads.cli.settled import forget_choices
 from medusa_heads.errors import MedusaWarning
 
 TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
@@ -54,6 +55,8 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
             sentence = f"a file could not be written, is the disk full? ({sentence})"
         print(f"{prog}: error: {sentence}", file=sys.stderr)
         return 2
+    finally:
+        forget_choices()
     return 0
 
 

@@ -8,11 +8,11 @@ medusa-heads benchmark assets/demo-target --methods plain suffix recycling auto 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
-from medusa_heads.cli.decoding import check_device
+from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.files import check_folder
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from medusa_heads.inference.prompts import Prompt
 
 PROG = "medusa-heads benchmark"
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
+# Behind a lower precision, the same text is proved in float32 where that does not take long.
+PROVED_PARAMETERS = 250_000_000
 DECODINGS = ("greedy", "sampled")
 
 
@@ -55,9 +57,9 @@ class BenchmarkArguments:
             "or a drafter that needs no training, as of generate --drafter; of the last three "
             "kinds NAME+compile verifies through torch.compile, and with --corpus "
             "NAME+corpus[+compile] continues that, too. By default plain, "
-            "transformers-prompt-lookup and the heads (in float32 plain and the heads, to prove "
-            "the output the same), without heads auto in their place; and draft-model and "
-            "NAME+corpus where those are given."
+            "transformers-prompt-lookup and the heads (in float32 behind another dtype plain and "
+            "the heads, to prove the output the same), without heads auto in their place; and "
+            "draft-model and NAME+corpus where those are given."
         },
     )
     corpus: str | None = field(
@@ -97,12 +99,19 @@ class BenchmarkArguments:
         },
     )
     dtypes: list[str] = field(
-        default_factory=lambda: list(DTYPES), metadata={"help": "Of the weights."}
+        default_factory=list,
+        metadata={
+            "help": "Of the weights. Default: the fastest here that holds them exactly; and of a "
+            f"target with at most {PROVED_PARAMETERS // 1_000_000}M parameters float32, to prove "
+            "the output the same."
+        },
     )
     decodings: list[str] = field(
         default_factory=lambda: list(DECODINGS), metadata={"help": "greedy, sampled, or both."}
     )
-    device: str | None = field(default=None, metadata={"help": "For example cuda; default CPU."})
+    device: str | None = field(
+        default=None, metadata={"help": "For example cuda; default: the best there is."}
+    )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Run the Python code that the target's repository brings."}
     )
@@ -142,12 +151,16 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
         check_folder(arguments.report)
     from medusa_heads.inference.benchmark_methods import check_methods, needs_heads
     from medusa_heads.inference.benchmark_source import find_source
+    from medusa_heads.machine import find_device
     from medusa_heads.stored_heads import read_sidecar
 
+    device = find_device(arguments.device)
     source = find_source(
         arguments.checkpoint, arguments.target, heads=needs_heads(arguments.methods or ["heads"])
     )
     has_heads = source.checkpoint is not None
+    if not arguments.dtypes:
+        arguments = replace(arguments, dtypes=_dtypes(arguments, source))
     plan = _plan(arguments, has_heads)
     check_methods(
         [setting.methods for setting in plan.settings],
@@ -155,8 +168,6 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
         draft=bool(arguments.draft_model),
         corpus=arguments.corpus is not None,
     )
-    check_device(arguments.device)
-
     from rich.console import Console
 
     from medusa_heads.inference.benchmark import benchmark
@@ -172,6 +183,7 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
             all_left_out = so_far["prompts_left_out"] + left_out
             write_numbers(arguments.report, so_far | {"prompts_left_out": all_left_out})
 
+    tell_choices()
     report = benchmark(
         arguments.checkpoint,
         prompts,
@@ -179,7 +191,7 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
         target=arguments.target,
         draft_model=arguments.draft_model,
         corpus=arguments.corpus,
-        device=arguments.device,
+        device=str(device),
         trust_remote_code=arguments.trust_remote_code,
         on_setting=keep,
     )
@@ -208,9 +220,32 @@ def _check(arguments: BenchmarkArguments) -> None:
             raise ValueError(f"expected {name} among {', '.join(known)}, got {unknown[0]!r}")
 
 
+def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
+    """The fastest, and float32 for the proof where that is cheap."""
+    from medusa_heads.loading import stored_form
+    from medusa_heads.machine import choose
+
+    name, revision = source.target_name()
+    trusted = arguments.trust_remote_code
+    form = stored_form(name, revision=revision, trust_remote_code=trusted)
+    if form is None:
+        return ["float32"]
+    choice = choose(
+        "tree",
+        device=arguments.device,
+        stored=form.dtype,
+        shape=form.shape,
+        count_threads=False,
+    )
+    settle(choice)
+    fastest = str(choice.dtype).removeprefix("torch.")
+    proved = form.shape.parameters <= PROVED_PARAMETERS
+    return list(dict.fromkeys([fastest, "float32"] if proved else [fastest]))
+
+
 def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
     from medusa_heads.inference.benchmark_methods import COMPILE, CORPUS, DRAFT_MODEL, HEADS
-    from medusa_heads.inference.benchmark_setting import DEFAULT_SETTINGS, Plan, Setting
+    from medusa_heads.inference.benchmark_setting import Plan, Setting, default_settings
 
     def methods(default: tuple[str, ...]) -> tuple[str, ...]:
         names = arguments.methods
@@ -227,9 +262,8 @@ def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
     return Plan(
         settings=[
             Setting(setting.name, setting.dtype, methods(setting.methods))
-            for dtype in arguments.dtypes
-            for setting in DEFAULT_SETTINGS
-            if setting.dtype == dtype and setting.name in arguments.decodings
+            for setting in default_settings(arguments.dtypes)
+            if setting.name in arguments.decodings
         ],
         batch_sizes=arguments.batch_sizes,
         max_new_tokens=arguments.max_new_tokens,

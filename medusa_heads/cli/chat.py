@@ -19,6 +19,7 @@ from medusa_heads.cli.decoding import (
     warn_if_lossy,
 )
 from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
+from medusa_heads.cli.settled import tell_choices
 
 if TYPE_CHECKING:
     from medusa_heads.cli.conversation import Conversation
@@ -67,6 +68,7 @@ def chat(arguments: ChatArguments) -> None:
 
     model, tokenizer = load_drafting_model(arguments)
     generation_options(arguments, tokenizer)  # refuses before the first line is typed
+    tell_choices()
     warn_if_lossy(model)
     session = Session(arguments, tokenizer, Conversation(model, tokenizer, arguments.system))
     terminal = sys.stdin.isatty()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from medusa_heads.cli.settled import settle
+
 if TYPE_CHECKING:
     from medusa_heads.inference.assisted import AssistedModel
     from medusa_heads.inference.model import MedusaModel
@@ -36,9 +38,15 @@ class ModelArguments:
         metadata={"help": "hub id or path of the target; default: the one the heads name"},
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "of the target's weights; auto: as they are stored"}
+        default="auto",
+        metadata={
+            "help": "of the target's weights; auto: the fastest on this machine that holds them "
+            "exactly"
+        },
     )
-    device: str | None = field(default=None, metadata={"help": "such as cpu or cuda"})
+    device: str | None = field(
+        default=None, metadata={"help": "such as cpu or cuda; default: the best there is"}
+    )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "run the Python code that the target's repository brings"}
     )
@@ -179,15 +187,18 @@ def load_with_tokenizer(
     from transformers.utils.logging import disable_progress_bar
 
     from medusa_heads.loading import load_tokenizer
+    from medusa_heads.machine import find_device
 
     logging.set_verbosity_error()
     disable_progress_bar()
-    check_device(arguments.device)
+    if arguments.device is not None:
+        find_device(arguments.device)  # before anything is downloaded
     model = load(
         checkpoint,
         dtype=arguments.dtype,
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
+        on_choice=settle,
         **options,
     )
     tokenizer = load_tokenizer(
@@ -196,22 +207,6 @@ def load_with_tokenizer(
         trust_remote_code=arguments.trust_remote_code,
     )
     return model, tokenizer
-
-
-def check_device(name: str | None) -> None:
-    """Raises ValueError where torch knows no such device, or has none here."""
-    import torch
-
-    if name is None:
-        return
-    try:
-        torch.zeros(1, device=name).item()
-    # What torch was built without is an AssertionError.
-    except (RuntimeError, AssertionError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"expected a device such as cpu or cuda, got {name!r}: {reason}"
-        ) from error
 
 
 def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:

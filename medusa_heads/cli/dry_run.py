@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.distilling import distilled_prompts
-from medusa_heads.cli.training import Texts
+from medusa_heads.cli.settled import tell_choices
+from medusa_heads.cli.training import Texts, device_to_choose_for
 from medusa_heads.training.draft_arguments import DraftArguments
 from medusa_heads.training.target_arguments import TargetArguments
 
@@ -35,7 +36,7 @@ def dry_run_heads(
     from medusa_heads.training.dry_run import plan_heads
     from medusa_heads.training.meta_target import meta_target
 
-    target = meta_target(to_target)
+    target = meta_target(to_target, device_to_choose_for(args))
     rows, size = _text(target, texts, config.num_heads, args)
     four_bits = to_target.load_in_4bit
     plan = plan_heads(target, config, args, size, four_bits=four_bits, joint=joint)
@@ -55,7 +56,7 @@ def dry_run_draft(
     from medusa_heads.training.dry_run import plan_draft
     from medusa_heads.training.meta_target import meta_target
 
-    target = meta_target(to_target)
+    target = meta_target(to_target, device_to_choose_for(args))
     draft = draft_shape(
         target, **to_draft.beginning(), trust_remote_code=to_target.trust_remote_code
     )
@@ -107,6 +108,7 @@ def _show(rows: Any, texts: Texts, plan: Any, args: TrainingArguments) -> None:
     from medusa_heads.training.sample import show_sample
 
     if args.process_index == 0:
+        tell_choices()
         console = Console()
         show_sample(rows, texts.tokenizer, console)
         show_plan(plan, console)

@@ -16,6 +16,7 @@ from medusa_heads.cli.decoding import (
     warn_if_lossy,
 )
 from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
+from medusa_heads.cli.settled import tell_choices
 
 
 @dataclass
@@ -69,6 +70,7 @@ def generate(arguments: GenerateArguments) -> None:
         streamer=StepStreamer(tokenizer, group=arguments.group),
         **options,
     )
+    tell_choices()  # here, because generate() has mistakes of its own to refuse
     if arguments.stats:
         print(describe(model.last_stats), file=sys.stderr)
         if drafts := describe_drafts(model, arguments.draft_model):

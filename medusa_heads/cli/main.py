@@ -19,6 +19,7 @@ VERBS = {
     ),
     "benchmark": ("medusa_heads.cli.benchmark", "measure a heads checkpoint against transformers"),
     "regenerate": ("medusa_heads.cli.regenerate", "have the target answer prompts, to train on"),
+    "env": ("medusa_heads.cli.env", "what this machine is, and what is chosen on it"),
     "push": ("medusa_heads.cli.push", "put a heads checkpoint on a hub, with a model card"),
     "pull": ("medusa_heads.cli.pull", "bring a heads checkpoint from a hub into a folder"),
     "convert": ("medusa_heads.cli.convert", "read the heads of another project"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
+from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.inference.regenerate_arguments import RegenerateArguments
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def run_regenerate(arguments: RegenerateArguments) -> None:
     if backend is None:
         target = _target(arguments)
         backend = _local(arguments, target)
+    tell_choices()
     result = answer_dialogues(
         backend,
         dialogues,
@@ -118,16 +120,15 @@ def _tokenizer(arguments: RegenerateArguments) -> Any:
 
 
 def _target(arguments: RegenerateArguments) -> TargetModel:
-    import torch
-
     from medusa_heads.target import TargetModel
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return TargetModel.from_pretrained(
         arguments.model_name_or_path,
         dtype=arguments.dtype,
-        device=device,
+        device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
+        use="tree" if arguments.backend == "heads" else "batch",
+        on_choice=settle,
     )
 
 

@@ -11,7 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from medusa_heads.cli.arguments import parse_arguments
-from medusa_heads.cli.training import find_texts, load_target, prepare_texts, run_training
+from medusa_heads.cli.training import (
+    autocast_for,
+    find_texts,
+    load_target,
+    prepare_texts,
+    run_training,
+)
 from medusa_heads.inference.regenerate_arguments import DistillArguments
 from medusa_heads.training.data_arguments import DataArguments
 from medusa_heads.training.draft_arguments import DraftArguments, DraftOptimisationArguments
@@ -48,7 +54,8 @@ def _train(argv: Sequence[str] | None) -> None:
 
     from medusa_heads.training.draft_arguments import draft_training_arguments
 
-    args = draft_training_arguments(to_optimise, given=to_draft.draft_model is not None)
+    given = to_draft.draft_model is not None
+    args = draft_training_arguments(to_optimise, given=given, autocast=autocast_for(to_target))
     if to_optimise.dry_run:
         from medusa_heads.cli.dry_run import dry_run_draft
 

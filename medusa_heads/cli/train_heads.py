@@ -11,7 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from medusa_heads.cli.arguments import parse_arguments
-from medusa_heads.cli.training import find_texts, load_target, prepare_texts, run_training
+from medusa_heads.cli.training import (
+    autocast_for,
+    find_texts,
+    load_target,
+    prepare_texts,
+    run_training,
+)
 from medusa_heads.inference.regenerate_arguments import DistillArguments
 from medusa_heads.training.arguments import OptimisationArguments
 from medusa_heads.training.cache_arguments import CacheArguments
@@ -60,7 +66,8 @@ def _train(argv: Sequence[str] | None) -> None:
 
     from medusa_heads.training.arguments import to_training_arguments
 
-    args = to_training_arguments(to_optimise, config.vocab_matrix)
+    autocast = autocast_for(to_target)
+    args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=autocast)
     if to_optimise.dry_run:
         from medusa_heads.cli.dry_run import dry_run_heads
 

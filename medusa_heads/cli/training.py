@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.arguments import run_command
+from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.inference.regenerate_arguments import DistillArguments
 from medusa_heads.training.arguments import OptimisationArguments
 from medusa_heads.training.data_arguments import DataArguments
 from medusa_heads.training.target_arguments import TargetArguments
 
 if TYPE_CHECKING:
+    import torch
     from transformers import TrainingArguments
 
     from medusa_heads.target import TargetModel
@@ -97,12 +99,49 @@ def load_target(
     device = args.device  # asked for first, because it lets the processes know of one another
     if sharding is not None:
         return as_target(load_to_spread(to_target, sharding), device, sharding)
-    return TargetModel.from_pretrained(
+    alone = args.world_size == 1
+    target = TargetModel.from_pretrained(
         to_target.model_name_or_path,
         dtype=to_target.dtype,
         trust_remote_code=to_target.trust_remote_code,
+        use="batch" if alone else None,
+        on_choice=settle,
         **to_target.placement(device),
     )
+    return target
+
+
+def autocast_for(to_target: TargetArguments) -> Callable[[str | None], bool]:
+    """Says whether a machine trains faster in bf16 autocast, by the sizes of the target; and tells
+    the user. Several processes, which could measure differently, never do."""
+
+    def faster(device: str | None) -> bool:
+        import torch
+
+        from medusa_heads.loading import stored_form
+        from medusa_heads.machine import choose
+
+        if _processes() > 1:
+            return False
+        name, trusted = to_target.model_name_or_path, to_target.trust_remote_code
+        form = stored_form(name, trust_remote_code=trusted)
+        shape = None if form is None else form.shape
+        choice = choose("train", device=device, shape=shape, count_threads=False)
+        settle(choice, "training", threads=False)
+        return choice.dtype == torch.bfloat16
+
+    return faster
+
+
+def device_to_choose_for(args: TrainingArguments) -> torch.device | None:
+    """For which a dtype is chosen; None where several processes take the target as it is stored."""
+    return args.device if args.world_size == 1 else None
+
+
+def _processes() -> int:
+    """How many a launcher started."""
+    given = os.environ.get("WORLD_SIZE", "")
+    return int(given) if given.isdecimal() else 1
 
 
 def prepare_texts(
@@ -120,6 +159,8 @@ def prepare_texts(
     from medusa_heads.cli.distilling import distilled_rows
     from medusa_heads.training.data import prepare_data
 
+    if args.process_index == 0:
+        tell_choices()
     corpus, held_out = texts.corpus, texts.held_out
     if texts.distillation.self_distill:
         # The first process writes the text, the others read it from the cache.

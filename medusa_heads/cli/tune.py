@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from medusa_heads.cli.arguments import parse_arguments, run_command
 from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.cli.settled import tell_choices
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,6 +84,7 @@ def tune(arguments: TuneArguments) -> None:
             f"a context of {beyond[0]} and a tree do not fit the target's {limit} positions: "
             f"{most} at most"
         )
+    tell_choices()
     console = Console()
     for context in arguments.context or [min(DEFAULT_CONTEXT, most or 1 << 30)]:
         with console.status(f"measuring at a context of {context}"):

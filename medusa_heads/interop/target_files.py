@@ -59,7 +59,7 @@ def read_target(
         bias = _stored_name(model, lm_head.bias, source)
     if weight is None or (lm_head.bias is not None and bias is None):
         loaded = TargetModel.from_pretrained(
-            name, revision=source.revision, trust_remote_code=trust_remote_code
+            name, use=None, revision=source.revision, trust_remote_code=trust_remote_code
         )
         weight_VD, bias_V = vocabulary(loaded)
     else:

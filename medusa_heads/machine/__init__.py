@@ -1,9 +1,10 @@
 """This machine: what it has, what it multiplies fastest, and where that is remembered."""
 
-from medusa_heads.machine.choice import Choice, Use, choose
-from medusa_heads.machine.devices import find_device
+from medusa_heads.machine.choice import Choice, as_dtype, choose, speeds
+from medusa_heads.machine.devices import devices_here, find_device
 from medusa_heads.machine.facts import describe_machine, machine_facts
-from medusa_heads.machine.measurements import Measurements
+from medusa_heads.machine.measurements import Measurements, measurement_folder
+from medusa_heads.machine.products import Use
 from medusa_heads.machine.shape import Shape
 
 __all__ = [
@@ -11,8 +12,12 @@ __all__ = [
     "Measurements",
     "Shape",
     "Use",
+    "as_dtype",
     "choose",
     "describe_machine",
+    "devices_here",
     "find_device",
     "machine_facts",
+    "measurement_folder",
+    "speeds",
 ]

@@ -47,6 +47,7 @@ def choose(
     stored: torch.dtype | None = None,
     shape: Shape | None = None,
     store: Measurements = _STORE,
+    count_threads: bool = True,
 ) -> Choice:
     """Choose for a use, and measure first where nobody did on this machine.
 
@@ -60,6 +61,7 @@ def choose(
         stored: dtype of the weights on disk; None: either precision will do.
         shape: sizes of the target, where they are known.
         store: of measurements.
+        count_threads: False: they stay as they are, and nothing is measured for their sake.
 
     Raises:
         ValueError: there is no such device or dtype here.
@@ -71,12 +73,10 @@ def choose(
     where, doubt = _place(device, shape, asked or stored)
     if asked is not None and not computes_in(where, asked):
         raise ValueError(f"{where} does not compute in {_name(asked)}: give another dtype")
-    low = next((each for each in (asked, stored) if _is_low(each)), None)
-    low = low or low_precision(where)
+    low = _shorter(use, where, asked, stored)
 
     def measured() -> Seconds:
-        dtypes = ["float32"] if low is None else ["float32", _name(low)]
-        return product_seconds(use, where, dtypes, shape, store)
+        return _measured(use, where, low, shape, store)
 
     if asked is not None:
         chosen, reason = asked, f"{_name(asked)} as asked"
@@ -85,15 +85,50 @@ def choose(
     elif low is None:
         chosen, reason = torch.float32, f"float32: {where} has nothing shorter"
     elif where.type != "cpu":
-        chosen = low if computes_in(where, low) else low_precision(where) or torch.float32
-        reason = f"{_name(chosen)}: the fastest that {where} computes in"
+        chosen, reason = low, f"{_name(low)}: the fastest that {where} computes in"
     else:
         held = stored is not None and use != "train"
         chosen, reason = _faster(measured(), low, shape, held=held)
     threads = torch.get_num_threads()
-    if where.type == "cpu" and len(thread_counts(where)) > 1:
+    if count_threads and where.type == "cpu" and len(thread_counts(where)) > 1:
         threads = fastest_threads(measured(), _name(chosen)) or threads
     return Choice(where, chosen, threads, reason + doubt)
+
+
+def speeds(
+    use: Use,
+    *,
+    device: str | torch.device | None = None,
+    stored: torch.dtype | None = None,
+    shape: Shape | None = None,
+    store: Measurements = _STORE,
+) -> Seconds:
+    """What `choose` goes by, by dtype and threads: speeds relative to float32's best.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    where = find_device(device)
+    low = _shorter(use, where, None, stored)
+    seconds = _measured(use, where, low, shape or Shape(), store)
+    best = _best(seconds, "float32")
+    return {each: best / taken for each, taken in seconds.items()}
+
+
+def _shorter(
+    use: Use, where: torch.device, asked: torch.dtype | None, stored: torch.dtype | None
+) -> torch.dtype | None:
+    """What could be faster than float32 on a device: the low precision given, or the usual one."""
+    given = (each for each in (asked, stored) if each is not None and _is_low(each))
+    here = (each for each in given if computes_in(where, each))
+    return next(here, None) or low_precision(where, training=use == "train")
+
+
+def _measured(
+    use: Use, where: torch.device, low: torch.dtype | None, shape: Shape, store: Measurements
+) -> Seconds:
+    dtypes = ["float32"] if low is None else ["float32", _name(low)]
+    return product_seconds(use, where, dtypes, shape, store)
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
@@ -108,11 +143,6 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"expected a dtype such as float32 or bfloat16, got {str(dtype)!r}")
     return found
-
-
-def speed_ratio(seconds: Seconds, dtype: str) -> float:
-    """How many times as fast as float32, each with the threads that suit it best."""
-    return _best(seconds, "float32") / _best(seconds, dtype)
 
 
 def fastest_threads(seconds: Seconds, dtype: str) -> int | None:
@@ -130,7 +160,8 @@ def _faster(
     """float32 or a lower precision on the CPU, and why; `held`: the weights, and not autocast."""
     import torch
 
-    ratio, name = speed_ratio(seconds, _name(low)), _name(low)
+    name = _name(low)
+    ratio = _best(seconds, "float32") / _best(seconds, name)
     if ratio >= GAIN:
         return low, f"{name}: this CPU multiplies it at {ratio:.1f} times float32's speed"
     needed, free = 4 * shape.parameters, free_memory(torch.device("cpu"))
@@ -139,6 +170,8 @@ def _faster(
             f"{name}: in float32 the weights take {needed / 1e9:.0f} GB, more than the "
             f"{free / 1e9:.0f} GB of memory that are free"
         )
+    if ratio > 0.95:
+        return torch.float32, f"float32: {name} is not faster on this CPU"
     return torch.float32, f"float32: this CPU multiplies {name} at {ratio:.2g} of float32's speed"
 
 
@@ -164,8 +197,10 @@ def _best(seconds: Seconds, dtype: str) -> float:
     return min(taken for (name, _), taken in seconds.items() if name == dtype)
 
 
-def _is_low(dtype: torch.dtype | None) -> bool:
-    return dtype is not None and dtype.itemsize < 4
+def _is_low(dtype: torch.dtype) -> bool:
+    import torch
+
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -18,18 +18,18 @@ def find_device(asked: str | torch.device | None = None) -> torch.device:
     import torch
 
     if asked is None:
-        return next(device for device in devices() if _failure(device) is None)
+        return next(device for device in devices_here() if _failure(device) is None)
     try:
         device = torch.device(asked)
     except RuntimeError as error:
         raise ValueError(_refusal(asked, error)) from error
-    failure = None if device.type == "meta" else _failure(device)
+    failure = _failure(device)
     if failure is not None:
         raise ValueError(_refusal(asked, failure)) from failure
     return device
 
 
-def devices() -> list[torch.device]:
+def devices_here() -> list[torch.device]:
     """The devices that torch says are here, best first; the last one is the CPU."""
     import torch
 
@@ -48,8 +48,7 @@ def _failure(device: torch.device) -> Exception | None:
 
     try:
         (torch.ones(1, device=device) + 1).item()
-    # What torch was built without is an AssertionError.
-    except (RuntimeError, AssertionError) as error:
+    except Exception as error:  # AssertionError, ModuleNotFoundError, ..: each backend has its own
         return error
     return None
 
@@ -73,12 +72,17 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def low_precision(device: torch.device) -> torch.dtype | None:
-    """bfloat16, or else float16; None for a device that computes in neither."""
+def low_precision(device: torch.device, *, training: bool = False) -> torch.dtype | None:
+    """bfloat16, or else float16; None for a device that computes in neither.
+
+    Training takes no float16, whose gradients would have to be scaled, nor autocast on mps.
+    """
     import torch
 
-    both = (torch.bfloat16, torch.float16)
-    return next((dtype for dtype in both if computes_in(device, dtype)), None)
+    if training and device.type == "mps":
+        return None
+    known = (torch.bfloat16,) if training else (torch.bfloat16, torch.float16)
+    return next((dtype for dtype in known if computes_in(device, dtype)), None)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -30,7 +30,7 @@ def _facts() -> dict[str, Any]:
     import torch
 
     facts: dict[str, Any] = {
-        "processor": _processor(),
+        "cpu": _processor(),
         "instructions": _instructions(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": usable_cores(),
@@ -39,9 +39,7 @@ def _facts() -> dict[str, Any]:
         "transformers": metadata.version("transformers"),
         **{name: os.environ.get(name) for name in ISA_VARIABLES},
     }
-    if gpu := _gpu():
-        facts["gpu"] = gpu
-    return facts
+    return facts | _gpu()
 
 
 def describe_machine() -> dict[str, Any]:
@@ -81,17 +79,19 @@ def _cpuinfo(*names: str) -> list[str]:
     return [value.strip() for name, _, value in pairs if name.strip() in names]
 
 
-def _gpu() -> dict[str, str] | None:
+def _gpu() -> dict[str, str]:
+    """Name and driver of the GPU; nothing where there is none."""
     import torch
 
     if torch.cuda.is_available():
-        name, version = torch.cuda.get_device_name(), torch.version.cuda or torch.version.hip
-        return {"name": name, "toolkit": str(version), "driver": _nvidia_driver()}
+        toolkit = str(torch.version.cuda or torch.version.hip)
+        name = torch.cuda.get_device_name()
+        return {"gpu": name, "gpu_toolkit": toolkit, "gpu_driver": _nvidia_driver()}
     if hasattr(torch, "xpu") and torch.xpu.is_available():
-        return {"name": torch.xpu.get_device_name()}
+        return {"gpu": torch.xpu.get_device_name()}
     if torch.backends.mps.is_available():
-        return {"name": "Apple GPU", "driver": platform.mac_ver()[0]}
-    return None
+        return {"gpu": "Apple GPU", "gpu_driver": platform.mac_ver()[0]}
+    return {}
 
 
 def _nvidia_driver() -> str:

@@ -6,12 +6,13 @@ caches do. Shapes: R rows, D hidden, F intermediate.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from medusa_heads.machine.measurements import Measurements
+from medusa_heads.machine.measurements import Measurements, measurement_folder
 from medusa_heads.machine.shape import Shape
 
 if TYPE_CHECKING:
@@ -20,17 +21,24 @@ if TYPE_CHECKING:
 Use = Literal["decode", "tree", "batch", "train"]
 """One row; a tree of some 16 nodes; a large batch or a prompt; a step of training."""
 
+KIND = "products"
 ROWS: dict[Use, int] = {"decode": 1, "tree": 16, "batch": 512, "train": 64}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WEIGHTS = 32 << 20  # of a pass: 128 MB in float32, more than most caches
 _WEIGHTS_OF_ONE = 8 << 20  # a larger matrix shows nothing that its part does not
 _PRODUCTS = 1 << 28  # multiplications of a pass: milliseconds
+_WIDEST = 512  # of matrices for many rows, bound by arithmetic, whose speed a part shows as well
 _ROUNDS = 9
 _SECONDS = 0.25  # of all rounds; the first ones are run whatever they take
-_HOPELESS = 2.5  # times the fastest: not measured any further
-_SLOW = 0.1  # seconds: no compiling of a kernel takes so long, the products themselves do
+_HOPELESS = 2.5  # times the fastest
+# Rounds of what is fastest disagree by at most 0.3 where nothing else runs, else by much more.
+_AGREEING = 0.5
+_ATTEMPTS = 3
+_SLOW = 0.1  # seconds: compiling a kernel does not take so long
 
 Seconds = dict[tuple[str, int], float]
+"""By dtype and threads."""
+
 _known: dict[str, Seconds] = {}
 
 
@@ -46,29 +54,50 @@ def product_seconds(
         "threads": threads,
         "matrices": matrices(use, shape),
     }
-    key = f"{store.folder} {facts}"
+    key = f"{store.folder or measurement_folder()} {facts}"
     if key not in _known:
-        kept = _from_plain(store.read("products", facts), dtypes, threads)
-        if kept is None:
-            kept = measure(use, device, dtypes, threads, shape)
-            plain = {f"{dtype} {count}": value for (dtype, count), value in kept.items()}
-            store.write("products", facts, plain)
-        _known[key] = kept
+        kept = _from_plain(store.read(KIND, facts), dtypes, threads)
+        # What kept the machine busy may be over; only times of a calm one are final.
+        if kept is None or (kept.spread > _AGREEING and kept.attempts < _ATTEMPTS):
+            found = measure(use, device, dtypes, threads, shape)
+            kept = found if kept is None else kept.least(found)
+            store.write(KIND, facts, _to_plain(kept))
+        _known[key] = kept.seconds
     return dict(_known[key])
 
 
+class Measured(NamedTuple):
+    """Seconds by dtype and threads, how far rounds disagreed, and how often all were measured."""
+
+    seconds: Seconds
+    spread: float
+    attempts: int = 1
+
+    def least(self, other: Measured) -> Measured:
+        """Of each the lower time: whatever else runs here only ever adds to it."""
+        seconds = {each: min(taken, other.seconds[each]) for each, taken in self.seconds.items()}
+        return Measured(seconds, min(self.spread, other.spread), self.attempts + other.attempts)
+
+
+def _to_plain(measured: Measured) -> dict[str, Any]:
+    seconds = {f"{dtype} {count}": taken for (dtype, count), taken in measured.seconds.items()}
+    return {"seconds": seconds, "spread": measured.spread, "attempts": measured.attempts}
+
+
 def _from_plain(
-    values: dict[str, object] | None, dtypes: Sequence[str], threads: Sequence[int]
-) -> Seconds | None:
+    values: dict[str, Any] | None, dtypes: Sequence[str], threads: Sequence[int]
+) -> Measured | None:
     """As measured; None where the values are not seconds of these."""
-    seconds: Seconds = {}
-    for dtype in dtypes:
-        for count in threads:
-            value = (values or {}).get(f"{dtype} {count}")
-            if not isinstance(value, float) or not 0 < value < float("inf"):
-                return None
-            seconds[dtype, count] = value
-    return seconds
+    if values is None:
+        return None
+    wanted = [(dtype, count) for dtype in dtypes for count in threads]
+    try:
+        kept = values["seconds"]
+        seconds = {(dtype, count): float(kept[f"{dtype} {count}"]) for dtype, count in wanted}
+        measured = Measured(seconds, float(values["spread"]), int(values["attempts"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+    return measured if all(0 < taken < math.inf for taken in seconds.values()) else None
 
 
 def thread_counts(device: torch.device) -> list[int]:
@@ -84,8 +113,8 @@ def thread_counts(device: torch.device) -> list[int]:
 def matrices(use: Use, shape: Shape) -> tuple[int, int, int, int]:
     """R, F, D and how many matrices of [F, D] a pass multiplies."""
     rows, wide, narrow = ROWS[use], shape.intermediate, shape.hidden
-    if rows > ROWS["tree"]:  # bound by arithmetic, whose speed a part shows as well
-        wide, narrow = min(wide, 1024), min(narrow, 512)
+    if rows > ROWS["tree"]:
+        return rows, min(wide, _WIDEST), min(narrow, _WIDEST), 1
     wide = min(wide, max(_WEIGHTS_OF_ONE // narrow, 1))
     size = wide * narrow
     most = min(_WEIGHTS // size, _PRODUCTS // (rows * size), 3 * shape.layers)
@@ -94,10 +123,10 @@ def matrices(use: Use, shape: Shape) -> tuple[int, int, int, int]:
 
 def measure(
     use: Use, device: torch.device, dtypes: Sequence[str], threads: Sequence[int], shape: Shape
-) -> Seconds:
-    """Interleaved, of each the lower quartile: whatever else runs here only ever adds to a time.
+) -> Measured:
+    """Interleaved, of each the least: whatever else runs here only ever adds to a time.
 
-    What is far behind the fastest is left with what it took in the rounds before.
+    What takes long and is far behind the fastest is left with what it took in the rounds before.
     """
     import torch
 
@@ -118,15 +147,25 @@ def measure(
                 times[dtype, count].append(first if slow else _timed(passes[dtype], count))
         started = time.perf_counter()
         for number in range(_ROUNDS - 1):
-            if number > 1 and time.perf_counter() - started > _SECONDS:
+            if number > 3 and time.perf_counter() - started > _SECONDS:
                 break
             least = min(map(min, times.values()))
-            running = [each for each in running if min(times[each]) < _HOPELESS * least]
+            most = max(_HOPELESS * least, _SLOW / 4)
+            running = [each for each in running if min(times[each]) < most]
             for dtype, count in running:
                 times[dtype, count].append(_timed(passes[dtype], count))
     finally:
         torch.set_num_threads(before)
-    return {each: sorted(taken)[(len(taken) - 1) // 4] for each, taken in times.items()}
+    seconds = {each: min(taken) for each, taken in times.items()}
+    best = [min((each for each in times if each[0] == d), key=seconds.__getitem__) for d in dtypes]
+    return Measured(seconds, max(_spread(times[each]) for each in best))
+
+
+def _spread(taken: Sequence[float]) -> float:
+    """How much longer the upper quartile takes than the lower one; of a few rounds nothing is
+    known."""
+    quarter = len(taken) // 4
+    return sorted(taken)[-1 - quarter] / sorted(taken)[quarter] - 1 if quarter else 0.0
 
 
 def _timed(products: Callable[[], object], threads: int) -> float:

@@ -115,7 +115,8 @@ def test_what_is_given_is_measured_by_default(
     assert main([str(checkpoint / "target"), *given, *few, *SMALL]) == 0
     (setting,) = json.loads((tmp_path / "report.json").read_text())["settings"]
     names = [method["name"] for method in setting["methods"]]
-    assert names == ["plain", "auto", "auto+corpus", "draft-model"]
+    lookup = "transformers-prompt-lookup"
+    assert names == ["plain", lookup, "auto", "auto+corpus", "draft-model"]
 
 
 @pytest.mark.parametrize(

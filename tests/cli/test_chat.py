@@ -98,6 +98,7 @@ def test_mistakes_in_a_conversation_do_not_end_it(
     answers = plain_answers(speaker, FAITHFUL, LINES[:2], do_sample=False)
     assert printed.out == "".join(answer + "\n" for answer in answers)
     told = printed.err.splitlines()
+    assert told.pop(0).startswith("target: ")  # what is computed with
     assert len(told) == len(mistakes)
     for line, message in zip(told, mistakes.values(), strict=True):
         assert line.startswith("error: ") and message in line

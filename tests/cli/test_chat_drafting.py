@@ -24,7 +24,9 @@ def test_a_target_that_drafts_for_itself(speaker: Path, talk: Talk) -> None:
         "a tree is of heads or a draft model, with --drafter there is neither",
         f"drafter must be one of {', '.join(DRAFTERS)}, ",
     ]
-    for line, message in zip(printed.err.splitlines(), told, strict=True):
+    first, *lines = printed.err.splitlines()
+    assert first.startswith("target: ")  # what is computed with
+    for line, message in zip(lines, told, strict=True):
         assert line.startswith(f"error: {message}")
 
 

@@ -207,7 +207,7 @@ def test_a_lossy_rule_says_so_once(
     base = [str(checkpoint / "heads"), "--prompt", "def f(", "--max-new-tokens", "8", "--stats"]
     assert main([*base, "--acceptance", rule]) == 0
     told = capsys.readouterr().err
-    assert told.startswith(f"{rule} acceptance is lossy") and told.count("own\n") == 1
+    assert told.count(f"{rule} acceptance is lossy") == told.count("own\n") == 1
     assert "lossy acceptance\n" in told
     assert main(base) == 0
     assert "lossy" not in capsys.readouterr().err
@@ -253,3 +253,21 @@ def test_no_character_is_torn_between_steps(
     streamer.end()
     assert shown == ["", "é", " ", "", "", "€", "!"]
     assert streamer.tokens == ids[1:]
+
+
+def test_it_says_what_it_computes_with_and_a_flag_beats_it(
+    checkpoint: Path, cache: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
+    base = [str(checkpoint / "heads"), "--prompt", "def f(", "--max-new-tokens", "4"]
+    for flags, reason in (
+        ([], "float32 as its weights are stored"),
+        (["--dtype", "bfloat16", "--device", "cpu"], "bfloat16 as asked"),
+    ):
+        assert main([*base, *flags]) == 0
+        told = capsys.readouterr().err
+        assert told == f"target: cpu, 1 thread, {reason}\n"
+    assert "'cuda:99'" in refused(main, [*base, "--device", "cuda:99"])
+    # A mistake that comes after the choice is one sentence, and the next command tells its own.
+    refused(main, [*base, "--top_p", "7"])
+    assert main(base) == 0
+    assert capsys.readouterr().err.count("target: ") == 1

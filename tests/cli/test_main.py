@@ -56,7 +56,11 @@ def test_mistakes_of_the_benchmark_verb(tmp_path: Path, refused: Refused) -> Non
         (): "checkpoint is missing",
         (str(tmp_path / "none"),): "expected a heads checkpoint",
         (str(tmp_path), "--report", __file__): "expected a folder at",
-        (str(tmp_path), "--dtypes", "int8"): "expected dtypes among bfloat16, float32, got 'int8'",
+        (
+            str(tmp_path),
+            "--dtypes",
+            "int8",
+        ): "among bfloat16, float16, float32, got 'int8'",
         (str(tmp_path), "--num-prompt", "3"): "did you mean '--num-prompts'",
     }
     for argv, sentence in mistakes.items():

@@ -15,7 +15,9 @@ from medusa_heads.checkpoint import load_heads
 from medusa_heads.cli import generate
 from medusa_heads.cli.arguments import read_config
 from medusa_heads.cli.train_heads import ARGUMENTS, main
+from medusa_heads.machine import Shape
 from medusa_heads.target import TargetModel
+from tests.measured import keep_products
 
 CONFIGS = sorted(
     path
@@ -88,6 +90,29 @@ def test_a_run_from_the_command_line(
     assert (training_set["supervised_tokens"] == 80) == self_distill
     assert (output / "metrics.json").is_file() and (output / "run.yaml").is_file()
     assert (output / "distilled").is_dir() == self_distill
+
+
+def test_autocast_is_what_this_machine_trains_faster_with(
+    target_folder: Path,
+    corpus: Path,
+    tmp_path: Path,
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = Shape(hidden=16, intermediate=32, vocab=WORDS, layers=1)
+    given = flags(target_folder, corpus, tmp_path / "run", "--num_heads", "2")
+    for dtype, other in (("bfloat16", "float32"), ("float32", "bfloat16")):
+        keep_products(shape, {f"{dtype} 1": 0.1, f"{other} 1": 0.2}, "train")
+        assert main([*given, "--dry_run"]) == 0
+        assert f"training: cpu, 1 thread, {dtype}: " in capsys.readouterr().err
+    keep_products(shape, {"bfloat16 1": 0.1, "float32 1": 0.2}, "train")
+    for flag, bf16 in ((["--bf16", "false"], False), ([], True)):
+        assert main([*given, *flag, "--overwrite_output_dir"]) == 0
+        told = capsys.readouterr().err
+        assert ("training: " in told) == bf16
+        assert "target: cpu, 1 thread, float32 as its weights are stored" in told
+        story = load_heads(tmp_path / "run", TargetModel.from_pretrained(str(target_folder)))
+        assert story.stored.provenance["training_arguments"].get("bf16", False) == bf16
 
 
 def test_heads_and_adapter_from_the_command_line(

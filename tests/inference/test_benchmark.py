@@ -18,9 +18,9 @@ from medusa_heads.inference import benchmark as benchmark_module
 from medusa_heads.inference.benchmark import benchmark
 from medusa_heads.inference.benchmark_methods import PLAIN, PROMPT_LOOKUP
 from medusa_heads.inference.benchmark_setting import Plan, Setting, measure
-from medusa_heads.inference.machine import describe_machine
 from medusa_heads.inference.model import MedusaModel
 from medusa_heads.inference.prompts import Prompt
+from medusa_heads.machine import describe_machine
 from medusa_heads.target import TargetModel
 from tests.inference.benchmarked import HEADS, NEW, PROMPTS
 

@@ -53,11 +53,14 @@ def test_more_rows_share_what_pays() -> None:
     assert alone.best(EXPECTED)[0] == 7 and many.best(EXPECTED)[0] < 7
 
 
-def test_a_single_size_is_always_taken() -> None:
-    fixed = Budget(Clock({1: 1.0, 8: 8.0}), [7])
-    assert fixed.fixed and fixed.best(EXPECTED)[0] == 7
-    assert fixed.best([0.0])[0] == 0  # the rest is spare
-    assert fixed.least() == 0.0 and fixed.unknown(EXPECTED) is None
+def test_padded_sizes_take_their_whole_time() -> None:
+    clock = Clock({1: 1.0, 2: 1.1, 8: 2.0}, learns=False)
+    padded = Budget(clock, [0, 7], padded=True)
+    assert padded.best([0.0, 1.1])[0] == 7  # six of them spare: 1.1 tokens for a second more
+    assert padded.best([0.0, 0.9])[0] == 0
+    assert Budget(clock, [0, 7]).best([0.0, 0.9])[0] == 1
+    single = Budget(clock, [7], padded=True)
+    assert single.best(EXPECTED)[0] == single.best([0.0])[0] == 7
 
 
 def test_sizes_that_were_never_seen_are_tried_while_it_can_be_paid_for() -> None:

@@ -213,7 +213,7 @@ def test_a_window_that_is_seen_is_caught(tiny_llama: TinyLlama) -> None:
 
 
 def test_compiled(tiny_llama: TinyLlama) -> None:
-    """Every step verifies as many nodes, the window among them."""
+    """Every step verifies one of two numbers of nodes, the window among them."""
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
     drafted = TrainingFreeModel(model, "lookahead", compile=True, compile_backend="eager")
     drafter = drafted.drafter
@@ -230,7 +230,7 @@ def test_compiled(tiny_llama: TinyLlama) -> None:
     expected_BT = model.generate(IDS_BT, max_new_tokens=30, do_sample=False)
     got_BT: Any = drafted.generate(IDS_BT, max_new_tokens=30, do_sample=False)
     assert torch.equal(got_BT, expected_BT)
-    assert sizes == {drafter.num_nodes}
+    assert sizes <= {1 + WINDOW, drafter.num_nodes} and drafter.num_nodes in sizes
 
 
 def test_the_pool_gives_the_latest_first() -> None:

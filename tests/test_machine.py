@@ -1,0 +1,247 @@
+"""What this machine is said to be, what is chosen on it, and what is remembered of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads.machine import (
+    Measurements,
+    Shape,
+    Use,
+    choose,
+    describe_machine,
+    find_device,
+    machine_facts,
+    speeds,
+)
+from medusa_heads.machine import products as module
+from medusa_heads.machine.choice import fastest_threads
+from medusa_heads.machine.products import product_seconds
+from tests.measured import keep_products
+
+CPU = torch.device("cpu")
+SMALL = Shape(hidden=32, intermediate=64, vocab=128, layers=2)
+BF16 = torch.bfloat16
+SLOW_BF16 = {"float32 1": 0.002, "bfloat16 1": 0.01}
+FAST_BF16 = {"float32 1": 0.010, "bfloat16 1": 0.004}
+
+
+def store_of(
+    folder: Path, seconds: dict[str, float], use: Use = "tree", **kept: Any
+) -> Measurements:
+    return keep_products(SMALL, seconds, use, Measurements(folder), **kept)
+
+
+def test_the_facts_are_plain_and_stay_the_same() -> None:
+    facts = machine_facts()
+    assert json.loads(json.dumps(facts)) == facts == machine_facts()
+    assert facts["cpu"] and facts["cores"] >= 1 and facts["torch"] == torch.__version__
+    assert facts["capability"] == torch.backends.cpu.get_cpu_capability()
+    facts["cores"] = 0  # a copy
+    assert machine_facts()["cores"] >= 1
+    assert set(facts) < set(describe_machine())
+
+
+def test_the_best_device_that_is_here() -> None:
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    if not torch.backends.mps.is_available() and not torch.xpu.is_available():
+        assert find_device().type == find_device(None).type == here
+    assert find_device("cpu") == find_device(CPU) == CPU
+
+
+@pytest.mark.parametrize("asked", ["abacus", "meta", "cuda:99", "", "hpu", "vulkan", "xla"])
+def test_a_device_that_is_not_here(asked: str) -> None:
+    with pytest.raises(ValueError, match="expected a device such as cpu or cuda, got") as told:
+        find_device(asked)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("dtype", ["float33", "int8", "Tensor", "float8_e4m3fn", torch.int32])
+def test_a_dtype_that_cannot_be_had(dtype: str | torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"expected a dtype such as|does not compute in"):
+        choose("tree", dtype=dtype, shape=SMALL)
+
+
+def test_a_low_precision_is_chosen_where_it_is_faster(tmp_path: Path) -> None:
+    fast, slow = store_of(tmp_path / "a", FAST_BF16), store_of(tmp_path / "b", SLOW_BF16)
+    chosen = choose("tree", stored=BF16, shape=SMALL, device="cpu", store=fast)
+    assert chosen.dtype == BF16
+    assert chosen.reason == "bfloat16: this CPU multiplies it at 2.5 times float32's speed"
+    assert str(chosen) == f"cpu, 1 thread, {chosen.reason}"
+    chosen = choose("tree", stored=BF16, shape=SMALL, device="cpu", store=slow)
+    assert chosen.dtype == torch.float32
+    assert chosen.reason == "float32: this CPU multiplies bfloat16 at 0.2 of float32's speed"
+    relative = speeds("tree", stored=BF16, shape=SMALL, device="cpu", store=slow)
+    assert relative == {("float32", 1): 1.0, ("bfloat16", 1): pytest.approx(0.2)}
+
+
+def test_a_gain_within_noise_is_none(tmp_path: Path) -> None:
+    store = store_of(tmp_path, {"float32 1": 0.0105, "bfloat16 1": 0.01})
+    chosen = choose("tree", stored=BF16, shape=SMALL, device="cpu", store=store)
+    assert chosen.dtype == torch.float32
+    assert chosen.reason == "float32: bfloat16 is not faster on this CPU"
+
+
+def test_weights_are_never_rounded_by_choice(tmp_path: Path) -> None:
+    store = store_of(tmp_path, FAST_BF16)
+    chosen = choose("tree", stored=torch.float32, shape=SMALL, device="cpu", store=store)
+    assert chosen.dtype == torch.float32 and "as its weights are stored" in chosen.reason
+    assert choose("tree", shape=SMALL, device="cpu", store=store).dtype == BF16
+
+
+def test_what_the_user_gave_beats_the_measurement(tmp_path: Path) -> None:
+    store = store_of(tmp_path, SLOW_BF16)
+    chosen = choose("tree", dtype="bfloat16", shape=SMALL, device="cpu", store=store)
+    assert (chosen.dtype, chosen.reason) == (BF16, "bfloat16 as asked")
+    chosen = choose("tree", dtype="auto", stored=BF16, shape=SMALL, device="cpu", store=store)
+    assert chosen.dtype == torch.float32
+
+
+def test_weights_that_do_not_fit_memory_stay_short(tmp_path: Path) -> None:
+    huge = Shape(SMALL.hidden, SMALL.intermediate, vocab=10**13, layers=SMALL.layers)
+    store = store_of(tmp_path, SLOW_BF16)
+    chosen = choose("tree", stored=BF16, shape=huge, device="cpu", store=store)
+    assert chosen.dtype == BF16 and "GB of memory that are free" in chosen.reason
+
+
+def test_autocast_takes_the_dtype_that_trains_faster(tmp_path: Path) -> None:
+    store = store_of(tmp_path, FAST_BF16, "train")
+    assert choose("train", shape=SMALL, device="cpu", store=store).dtype == BF16
+    store = store_of(tmp_path, SLOW_BF16, "train")
+    assert choose("train", shape=SMALL, device="cpu", store=store).dtype == torch.float32
+
+
+def test_fewer_threads_where_they_are_clearly_faster() -> None:
+    def best(one: float, two: float, four: float) -> int | None:
+        return fastest_threads(
+            {("float32", 1): one, ("float32", 2): two, ("float32", 4): four}, "float32"
+        )
+
+    assert best(1.0, 2.0, 4.0) == 1
+    assert best(4.0, 2.0, 3.0) == 2
+    assert best(0.95, 1.1, 1.0) == 4  # within noise: as torch has it
+    assert fastest_threads({}, "float32") is None
+
+
+@pytest.mark.parametrize("use", ["decode", "tree", "batch", "train"])
+def test_measured_once_and_kept(use: Use, tmp_path: Path) -> None:
+    store = Measurements(tmp_path)
+    before = torch.get_num_threads()
+    first = product_seconds(use, CPU, ["float32", "bfloat16"], SMALL, store)
+    assert set(first) == {("float32", 1), ("bfloat16", 1)} and min(first.values()) > 0
+    assert torch.get_num_threads() == before
+    (file,) = (tmp_path / "products").iterdir()
+    written = file.read_bytes()
+    module._known.clear()  # as in another process
+    kept = json.loads(written)["values"]
+    kept["spread"] = 0.0  # however busy this machine is
+    store.write("products", json.loads(written)["of"]["facts"], kept)
+    written = file.read_bytes()
+    assert product_seconds(use, CPU, ["bfloat16", "float32"], SMALL, store) == first
+    assert file.read_bytes() == written
+
+
+def test_a_busy_machine_is_measured_again_but_not_for_ever(tmp_path: Path) -> None:
+    noisy = store_of(tmp_path / "a", {"float32 1": 1e-9, "bfloat16 1": 9.0}, spread=3.0)
+    again = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, noisy)
+    assert again["float32", 1] == 1e-9 and again["bfloat16", 1] < 9.0  # of each the least
+    tired = store_of(tmp_path / "b", SLOW_BF16, spread=3.0, attempts=3)
+    same = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, tired)
+    assert same == {("float32", 1): 0.002, ("bfloat16", 1): 0.01}
+
+
+def test_other_processes_measure_nothing_again(cache: Path) -> None:
+    program = (
+        "import torch; from medusa_heads.machine import Shape, choose; "
+        "print(choose('tree', stored=torch.bfloat16, shape=Shape(32, 64, 128, 2), device='cpu'))"
+    )
+    store_of(cache, SLOW_BF16)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    said = [each.communicate()[0].decode() for each in done]
+    assert [each.returncode for each in done] == [0, 0]
+    assert said[0] == said[1] and "bfloat16 at 0.2 of float32's speed" in said[0]
+
+
+DAMAGE = {
+    "empty": "",
+    "no JSON": "{",
+    "a list": "[]",
+    "deep": "[" * 100_000,
+    "of something else": '{"of": {}, "values": {"seconds": 1}}',
+    "no values": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_no_measurement(damage: str | None, tmp_path: Path) -> None:
+    store = store_of(tmp_path, SLOW_BF16)
+    (file,) = (tmp_path / "products").iterdir()
+    whole = json.loads(file.read_text())
+    facts = whole["of"]["facts"]
+    assert store.read("products", facts) == whole["values"]
+    file.write_text(json.dumps(whole | {"values": 3}) if damage is None else damage)
+    assert store.read("products", facts) is None
+    module._known.clear()
+    measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, store)
+    assert measured["float32", 1] != 0.002
+    assert store.read("products", facts) is not None  # whole again
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"seconds": {}}, {"seconds": {"float32 1": "x"}}, {"seconds": None, "spread": 1}],
+)
+def test_values_of_another_version_are_measured_anew(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    store = store_of(tmp_path, {})
+    (file,) = (tmp_path / "products").iterdir()
+    facts = json.loads(file.read_text())["of"]["facts"]
+    store.write("products", facts, values)
+    assert product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, store)["float32", 1] > 0
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("inf"), float("nan")])
+def test_times_that_cannot_be_are_measured_anew(seconds: float, tmp_path: Path) -> None:
+    store = store_of(tmp_path, {"float32 1": seconds, "bfloat16 1": 0.01})
+    measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, store)
+    assert 0 < measured["float32", 1] < float("inf")
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = Measurements(tmp_path / "file")  # no folder can be made there, whoever tries
+    store.write("kind", {"a": 1}, {"b": 2})
+    assert store.read("kind", {"a": 1}) is None
+    assert choose("tree", stored=BF16, shape=SMALL, device="cpu", store=store).threads >= 1
+
+
+def test_measurements_are_kept_apart(tmp_path: Path) -> None:
+    store = Measurements(tmp_path)
+    store.write("a", {"x": 1}, {"value": 1})
+    store.write("a", {"x": 2}, {"value": 2})
+    store.write("b", {"x": 1}, {"value": 3})
+    assert store.read("a", {"x": 1}) == {"value": 1}
+    assert store.read("a", {"x": 2}) == {"value": 2}
+    assert store.read("b", {"x": 1}) == {"value": 3}
+    assert store.read("a", {"x": 3}) is None
+    store.write("a", {"x": 1}, {"value": 4})  # the last one stays
+    assert store.read("a", {"x": 1}) == {"value": 4}
+
+
+def test_sizes_of_a_target(tiny_llama: Any) -> None:
+    config = tiny_llama(num_layers=3).config
+    assert Shape.of(config) == Shape(hidden=64, intermediate=128, vocab=199, layers=3)
+    assert Shape.of(object()) == Shape(intermediate=4 * Shape.hidden)
