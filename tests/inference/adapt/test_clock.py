@@ -90,6 +90,7 @@ def test_one_that_does_not_learn_stays() -> None:
     clock.learn(4, 99.0)
     clock.learn_drafting("heads", 99.0)
     assert clock.step(4) == 1.2 and clock.drafting("heads") == 0.1
+    assert clock.steps_known(4) > 1000  # no size needs to be tried
 
 
 @pytest.mark.parametrize("measured", [{}, {0: 1.0}, {1: 0.0}, {1: 1.0, 2: -1.0}])
