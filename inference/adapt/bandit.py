@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SHARE = 0.015  # of all seconds, that trials may lose
+_SHARE = 0.01  # of all seconds, that trials may lose
 _MOST_SAVED = 12  # plain steps that an allowance holds at most
 _MEMORY = 200.0  # steps after which one counts a third of a new one
 _KEPT = 1.0 - 1.0 / _MEMORY
@@ -53,7 +53,7 @@ class Bandit:
     """
 
     def __init__(
-        self, priors: Sequence[tuple[float, float]], allowance: Allowance, *, weight: float = 4.0
+        self, priors: Sequence[tuple[float, float]], allowance: Allowance, *, weight: float = 2.0
     ) -> None:
         self._tokens = [weight * tokens for tokens, _ in priors]
         self._seconds = [weight * seconds for _, seconds in priors]

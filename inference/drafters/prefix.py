@@ -58,8 +58,9 @@ class PrefixMemory:
         index = [[*path, *[path[-1]] * (longest - len(path))] for path in nodes]
         batch_B1 = torch.arange(len(nodes), device=device)[:, None]
         hidden_BPD = hidden_BND[batch_B1, torch.tensor(index, device=device)].to(dtype)
+        # A row that has ended, and stays in a compiled batch, may have fewer tokens than steps.
         following = [
-            _last_tokens(row, len(path)) + [0] * (longest - len(path))
+            (_last_tokens(row, len(path)) + [0] * longest)[:longest]
             for row, path in zip(state.rows, nodes, strict=True)
         ]
         following_BPD = self._heads.embed(torch.tensor(following, device=device)).to(dtype)
