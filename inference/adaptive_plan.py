@@ -25,6 +25,7 @@ from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
 
 SUFFIX = "+suffix"
+_UNVARYING = 15  # nodes; with the root a multiple of what matrix units take at a time
 _SEQUENTIAL = (3, 7, 15, 23, 31)  # nodes of the trees that heads which see each other may draft
 
 
@@ -74,6 +75,35 @@ def automatic(
     )
 
 
+def unvarying(
+    nodes: int | None,
+    target: TargetModel,
+    sources: Sequence[Source] = (),
+    *,
+    text: bool = True,
+    corpus: CorpusIndex | None = None,
+    chain_only: bool = False,
+) -> BlendedDrafter:
+    """A drafter all of whose trees have as many nodes, and which goes by no clock: of one text it
+    always makes the same steps. It learns while it drafts, so that every text needs a new one.
+
+    Args:
+        nodes: that are drafted; None for a number that usually pays.
+        target, sources, text, corpus, chain_only: see `automatic`.
+    """
+    if nodes is None:
+        nodes = min(_UNVARYING, room(target) - 1)
+    return BlendedDrafter(
+        Clock.flat(),
+        (nodes,),
+        text=TextSource(nodes, corpus) if text else None,
+        sources=sources,
+        always=True,
+        chain_only=chain_only,
+        padded=True,
+    )
+
+
 def with_heads(
     tree: str,
     target: TargetModel,
@@ -82,6 +112,7 @@ def with_heads(
     *,
     corpus: CorpusIndex | None = None,
     chain_only: bool = False,
+    deterministic: bool = False,
 ) -> Drafter:
     """The drafter of a tree that blends.
 
@@ -90,19 +121,26 @@ def with_heads(
         target, heads, statistics: that belong together.
         corpus: continued as well as the text itself; None for none.
         chain_only: the target verifies chains alone.
+        deterministic: see `unvarying`.
 
     Raises:
         ValueError: an unknown form, or a tree that does not fit the heads.
     """
     if tree == "auto":
-        source = _sequential(heads, statistics, target) if heads.sequential else None
-        own = source or HeadsSource(heads, statistics)
+        recycling: list[Source] = [] if chain_only else [RecyclingSource(target.vocab_size)]
+        own: HeadsSource | TreeSource = HeadsSource(heads, statistics)
+        if heads.sequential:
+            sizes = (_UNVARYING,) if deterministic else _SEQUENTIAL
+            clock = Clock.flat() if deterministic else target_clock(target)
+            own = _sequential(heads, statistics, clock, [n for n in sizes if n < room(target)])
+        if deterministic:
+            sources = [*recycling, own]
+            return unvarying(None, target, sources, corpus=corpus, chain_only=chain_only)
         drafter = make_drafter("static:1", heads, statistics)
         if isinstance(own, TreeSource):
             drafter = own.drafter
         kind = heads.config.to_dict() | {"preview": heads.previews is not None}
         kind |= {"nodes": drafter.num_nodes}
-        recycling: list[Source] = [] if chain_only else [RecyclingSource(target.vocab_size)]
         return automatic(
             target,
             [*recycling, own],
@@ -114,26 +152,21 @@ def with_heads(
     if drafter.num_nodes == 1 or isinstance(drafter, BlendedDrafter):
         raise ValueError(f"{tree!r} leaves the heads nothing to draft: use 'suffix'")
     nodes = drafter.num_nodes - 1
-    compiled = isinstance(target, CompiledTarget)
-    sizes = [nodes] if compiled else range(nodes + 1)
-    source = TreeSource(drafter, heads.config.num_heads, statistics=statistics)
-    return BlendedDrafter(
-        Clock.flat(),
-        sizes,
-        text=TextSource(nodes, corpus),
-        sources=[source],
-        always=True,
-        padded=compiled,
-    )
+    sources = [TreeSource(drafter, heads.config.num_heads, statistics=statistics)]
+    if deterministic or isinstance(target, CompiledTarget):
+        return unvarying(nodes, target, sources, corpus=corpus)
+    text = TextSource(nodes, corpus)
+    return BlendedDrafter(Clock.flat(), range(nodes + 1), text=text, sources=sources, always=True)
 
 
-def _sequential(heads: DraftHeads, statistics: HeadStatistics, target: TargetModel) -> TreeSource:
+def _sequential(
+    heads: DraftHeads, statistics: HeadStatistics, clock: Clock, sizes: Sequence[int]
+) -> TreeSource:
     """Heads that see each other draft a tree level by level: one of a size that may pay here."""
-    clock = target_clock(target)
     speeds = {
         nodes: statistics.expected_tokens_per_step(nodes) / clock.step(nodes + 1)
-        for nodes in _SEQUENTIAL
-        if nodes < room(target) and nodes <= len(statistics.paths)
+        for nodes in sizes
+        if nodes <= len(statistics.paths)
     }
     nodes = max(speeds, key=speeds.__getitem__, default=1)
     drafter = make_drafter(f"static:{nodes}", heads, statistics, with_log_probs=True)

@@ -45,10 +45,11 @@ def test_the_likeliest_nodes_in_order(
 ) -> None:
     table = {path: dict(enumerate(each)) for path, each in chances.items()}
     tree = grow(9, [Tabled(table)], most)
-    reached = {(): 1.0}
+    reached: dict[tuple[int, ...], float] = {(): 1.0}
     for path in PATHS:
         for token, chance in table[path].items():
-            reached[(*path, token)] = reached[path] * chance
+            longer = (*path, token)
+            reached[longer] = reached[path] * chance
     del reached[()]
     best = sorted(reached.values(), reverse=True)[:most]
     assert tree.chances[1:] == pytest.approx(best)

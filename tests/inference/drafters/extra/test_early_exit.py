@@ -146,9 +146,9 @@ class Saying(ThinnedTarget):
     """Gives its tokens these probabilities, one after the other."""
 
     def __init__(self, *probs: float) -> None:
-        self.probs, self.asked, self.layers = probs, 0, 1  # type: ignore[misc]
+        self.probs, self.asked, self.layers = probs, 0, 1
 
-    layers = 1  # type: ignore[assignment]
+    layers = 1
 
     def continuation(self, state: DecodingState) -> Any:
         for prob in self.probs:
