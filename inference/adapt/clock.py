@@ -15,6 +15,7 @@ _LEVEL = 1 / 24  # the share of what is known of all sizes that a new step makes
 _OWN_PRIOR = 4.0  # steps for which a measured size counts
 _OWN_KEPT = 0.98
 _SURPRISE = 0.6  # in logarithms: an interrupted step says no more than this
+_ALL_OF, _ONE_IN = 64, 4  # steps that are learnt from: all of the first ones, then one in so many
 _DRAFTING = 1 / 16  # the share of a source's seconds that a new draft makes up
 
 
@@ -50,7 +51,7 @@ class Clock:
         self._octave = 0
         self._own: dict[int, tuple[float, float]] = {}  # weight and mean beyond the level, by size
         self._known: dict[int, float] = {}
-        self.lessons = 0
+        self._steps = self.lessons = 0
 
     @classmethod
     def flat(cls) -> Clock:
@@ -79,7 +80,8 @@ class Clock:
 
     def learn(self, tokens: int, seconds: float, context: int = 0) -> None:
         """A step that verified so many tokens behind a text of `context` took so long."""
-        if not self._learns:
+        self._steps += 1
+        if not self._learns or (self._steps > _ALL_OF and self._steps % _ONE_IN):
             return
         self._turn_to(context)
         surprise = math.log(seconds / self.step(tokens))
