@@ -66,12 +66,13 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
             f"the heads in {arguments.checkpoint!r} carry no statistics, which say what a draft is "
             "worth: measure them with medusa-heads calibrate"
         )
-    from medusa_heads.inference import speedup, speedup_report, step_seconds
+    from medusa_heads.inference import speedup, speedup_report
+    from medusa_heads.inference.adapt.measure import SIZES
     from medusa_heads.inference.capability import capability
     from medusa_heads.inference.memory_overhead import memory_overhead
 
     limit = model.target.max_positions
-    if limit is not None and arguments.context > (most := limit - max(step_seconds.SIZES)):
+    if limit is not None and arguments.context > (most := limit - max(SIZES)):
         raise ValueError(
             f"a context of {arguments.context} and a tree do not fit the target's {limit} "
             f"positions: {most} at most"

@@ -98,6 +98,13 @@ class DecodingArguments(ModelArguments):
     compile: bool = field(
         default=False, metadata={"help": "Verify through torch.compile; the first text is slow."}
     )
+    deterministic: bool = field(
+        default=False,
+        metadata={
+            "help": "Verify as many nodes in every step and learn from no earlier text, so that "
+            "bfloat16 rounds every time alike. It does not go with --draft_model."
+        },
+    )
     max_new_tokens: int = field(default=128, metadata={"help": "Most tokens that are generated."})
     do_sample: bool = field(
         default=False,
@@ -228,6 +235,7 @@ def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
     return {
         **drafts,
         "compile": arguments.compile,
+        "deterministic": arguments.deterministic,
         "acceptance": arguments.acceptance,
         "acceptance_settings": {name: value for name, value in given.items() if value is not None},
     }

@@ -39,6 +39,7 @@ def expected(checkpoint: Path, **options: Any) -> str:
         (["--min-p", "0.1"], {"do_sample": True, "min_p": 0.1}),
         (["--typical-p", "0.8"], {"do_sample": True, "typical_p": 0.8}),
         (["--no-repeat-ngram-size", "2"], {"do_sample": False, "no_repeat_ngram_size": 2}),
+        (["--deterministic"], {"do_sample": False}),
     ],
 )
 def test_streams_the_targets_text(
@@ -142,6 +143,10 @@ def test_bytes_that_are_no_text_are_refused(
         (["{}/heads", "--prompt", "x", "--target", "nowhere"], "expected a causal language model"),
         (["{}/heads", "--prompt", "x", "--tree", "0"], "tree"),
         (
+            ["{}/target", "--prompt", "x", "--draft-model", "{}/target", "--deterministic"],
+            "--deterministic is of heads or a --drafter",
+        ),
+        (
             ["{}/heads", "--prompt", "x", "--max-new-tokens", "9999"],
             "do not fit the target's context",
         ),
@@ -170,7 +175,10 @@ def test_bytes_that_are_no_text_are_refused(
             ["{}/target", "--prompt", "x", "--drafter", "auto", "--corpus", "nowhere"],
             "expected a corpus at 'nowhere'",
         ),
-        (["{}/heads", "--prompt", "x", "--corpus", "{}/heads"], "continued by the trees auto, N+"),
+        (
+            ["{}/heads", "--prompt", "x", "--tree", "chain", "--corpus", "{}/heads"],
+            "continued by the trees auto, N+",
+        ),
         (
             ["{}/target", "--prompt", "x", "--drafter", "recycling", "--corpus", "x"],
             "continued by the drafters auto, suffix and all +suffix, not 'recycling'",

@@ -28,8 +28,8 @@ SMALLER = {
 def test_the_page_is_true(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("medusa_heads.inference.step_seconds._REPEATS", 1)
-    monkeypatch.setattr("medusa_heads.inference.skip_search._TOKENS", 16)
+    monkeypatch.setattr("medusa_heads.inference.adapt.measure._ROUNDS", 1)
+    monkeypatch.setattr("medusa_heads.inference.drafters.extra.skip_search._TOKENS", 16)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     blocks = {name: re.findall(rf"```{name}\n(.*?)```", PAGE, re.S) for name in ("bash", "python")}

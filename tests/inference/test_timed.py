@@ -1,4 +1,4 @@
-"""Drafters are told how long their trees took, and what became of them, whoever stands between."""
+"""Drafters are told how long their trees took, and what became of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from medusa_heads import TargetModel
-from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.drafters.by_rows import ByRowsDrafter
 from medusa_heads.inference.state import DecodingState
 from medusa_heads.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
@@ -89,32 +87,3 @@ def test_steps_are_timed_without_drafting_and_with_what_one_token_takes(
     # A step that commits four tokens waits for the processor four times, but elsewhere than on a
     # CPU nobody knows what of it was the target.
     assert seconds == pytest.approx(SLOW if DEVICE == "cpu" else 4 * SLOW, rel=0.01)
-
-
-def test_of_several_drafters_the_one_that_drafted_is_told(
-    tiny_llama: TinyLlama, clock: Clock
-) -> None:
-    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
-    trees: dict[int, list[tuple[int, ...]]] = {1: [(0,)], 2: [(0,), (1,)], 4: [(0,), (1,), (2,)]}
-    drafters: dict[int, Drafter] = {
-        rows: SlowDrafter(clock, 24, tree) for rows, tree in trees.items()
-    }
-    ids_BT = torch.randint(3, 24, (4, 10), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    expected_BT = model.generate(ids_BT, max_new_tokens=40, do_sample=False)
-    ends = {"eos_token_id": [int(expected_BT[b, 16 + 6 * b]) for b in range(3)], "pad_token_id": 0}
-    model.generate(
-        ids_BT,
-        max_new_tokens=30,
-        do_sample=False,
-        custom_generate=partial(run, TargetModel(model), ByRowsDrafter(drafters.__getitem__, 4)),
-        **ends,
-    )
-    used = [drafter for drafter in drafters.values() if drafter.rows]  # type: ignore[attr-defined]
-    assert len(used) > 1
-    for rows, drafter in drafters.items():
-        assert isinstance(drafter, SlowDrafter)
-        assert {nodes for nodes, _ in drafter.steps} <= {len(trees[rows])}
-        untold = 2 if rows == 4 else 0  # the first steps of the text
-        assert len(drafter.steps) == len(drafter.rows) - untold
-        prompt = [4] if rows == 4 else []
-        assert drafter.observed == prompt + drafter.rows
