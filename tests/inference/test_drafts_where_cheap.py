@@ -21,7 +21,7 @@ PROMPTS = ["def test_", "class Stack:\n    def __init__(self"]
     ("tree", "floor"), [("auto", 5.0), ("static:15", 3.0), ("dynamic:15", 3.0)]
 )
 def test_heads_draft(monkeypatch: pytest.MonkeyPatch, tree: str, floor: float) -> None:
-    flat = Clock({tokens: 1.0 for tokens in (1, 2, 4, 8, 16, 32, 64)}, learns=False)
+    flat = Clock(dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 1.0), learns=False)
     monkeypatch.setattr(adaptive_plan, "target_clock", lambda *_: flat)
     medusa = MedusaModel.from_pretrained(
         ASSETS / "demo-heads", target=str(ASSETS / "demo-target"), tree=tree, dtype=torch.float32
