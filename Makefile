@@ -32,10 +32,10 @@ help: ## show this list
 demo: $(STAMP) ## train heads for the embedded model and measure them (5 to 8 minutes on 2 cores)
 	$(BIN)/python -m scripts.demo
 
-test: $(STAMP) ## run the tests (4 minutes on 2 cores, 10 on slow ones)
+test: $(STAMP) ## run the tests on all cores (6 minutes of one fast core together)
 	$(PYTEST)
 
-test-all: $(STAMP) ## the same and the slow ones, for a release (10 minutes on 2 cores)
+test-all: $(STAMP) ## the same and the slow ones, for a release
 	$(PYTEST) -m "slow or not slow" --durations 50
 
 test-vllm: $(VLLM_STAMP) ## prove served heads on vLLM's CPU build (10 minutes on 2 cores)
