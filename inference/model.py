@@ -200,16 +200,24 @@ class MedusaModel(AssistedModel):
         model.checkpoint, model.stored = folder, replace(loaded.stored, tensors={})
         return model
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, with_vocab_matrix: bool = False
+    ) -> Path:
         """Write a checkpoint folder of the heads as they are now, without any weight of the target.
 
         What came with heads that were loaded goes along: statistics, adapter, reports.
 
+        Args:
+            folder: receives them.
+            with_vocab_matrix: lay a copy of the target's vocabulary matrix beside the heads, with
+                which vLLM 0.32 reads the folder as it is.
+
         Raises:
-            ValueError: the target carries an adapter that no checkpoint came with.
+            ValueError: the target carries an adapter that no checkpoint came with, or no engine
+                would read the matrix.
             OSError: the folder cannot be written.
         """
-        return save_model(self, folder)
+        return save_model(self, folder, with_vocab_matrix=with_vocab_matrix)
 
     def push_to_hub(
         self,
@@ -223,6 +231,7 @@ class MedusaModel(AssistedModel):
         base_model: str | None = None,
         license: str | None = None,
         benchmark: str | os.PathLike[str] | None = None,
+        with_vocab_matrix: bool = False,
     ) -> str:
         """Save the heads and push them with a model card, in one commit.
 
@@ -230,6 +239,7 @@ class MedusaModel(AssistedModel):
             repo_id: `user/name`.
             private, revision, create_pr, commit_message, token: see `hub.push.push`.
             base_model, license, benchmark: see `hub.push.prepare_push`.
+            with_vocab_matrix: see `save_pretrained`; the matrix is under the target's licence.
 
         Returns:
             The address of the commit, or of the pull request.
@@ -238,9 +248,14 @@ class MedusaModel(AssistedModel):
             ValueError: the target has no name that others find it by, or the hub refuses.
         """
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
+            self.save_pretrained(folder, with_vocab_matrix=with_vocab_matrix)
             prepared = prepare_push(
-                folder, repo_id, base_model=base_model, license=license, benchmark=benchmark
+                folder,
+                repo_id,
+                base_model=base_model,
+                license=license,
+                benchmark=benchmark,
+                with_vocab_matrix=with_vocab_matrix,
             )
             return push(
                 prepared,

@@ -66,6 +66,7 @@ class ChosenDraftDrafter:
         """A tree of the chosen draft model for every active row."""
         last = self._learn(state)
         rows = len(state.rows)
+        active = [row for row in state.rows if not row.done]  # a compiled batch keeps the others
         choice = self._choice(state.warpers is not None, rows)
         prices = [
             0.0 if which == last else self._missed(state, which)
@@ -73,7 +74,7 @@ class ChosenDraftDrafter:
         ]
         if self._rests:
             prices.insert(0, 0.0)
-        which = choice.pick(prices, fmean(len(row.tokens) for row in state.rows)) - self._rests
+        which = choice.pick(prices, fmean(len(row.tokens) for row in active)) - self._rests
         tree, seconds = TokenTree.root_only(state.roots_B), 0.0
         if which >= 0:
             drafter, clock = self._drafters[which]
@@ -83,9 +84,9 @@ class ChosenDraftDrafter:
                 tree = drafter.propose(state)
             self.steps[which] += 1
             seconds = sum(clock.step(rows * nodes) for nodes in reads(state, drafter))
-        lengths = [row.length for row in state.rows]
+        lengths = [row.length for row in active]
         state.memories[self] = _Step(
-            choice, which, list(state.rows), lengths, rows * tree.num_nodes, seconds
+            choice, which, rows, active, lengths, rows * tree.num_nodes, seconds
         )
         self._took = None
         return tree
@@ -99,7 +100,7 @@ class ChosenDraftDrafter:
         step: _Step | None = state.memories.pop(self, None)
         if step is None:
             return None
-        if self._took is not None and len(state.rows) == len(step.rows):
+        if self._took is not None and len(state.rows) == step.batch:
             self._clock.learn(step.nodes, self._took, max(step.lengths))
         gained = [row.length - before for row, before in zip(step.rows, step.lengths, strict=True)]
         step.choice.learn(fmean(gained), self._clock.step(step.nodes) + step.drafting)
@@ -147,7 +148,8 @@ class _Step:
     Attributes:
         choice: that was asked.
         which: draft model drafted; below 0 where none did.
-        rows: those drafted for.
+        batch: rows that were verified.
+        rows: those of them that had not ended.
         lengths: of their texts by then.
         nodes: verified in all rows, the roots included.
         drafting: seconds that drafting took.
@@ -155,6 +157,7 @@ class _Step:
 
     choice: DraftChoice
     which: int
+    batch: int
     rows: list[Row]
     lengths: list[int]
     nodes: int

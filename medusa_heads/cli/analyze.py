@@ -1,6 +1,6 @@
 """What a checkpoint's heads are expected to gain on this machine, and what they cost.
 
-medusa-heads analyze runs/demo/heads --batch-sizes 1 2 4 8 --output runs/demo/analysis
+medusa-heads analyze runs/demo/heads --batch_sizes 1 2 4 8 --report runs/demo/analysis
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from medusa_heads.files import check_folder
 class AnalyzeArguments(ModelArguments):
     """What to measure, and where to write it."""
 
-    context: int = field(default=256, metadata={"help": "tokens in the cache while measuring"})
+    context: int = field(default=256, metadata={"help": "Tokens in the cache while measuring."})
     batch_sizes: list[int] = field(
-        default_factory=lambda: [1, 2, 4, 8], metadata={"help": "sequences decoded together"}
+        default_factory=lambda: [1, 2, 4, 8], metadata={"help": "Sequences decoded together."}
     )
     refresh: bool = field(
-        default=False, metadata={"help": "measure anew, whatever was measured earlier"}
+        default=False, metadata={"help": "Measure anew, whatever was measured earlier."}
     )
-    output: str | None = field(
-        default=None, metadata={"help": "folder for analysis.json and analysis.png"}
+    report: str | None = field(
+        default=None, metadata={"help": "Folder for analysis.json and analysis.png."}
     )
 
 
@@ -55,8 +55,8 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
     """
     if arguments.context < 1 or not arguments.batch_sizes or min(arguments.batch_sizes) < 1:
         raise ValueError("expected a context and batch sizes of at least 1")
-    if arguments.output is not None:
-        check_folder(arguments.output)
+    if arguments.report is not None:
+        check_folder(arguments.report)
     from rich.console import Console
 
     # "chain": attaching must not measure already.
@@ -96,7 +96,7 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
     for table in speedup_report.tables(report):
         console.print(table)
     console.print(speedup_report.break_even_sentence(report), soft_wrap=True, highlight=False)
-    if arguments.output is not None:
-        for path in speedup_report.write_analysis(arguments.output, report):
+    if arguments.report is not None:
+        for path in speedup_report.write_analysis(arguments.report, report):
             console.print(f"Written: {path}", soft_wrap=True, highlight=False)
     return report

@@ -39,7 +39,7 @@ HELP = """\
 class ChatArguments(DecodingArguments):
     """Whom to talk to."""
 
-    system: str | None = field(default=None, metadata={"help": "a system message"})
+    system: str | None = field(default=None, metadata={"help": "System message."})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,15 +23,17 @@ class TuneArguments(ModelArguments):
 
     context: list[int] = field(
         default_factory=list,
-        metadata={"help": "tokens in the cache while measuring; several: a table each"},
+        metadata={"help": "Tokens in the cache while measuring. Several give a table each."},
     )
-    batch_size: int = field(default=1, metadata={"help": "sequences decoded together"})
+    batch_size: int = field(default=1, metadata={"help": "Sequences decoded together."})
     refresh: bool = field(
-        default=False, metadata={"help": "measure anew, whatever was measured earlier"}
+        default=False, metadata={"help": "Measure anew, whatever was measured earlier."}
     )
     write: str | None = field(
         default=None,
-        metadata={"help": "FILE.json for the best static tree, a list of medusa_choices"},
+        metadata={
+            "help": "Write the best static tree to this .json file, as a list of medusa_choices."
+        },
     )
 
 

@@ -105,7 +105,7 @@ def test_the_help_names_every_drafter(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["--help"])
     help_text = " ".join(capsys.readouterr().out.split())
-    told = help_text[help_text.index("draft without training") :].split(";")[0]
+    told = help_text[help_text.index("Draft without training") :].split(". ")[0]
     assert all(drafter in told for drafter in DRAFTERS)
 
 

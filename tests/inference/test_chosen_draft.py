@@ -25,6 +25,7 @@ from tests.inference.padded import padded
 from tests.inference.test_sampled_drafts import BATCH, PROMPT, exact, prompts
 
 VOCAB = 8
+END = 7  # of some rows' text, but not of all
 SMALL = Costs(line(0.02), forward=0.05)
 LARGE = Costs(line(0.02), forward=0.10)
 TREES = ("auto", "chain:3", "dynamic:5", "sampled:3", "sampled:2x2")
@@ -218,6 +219,29 @@ def test_a_compiled_target_chooses_among_chains(target: Any, bad: Any, near: Any
     settings: dict[str, Any] = {**ragged(), "do_sample": False, "max_new_tokens": 30}
     got_BT: Any = model.generate(**settings)
     assert torch.equal(got_BT, target.generate(**settings)) and model.tree == "chain:4"
+
+
+def test_rows_that_have_ended_count_for_nothing(
+    target: Any, bad: Any, near: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled batch keeps them: every step commits a token at least to each of the others."""
+    gains: list[float] = []
+    learn = DraftChoice.learn
+
+    def noted(self: DraftChoice, tokens: float, seconds: float) -> None:
+        gains.append(tokens)
+        learn(self, tokens, seconds)
+
+    monkeypatch.setattr(DraftChoice, "learn", noted)
+    model = DraftedModel(target, [bad, near], compile=True, compile_backend="eager")
+    monkeypatch.setattr(model.target, "_forward", target.forward)  # saves the seconds of compiling
+    settings: dict[str, Any] = {**ragged(), "do_sample": False, "max_new_tokens": 40}
+    settings["eos_token_id"] = END
+    got_BT: Any = model.generate(**settings)
+    assert torch.equal(got_BT, target.generate(**settings))
+    ended_B = (got_BT[:, settings["input_ids"].shape[1] :] == END).any(1)
+    assert ended_B.any() and not ended_B.all()
+    assert min(gains) >= 1
 
 
 def test_every_token_is_counted_once(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,10 +140,10 @@ class LookaheadDrafter:
     def propose(self, state: DecodingState) -> TokenTree:
         """Drafts for every active row, and the row's window behind them where that pays."""
         text: _Text = state.memories.setdefault(self, _Text())
-        active = [row for row in state.rows if not row.done]
-        if text.lengths and active:
-            committed = sum(row.length - text.lengths[row.index] for row in active)
-            text.ways.learn(committed / len(active), text.seconds)
+        if text.lengths:
+            known = [row for row in state.rows if row.index in text.lengths]
+            committed = sum(row.length - text.lengths[row.index] for row in known)
+            text.ways.learn(committed / len(known), text.seconds)
         rows = len(state.rows)
         if rows not in self._ways:
             self._ways[rows] = _Ways(self._clock, rows)
@@ -151,7 +151,8 @@ class LookaheadDrafter:
         drafts = self._drafts.propose(state)
         self._beside = self._always or text.ways.next() == _WITH
         text.seconds = self._clock.step(rows * (drafts.num_nodes + WINDOW * self._beside))
-        text.lengths = {row.index: row.length for row in state.rows}
+        # A compiled batch keeps rows that have ended.
+        text.lengths = {row.index: row.length for row in state.rows if not row.done}
         if not self._beside:
             text.windows.clear()  # their positions are passed by
             return drafts

@@ -30,7 +30,9 @@ from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.training_free import TrainingFreeModel
 from medusa_heads.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.padded import padded
 
+END = 11  # of some rows' text, but not of all
 CHEAP = {1: 1.0, 16: 1.05, 32: 1.1}
 DEAR = {1: 1.0, 2: 2.0, 16: 6.0}
 IDS_BT = torch.tensor([[5, 6, 7, 5, 6, 9, 5, 6]], device=DEVICE)
@@ -231,6 +233,31 @@ def test_compiled(tiny_llama: TinyLlama) -> None:
     got_BT: Any = drafted.generate(IDS_BT, max_new_tokens=30, do_sample=False)
     assert torch.equal(got_BT, expected_BT)
     assert sizes <= {1 + WINDOW, drafter.num_nodes} and drafter.num_nodes in sizes
+
+
+def test_rows_that_have_ended_count_for_nothing(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled batch keeps them: every step commits a token at least to each of the others."""
+    gains: list[float] = []
+    learn = lookahead._Ways.learn
+
+    def noted(self: lookahead._Ways, tokens: float, seconds: float) -> None:
+        gains.append(tokens)
+        learn(self, tokens, seconds)
+
+    monkeypatch.setattr(lookahead._Ways, "learn", noted)
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    drafted = TrainingFreeModel(model, "lookahead", compile=True, compile_backend="eager")
+    monkeypatch.setattr(drafted.target, "_forward", model.forward)  # saves the time of compiling
+    options: Any = {**padded([0, 2, 0], 9), "do_sample": False, "max_new_tokens": 40}
+    options["eos_token_id"] = END
+    got_BT: Any = drafted.generate(**options)
+    assert torch.equal(got_BT, model.generate(**options))
+    ended_B = (got_BT[:, 9:] == END).any(1)
+    assert ended_B.any() and not ended_B.all()
+    assert min(gains) >= 1
 
 
 def test_the_pool_gives_the_latest_first() -> None:
