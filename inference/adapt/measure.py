@@ -109,10 +109,10 @@ def _measure_clock(
             once = bench.time(chains[0])
         slow = once.step * 2 * len(sizes) * 3 > _SECONDS
         measured = few[1:] if slow else sizes
-        if slow:
+        if slow and once.step < _SLOW:
             for size in measured:  # the first forward of a size prepares what later ones find
                 bench.time(chains[size])
-        else:
+        if not slow:
             bench = _Bench(target, _fitting(target, DEFAULT_CONTEXT, max(sizes)), 1)
         tasks: dict[Any, Drafter] = {size: chains[size] for size in measured}
         seconds = bench.rounds(tasks, 1 if slow else _ROUNDS, _SECONDS, warm=not slow)

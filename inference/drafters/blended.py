@@ -197,7 +197,11 @@ class BlendedDrafter:
             else grow(row.tokens[-1], own, budget.most, least, chain_only=self._chain_only)
             for row, own in zip(state.rows, offered, strict=True)
         ]
-        expected = _mean([tree.expected() for tree in trees], situation.belief(place, asked))
+        active = zip(trees, state.rows, strict=True)
+        expected = _mean(
+            [tree.expected() for tree, row in active if not row.done],
+            situation.belief(place, asked),
+        )
         return _Draft(trees, expected, budget.best(expected)[0])
 
     def _situation(self, state: DecodingState) -> Situation:
