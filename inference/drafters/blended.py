@@ -210,7 +210,13 @@ class BlendedDrafter:
         situation = self._situations.get((drawn, group))
         if situation is None:
             situation = Situation(
-                self._clock, self._sizes, group, rows, self._sources, padded=self._padded
+                self._clock,
+                self._sizes,
+                group,
+                rows,
+                self._sources,
+                drawn=drawn,
+                padded=self._padded,
             )
             self._situations[drawn, group] = situation
         situation.move_to(rows)

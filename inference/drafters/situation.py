@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # Accepted tokens that are expected without a source: from each bound on it is another situation.
 BOUNDS = (0.3, 0.9, 2.2)
 _TYPICAL = (0.1, 0.6, 1.4, 4.0)
+_DRAWN = 0.7  # of what is expected of a source, where the target's tokens are drawn
+_BESIDE = 0.2  # of what drafting takes for one row, what it takes for each further one
 
 
 class Situation:
@@ -25,6 +27,7 @@ class Situation:
         clock, sizes, sources, padded: see BlendedDrafter.
         group: so many rows or fewer, but more than half as many.
         rows: how many they are now.
+        drawn: whether the target's tokens are drawn.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Situation:
         rows: int,
         sources: Sequence[Source],
         *,
+        drawn: bool = False,
         padded: bool = False,
     ) -> None:
         self.group, self.rows = group, rows
@@ -46,7 +50,7 @@ class Situation:
         self._by_place = Evidence([1.0] * len(_TYPICAL), weight=12.0, memory=300.0)
         self._by_sources = Evidence([1.0] * (1 << len(sources)), weight=60.0, memory=1000.0)
         self.gains = [
-            [self._first(clock, source, known) for known in _TYPICAL] for source in sources
+            [self._first(clock, source, known, drawn) for known in _TYPICAL] for source in sources
         ]
 
     def move_to(self, rows: int) -> None:
@@ -68,15 +72,16 @@ class Situation:
         self._by_place.learn(place, accepted, said * by_sources)
         self._by_sources.learn(asked, accepted, said * by_place)
 
-    def _first(self, clock: Clock, source: Source, known: float) -> Bandit:
+    def _first(self, clock: Clock, source: Source, known: float, drawn: bool) -> Bandit:
         """Whether to ask a source where so many tokens are known without it, before any of it was
         seen: the two ways are not to, and to."""
-        drafting, budget = clock.drafting(source.name), self.budgets[0]
+        drafting = clock.drafting(source.name) * (1 + _BESIDE * (self.group - 1))
+        share, budget = _DRAWN if drawn else 1.0, self.budgets[0]
         worth = budget.worth * (1.0 + known)
         # What both know is mostly the same.
         gains = [
             (
-                max(source.expected(size) - 0.7 * known, 0.2 * source.expected(size)),
+                share * max(source.expected(size) - 0.7 * known, 0.2 * source.expected(size)),
                 budget.seconds(size) - budget.seconds(0) + drafting,
             )
             for size in budget.sizes
