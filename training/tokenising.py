@@ -67,18 +67,27 @@ class Tokeniser:
     def _rows(self, row: Mapping[str, Any]) -> tuple[list[Row], int]:
         content = self.format.read(row)
         if isinstance(content, Tokens):
-            return [(content.input_ids, content.labels)], 0
+            return self._ready(content.input_ids, content.labels)
         if isinstance(content, Document):
-            ids = self._ended(self._encode(content.text))
-            starts = range(0, len(ids), self.max_length)
-            blocks = [ids[start : start + self.max_length] for start in starts]
-            return [(block, block) for block in blocks], 0
+            return self._blocks(self._ended(self._encode(content.text))), 0
         if isinstance(content, Completion):
             return self._cut([self._completion(content)])
         assert isinstance(content, Conversation)
         if self.chat is None:
             raise BadRow("messages need a chat template, and the tokenizer has none")
         return self._cut(self.chat.rows(content))
+
+    def _ready(self, ids: list[int], labels: list[int]) -> tuple[list[Row], int]:
+        """Rows of tokens: one that is learnt whole is a document, any other has an answer."""
+        if len(ids) <= self.max_length or len(ids) != len(labels):
+            return [(ids, labels)], 0  # unequal lengths are refused where rows are checked
+        return (self._blocks(ids), 0) if ids == labels else self._cut([(ids, labels)])
+
+    def _blocks(self, ids: list[int]) -> list[Row]:
+        """A document as rows of at most `max_length`, learnt whole."""
+        starts = range(0, len(ids), self.max_length)
+        blocks = [ids[start : start + self.max_length] for start in starts]
+        return [(block, block) for block in blocks]
 
     def _completion(self, content: Completion) -> Row:
         prompt_ids = self._encode(content.prompt)
@@ -144,12 +153,12 @@ class TokenisedCorpus:
 
 
 def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) -> TokenisedCorpus:
-    """The rows of a table. Rows that are tokens already are taken as they are.
+    """The rows of a table, none longer than `max_length`.
 
     Raises:
         ValueError: broken rows, unless they may be left out, or none that is not.
     """
-    if corpus.format.name == "tokens" and _are_token_ids(corpus.rows):
+    if corpus.format.name == "tokens" and _are_rows(corpus.rows, tokeniser.max_length):
         ready = corpus.rows.select_columns(["input_ids", "labels"])
         return TokenisedCorpus(corpus, ready.add_column("document", list(range(len(ready)))), 0, 0)
     made = corpus.rows.map(
@@ -201,9 +210,14 @@ def token_features() -> Features:
     )
 
 
-def _are_token_ids(rows: Dataset) -> bool:
-    """Whether a table of token ids needs no look at each of them."""
+def _are_rows(rows: Dataset, max_length: int) -> bool:
+    """Whether a table of tokens can be taken as it is, without a look at each of them."""
+    from pyarrow import compute
+
     kinds = [getattr(rows.features[name], "feature", None) for name in ("input_ids", "labels")]
-    return all("int" in str(getattr(kind, "dtype", "")) for kind in kinds) and not any(
-        rows.data.column(name).null_count for name in ("input_ids", "labels")
-    )
+    if not all("int" in str(getattr(kind, "dtype", "")) for kind in kinds):
+        return False
+    if any(rows.data.column(name).null_count for name in ("input_ids", "labels")):
+        return False
+    longest = compute.max(compute.list_value_length(rows.with_format("arrow")["input_ids"][:]))
+    return bool(longest.as_py() <= max_length)

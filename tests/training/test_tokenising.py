@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
 
 from medusa_heads.training.chat import ChatTemplate
 from medusa_heads.training.corpora import as_corpus
@@ -123,3 +123,28 @@ def test_answers_lost_with_later_turns_are_counted(tokenizer: Any) -> None:
     cut, *lost = rows_of(tokenizer, [{"messages": talk}], 40, template=templates.THINKING)
     assert len(whole) == 2 and cut["input_ids"][:] == whole["input_ids"][:1]
     assert lost == [1, sum(label != -100 for label in whole["labels"][1])]
+
+
+def tokens(*rows: tuple[list[int], list[int]]) -> Dataset:
+    kinds = Features({name: List(Value("int32")) for name in ("input_ids", "labels")})
+    return Dataset.from_list([{"input_ids": i, "labels": t} for i, t in rows], features=kinds)
+
+
+def test_rows_that_are_tokens_are_cut_too(caplog: pytest.LogCaptureFixture) -> None:
+    ids = list(range(10))
+    answered = [-100] * 3 + ids[3:]
+    table = tokens((ids, answered), (ids[:3], [-100] * 3), (ids, ids), (ids[:6], answered[:6]))
+    corpus = as_corpus(table, "corpus")
+    made = tokenise(corpus, Tokeniser(corpus.format, None, 6))
+    # Text that is learnt whole is a document, and becomes several rows.
+    assert made.rows["input_ids"][:] == [ids[:6], ids[:3], ids[:6], ids[6:], ids[:6]]
+    assert made.rows["labels"][0] == answered[:6] and made.rows["labels"][1] == [-100] * 3
+    assert made.rows["document"][:] == [0, 1, 2, 2, 3]
+    assert (made.cut_documents, made.cut_tokens) == (1, 4)
+    assert "1 documents of corpus were longer than max_length 6: 4 supervised" in caplog.text
+
+
+def test_tokens_of_which_nothing_learnt_is_left_are_a_broken_row() -> None:
+    corpus = as_corpus(tokens(([1] * 9, [-100] * 8 + [1]), ([1, 2], [1, 2])), "corpus")
+    with pytest.raises(ValueError, match="of its 9 tokens no answer is left within max_length 4"):
+        tokenise(corpus, Tokeniser(corpus.format, None, 4))
