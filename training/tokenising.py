@@ -13,7 +13,14 @@ from medusa_heads.config import IGNORED
 from medusa_heads.training.bad_rows import BadRow
 from medusa_heads.training.chat import ChatTemplate, continuation
 from medusa_heads.training.corpora import Corpus
-from medusa_heads.training.formats import Completion, Conversation, Document, Format, Tokens
+from medusa_heads.training.formats import (
+    DOCUMENT_COLUMN,
+    Completion,
+    Conversation,
+    Document,
+    Format,
+    Tokens,
+)
 from medusa_heads.training.readers import PLACE_COLUMN
 
 if TYPE_CHECKING:
@@ -160,7 +167,7 @@ def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) 
     """
     if corpus.format.name == "tokens" and _are_rows(corpus.rows, tokeniser.max_length):
         ready = corpus.rows.select_columns(["input_ids", "labels"])
-        return TokenisedCorpus(corpus, ready.add_column("document", list(range(len(ready)))), 0, 0)
+        return TokenisedCorpus(corpus, ready.add_column(DOCUMENT_COLUMN, _documents(corpus)), 0, 0)
     made = corpus.rows.map(
         tokeniser,
         batched=True,
@@ -191,7 +198,25 @@ def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) 
         rows = rows.select(np.setdiff1d(np.arange(len(rows)), broken))
     if not len(rows):
         raise ValueError("the corpus is empty: give one with text in it")
+    if DOCUMENT_COLUMN in corpus.rows.column_names and corpus.format.name == "tokens":
+        named = _documents(corpus)[rows.with_format("numpy")[DOCUMENT_COLUMN][:]]
+        rows = rows.remove_columns(DOCUMENT_COLUMN).add_column(DOCUMENT_COLUMN, named)
     return TokenisedCorpus(corpus, rows, int((lost > 0).sum()), int(lost.sum()))
+
+
+def _documents(corpus: Corpus) -> Any:
+    """The number of the document that each row of tokens is a part of, [rows]: by the column of
+    that name, if it holds numbers or names, and a row that names none is a document of its own."""
+    rows = corpus.rows
+    numbers = np.arange(len(rows))
+    kind = str(getattr(rows.features.get(DOCUMENT_COLUMN), "dtype", ""))
+    if kind != "string" and "int" not in kind:
+        return numbers
+    firsts: dict[Any, int] = {}
+    for number, name in enumerate(rows[DOCUMENT_COLUMN]):
+        if name is not None:
+            numbers[number] = firsts.setdefault(name, number)
+    return numbers
 
 
 def token_features() -> Features:

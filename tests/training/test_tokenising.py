@@ -148,3 +148,12 @@ def test_tokens_of_which_nothing_learnt_is_left_are_a_broken_row() -> None:
     corpus = as_corpus(tokens(([1] * 9, [-100] * 8 + [1]), ([1, 2], [1, 2])), "corpus")
     with pytest.raises(ValueError, match="of its 9 tokens no answer is left within max_length 4"):
         tokenise(corpus, Tokeniser(corpus.format, None, 4))
+
+
+@pytest.mark.parametrize("max_length", [2, 8])
+def test_rows_of_tokens_keep_the_document_that_they_name(max_length: int) -> None:
+    table = tokens(*[([1, 2, 3], [-100, 2, 3])] * 4).add_column("document", ["a", "b", "a", None])
+    corpus = as_corpus(table, "corpus")
+    made = tokenise(corpus, Tokeniser(corpus.format, None, max_length)).rows
+    first, second, third, fourth = made["document"]
+    assert first == third and len({first, second, fourth}) == 3
