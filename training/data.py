@@ -164,7 +164,7 @@ def prepare_data(
         check_packing(target)
     makers = [make_tokeniser(part, tokenizer, settings, target) for part in parts]
     tables = [
-        tokenise(part, maker, settings.dataset_num_proc)
+        tokenise(part, maker, limits, settings.dataset_num_proc)
         for part, maker in zip(parts, makers, strict=True)
         if not part.is_stream
     ]

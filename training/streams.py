@@ -41,14 +41,15 @@ class _Sieve:
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         passed: dict[str, list[Any]] = {"input_ids": [], "labels": []}
         for row, problem in enumerate(batch["problem"]):
-            place = batch["place"][row] or self.corpus.place(batch["document"][row])
+            ids, labels = batch["input_ids"][row], batch["labels"][row]
+            if problem is None:
+                problem = self.limits.problem(np.asarray(ids), np.asarray(labels))
             if problem is not None:
+                place = batch["place"][row] or self.corpus.place(batch["document"][row])
                 self.corpus.bad_rows.add(place, problem)
                 continue
-            ids, labels = batch["input_ids"][row], batch["labels"][row]
             if _digest(ids) in self.held_out:
                 continue
-            self.limits.check(np.asarray(ids), np.asarray(labels), place)
             passed["input_ids"].append(ids)
             passed["labels"].append(labels)
         return passed

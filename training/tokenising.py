@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from medusa_heads.training.formats import (
     Tokens,
 )
 from medusa_heads.training.readers import PLACE_COLUMN
+from medusa_heads.training.row_facts import RowLimits
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -159,15 +160,51 @@ class TokenisedCorpus:
     cut_tokens: int
 
 
-def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) -> TokenisedCorpus:
+def tokenise(
+    corpus: Corpus, tokeniser: Tokeniser, limits: RowLimits, num_proc: int | None = None
+) -> TokenisedCorpus:
     """The rows of a table, none longer than `max_length`.
+
+    Rows that do not fit `limits` are left out where broken rows may be; `check_rows` refuses them
+    elsewhere.
 
     Raises:
         ValueError: broken rows, unless they may be left out, or none that is not.
     """
+    made = _numbered(corpus, tokeniser, num_proc)
+    rows = made.rows
+    if corpus.bad_rows.policy == "skip":
+        rows = _fitting(corpus, rows, limits)
+    corpus.bad_rows.settle()
+    if not len(rows):
+        raise ValueError("the corpus is empty: give one with text in it")
+    if DOCUMENT_COLUMN in corpus.rows.column_names and corpus.format.name == "tokens":
+        named = _documents(corpus)[rows.with_format("numpy")[DOCUMENT_COLUMN][:]]
+        rows = rows.remove_columns(DOCUMENT_COLUMN).add_column(DOCUMENT_COLUMN, named)
+    return replace(made, rows=rows)
+
+
+def _fitting(corpus: Corpus, rows: Dataset, limits: RowLimits) -> Dataset:
+    """The rows that the target takes; the others are counted."""
+    refused, number = [], 0
+    for batch in rows.with_format("numpy").iter(256):
+        columns = (batch[name] for name in ("input_ids", "labels", DOCUMENT_COLUMN))
+        for ids, labels, row in zip(*columns, strict=True):
+            if (problem := limits.problem(ids, labels)) is not None:
+                place = corpus.rows[int(row)].get(PLACE_COLUMN) or corpus.place(int(row))
+                corpus.bad_rows.add(place, problem)
+                refused.append(number)
+            number += 1
+    return rows.select(np.setdiff1d(np.arange(len(rows)), refused)) if refused else rows
+
+
+def _numbered(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None) -> TokenisedCorpus:
+    """The rows of a table, each with the number of the row of the corpus it is a part of."""
     if corpus.format.name == "tokens" and _are_rows(corpus.rows, tokeniser.max_length):
         ready = corpus.rows.select_columns(["input_ids", "labels"])
-        return TokenisedCorpus(corpus, ready.add_column(DOCUMENT_COLUMN, _documents(corpus)), 0, 0)
+        return TokenisedCorpus(
+            corpus, ready.add_column(DOCUMENT_COLUMN, np.arange(len(ready))), 0, 0
+        )
     made = corpus.rows.map(
         tokeniser,
         batched=True,
@@ -183,7 +220,8 @@ def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) 
     for row in made.select(broken):
         place = row["place"] or corpus.place(row["document"])
         corpus.bad_rows.add(place, row["problem"])
-    corpus.bad_rows.settle()
+    if corpus.bad_rows.policy == "error":
+        corpus.bad_rows.settle()
     lost = np.asarray(made.data.column("lost"))
     if lost.any():
         logger.warning(
@@ -196,11 +234,6 @@ def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) 
     rows = made.select_columns(["input_ids", "labels", "document"])
     if len(broken):
         rows = rows.select(np.setdiff1d(np.arange(len(rows)), broken))
-    if not len(rows):
-        raise ValueError("the corpus is empty: give one with text in it")
-    if DOCUMENT_COLUMN in corpus.rows.column_names and corpus.format.name == "tokens":
-        named = _documents(corpus)[rows.with_format("numpy")[DOCUMENT_COLUMN][:]]
-        rows = rows.remove_columns(DOCUMENT_COLUMN).add_column(DOCUMENT_COLUMN, named)
     return TokenisedCorpus(corpus, rows, int((lost > 0).sum()), int(lost.sum()))
 
 

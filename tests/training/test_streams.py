@@ -170,7 +170,7 @@ def test_rows_that_only_the_target_or_the_tokenizer_refuses(
         "dataset row 7: of its 21 tokens no answer is left within max_length 16"
     ]
     ready = Dataset.from_list([{"input_ids": [99] * 5, "labels": [99] * 5}] * 8)
-    with pytest.raises(ValueError, match="row 1 has token ids from 99 to 99, the target's vocab"):
+    with pytest.raises(ValueError, match="row 1: has token ids from 99 to 99, the target's vocab"):
         stream(target, None, ready)
 
 
