@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from medusa_heads.errors import at_least
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from medusa_heads.training.rates import RunArguments
 
 # Fields of OptimisationArguments that transformers.TrainingArguments has not, or means otherwise.
 OF_THE_RUN = (
@@ -37,7 +37,8 @@ class OptimisationArguments:
         default=None,
         metadata={
             "help": f"Peak rate. Default: {SHARED_LEARNING_RATE} with a shared vocabulary matrix, "
-            f"{OWN_LEARNING_RATE} with own ones."
+            f"{OWN_LEARNING_RATE} with own ones; for targets wider than 384 less in proportion, "
+            "and less for a prefix layer and sequential heads. A rate given here is every part's."
         },
     )
     num_train_epochs: float = field(default=2.0, metadata={"help": "Passes over the text."})
@@ -159,7 +160,7 @@ def to_training_arguments(
     vocab_matrix: str,
     *,
     autocast: Callable[[str | None], bool] = lambda _: False,
-) -> "TrainingArguments":
+) -> "RunArguments":
     """The same run as transformers.TrainingArguments, which is imported only here.
 
     Args:
@@ -175,12 +176,15 @@ def to_training_arguments(
     import torch
     from transformers import TrainingArguments
 
+    from medusa_heads.training.rates import RunArguments
+
     values = asdict(arguments)
     extra = _extra_fields(values.pop("training_args"), {f.name for f in fields(TrainingArguments)})
     for name in OF_THE_RUN:
         values.pop(name)
     values["warmup_steps"] = values.pop("warmup_share")
-    if values["learning_rate"] is None:
+    values["rates_by_width"] = values["learning_rate"] is None
+    if values["rates_by_width"]:
         values["learning_rate"] = default_learning_rate(vocab_matrix)
     if values["bf16"] is None:
         values["bf16"] = not extra.get("fp16") and autocast("cpu" if extra.get("use_cpu") else None)
@@ -200,7 +204,7 @@ def to_training_arguments(
         # Else the order of the rows would hang on whatever touched torch's generator before.
         "data_seed": arguments.seed,
     }
-    args = TrainingArguments(**{**defaults, **values, **extra})
+    args = RunArguments(**{**defaults, **values, **extra})
     trackers = args.report_to
     assert isinstance(trackers, list)
     _check_trackers(trackers)

@@ -25,6 +25,7 @@ from medusa_heads.training.joint_config import JointConfig
 from medusa_heads.training.joint_objective import adapted
 from medusa_heads.training.launched import launched_sharding
 from medusa_heads.training.loss_config import LossConfig
+from medusa_heads.training.rates import fit_rate
 from medusa_heads.training.results import write_heads
 from medusa_heads.training.resumable import clear_checkpoints
 from medusa_heads.training.run_record import changed_arguments, check_same_run
@@ -73,7 +74,8 @@ def train_heads(
         config: shape of the heads.
         output_dir: beats the one in `training_args`.
         training_args: of the run. Default: two epochs of AdamW without weight decay, cosine course
-            with 5 % warm-up, peak rate 5e-3 with a shared vocabulary matrix and 1e-3 with own ones.
+            with 5 % warm-up, peak rate 5e-3 with a shared vocabulary matrix and 1e-3 with own ones,
+            less in proportion for targets wider than 384.
         tokenizer: for text. Default: the one beside the target.
         objective: what the heads learn, and how much each counts. Default: cross-entropy, head i
             counting 0.8**i.
@@ -92,7 +94,8 @@ def train_heads(
         The trained heads, fp32, attached to the target's vocabulary.
 
     Raises:
-        ValueError: a target, dataset or setting that cannot be used; the message says which.
+        ValueError: a target, dataset or setting that cannot be used; the message says which. Or the
+            heads became worse than fresh ones, as they do where the learning rate is too high.
         RuntimeError: the target's weights changed, which a fault of this program would be.
         SystemExit: the process got SIGTERM; a checkpoint was written first.
     """
@@ -110,6 +113,7 @@ def train_heads(
     spread = isinstance(target, TargetModel) and is_sharded(target)
     hidden_cache.check(joint=joint is not None, spread=spread or sharding is not None)
     target = as_target(target, args.device, sharding)
+    fit_rate(args, target.hidden_size)
     data = prepare_sets(
         target, dataset, eval_dataset, data_settings, tokenizer, config.num_heads, args
     )
