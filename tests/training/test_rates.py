@@ -10,11 +10,11 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import new_heads
 from medusa_heads.target import TargetModel
+from medusa_heads.training import rates
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.draft_arguments import (
     DraftOptimisationArguments,
@@ -40,28 +40,19 @@ def arguments(folder: Path, steps: int = 2, rate: float | None = None, **more: A
     return to_training_arguments(given, "shared")
 
 
-@pytest.fixture
-def wide_target() -> TargetModel:
-    """768 wide, twice what the default rate was measured on."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=768,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
-    return TargetModel(LlamaForCausalLM(config))
-
-
 @pytest.mark.parametrize(("given", "rate"), [(None, 2.5e-3), (4e-3, 4e-3)])
 def test_a_wide_target_gets_a_lower_rate_unless_one_is_given(
-    wide_target: TargetModel, make_rows: Rows, tmp_path: Path, given: float | None, rate: float
+    target: TargetModel,
+    make_rows: Rows,
+    tmp_path: Path,
+    given: float | None,
+    rate: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(rates, "TUNED_WIDTH", 8)  # the target is twice as wide
     args = arguments(tmp_path, rate=given)
     train_heads(
-        wide_target,
+        target,
         make_rows(12),
         config=HeadsConfig(num_heads=1),
         output_dir=tmp_path / "run",
@@ -80,12 +71,12 @@ def test_parts_that_read_more_get_a_lower_rate_unless_one_is_given(
     heads = new_heads(target, config)
     args = arguments(tmp_path, rate=given)
     trainer = HeadsTrainer(heads, target, args, make_rows(4), make_rows(2))
-    rates = {
+    found = {
         id(parameter): group["lr"]
         for group in trainer.create_optimizer().param_groups
         for parameter in group["params"]
     }
-    by_name = {name: rates[id(parameter)] for name, parameter in heads.named_parameters()}
+    by_name = {name: found[id(parameter)] for name, parameter in heads.named_parameters()}
     shares = {"0.0.linear.weight": 1 / 2, "1.0.res_connection.bias": 1 / 3}
     shares |= {"0.1.linear.weight": 1, "prefix.down.weight": 0.2}
     for name, share in shares.items():
