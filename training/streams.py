@@ -64,7 +64,7 @@ def stream_rows(
     shuffle_buffer: int,
     seed: int,
     packing: bool,
-) -> tuple[IterableDataset, Dataset | None, Dataset]:
+) -> tuple[IterableDataset, IterableDataset, Dataset | None, Dataset]:
     """An endless stream of rows to train on, and what is known of it.
 
     It begins anew when the corpus ends. Read again from its start it gives the same rows in the
@@ -81,8 +81,8 @@ def stream_rows(
         packing: join documents to rows of the tokeniser's `max_length`.
 
     Returns:
-        The stream; the rows of the held-out documents, None if there are to be none; and the first
-        rows to train on, in order and not packed.
+        The stream; one pass over its rows, in order and not packed; the rows of the held-out
+        documents, None if there are to be none; and the first rows of that pass.
 
     Raises:
         ValueError: the corpus, or the first of its files where readers share them, holds nothing
@@ -92,7 +92,7 @@ def stream_rows(
     if held_out:
         held = _table(_tokens(corpus.rows.take(held_out), tokeniser, _Sieve(corpus, limits)))
         digests = frozenset(map(_digest, held["input_ids"]))
-    rows = _tokens(corpus.rows, tokeniser, _Sieve(corpus, limits, digests))
+    rows = one_pass = _tokens(corpus.rows, tokeniser, _Sieve(corpus, limits, digests))
     first = _table(rows.take(FIRST_ROWS))
     if not len(first) or (held is not None and not len(held)):
         raise ValueError(
@@ -116,7 +116,7 @@ def stream_rows(
             remove_columns=["input_ids", "labels"],
             features=packed_features(),
         )
-    return rows.repeat(None), held, first
+    return rows.repeat(None), one_pass, held, first
 
 
 def _tokens(rows: IterableDataset, tokeniser: Tokeniser, sieve: _Sieve) -> IterableDataset:

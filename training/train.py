@@ -32,7 +32,7 @@ from medusa_heads.training.run_record import changed_arguments, check_same_run
 from medusa_heads.training.run_setup import Names, as_target, find_start, prepare_sets, watchers
 from medusa_heads.training.sharding import is_sharded
 from medusa_heads.training.trainer import HeadsTrainer
-from medusa_heads.training.vocabulary import count_tokens
+from medusa_heads.training.vocabulary import TOKENS_PER_ENTRY, count_tokens
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -121,7 +121,10 @@ def train_heads(
     set_seed(args.seed)
     draft_tokens = None
     if config.draft_vocab_size is not None:
-        counts_V = count_tokens(data.known_rows, target.vocab_size)
+        rows = data.known_rows if data.one_pass is None else data.one_pass
+        counts_V = count_tokens(
+            rows, target.vocab_size, most=config.draft_vocab_size * TOKENS_PER_ENTRY
+        )
         draft_tokens = frequent_tokens(counts_V, config.draft_vocab_size)
     heads = new_heads(target, config, draft_tokens)
     before = target.weights_digest()

@@ -12,6 +12,7 @@ import yaml
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerFast
 
+from medusa_heads.config import HeadsConfig
 from medusa_heads.target import TargetModel
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
@@ -172,6 +173,38 @@ def test_rows_that_only_the_target_or_the_tokenizer_refuses(
     ready = Dataset.from_list([{"input_ids": [99] * 5, "labels": [99] * 5}] * 8)
     with pytest.raises(ValueError, match="row 1: has token ids from 99 to 99, the target's vocab"):
         stream(target, None, ready)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_vocabulary_of_a_stream_comes_from_all_over_it(
+    target: TargetModel, tmp_path: Path, parts: int
+) -> None:
+    """300 rows of few tokens come before as many of others."""
+
+    def read(files: list[int]) -> Any:
+        for file in files:
+            for i in range(600 // parts):
+                late = file * (600 // parts) + i >= 300
+                ids = [40 * late + i % 4] * 6
+                yield {"input_ids": ids, "labels": ids}
+
+    kinds = Features({name: List(Value("int32")) for name in ("input_ids", "labels")})
+    rows = IterableDataset.from_generator(
+        read, features=kinds, gen_kwargs={"files": list(range(parts))}
+    )
+    args = OptimisationArguments(
+        output_dir=str(tmp_path), max_steps=1, training_args={"use_cpu": True, "disable_tqdm": True}
+    )
+    heads = train_heads(
+        target,
+        rows,
+        eval_dataset=Dataset.from_list([{"input_ids": [1] * 9, "labels": [1] * 9}]),
+        config=HeadsConfig(num_heads=1, draft_vocab_size=8),
+        output_dir=tmp_path,
+        training_args=to_training_arguments(args, "shared"),
+    )
+    assert heads.draft_tokens is not None
+    assert heads.draft_tokens.tolist() == [0, 1, 2, 3, 40, 41, 42, 43]
 
 
 @pytest.mark.parametrize(
