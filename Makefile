@@ -15,20 +15,28 @@ SERVING_VENV ?= .venv-vllm
 VLLM_STAMP := $(SERVING_VENV)/.installed
 VLLM_033 := $(SERVING_VENV)/vllm-0.33/.unpacked
 
+# Processes that share the tests: `make test WORKERS=1`. Each runs neighbours, so that what a module's
+# tests share is seldom made twice, and takes over the others' when it has done its own.
+WORKERS ?= auto
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
 # Waiting worker threads sleep instead of spinning: on few cores spinning slows small models.
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-vllm-033 lint format clean
+.PHONY: help demo test test-all test-vllm test-vllm-033 lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## train heads for the embedded model and measure them (about 6 minutes on 2 cores)
-	$(BIN)/python scripts/demo.py
+demo: $(STAMP) ## train heads for the embedded model and measure them (5 to 8 minutes on 2 cores)
+	$(BIN)/python -m scripts.demo
 
-test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest
+test: $(STAMP) ## run the tests on all cores (6 minutes of one fast core together)
+	$(PYTEST)
+
+test-all: $(STAMP) ## the same and the slow ones, for a release
+	$(PYTEST) -m "slow or not slow" --durations 50
 
 test-vllm: $(VLLM_STAMP) ## prove served heads on vLLM's CPU build (10 minutes on 2 cores)
 	$(SERVING_VENV)/bin/python -m pytest tests/vllm

@@ -25,6 +25,7 @@ from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
 
 SUFFIX = "+suffix"
+_UNVARYING = 15  # nodes; with the root a multiple of what matrix units take at a time
 _SEQUENTIAL = (3, 7, 15, 23, 31)  # nodes of the trees that heads which see each other may draft
 
 
@@ -39,6 +40,11 @@ def continues_text(tree: TreeSpec) -> bool:
     return blends(tree) or (isinstance(tree, str) and tree.partition(":")[0] == "suffix")
 
 
+def sizes_for(target: TargetModel) -> list[int]:
+    """Numbers of drafted nodes that this target can verify; 0 is plain decoding."""
+    return [size for size in (0, *SIZES) if size < room(target)]
+
+
 def automatic(
     target: TargetModel,
     sources: Sequence[Source] = (),
@@ -46,7 +52,7 @@ def automatic(
     text: bool = True,
     corpus: CorpusIndex | None = None,
     chain_only: bool = False,
-    timed: dict[str, tuple[Drafter, dict[str, object]]] | None = None,
+    clock: Clock | None = None,
 ) -> BlendedDrafter:
     """A drafter that verifies at every step as many nodes as pay on this machine.
 
@@ -56,16 +62,45 @@ def automatic(
         text: whether the text itself is drafted from.
         corpus: continued as well; None for none.
         chain_only: the target verifies chains alone.
-        timed: sources whose drafting takes time, see `target_clock`.
+        clock: of the target, with the drafting of sources that take time; by default measured.
     """
-    clock = target_clock(target, timed)
-    sizes: Sequence[int] = [size for size in (0, *SIZES) if size < room(target)]
+    clock = clock or target_clock(target)
+    sizes = sizes_for(target)
     compiled = isinstance(target, CompiledTarget)
     if compiled:  # every number of nodes is another graph
         sizes = [0, _best_fixed(clock, sizes, sources)]
     found = TextSource(max(sizes), corpus) if text else None
     return BlendedDrafter(
         clock, sizes, text=found, sources=sources, chain_only=chain_only, padded=compiled
+    )
+
+
+def unvarying(
+    nodes: int | None,
+    target: TargetModel,
+    sources: Sequence[Source] = (),
+    *,
+    text: bool = True,
+    corpus: CorpusIndex | None = None,
+    chain_only: bool = False,
+) -> BlendedDrafter:
+    """A drafter all of whose trees have as many nodes, and which goes by no clock: of one text it
+    always makes the same steps. It learns while it drafts, so that every text needs a new one.
+
+    Args:
+        nodes: that are drafted; None for a number that usually pays.
+        target, sources, text, corpus, chain_only: see `automatic`.
+    """
+    if nodes is None:
+        nodes = min(_UNVARYING, room(target) - 1)
+    return BlendedDrafter(
+        Clock.flat(),
+        (nodes,),
+        text=TextSource(nodes, corpus) if text else None,
+        sources=sources,
+        always=True,
+        chain_only=chain_only,
+        padded=True,
     )
 
 
@@ -77,6 +112,7 @@ def with_heads(
     *,
     corpus: CorpusIndex | None = None,
     chain_only: bool = False,
+    deterministic: bool = False,
 ) -> Drafter:
     """The drafter of a tree that blends.
 
@@ -85,50 +121,52 @@ def with_heads(
         target, heads, statistics: that belong together.
         corpus: continued as well as the text itself; None for none.
         chain_only: the target verifies chains alone.
+        deterministic: see `unvarying`.
 
     Raises:
         ValueError: an unknown form, or a tree that does not fit the heads.
     """
     if tree == "auto":
-        source = _sequential(heads, statistics, target) if heads.sequential else None
-        own = source or HeadsSource(heads, statistics)
+        recycling: list[Source] = [] if chain_only else [RecyclingSource(target.vocab_size)]
+        own: HeadsSource | TreeSource = HeadsSource(heads, statistics)
+        if heads.sequential:
+            sizes = (_UNVARYING,) if deterministic else _SEQUENTIAL
+            clock = Clock.flat() if deterministic else target_clock(target)
+            own = _sequential(heads, statistics, clock, [n for n in sizes if n < room(target)])
+        if deterministic:
+            sources = [*recycling, own]
+            return unvarying(None, target, sources, corpus=corpus, chain_only=chain_only)
         drafter = make_drafter("static:1", heads, statistics)
         if isinstance(own, TreeSource):
             drafter = own.drafter
         kind = heads.config.to_dict() | {"preview": heads.previews is not None}
         kind |= {"nodes": drafter.num_nodes}
-        recycling: list[Source] = [] if chain_only else [RecyclingSource(target.vocab_size)]
         return automatic(
             target,
             [*recycling, own],
             corpus=corpus,
             chain_only=chain_only,
-            timed={own.name: (drafter, kind)},
+            clock=target_clock(target, {own.name: (drafter, kind)}),
         )
     drafter = make_drafter(tree.removesuffix(SUFFIX), heads, statistics, with_log_probs=True)
     if drafter.num_nodes == 1 or isinstance(drafter, BlendedDrafter):
         raise ValueError(f"{tree!r} leaves the heads nothing to draft: use 'suffix'")
     nodes = drafter.num_nodes - 1
-    compiled = isinstance(target, CompiledTarget)
-    sizes = [nodes] if compiled else range(nodes + 1)
-    source = TreeSource(drafter, heads.config.num_heads, statistics=statistics)
-    return BlendedDrafter(
-        Clock.flat(),
-        sizes,
-        text=TextSource(nodes, corpus),
-        sources=[source],
-        always=True,
-        padded=compiled,
-    )
+    sources = [TreeSource(drafter, heads.config.num_heads, statistics=statistics)]
+    if deterministic or isinstance(target, CompiledTarget):
+        return unvarying(nodes, target, sources, corpus=corpus)
+    text = TextSource(nodes, corpus)
+    return BlendedDrafter(Clock.flat(), range(nodes + 1), text=text, sources=sources, always=True)
 
 
-def _sequential(heads: DraftHeads, statistics: HeadStatistics, target: TargetModel) -> TreeSource:
+def _sequential(
+    heads: DraftHeads, statistics: HeadStatistics, clock: Clock, sizes: Sequence[int]
+) -> TreeSource:
     """Heads that see each other draft a tree level by level: one of a size that may pay here."""
-    clock = target_clock(target)
     speeds = {
         nodes: statistics.expected_tokens_per_step(nodes) / clock.step(nodes + 1)
-        for nodes in _SEQUENTIAL
-        if nodes < room(target) and nodes <= len(statistics.paths)
+        for nodes in sizes
+        if nodes <= len(statistics.paths)
     }
     nodes = max(speeds, key=speeds.__getitem__, default=1)
     drafter = make_drafter(f"static:{nodes}", heads, statistics, with_log_probs=True)

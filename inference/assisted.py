@@ -75,6 +75,7 @@ class AssistedModel:
         self.acceptance_settings = dict(acceptance_settings or {})
         make_rule(acceptance, LogitsProcessorList(), False, **self.acceptance_settings)
         self.last_stats = GenerationStats()
+        self._fresh: Callable[[], Drafter] | None = None  # a drafter that knows of no text yet
 
     def generate(
         self,
@@ -158,7 +159,7 @@ class AssistedModel:
 
     def _drafter_for(self, batch_size: int) -> Drafter:
         """The drafter of a call with so many rows."""
-        return self.drafter
+        return self.drafter if self._fresh is None else self._fresh()
 
 
 def _stop_strings(

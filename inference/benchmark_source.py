@@ -33,16 +33,16 @@ class Source:
     checkpoint: Path | None
     target: str | None
 
-    def target_name(self) -> tuple[str, str | None]:
-        """Hub id or path of the target, and a hub id's revision.
+    def target_name(self, *, trust_remote_code: bool = False) -> tuple[str, str | None]:
+        """Hub id or path of the target, and a hub id's revision; see `named_target`.
 
         Raises:
-            ValueError: the heads name none.
+            ValueError: the heads name none, or code of what they name would be run.
         """
         if self.target is not None:
             return split_revision(self.target)
         assert self.checkpoint is not None
-        return named_target(self.checkpoint)
+        return named_target(self.checkpoint, trust_remote_code=trust_remote_code)
 
 
 def find_source(name: str | os.PathLike[str], target: str | None, *, heads: bool) -> Source:

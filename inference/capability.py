@@ -1,10 +1,10 @@
 """What a target can be trusted to verify: a token tree, only a chain, or nothing.
 
-Names are checked first, then numbers: every node of a small tree against a plain forward of its
-own path, on this very model. An architecture that would decode wrongly is so refused at attach
-time, not noticed in its output.
+Names are checked first, then numbers, on this very model: every node of a small tree against a
+plain forward of its own path, and against the same tree with other tokens on all other branches. An
+architecture that would decode wrongly is so refused at attach time, not noticed in its output.
 
-Shapes: L leaves, T tokens, N tree nodes, V vocabulary.
+Shapes: T tokens, N tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import inspect
 import warnings
 import weakref
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,10 +33,16 @@ _PROBE_TREE = TreeShape.from_choices([(0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1,
 _PROBE_CHAIN = TreeShape.from_choices([(0,), (0, 0), (0, 0, 0)])
 _PROMPT = 24
 _LARGEST_WINDOW_PROBED = 128
-# Root mean square over the vocabulary, in standard deviations of the logits. Exact arithmetic gives
-# 1e-6 in fp32; a token that sees what it must not shifts them by tenths.
+# Root mean square over the vocabulary, in standard deviations of the logits. Forwards of unlike
+# shapes round differently: by 1e-6 in fp32, by hundredths in half precision, and by tenths where
+# another expert is chosen.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 0.2
+# Forwards of one shape do not even round differently, in any dtype: what a node must not see
+# changes nothing of it, or 1e-6 where an expert is handed another number of tokens. One scale for
+# all activations in 8 bits shifts even tiny narrow models by 5e-3, a mask not followed by 0.1.
+_LEAK_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+_HALF_LEAK_TOLERANCE = 2e-3
 
 # Attention that goes by cache slot rather than by position in the text, whatever mask is given.
 _SLOT_BOUND = {
@@ -84,7 +91,13 @@ def capability(target: TargetModel) -> Capability:
 def _examine(target: TargetModel) -> Capability:
     target.new_cache()  # refuses caches without rows, and attention that takes no mask
     kind = target.config.model_type
-    if target.dtype == torch.float32 and _couples_tokens(target):
+    if _is_sharded(target):
+        raise UnsupportedArchitecture(
+            f"the weights of {kind} are spread over several processes, each of which would measure "
+            "its own steps and choose its own drafts, and wait for the others in vain",
+            "load it whole in each process, without tp_plan",
+        )
+    if _couples_tokens(target):
         raise UnsupportedArchitecture(
             f"{kind} is loaded in 8 bits with a threshold for outliers, which bitsandbytes looks "
             "for in all tokens of a forward together, so that they change each other",
@@ -98,19 +111,25 @@ def _examine(target: TargetModel) -> Capability:
     if reason is None and "position_ids" not in _forward_parameters(target):
         reason = "its forward takes no position_ids"
     if reason is None:
-        error = probe_error(target, _PROBE_TREE)
-        if error <= _tolerance(target):
+        reason = probe(target, _PROBE_TREE).fault(target.dtype)
+        if reason is None:
             return "tree"
-        reason = f"a tree's logits differ from plain decoding by {error:.2g} standard deviations"
-    error = probe_error(target, _PROBE_CHAIN)
-    if error > _tolerance(target):
+    fault = probe(target, _PROBE_CHAIN).fault(target.dtype)
+    if fault is not None:
         raise UnsupportedArchitecture(
-            f"{kind} cannot verify drafts exactly ({reason}; as a chain they differ by {error:.2g})"
+            f"{kind} cannot verify drafts exactly (as a tree, {reason}; as a chain, {fault})"
         )
     warnings.warn(
         f"{kind} verifies a chain of drafts, not a tree: {reason}", MedusaWarning, stacklevel=4
     )
     return "chain"
+
+
+def _is_sharded(target: TargetModel) -> bool:
+    if (getattr(target.model, "_tp_size", None) or 1) > 1:
+        return True
+    # However it came about: what processes share are DTensors.
+    return any(hasattr(parameter, "full_tensor") for parameter in target.model.parameters())
 
 
 def _couples_tokens(target: TargetModel) -> bool:
@@ -125,25 +144,47 @@ def _forward_parameters(target: TargetModel) -> set[str]:
     return set(inspect.signature(target.model.forward).parameters)
 
 
-def _tolerance(target: TargetModel) -> float:
-    return _TOLERANCE.get(target.dtype, _HALF_TOLERANCE)
+@dataclass(frozen=True)
+class Probe:
+    """What a target made of a small tree, in standard deviations of the logits.
+
+    Attributes:
+        error: worst difference of a node from a plain forward of its path.
+        leak: worst change of a node when only tokens change that it must not see.
+        effect: least change of a leaf when tokens change that it must see.
+    """
+
+    error: float
+    leak: float
+    effect: float
+
+    def fault(self, dtype: torch.dtype) -> str | None:
+        """What speaks against verifying such trees; None if nothing does."""
+        if not self.error <= _TOLERANCE.get(dtype, _HALF_TOLERANCE):  # NaN is no agreement
+            return f"its logits differ from plain decoding by {self.error:.2g} standard deviations"
+        if not self.leak <= _LEAK_TOLERANCE.get(dtype, _HALF_LEAK_TOLERANCE):
+            return (
+                f"a token's logits change by {self.leak:.2g} standard deviations with tokens that "
+                "it must not see: the tree's mask is not followed, or all activations of a forward "
+                "share one scale"
+            )
+        if not self.effect > self.leak:
+            return "a token's logits do not change with the tokens before it"
+        return None
 
 
 @torch.no_grad()
-def probe_error(target: TargetModel, shape: TreeShape) -> float:
-    """Worst node of a random tree against plain forwards of its path, after a random prompt that is
-    longer than any small attention window."""
+def probe(target: TargetModel, shape: TreeShape) -> Probe:
+    """Verify a random tree after a random prompt that is longer than any small attention window."""
     window = getattr(target.config, "sliding_window", None)
     chunk = getattr(target.config, "attention_chunk_size", None)
     small = [size for size in (window, chunk) if size and size <= _LARGEST_WINDOW_PROBED]
     past = max([_PROMPT, *(size + _PROMPT // 2 for size in small)])
     random = torch.Generator().manual_seed(0)
-    ids_1T = torch.randint(target.vocab_size, (1, past + shape.num_nodes), generator=random).to(
-        target.device
-    )
-    prompt_1T, nodes_1N = ids_1T[:, :past], ids_1T[:, past:]
+    ids_2T = torch.randint(target.vocab_size, (2, past + shape.num_nodes), generator=random)
+    prompt_1T = ids_2T[:1, :past].to(target.device)
+    nodes_1N, others_1N = ids_2T[:, past:].to(target.device).split(1)
 
-    tree = shape.tree(nodes_1N)
     cache = target.new_cache(1, past + shape.num_nodes)
     target.model(prompt_1T, **_positions(target, past), past_key_values=cache, use_cache=True)
     if cache.get_seq_length() != past:
@@ -153,12 +194,26 @@ def probe_error(target: TargetModel, shape: TreeShape) -> float:
     row = Row(0, 1, prompt_1T[0], StopCheck(StoppingCriteriaList()))
     state = DecodingState([row], cache, [0])
     state.hidden_BD = torch.zeros(1, target.hidden_size, dtype=target.dtype, device=target.device)
-    mask = state.tree_mask(tree)
-    verified_NV = target.verify(tree, cache, mask)[0].float()
-    return max(
-        _relative_error(verified_NV[path], _plain_logits(target, prompt_1T, nodes_1N[:, path]))
-        for path in _paths(shape)
-    )
+
+    def verified(kept: list[int]) -> Tensor:
+        """Logits [N, V] of the tree, in which all nodes but these hold other tokens."""
+        tokens_1N = others_1N.clone()
+        tokens_1N[:, kept] = nodes_1N[:, kept]
+        tree = shape.tree(tokens_1N)
+        return target.verify(tree, cache, state.tree_mask(tree))[0].float()
+
+    logits_NV = verified(list(range(shape.num_nodes)))
+    paths = _paths(shape)
+    errors = [
+        _relative_error(logits_NV[path], _plain_logits(target, prompt_1T, nodes_1N[:, path]))
+        for path in paths
+    ]
+    # The root alone as well: a chain has no other branch.
+    leaks = [_relative_error(verified(path)[path], logits_NV[path]) for path in [*paths, [0]]]
+    ends = [path[-1] for path in paths]
+    changed_NV = verified([0, *ends])
+    effects = [_relative_error(changed_NV[[end]], logits_NV[[end]]) for end in ends]
+    return Probe(max(errors), max(leaks), min(effects))
 
 
 def _positions(target: TargetModel, length: int) -> dict[str, Tensor]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.compiled import CompiledTarget
 from medusa_heads.contents import is_draft
 from medusa_heads.draft_checkpoint import check_vocabulary, read_draft_sidecar
 from medusa_heads.hub.names import split_revision
+from medusa_heads.inference.adapt.measure import SIZES, room, target_clock
 from medusa_heads.inference.assisted import AssistedModel
-from medusa_heads.inference.draft_costs import draft_costs
 from medusa_heads.inference.draft_plan import DraftPlan, draft_plan
+from medusa_heads.inference.drafters.adaptive_tree import AdaptiveTree
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.chosen_draft import ChosenDraftDrafter
 from medusa_heads.inference.named_target import load_target, named_target
@@ -87,8 +87,7 @@ class DraftedModel(AssistedModel):
             chain_only=self._chain_only,
             one_size=isinstance(self.target, CompiledTarget),
         )
-        self.drafter, self.tree = self._made(plan, 1), plan.tree
-        self._plan, self._by_rows = plan, dict[int, Drafter]()
+        self.drafter, self.tree = self._drafting(plan), plan.tree
 
     @property
     def draft(self) -> TargetModel:
@@ -97,33 +96,24 @@ class DraftedModel(AssistedModel):
 
     @property
     def draft_steps(self) -> list[int]:
-        """For how many steps each of several draft models has drafted so far."""
-        steps = [0] * len(self.drafts)
-        for drafter in (self.drafter, *self._by_rows.values()):
-            if isinstance(drafter, ChosenDraftDrafter):
-                steps = [sum(counts) for counts in zip(steps, drafter.steps, strict=True)]
-        return steps
+        """For how many steps each draft model has drafted so far, where that is chosen."""
+        if isinstance(self.drafter, ChosenDraftDrafter):
+            return list(self.drafter.steps)
+        return [0] * len(self.drafts)
 
-    def _drafter_for(self, batch_size: int) -> Drafter:
-        measured = self._plan.adaptive or len(self.drafts) > 1
-        if not measured or batch_size == 1:
-            return self.drafter
-        rows = rounded_up(batch_size)
-        if rows not in self._by_rows:
-            self._by_rows[rows] = self._made(self._plan, rows)
-        return self._by_rows[rows]
-
-    def _made(self, plan: DraftPlan, rows: int) -> Drafter:
-        """The drafter for batches of that size."""
+    def _drafting(self, plan: DraftPlan) -> Drafter:
         vocab_size = self.target.vocab_size
-        measure = [cache(partial(draft_costs, self.target, draft, rows)) for draft in self.drafts]
+        if len(self.drafts) == 1 and not plan.adaptive:
+            only = plan.drafter(self.draft, vocab_size)
+            assert not isinstance(only, AdaptiveTree)
+            return only
+        clocks = [target_clock(draft) for draft in self.drafts]
         drafters = [
-            plan.drafter(draft, vocab_size, costs)
-            for draft, costs in zip(self.drafts, measure, strict=True)
+            (plan.drafter(draft, vocab_size, clock), clock)
+            for draft, clock in zip(self.drafts, clocks, strict=True)
         ]
-        if len(drafters) == 1:
-            return drafters[0]
-        return ChosenDraftDrafter(drafters, [costs() for costs in measure])
+        most = min(max(SIZES), room(self.target) - 1) if plan.adaptive else 0
+        return ChosenDraftDrafter(target_clock(self.target), drafters, most)
 
     @classmethod
     def from_pretrained(

@@ -11,18 +11,17 @@ sampled:3x2x1   a tree: 3 drawn tokens behind the text, 2 behind each of them, 1
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from medusa_heads.inference.drafters.adaptive_tree import AdaptiveTreeDrafter
+from medusa_heads.inference.drafters.adaptive_tree import AdaptiveTree
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.draft_model import DraftModelDrafter
 from medusa_heads.inference.drafters.sampled_tree import SampledTreeDrafter
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.draft_costs import DraftCosts
+    from medusa_heads.inference.adapt.clock import Clock
 
 _NODES_A_PATH = 6  # of a tree, for each path that is read at a time
 
@@ -53,14 +52,14 @@ class DraftPlan:
         return not (self.branching or self.depth)
 
     def drafter(
-        self, draft: TargetModel, vocab_size: int, costs: Callable[[], DraftCosts]
-    ) -> Drafter:
+        self, draft: TargetModel, vocab_size: int, clock: Clock | None = None
+    ) -> Drafter | AdaptiveTree:
         """A drafter with this draft model.
 
         Args:
             draft: the draft model.
             vocab_size: of the target.
-            costs: measures; asked where drafts depend on it.
+            clock: of the draft model's forwards, where drafts depend on it.
 
         Raises:
             ValueError: more nodes than the draft model will offer.
@@ -76,7 +75,8 @@ class DraftPlan:
                 width=self.width,
                 num_drafted=self.num_drafted,
             )
-        return AdaptiveTreeDrafter(draft, vocab_size, costs(), chain_only=self.chain_only)
+        assert clock is not None
+        return AdaptiveTree(draft, vocab_size, clock, chain_only=self.chain_only)
 
 
 def draft_plan(tree: str, depth: int, *, chain_only: bool, one_size: bool) -> DraftPlan:

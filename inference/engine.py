@@ -63,8 +63,8 @@ def decode(
             f"{target.config.model_type} goes by cache slots, which a batch does not keep in step",
             "decode one unpadded sequence at a time",
         )
-    stop = StopCheck(stopping_criteria)
     batch = input_ids_BT.shape[0]
+    stop = StopCheck(stopping_criteria, batch)
     recorder = _recorder(generation_config, batch, acceptance)
     rows = [
         Row(i, batch, prompt_T, stop, streamer, recorder) for i, prompt_T in enumerate(input_ids_BT)
@@ -236,6 +236,7 @@ def _own_cache(
     cache = target.new_cache(batch, slots)
     if type(given) is RowCache and cache.fixed_capacity is None:
         cache = given
+        cache.announce(slots)
     elif given is not None:
         cache.take_over(given)
     model_kwargs["past_key_values"] = cache

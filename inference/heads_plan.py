@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from medusa_heads.heads import DraftHeads
-from medusa_heads.inference.adaptive_plan import blends, continues_text, with_heads
+from medusa_heads.inference.adaptive_plan import (
+    blends,
+    continues_text,
+    unvarying,
+    with_heads,
+)
 from medusa_heads.inference.corpus_index import CorpusIndex
 from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.tree_plan import TreeSpec, make_drafter
 from medusa_heads.inference.tree_size import best_tree
 from medusa_heads.statistics import HeadStatistics, prior_statistics
@@ -28,6 +34,7 @@ class HeadsPlan:
         chain_only: the target verifies chains alone; of any tree its best chain is taken.
         acceptance: name of the rule that walks the trees.
         read_corpus: gives the text that drafts also continue; None for none.
+        deterministic: the drafter goes by no clock, and is for one text alone.
 
     Attributes:
         tree: which it is, also where `auto` chose.
@@ -47,13 +54,14 @@ class HeadsPlan:
         chain_only: bool = False,
         acceptance: str = "lossless",
         read_corpus: ReadCorpus | None = None,
+        deterministic: bool = False,
     ) -> None:
         if statistics is None:
             statistics = prior_statistics(heads.config.num_heads, heads.config.num_candidates)
         compares = acceptance in DRAFT_PROBABILITY_RULES
         if tree == "auto" and compares:
             # What the text itself suggests comes without a probability.
-            tree = best_tree(target, heads, statistics)
+            tree = "dynamic:15" if deterministic else best_tree(target, heads, statistics)
         self.tree = tree
         corpus: CorpusIndex | None = None
         if read_corpus is not None:
@@ -71,7 +79,13 @@ class HeadsPlan:
                     f"than {' and '.join(DRAFT_PROBABILITY_RULES)}"
                 )
             self.drafter = with_heads(
-                tree, target, heads, statistics, corpus=corpus, chain_only=chain_only
+                tree,
+                target,
+                heads,
+                statistics,
+                corpus=corpus,
+                chain_only=chain_only,
+                deterministic=deterministic,
             )
             return
         self.drafter = make_drafter(
@@ -82,3 +96,7 @@ class HeadsPlan:
             with_log_probs=compares,
             corpus=corpus,
         )
+        if deterministic and isinstance(self.drafter, BlendedDrafter):
+            self.drafter = unvarying(
+                self.drafter.num_nodes - 1, target, corpus=corpus, chain_only=True
+            )

@@ -47,6 +47,8 @@ class MedusaModel(AssistedModel):
         compile: verify through torch.compile: one graph over a cache of fixed size, replayed as a
             CUDA graph on a GPU. The first text takes the seconds of compiling.
         compile_backend: of torch.compile.
+        deterministic: verify as many nodes in every step, whatever time it takes, and carry nothing
+            from text to text: what is rounded, in bf16 say, is so rounded the same way every time.
 
     Attributes:
         heads: as given, on the target's device and in its dtype.
@@ -70,6 +72,7 @@ class MedusaModel(AssistedModel):
         acceptance_settings: Mapping[str, float] | None = None,
         compile: bool = False,
         compile_backend: str | Callable[..., Any] = "inductor",
+        deterministic: bool = False,
     ) -> None:
         super().__init__(
             target,
@@ -78,6 +81,7 @@ class MedusaModel(AssistedModel):
             compile=compile,
             compile_backend=compile_backend,
         )
+        self.deterministic = deterministic
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
         self.drafting = with_preview(self.heads)
@@ -95,7 +99,13 @@ class MedusaModel(AssistedModel):
             ValueError: an unknown form, or a tree that does not fit the heads; the one before it
                 stays.
         """
-        plan = HeadsPlan(
+        plan = self._plan(tree)
+        self.drafter, self.tree = plan.drafter, plan.tree
+        if self.deterministic:
+            self._fresh = lambda: self._plan(self.tree).drafter
+
+    def _plan(self, tree: TreeSpec) -> HeadsPlan:
+        return HeadsPlan(
             self.target,
             self.drafting,
             self.statistics,
@@ -103,8 +113,8 @@ class MedusaModel(AssistedModel):
             chain_only=self._chain_only,
             acceptance=self.acceptance,
             read_corpus=self._read_corpus,
+            deterministic=self.deterministic,
         )
-        self.drafter, self.tree = plan.drafter, plan.tree
 
     @classmethod
     def from_pretrained(
@@ -121,6 +131,7 @@ class MedusaModel(AssistedModel):
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
         compile: bool = False,
+        deterministic: bool = False,
         merge_adapter: bool = False,
         **target_kwargs: Any,
     ) -> MedusaModel:
@@ -136,7 +147,7 @@ class MedusaModel(AssistedModel):
                 the revision they were trained on.
             revision: branch, tag or commit of the repository of the heads.
             token, cache_dir, local_files_only: of the hub, for the heads and a target loaded here.
-            tree, corpus, acceptance, acceptance_settings, compile: see the class.
+            tree, corpus, acceptance, acceptance_settings, compile, deterministic: see the class.
             merge_adapter: add the adapter to the target's matrices: faster, and in bf16 rounded.
             target_kwargs: passed on when the target is loaded: `dtype`, `device` (by default the
                 best here), `device_map`, `quantization_config`, `attn_implementation`,
@@ -181,6 +192,7 @@ class MedusaModel(AssistedModel):
             acceptance=acceptance,
             acceptance_settings=acceptance_settings,
             compile=compile,
+            deterministic=deterministic,
         )
         if corpus is not None:
             model._read_corpus = _reader(corpus, view, trust_remote_code=trusted)
@@ -188,16 +200,24 @@ class MedusaModel(AssistedModel):
         model.checkpoint, model.stored = folder, replace(loaded.stored, tensors={})
         return model
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, with_vocab_matrix: bool = False
+    ) -> Path:
         """Write a checkpoint folder of the heads as they are now, without any weight of the target.
 
         What came with heads that were loaded goes along: statistics, adapter, reports.
 
+        Args:
+            folder: receives them.
+            with_vocab_matrix: lay a copy of the target's vocabulary matrix beside the heads, with
+                which vLLM 0.32 reads the folder as it is.
+
         Raises:
-            ValueError: the target carries an adapter that no checkpoint came with.
+            ValueError: the target carries an adapter that no checkpoint came with, or no engine
+                would read the matrix.
             OSError: the folder cannot be written.
         """
-        return save_model(self, folder)
+        return save_model(self, folder, with_vocab_matrix=with_vocab_matrix)
 
     def push_to_hub(
         self,
@@ -211,6 +231,7 @@ class MedusaModel(AssistedModel):
         base_model: str | None = None,
         license: str | None = None,
         benchmark: str | os.PathLike[str] | None = None,
+        with_vocab_matrix: bool = False,
     ) -> str:
         """Save the heads and push them with a model card, in one commit.
 
@@ -218,6 +239,7 @@ class MedusaModel(AssistedModel):
             repo_id: `user/name`.
             private, revision, create_pr, commit_message, token: see `hub.push.push`.
             base_model, license, benchmark: see `hub.push.prepare_push`.
+            with_vocab_matrix: see `save_pretrained`; the matrix is under the target's licence.
 
         Returns:
             The address of the commit, or of the pull request.
@@ -226,9 +248,14 @@ class MedusaModel(AssistedModel):
             ValueError: the target has no name that others find it by, or the hub refuses.
         """
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
+            self.save_pretrained(folder, with_vocab_matrix=with_vocab_matrix)
             prepared = prepare_push(
-                folder, repo_id, base_model=base_model, license=license, benchmark=benchmark
+                folder,
+                repo_id,
+                base_model=base_model,
+                license=license,
+                benchmark=benchmark,
+                with_vocab_matrix=with_vocab_matrix,
             )
             return push(
                 prepared,

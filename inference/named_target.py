@@ -9,6 +9,7 @@ from typing import Any
 
 from medusa_heads.contents import is_model
 from medusa_heads.hub.names import is_repo_id, split_revision
+from medusa_heads.loading import refuse_code_of
 from medusa_heads.stored_heads import read_sidecar
 from medusa_heads.target import TargetModel
 
@@ -31,10 +32,12 @@ def load_target(
         options: of `TargetModel.from_pretrained`; a `revision` among them beats the checkpoint's.
 
     Raises:
-        ValueError: the checkpoint names no target, or nothing loadable is there.
+        ValueError: the checkpoint names no target, or nothing loadable is there; or code of a
+            target that only the checkpoint names would be run.
     """
     if given is None:
-        name, revision = named_target(checkpoint, read)
+        trusted = bool(options.get("trust_remote_code"))
+        name, revision = named_target(checkpoint, read, trust_remote_code=trusted)
     else:
         name, revision = split_revision(given)
     if revision is not None:
@@ -51,12 +54,20 @@ def load_target(
 
 
 def named_target(
-    checkpoint: str | os.PathLike[str], read: Read = read_sidecar
+    checkpoint: str | os.PathLike[str],
+    read: Read = read_sidecar,
+    *,
+    trust_remote_code: bool = False,
 ) -> tuple[str, str | None]:
     """Hub id or path of the target that a checkpoint folder names, and a hub id's revision.
 
+    Args:
+        checkpoint: a folder.
+        read: reads the sidecar of heads, or of a draft model.
+        trust_remote_code: code that comes with the target is to be run.
+
     Raises:
-        ValueError: not a checkpoint, or it names none.
+        ValueError: not a checkpoint, or it names none; or code of what it names would be run.
     """
     target = read(checkpoint)["target"]
     name, revision = target.get("name_or_path"), target.get("revision")
@@ -64,6 +75,8 @@ def named_target(
         raise ValueError(
             f"the checkpoint {str(checkpoint)!r} does not name its target: pass target= (--target)"
         )
+    if trust_remote_code:
+        refuse_code_of(target)
     if Path(name).exists():
         return name, None
     on_hub = is_repo_id(name) or "/" not in name  # gpt2

@@ -17,28 +17,41 @@ class DistillArguments:
         default=False,
         metadata={"help": "Let the target continue prompts from the corpus and learn from that."},
     )
-    num_prompts: int = field(default=2048, metadata={"help": "Prompts drawn from the corpus."})
-    num_eval_prompts: int = field(
-        default=128, metadata={"help": "Prompts drawn from the held-out text."}
+    num_prompts: int = field(
+        default=2048, metadata={"help": "With self_distill: prompts drawn from the corpus."}
     )
-    prompt_length: int = field(default=64, metadata={"help": "Tokens of a prompt."})
+    num_eval_prompts: int = field(
+        default=128, metadata={"help": "With self_distill: prompts drawn from the held-out text."}
+    )
+    prompt_length: int = field(
+        default=64, metadata={"help": "With self_distill: tokens of a prompt."}
+    )
     continuation_length: int = field(
-        default=128, metadata={"help": "Tokens the target writes after each prompt."}
+        default=128,
+        metadata={"help": "With self_distill: tokens the target writes after each prompt."},
     )
     greedy_share: float = field(
         default=0.5,
-        metadata={"help": "Share of prompts continued greedily; the others are sampled."},
+        metadata={
+            "help": "With self_distill: share of prompts continued greedily; others are sampled."
+        },
     )
-    temperature: float = field(default=0.7, metadata={"help": "Temperature of the sampled share."})
+    temperature: float = field(
+        default=0.7,
+        metadata={"help": "With self_distill: sampling temperature of the other prompts."},
+    )
     generation_batch_size: int = field(
-        default=128, metadata={"help": "Prompts continued at the same time."}
+        default=128, metadata={"help": "With self_distill: prompts continued at the same time."}
     )
     generation_workers: int = field(
-        default=1, metadata={"help": "Processes that share the prompts, on a CPU."}
+        default=1,
+        metadata={"help": "With self_distill on a CPU: processes that share the prompts."},
     )
     distill_cache: str | None = field(
         default=None,
-        metadata={"help": "Folder that keeps the continuations. Default: OUTPUT_DIR/distilled."},
+        metadata={
+            "help": "With self_distill: folder that keeps the text. Default: OUTPUT_DIR/distilled."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -65,12 +78,12 @@ class RegenerateArguments:
         metadata={"help": "Folder for the dataset; train-heads takes it as --dataset."}
     )
     dataset: str = field(
-        default="stdlib",
         metadata={
-            "help": "Where the prompts come from: 'stdlib', a .jsonl, .json, .parquet, .csv or "
-            ".txt file, a folder, or a hub id. Columns: messages (conversations), prompt, "
-            "input_ids, or text (windows are drawn from it)."
-        },
+            "help": "Where the prompts come from: a hub id, a folder, a .jsonl, .json, .parquet, "
+            ".csv or .txt file, or 'stdlib' (the sources of Python's own standard library). Read "
+            "is the first of these columns that is there: messages (conversations), prompt, "
+            "input_ids, text (windows are drawn from it)."
+        }
     )
     dataset_split: str = field(default="train", metadata={"help": "Split of the dataset."})
     dataset_config: str | None = field(
@@ -88,11 +101,11 @@ class RegenerateArguments:
         metadata={"help": "Prompts asked. Default: every row; of running text 2048 windows."},
     )
     prompt_length: int = field(default=64, metadata={"help": "Tokens of a window of running text."})
-    max_new_tokens: int = field(default=256, metadata={"help": "Tokens of an answer at most."})
+    max_new_tokens: int = field(default=256, metadata={"help": "Most tokens of an answer."})
     turns: Literal["last", "all"] = field(
         default="last",
         metadata={
-            "help": "Of a conversation, answer the assistant's last turn, or all of them, each "
+            "help": "Answer the last turn of the assistant in a conversation, or all of them, each "
             "with the target's own earlier answers before it."
         },
     )
@@ -112,17 +125,18 @@ class RegenerateArguments:
         },
     )
     num_workers: int = field(
-        default=1, metadata={"help": "Processes that share the prompts: transformers, on a CPU."}
+        default=1,
+        metadata={"help": "Processes that share the prompts, for backend transformers on a CPU."},
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
         metadata={
-            "help": "Of the target's weights; auto: the fastest on this machine that holds them "
-            "exactly."
+            "help": "Dtype of the target's weights; auto: the fastest on this machine that holds "
+            "them exactly."
         },
     )
     device: str | None = field(
-        default=None, metadata={"help": "Such as cpu or cuda. Default: the best there is."}
+        default=None, metadata={"help": "Device, such as cpu or cuda. Default: the best there is."}
     )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Run modelling code that comes with the target."}
@@ -131,7 +145,7 @@ class RegenerateArguments:
         default=None, metadata={"help": "Heads checkpoint, for the backend heads."}
     )
     base_url: str | None = field(
-        default=None, metadata={"help": "Of the server, such as http://localhost:8000/v1."}
+        default=None, metadata={"help": "Address of the server, such as http://localhost:8000/v1."}
     )
     model: str | None = field(
         default=None,
@@ -140,8 +154,8 @@ class RegenerateArguments:
     endpoint: Literal["auto", "completions", "chat"] = field(
         default="auto",
         metadata={
-            "help": "Of the server: completions (exact: prompts go as token ids), chat, or auto: "
-            "completions where the server takes token ids."
+            "help": "Endpoint of the server: completions (exact: prompts go as token ids), chat, "
+            "or auto: completions if the server takes token ids."
         },
     )
     token_ids: bool = field(
@@ -149,10 +163,10 @@ class RegenerateArguments:
         metadata={"help": "Have the server send the answers' token ids too (vLLM can)."},
     )
     concurrency: int = field(
-        default=16, metadata={"help": "Requests the server has at the same time."}
+        default=16, metadata={"help": "Requests that are sent at the same time."}
     )
     retries: int = field(
-        default=5, metadata={"help": "Of a request that the server could not serve just now."}
+        default=5, metadata={"help": "Further tries for a request that the server could not serve."}
     )
     timeout: float = field(
         default=600.0, metadata={"help": "Seconds of silence before a request has failed."}
@@ -161,7 +175,7 @@ class RegenerateArguments:
         default="OPENAI_API_KEY",
         metadata={"help": "Environment variable that holds the server's API key, if it wants one."},
     )
-    cache_dir: str | None = field(
+    answers_dir: str | None = field(
         default=None,
         metadata={"help": "Folder that keeps finished answers. Default: OUTPUT_DIR/answers."},
     )

@@ -9,36 +9,82 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from medusa_heads.inference.row_copies import row_copies
+
+# These look at a row's own text, and keep no state of it.
+_OF_ONE_ROW = (MaxTimeCriteria, StopStringCriteria)
 
 
 class StopCheck:
-    """transformers' stopping criteria for one row, asked after every token.
+    """transformers' stopping criteria, asked of one row after each of its tokens.
 
-    Length and end-of-sequence, which nearly every call has, are answered on the host; whatever else
-    the user passed is called as generate() calls it, with this row alone.
+    Length and end-of-sequence, which nearly every call has, are answered on the host. Whatever else
+    the user passed is called as generate() calls it: with a whole batch, in which every row is the
+    one asked about, and once a token of it. Each row asks a copy of its own; a criterion with a
+    method `of_row(row)` says itself what stands for it in a row, and is then shown that row alone.
+
+    Args:
+        criteria: as generate() hands them on.
+        batch_size: rows of the batch.
+
+    Raises:
+        ValueError: a criterion that may keep a state, and cannot be copied for each row.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, batch_size: int = 1) -> None:
         self._max_length: int | None = None
         self._eos: set[int] = set()
-        self._others = StoppingCriteriaList()
+        # Those shown the row alone, and those shown a whole batch.
+        self._alone = [StoppingCriteriaList() for _ in range(batch_size)]
+        others = []
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
                 limit = int(criterion.max_length)
                 self._max_length = min(limit, self._max_length or limit)
             elif type(criterion) is EosTokenCriteria:
                 self._eos.update(criterion.eos_token_id.flatten().tolist())
+            elif batch_size == 1 or type(criterion) in _OF_ONE_ROW:
+                for alone in self._alone:
+                    alone.append(criterion)
+            elif hasattr(criterion, "of_row"):
+                for row, alone in enumerate(self._alone):
+                    alone.append(criterion.of_row(row))
             else:
-                self._others.append(criterion)
+                others.append(row_copies(criterion, batch_size))
+        self._others_of_row = list(zip(*others, strict=True))
 
     def __call__(self, row: Row) -> bool:
-        """Whether the row ends with its newest token."""
+        """Whether the row ends with its newest token.
+
+        Raises:
+            ValueError: a criterion gives one answer for all rows of a batch.
+        """
         if row.tokens[-1] in self._eos:
             return True
         if self._max_length is not None and row.length >= self._max_length:
             return True
-        return bool(self._others) and bool(self._others(row.ids_1T(), None).all())
+        # All are asked, whatever one of them says, as generate() asks them.
+        alone = self._alone[row.index] if self._alone[0] else None
+        ends = alone is not None and bool(alone(row.ids_1T(), None).all())
+        if self._others_of_row:
+            ids_BT = row.ids_1T().repeat(row.batch_size, 1)
+            for criterion in self._others_of_row[row.index]:
+                answer = criterion(ids_BT, None)
+                if not isinstance(answer, Tensor) or answer.shape != (row.batch_size,):
+                    raise ValueError(
+                        f"{type(criterion).__name__} answers for all rows of the batch together: "
+                        "let it return a tensor with one answer a row, or decode one row at a time"
+                    )
+                ends = ends or bool(answer[row.index])
+        return ends
 
 
 class ScoreRecorder:

@@ -9,10 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa_heads.adapter import ADAPTER_FOLDER, adapter_digest
+from medusa_heads.adapter import adapter_digest
 from medusa_heads.checkpoint import save_heads
 from medusa_heads.files import read_json, replace_file
-from medusa_heads.hub.files import CARD_FILE, REPORT_FILES
+from medusa_heads.hub.files import ADAPTER_FILES, CARD_FILE, REPORT_FILES
+from medusa_heads.hub.folder import own_files
 from medusa_heads.hub.names import is_local
 from medusa_heads.hub.pull import copy_checkpoint
 from medusa_heads.provenance import provenance
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
     from medusa_heads.inference.model import MedusaModel
 
 
-def save_model(model: MedusaModel, folder: str | os.PathLike[str]) -> Path:
+def save_model(
+    model: MedusaModel, folder: str | os.PathLike[str], *, with_vocab_matrix: bool = False
+) -> Path:
     """Write a checkpoint folder; see `MedusaModel.save_pretrained`.
 
     Raises:
-        ValueError: the target carries an adapter that no checkpoint came with.
+        ValueError: the target carries an adapter that no checkpoint came with, or what came with
+            the heads are links that lead elsewhere.
         OSError: the folder cannot be written.
     """
     stored, came_from = model.stored, model.checkpoint
@@ -44,6 +48,7 @@ def save_model(model: MedusaModel, folder: str | os.PathLike[str]) -> Path:
             model.target,
             statistics=model.statistics,
             provenance=provenance() if stored is None else stored.provenance,
+            with_vocab_matrix=with_vocab_matrix,
         )
         if stored is not None and came_from is not None:
             _carry_along(came_from, stored, made)
@@ -53,11 +58,9 @@ def save_model(model: MedusaModel, folder: str | os.PathLike[str]) -> Path:
 
 def _carry_along(came_from: Path, stored: StoredHeads, made: Path) -> None:
     """What a checkpoint holds beside the heads, and the name it knows their target by."""
-    for name in (*REPORT_FILES, CARD_FILE):
-        if (came_from / name).is_file():
-            shutil.copyfile(came_from / name, made / name)
-    if (came_from / ADAPTER_FOLDER).is_dir():
-        shutil.copytree(came_from / ADAPTER_FOLDER, made / ADAPTER_FOLDER)
+    for name, path in own_files(came_from, (*REPORT_FILES, CARD_FILE, *ADAPTER_FILES)).items():
+        (made / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, made / name)
     sidecar = read_sidecar(made) | {"adapter": stored.adapter}
     known_as = stored.target.get("name_or_path")
     # The same target may have been loaded from a copy, at a path that means nothing elsewhere.

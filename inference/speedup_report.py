@@ -35,17 +35,14 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
 def break_even_sentence(report: Mapping[str, Any]) -> str:
     """Up to which batch size drafting pays, in words."""
     sizes = [batch["batch_size"] for batch in report["batches"]]
-
-    def upto(value: float | None) -> str:
-        if value is None:
-            return f"at every measured size, up to {sizes[-1]}"
-        return f"up to about {value:.1f} rows" if value else f"at no measured size from {sizes[0]}"
-
-    waiting = upto(report["break_even_batch_size"])
-    alone = upto(report["break_even_batch_size_without_waiting"])
+    rows: float | None = report["break_even_batch_size"]
+    if rows is None:
+        upto = f"at every measured size, up to {sizes[-1]}"
+    else:
+        upto = f"up to about {rows:.1f} rows" if rows else f"at no measured size from {sizes[0]}"
     grown = report["grown_from"]
     real = f" The target was grown from {grown['name_or_path']!r}." if grown else ""
-    return f"Drafting pays {waiting}; where no row waits for a batch's last one, {alone}.{real}"
+    return f"Drafting pays {upto}, where no row waits for a batch's last one.{real}"
 
 
 def _chain_table(report: Mapping[str, Any]) -> Table:
@@ -88,7 +85,7 @@ def _tree_table(report: Mapping[str, Any]) -> Table:
 def _batch_table(report: Mapping[str, Any]) -> Table:
     table = _table(
         "the best draft by batch size",
-        *("rows", "plain step ms", "tree", "step ms", "speed-up", "without waiting"),
+        *("rows", "plain step ms", "tree", "step ms", "speed-up"),
     )
     for batch in report["batches"]:
         best = batch["best"]
@@ -98,7 +95,6 @@ def _batch_table(report: Mapping[str, Any]) -> Table:
             best["tree"],
             f"{1e3 * best['step_seconds']:.2f}",
             f"{best['speedup']:.2f}",
-            f"{best['speedup_without_waiting']:.2f}",
         )
     return table
 
@@ -183,13 +179,8 @@ def _draw_by_nodes(axes: Any, report: Mapping[str, Any]) -> None:
 
 def _draw_by_rows(axes: Any, report: Mapping[str, Any]) -> None:
     rows = [batch["batch_size"] for batch in report["batches"]]
-    lines = (
-        ("speedup", "rows wait for a batch's last one", "-"),
-        ("speedup_without_waiting", "rows come and go", "--"),
-    )
-    for key, label, style in lines:
-        gains = [batch["best"][key] for batch in report["batches"]]
-        axes.plot(rows, gains, style, marker="o", color=COLOURS[2], label=label)
+    gains = [batch["best"]["speedup"] for batch in report["batches"]]
+    axes.plot(rows, gains, marker="o", color=COLOURS[2])
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
     axes.set_xscale("log", base=2)
     axes.set_xticks(rows, [str(row) for row in rows])
@@ -197,4 +188,3 @@ def _draw_by_rows(axes: Any, report: Mapping[str, Any]) -> None:
     axes.set_ylabel("speed-up over plain decoding")
     axes.set_title("The best draft by batch size", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)

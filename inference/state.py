@@ -111,15 +111,22 @@ class DecodingState:
         """Take each path's last node as the new state, and let finished rows go; from a cache of
         fixed shape they go when all are finished."""
         device = hidden_BND.device
-        last_B = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
-        batch_B = torch.arange(len(paths), device=device)
+        # Rows that have ended and stay stand still: what is made of them, nobody reads.
+        nodes_B = [list(path) or [0] for path in paths]
+        longest = max(map(len, nodes_B))
+        # Shorter paths repeat their last node, so that the last column is every row's last.
+        nodes_BA = torch.tensor(
+            [[*nodes, *nodes[-1:] * (longest - len(nodes))] for nodes in nodes_B], device=device
+        )
+        batch_B1 = torch.arange(len(paths), device=device)[:, None]
+        # Taken out at once: kept whole, every tree that is not drafted from would stay in memory.
+        accepted_BAD = hidden_BND[batch_B1, nodes_BA]
         # Only a drafter that reads the whole text will ask for what it was not asked to draft from.
         if self._fresh_was_read or not self._keeps_fresh:
             self._fresh.clear()
-        # Rows that have ended and stay stand still: what is made of them, nobody reads.
-        self._fresh.append((hidden_BND, [list(path) or [0] for path in paths]))
+        self._fresh.append((accepted_BAD, [list(range(len(nodes))) for nodes in nodes_B]))
         self._fresh_was_read = False
-        self.hidden_BD = hidden_BND[batch_B, last_B]
+        self.hidden_BD = accepted_BAD[:, -1].contiguous()
         self.roots_B = torch.tensor([row.tokens[-1] for row in self.rows], device=device)
         active = [i for i, row in enumerate(self.rows) if not row.done]
         if active and self.cache.fixed_capacity is not None:
@@ -146,15 +153,15 @@ class DecodingState:
         self._fresh = [(hidden_BTD[batch], [list(range(start, end)) for start in starts])]
 
     def fresh(self) -> tuple[Tensor, list[list[int]]]:
-        """What was committed since this was last asked: the target's hidden states [B, N, D] of the
-        trees, and in them each row's accepted nodes, as many as tokens were committed."""
+        """What was committed since this was last asked: the target's hidden states [B, A, D] of the
+        accepted nodes, and each row's own among them, as many as tokens were committed."""
         self._fresh_was_read = True
         if len(self._fresh) > 1:
             nodes_B: list[list[int]] = [[] for _ in self.rows]
             offset = 0
-            for hidden_BND, paths in self._fresh:
+            for hidden_BAD, paths in self._fresh:
                 for nodes, path in zip(nodes_B, paths, strict=True):
                     nodes += [offset + node for node in path]
-                offset += hidden_BND.shape[1]
+                offset += hidden_BAD.shape[1]
             self._fresh = [(torch.cat([hidden for hidden, _ in self._fresh], dim=1), nodes_B)]
         return self._fresh[0]

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from medusa_heads.compiled import CompiledTarget
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.adapt.measure import target_clock
+from medusa_heads.inference.adaptive_plan import (
+    automatic,
+    continues_text,
+    sizes_for,
+    unvarying,
+)
 from medusa_heads.inference.assisted import AssistedModel
-from medusa_heads.inference.adaptive_plan import automatic, continues_text
 from medusa_heads.inference.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.blended import BlendedDrafter
+from medusa_heads.inference.drafters.growing import Source
 from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from medusa_heads.inference.drafters.extra.early_exit import ExitClock
 
 DRAFTERS = (
     "auto",
@@ -30,8 +40,6 @@ DRAFTERS = (
     "early_exit",
     "early_exit+suffix",
 )
-_WIDEST = 31  # nodes of the recycled tree that a step's own tree is picked from
-_USUAL_LENGTH = 3  # tokens of an early exit's draft, until it is known better
 
 
 class TrainingFreeModel(AssistedModel):
@@ -51,6 +59,7 @@ class TrainingFreeModel(AssistedModel):
         calibration: token ids [B, T] of text without padding, on which `"early_exit"` tries which
             layers to leave out; by default the target writes some. What is found is kept on disk.
         acceptance, acceptance_settings, compile, compile_backend: see AssistedModel.
+        deterministic: see MedusaModel.
         trust_remote_code: whether the tokenizer that reads a corpus may run code of its own.
 
     Attributes:
@@ -74,6 +83,7 @@ class TrainingFreeModel(AssistedModel):
         acceptance_settings: Mapping[str, float] | None = None,
         compile: bool = False,
         compile_backend: str | Callable[..., Any] = "inductor",
+        deterministic: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         _check_drafter(drafter, corpus, calibration, compile)
@@ -96,16 +106,20 @@ class TrainingFreeModel(AssistedModel):
         self.skipped_layers: tuple[int, ...] = ()
         if name == "early_exit":
             _check_uncompiled(isinstance(self.target, CompiledTarget))
+            from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
+
             self._stack = LayerStack(self.target)
             if kept:
                 self.skipped_layers = self._behind(int(kept))
         # Only now: to index a corpus may take a while, and to try layers as well.
         self.corpus = find_corpus(corpus, self.target, trust_remote_code=trust_remote_code)
+        self.deterministic = deterministic
+        self._agreement: dict[str, float] = {}
         if name == "early_exit" and not kept:
-            costs = partial(exit_costs, self.target, self._stack)
-            self.skipped_layers = best_skip_set(self.target, self._stack, costs, calibration)
-        self._by_rows: dict[int, Drafter] = {}
-        self.drafter = self._drafter_for(1)
+            self._find_layers(calibration)
+        if deterministic:
+            self._fresh = self._make
+        self.drafter = self._make()
 
     @classmethod
     def from_pretrained(
@@ -121,8 +135,11 @@ class TrainingFreeModel(AssistedModel):
         Raises:
             ValueError: nothing loadable stands there, or see the class.
         """
-        names = ("corpus", "calibration", "acceptance", "acceptance_settings", "compile")
-        own = {name: kwargs.pop(name) for name in (*names, "compile_backend") if name in kwargs}
+        names = (
+            *("corpus", "calibration", "acceptance", "acceptance_settings"),
+            *("compile", "compile_backend", "deterministic"),
+        )
+        own = {name: kwargs.pop(name) for name in names if name in kwargs}
         # Before seconds of loading.
         _check_drafter(drafter, *(own.get(name) for name in ("corpus", "calibration", "compile")))
         view = TargetModel.from_pretrained(str(target), **kwargs)
@@ -138,34 +155,56 @@ class TrainingFreeModel(AssistedModel):
             )
         return tuple(range(kept, len(self._stack)))
 
-    def _drafter_for(self, batch_size: int) -> Drafter:
-        if batch_size not in self._by_rows:
-            self._by_rows[batch_size] = self._make(batch_size)
-        return self._by_rows[batch_size]
-
-    def _make(self, batch_size: int) -> Drafter:
-        if self._name == "lookahead":
-            beside = target_costs(self.target, batch_size, WINDOW)
-            # Compiled, the window stays: steps without one would be another graph.
-            compiled = isinstance(self.target, CompiledTarget)
-            alone = None if compiled else target_costs(self.target, batch_size)
-            return LookaheadDrafter(beside, alone, suffix=self._suffix, corpus=self.corpus)
+    def _make(self) -> Drafter:
         if self._name == "early_exit":
-            return self._make_early_exit(batch_size)
+            return self._early_exit()
+        if self._name == "lookahead":
+            return self._lookahead()
         if self._name == "suffix":
-            return automatic(self.target, corpus=self.corpus, chain_only=True)
+            return self._blended([], text=True, chain_only=True)
         recycling = RecyclingSource(self.target.vocab_size)
-        return automatic(self.target, [recycling], text=self._name == "auto", corpus=self.corpus)
+        return self._blended([recycling], text=self._name == "auto")
 
-    def _make_early_exit(self, batch_size: int) -> Drafter:
-        costs = exit_costs(self.target, self._stack, self.skipped_layers, batch_size)
-        thinned = ThinnedTarget(self.target, self._stack, self.skipped_layers)
-        return BlendedDrafter(
-            EarlyExitTrees(thinned, costs),
-            StepCosts(costs.verify, draft_seconds=_USUAL_LENGTH * costs.draft),
-            suffix=self._suffix,
-            corpus=self.corpus,
+    def _blended(
+        self, sources: Sequence[Source], *, text: bool, clock: Clock | None = None, **kind: bool
+    ) -> BlendedDrafter:
+        if self.deterministic:
+            return unvarying(None, self.target, sources, text=text, corpus=self.corpus, **kind)
+        return automatic(self.target, sources, text=text, corpus=self.corpus, clock=clock, **kind)
+
+    def _find_layers(self, calibration: Tensor | None) -> None:
+        from medusa_heads.inference.drafters.extra.skip_search import best_skip_set
+
+        self.skipped_layers, self._agreement["agreement"] = best_skip_set(
+            self.target, self._stack, self._exit_clock(), max(sizes_for(self.target)), calibration
         )
+
+    def _exit_clock(self) -> ExitClock:
+        from medusa_heads.inference.drafters.extra.early_exit import ExitClock
+
+        if self.deterministic:
+            return ExitClock(Clock.flat(), len(self._stack), 1.0 / len(self._stack))
+        return ExitClock.measured(self.target, self._stack)
+
+    def _early_exit(self) -> Drafter:
+        from medusa_heads.inference.drafters.extra.early_exit import EarlyExitSource, ThinnedTarget
+
+        clock, most = self._exit_clock(), max(sizes_for(self.target))
+        thinned = ThinnedTarget(self.target, self._stack, self.skipped_layers)
+        source = EarlyExitSource(thinned, clock, most, **self._agreement)
+        return self._blended(
+            [source], text=self._suffix, clock=clock.steps, chain_only=self._chain_only
+        )
+
+    def _lookahead(self) -> Drafter:
+        from medusa_heads.inference.drafters.extra import lookahead
+
+        clock = Clock.flat() if self.deterministic else target_clock(self.target)
+        pool = lookahead.new_pool()
+        drafts = self._blended([lookahead.NgramSource(pool)], text=self._suffix, clock=clock)
+        # Compiled, the window stays: steps without one would be another graph.
+        always = self.deterministic or isinstance(self.target, CompiledTarget)
+        return lookahead.LookaheadDrafter(drafts, pool, clock, always=always)
 
 
 def _check_drafter(drafter: str, corpus: object, calibration: object, compiled: object) -> None:

@@ -1,16 +1,13 @@
 """A transformers Cache whose rows can be kept or dropped by index, in place.
 
-Every layer, sliding-window ones too, holds all rows (the mask holds the window) in buffers that
-grow by doubling. Buffers of one shape lie in one stacked tensor, so that keeping the accepted rows
-of a tree is one gather and one scatter for all layers at once.
+Every layer, sliding-window ones too, holds all rows (the mask holds the window). The buffers of all
+layers lie in a few stacked tensors (stacks.py).
 
-Shapes: G stacked buffers (keys and values of several layers), B batch, H key-value heads, C
-capacity in slots, A accepted rows, X head dimension.
+Shapes: B batch, H key-value heads, A accepted rows, X head dimension.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +17,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from medusa_heads.errors import UnsupportedArchitecture
-
-_INITIAL_SLACK = 256  # slots beyond the prompt before the first growth
+from medusa_heads.stacks import Stacks
 
 # Layers that read another layer's keys and values (Gemma 3n) hold nothing of their own.
 _SHARED_LAYER: tuple[type, ...] = tuple(
@@ -35,7 +31,7 @@ class RowLayer(DynamicLayer):
 
     is_sliding = False
 
-    def __init__(self, stacks: _Stacks) -> None:
+    def __init__(self, stacks: Stacks) -> None:
         self._stacks = stacks
         self._members: tuple[tuple[int, int], tuple[int, int]] | None = None
         self.length = 0
@@ -111,6 +107,7 @@ class RowCache(Cache):
 
     Args:
         config: the target's text configuration.
+        slots: how many will be asked for at most; 0 if nobody knows.
 
     Raises:
         UnsupportedArchitecture: a layer keeps recurrent, convolutional or indexed state, which has
@@ -119,8 +116,9 @@ class RowCache(Cache):
 
     fixed_capacity: int | None = None  # slots of a cache that cannot grow
 
-    def __init__(self, config: Any) -> None:
-        self._stacks = _Stacks()
+    def __init__(self, config: Any, slots: int = 0) -> None:
+        self._stacks = Stacks()
+        self.announce(slots)
         layers: list[Any] = []
         for layer in DynamicCache(config=config).layers:
             kind = type(layer).__name__
@@ -135,6 +133,10 @@ class RowCache(Cache):
                 )
         super().__init__(layers=layers)
         self._stacks.expected_layers = len(self.row_layers)
+
+    def announce(self, slots: int) -> None:
+        """So many slots will be asked for at most from now on; more are still given."""
+        self._stacks.announced = slots
 
     def take_over(self, cache: Cache) -> None:
         """Copy the rows of a transformers cache into this empty one, so that decoding can go on.
@@ -205,90 +207,3 @@ class RowCache(Cache):
     def select_batch(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
         self._stacks.select_batch(rows)
-
-
-class _Stacks:
-    """The stacked buffers. A member is (stack, place in it)."""
-
-    def __init__(self) -> None:
-        self.stacks: list[Tensor] = []  # each [G, B, H, C, X]
-        self.expected_layers = 0
-        self._keys: list[tuple[Any, ...]] = []
-        self._used: Counter[int] = Counter()
-        self._layers_added = 0
-        self.capacity = 0
-
-    def buffer(self, member: tuple[int, int]) -> Tensor:
-        stack, place = member
-        return self.stacks[stack][place]
-
-    def add(self, keys: Tensor, values: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Places for one more layer. A new stack has room for all layers still to come, since in
-        most models they are alike; what stays unused is given back by `trim`."""
-        self.capacity = self.capacity or keys.shape[-2] + _INITIAL_SLACK
-        remaining = max(self.expected_layers - self._layers_added, 1)
-        alike = _signature(keys) == _signature(values)
-        found = [self._place(t, remaining * (2 if alike else 1)) for t in (keys, values)]
-        self._layers_added += 1
-        if self._layers_added == self.expected_layers:
-            self.trim()
-        return found[0], found[1]
-
-    def _place(self, like: Tensor, room: int) -> tuple[int, int]:
-        signature = _signature(like)
-        for stack, known in enumerate(self._keys):
-            if known == signature and self._used[stack] < self.stacks[stack].shape[0]:
-                break
-        else:
-            stack = len(self.stacks)
-            batch, heads, _, width = like.shape
-            self.stacks.append(like.new_zeros(room, batch, heads, self.capacity, width))
-            self._keys.append(signature)
-        place = self._used[stack]
-        self._used[stack] += 1
-        return stack, place
-
-    def trim(self) -> None:
-        """Give back the room that models with unlike layers leave unused."""
-        for stack, used in self._used.items():
-            if used < self.stacks[stack].shape[0]:
-                self.stacks[stack] = self.stacks[stack][:used].clone()
-
-    @torch.inference_mode(False)  # a cache outlives the loop that lets it grow
-    def reserve(self, slots: int) -> None:
-        if slots <= self.capacity:
-            return
-        grown = max(slots, 2 * self.capacity)
-        for i, stack in enumerate(self.stacks):
-            larger = stack.new_zeros(*stack.shape[:3], grown, stack.shape[4])
-            larger[:, :, :, : self.capacity] = stack
-            self.stacks[i] = larger
-        self.capacity = grown
-
-    def move_rows(self, source_BA: Tensor, destination_BA: Tensor) -> None:
-        for stack in self.stacks:
-            if source_BA.shape[0] == 1:
-                # One row: plain index operations are several times faster than a scatter.
-                rows = stack.index_select(3, source_BA[0].to(stack.device))
-                stack.index_copy_(3, destination_BA[0].to(stack.device), rows)
-            else:
-                # Whole rows of X numbers by their place in the flattened stack: gather and scatter
-                # would read an index for every number, and took 300 times as long on a CPU.
-                groups, batch, heads, capacity, width = stack.shape
-                first = torch.arange(groups * batch * heads, device=stack.device) * capacity
-                first_GBH1 = first.view(groups, batch, heads, 1)
-                source = (first_GBH1 + source_BA.to(stack.device)[:, None]).flatten()
-                place = (first_GBH1 + destination_BA.to(stack.device)[:, None]).flatten()
-                rows = stack.view(-1, width)
-                rows.index_copy_(0, place, rows.index_select(0, source))
-
-    @torch.inference_mode(False)
-    def select_batch(self, rows: Sequence[int]) -> None:
-        for i, stack in enumerate(self.stacks):
-            index = torch.tensor(list(rows), device=stack.device)
-            self.stacks[i] = stack.index_select(1, index)
-
-
-def _signature(tensor: Tensor) -> tuple[Any, ...]:
-    batch, heads, _, width = tensor.shape
-    return batch, heads, width, tensor.dtype, tensor.device

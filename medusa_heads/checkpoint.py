@@ -19,6 +19,7 @@ from medusa_heads.adapter import ADAPTER_FOLDER, adapter_digest
 from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.files import replace_file
 from medusa_heads.heads import DraftHeads, new_heads
+from medusa_heads.masking import masked
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.stored_heads import (
     DRAFT_TOKENS,
@@ -28,6 +29,7 @@ from medusa_heads.stored_heads import (
     write_stored,
 )
 from medusa_heads.target import TargetModel
+from medusa_heads.vocab_matrix import check_takes_matrix
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -51,13 +53,16 @@ def save_heads(
     provenance: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     adapter: PeftModel | None = None,
+    with_vocab_matrix: bool = False,
 ) -> Path:
     """Write a checkpoint folder, beside its place first and then renamed, file by file.
 
     Weights are stored in `dtype`, by default the target's own. An `adapter` that the heads were
-    trained together with is stored beside them; from then on they are only loaded with it.
+    trained together with is stored beside them; from then on they are only loaded with it. With
+    `with_vocab_matrix` so is a copy of the target's vocabulary matrix, for engines that want one.
 
     Raises:
+        ValueError: no engine would read the matrix, or the adapter is no plain LoRA adapter.
         OSError: the folder cannot be written.
     """
     dtype = dtype or target.dtype
@@ -79,7 +84,7 @@ def save_heads(
         statistics=statistics.to_dict() if statistics else None,
         provenance=provenance or {},
         adapter=of_adapter,
-        vocab_matrix_VD=_matrix_for_engines(heads, dtype),
+        vocab_matrix_VD=_copied_matrix(heads, dtype) if with_vocab_matrix else None,
     )
     return write_stored(folder, stored, adapter=adapter)
 
@@ -108,18 +113,16 @@ def replace_statistics(
             f"are of {statistics.num_heads}: measure the heads that lie there"
         )
     sidecar["statistics"] = statistics.to_dict()
-    sidecar["provenance"] = (sidecar.get("provenance") or {}) | {"calibrated": dict(measured)}
+    known = sidecar.get("provenance") or {}
+    sidecar["provenance"] = masked(known | {"calibrated": dict(measured)})
     replace_file(Path(folder) / SIDECAR_FILE, json.dumps(sidecar, indent=2) + "\n")
 
 
-def _matrix_for_engines(heads: DraftHeads, dtype: torch.dtype) -> Tensor | None:
-    """The matrix [V, D] that the heads share with their target, where an engine that reads it could
-    hold them at all."""
-    config = heads.config
-    if config.vocab_matrix != "shared" or not config.is_plain_medusa:
-        return None
+def _copied_matrix(heads: DraftHeads, dtype: torch.dtype) -> Tensor:
+    """The matrix [V, D] that the heads share with their target."""
     weight_VD, bias_V = heads.vocab_matrix(0)
-    return None if bias_V is not None else weight_VD.detach().to("cpu", dtype)
+    check_takes_matrix(heads.config, bias=bias_V is not None)
+    return weight_VD.detach().to("cpu", dtype)
 
 
 def load_heads(folder: str | os.PathLike[str], target: TargetModel) -> LoadedHeads:

@@ -9,6 +9,7 @@ Shapes: B batch, N tree nodes, C capacity in slots, H key-value heads, X head di
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CAPACITY_STEP = 512  # capacities are rounded up, so that few of them, and few graphs, exist
-_CACHES_KEPT = 4  # of different shapes: each holds its memory, and a graph that knows it
+# What caches of other shapes than the last one may hold together. Each belongs to a graph that
+# would have to be compiled anew.
+_BYTES_KEPT = 2 << 30
 
 
 class _Slots:
@@ -137,6 +140,11 @@ class StaticRowCache(RowCache):
         """The layers that hold rows of their own."""
         return [layer for layer in self.layers if isinstance(layer, StaticRowLayer)]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers; 0 before the first forward."""
+        return sum(buffer.nbytes for layer in self.row_layers for buffer in layer.buffers or ())
+
     @contextmanager
     def tree_slots(self, first: int, nodes: int, device: torch.device) -> Iterator[None]:
         """Within the block, forwards write `nodes` rows from slot `first` on."""
@@ -170,11 +178,24 @@ class StaticRowCache(RowCache):
         return copy
 
 
+class _Captured:
+    """What the lm_head read last, within a block that asks for it."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.hidden: list[Tensor] = []
+
+    def take(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.wanted:
+            self.hidden[:] = [args[0]]
+
+
 class CompiledTarget(TargetModel):
     """A target that verifies trees through torch.compile.
 
     Args:
-        model: the causal LM; it is not modified, but keeps one forward hook on its lm_head.
+        model: the causal LM; it is not modified, but has a forward hook on its lm_head as long as
+            this object lives.
         backend: of torch.compile.
 
     Raises:
@@ -186,9 +207,10 @@ class CompiledTarget(TargetModel):
     ) -> None:
         super().__init__(model)
         self._caches: dict[tuple[int, int], StaticRowCache] = {}
-        self._hidden: list[Tensor] = []
-        # One hook for good: registering it anew for every text would invalidate the graph.
-        self.get_output_embeddings().register_forward_pre_hook(self._remember)
+        self._captured = _Captured()
+        # One hook for all texts: registering it anew for each would invalidate the graph.
+        hook = self.get_output_embeddings().register_forward_pre_hook(self._captured.take)
+        weakref.finalize(self, hook.remove)
         self._forward: Callable[..., Any] = torch.compile(
             self.model.forward,
             fullgraph=True,
@@ -209,25 +231,32 @@ class CompiledTarget(TargetModel):
         finally:
             self._forward = compiled
 
-    def _remember(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._hidden[:] = [args[0]]
-
     @contextmanager
     def capture_hidden(self) -> Iterator[Callable[[], Tensor]]:
         """Within the block, the returned function gives what the lm_head last read [B, T, D]."""
-        # A copy: a replayed CUDA graph writes the next step's where these lie, and drafters may
-        # read those of several steps at once.
-        yield lambda: self._hidden[0].clone()
+        wanted, self._captured.wanted = self._captured.wanted, True
+        try:
+            # A copy: a replayed CUDA graph writes the next step's where these lie, and drafters may
+            # read those of several steps at once.
+            yield lambda: self._captured.hidden[0].clone()
+        finally:
+            self._captured.wanted = wanted
+            self._captured.hidden.clear()
 
     def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
         """An empty cache with room for `slots`; kept and used again, since the graph knows it."""
         super().new_cache()
         capacity = -(-max(slots, 1) // _CAPACITY_STEP) * _CAPACITY_STEP
         cache = self._caches.pop((batch_size, capacity), None)
+        room = _BYTES_KEPT
+        for other in reversed(list(self._caches)):  # those used last first
+            weight = self._caches[other].nbytes
+            if weight > room:
+                del self._caches[other]
+            else:
+                room -= weight
         if cache is None:
             cache = StaticRowCache(self.config, capacity)
-            while len(self._caches) >= _CACHES_KEPT:
-                del self._caches[next(iter(self._caches))]  # the one longest unused
         self._caches[batch_size, capacity] = cache
         cache.set_length(0)
         return cache

@@ -74,6 +74,9 @@ class HeadsConfig:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
             if value > MOST:
                 raise ValueError(f"{name} must be at most {MOST}, got {value!r}")
+        for name in ("prefix_attention", "raw_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name, known in (("kind", HeadsKind), ("vocab_matrix", VocabMatrix)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(

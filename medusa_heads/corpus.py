@@ -10,7 +10,7 @@ import random
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -59,9 +59,7 @@ def library_files(split: Literal["train", "held_out"]) -> list[dict[str, str]]:
     if split not in ("train", "held_out"):
         raise ValueError(f"unknown split {split!r}: expected 'train' or 'held_out'")
     root = Path(sysconfig.get_path("stdlib"))
-    rows = [
-        row for row in _read_sources(root) if _is_held_out(row["path"]) == (split == "held_out")
-    ]
+    rows = list(_read_sources(root, held_out=split == "held_out"))
     if not rows:
         raise ValueError(
             f"this Python has no standard library sources in {root}: "
@@ -70,8 +68,8 @@ def library_files(split: Literal["train", "held_out"]) -> list[dict[str, str]]:
     return rows
 
 
-def _read_sources(root: Path) -> Iterator[dict[str, str]]:
-    for file in sorted(root.rglob("*.py")):
+def _read_sources(root: Path, *, held_out: bool) -> Iterator[dict[str, str]]:
+    for file in _source_files(root, held_out=held_out):
         path = file.relative_to(root).as_posix()
         if path.startswith(_SKIPPED):
             continue
@@ -83,8 +81,15 @@ def _read_sources(root: Path) -> Iterator[dict[str, str]]:
             yield {"path": path, "text": text}
 
 
-def _is_held_out(path: str) -> bool:
-    return PurePosixPath(path).parts[0] in HELD_OUT
+def _source_files(root: Path, *, held_out: bool) -> Iterator[Path]:
+    """In the order of their paths; folders of the other split and of what is installed, which can
+    hold far more than the library, are not looked into."""
+    for top in sorted(root.glob("*")):
+        if (top.name in HELD_OUT) == held_out and not top.name.startswith(_SKIPPED):
+            if top.is_dir():
+                yield from sorted(top.rglob("*.py"))
+            elif top.suffix == ".py":
+                yield top
 
 
 def prompt_windows(

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import refuse_link, replace_file
 
-GENERATE_FILE = "custom_generate/generate.py"
-REQUIREMENTS_FILE = "custom_generate/requirements.txt"
+GENERATE_FOLDER = "custom_generate"
+GENERATE_FILE = f"{GENERATE_FOLDER}/generate.py"
+REQUIREMENTS_FILE = f"{GENERATE_FOLDER}/requirements.txt"
 
 _GENERATE = '''\
 """Decode with the heads of this folder or repository, through transformers' own generate():
@@ -32,12 +33,18 @@ __all__ = ["generate"]
 _REQUIREMENTS = "medusa-heads\n"
 
 
+CUSTOM_GENERATE = {REQUIREMENTS_FILE: _REQUIREMENTS, GENERATE_FILE: _GENERATE}
+"""Both files. Nobody else's are ever taken from a folder or a hub: they would be run."""
+
+
 def write_custom_generate(folder: Path) -> None:
     """Write both files into a checkpoint folder.
 
     Raises:
+        ValueError: a link stands in the place of their folder.
         OSError: the folder cannot be written.
     """
-    (folder / GENERATE_FILE).parent.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / REQUIREMENTS_FILE, _REQUIREMENTS)
-    replace_file(folder / GENERATE_FILE, _GENERATE)
+    refuse_link(folder / GENERATE_FOLDER)
+    (folder / GENERATE_FOLDER).mkdir(parents=True, exist_ok=True)
+    for name, content in CUSTOM_GENERATE.items():
+        replace_file(folder / name, content)

@@ -21,6 +21,7 @@ import torch
 from medusa_heads.contents import DRAFT_FILE
 from medusa_heads.files import read_json, replace_file
 from medusa_heads.loading import load_tokenizer
+from medusa_heads.masking import masked
 from medusa_heads.target import TargetModel
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def save_draft(
             **target.fingerprint(),
         },
         "measured": dict(measured or {}),
-        "provenance": dict(provenance or {}),
+        "provenance": masked(provenance or {}),
     }
     stored: Any = copy.deepcopy(draft).to(target.dtype)  # type: ignore[arg-type]
     staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))

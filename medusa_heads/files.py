@@ -42,6 +42,13 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
         )
 
 
+def refuse_link(folder: str | os.PathLike[str]) -> None:
+    """Raises ValueError where a link stands in a folder's place: what is written to it would lie
+    elsewhere."""
+    if Path(folder).is_symlink():
+        raise ValueError(f"expected a folder at {str(folder)!r}, found a link: remove it")
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A JSON file that holds an object.
 

@@ -8,13 +8,18 @@ import os
 import torch
 from torch import Tensor, nn
 
+# Tensors and files are read in parts, so that a large one is never held twice, nor copied whole
+# from a GPU.
+_NUMBERS_AT_ONCE = 1 << 25
+_BYTES_AT_ONCE = 1 << 26
+
 
 def lm_head_sha256(weight_VD: Tensor) -> str:
     """sha256 of a vocabulary matrix, rounded to bf16, so that it does not depend on the dtype the
     target happens to be loaded in."""
     digest = hashlib.sha256()
-    # In slices, so that a large matrix is never held twice, nor copied whole from a GPU.
-    for part_RD in weight_VD.detach().split(max(1, (1 << 25) // max(1, weight_VD.shape[1]))):
+    rows_at_once = max(1, _NUMBERS_AT_ONCE // max(1, weight_VD.shape[1]))
+    for part_RD in weight_VD.detach().split(rows_at_once):
         _hash_tensor(digest, part_RD.to(torch.bfloat16))
     return digest.hexdigest()
 
@@ -48,11 +53,11 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
     """sha256 of a file's bytes."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while part := file.read(1 << 24):
+        while part := file.read(_BYTES_AT_ONCE):
             digest.update(part)
     return digest.hexdigest()
 
 
 def _hash_tensor(digest: hashlib._Hash, tensor: Tensor) -> None:
-    for part in tensor.contiguous().view(-1).view(torch.uint8).split(1 << 26):
+    for part in tensor.contiguous().view(-1).view(torch.uint8).split(_BYTES_AT_ONCE):
         digest.update(part.cpu().numpy().tobytes())

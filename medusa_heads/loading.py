@@ -4,7 +4,7 @@ answers, and the commit it came from."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -166,6 +166,24 @@ def _stored_form(name: str, **kwargs: Any) -> StoredForm | None:
         return StoredForm(as_dtype(dtype), Shape.of(config))
     except Exception:  # a repository's own code may raise anything
         return None
+
+
+def refuse_code_of(target: Mapping[str, Any]) -> None:
+    """For a target that a checkpoint names, and the user does not: whoever made the checkpoint
+    chose it, and with it the code that would be run.
+
+    Args:
+        target: as the checkpoint's sidecar has it.
+
+    Raises:
+        ValueError: always.
+    """
+    name, revision = str(target.get("name_or_path")), target.get("revision")
+    known_as = f"{name}@{revision}" if revision else name
+    raise ValueError(
+        "trust_remote_code runs the code that comes with the target, which the checkpoint's author "
+        f"has named, and not you: pass target={known_as!r} (--target) as well, if you trust it"
+    )
 
 
 def _commit(repo_id: str, where: dict[str, Any]) -> str | None:

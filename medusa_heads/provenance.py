@@ -1,4 +1,8 @@
-"""How a file of ours came to be: command line, versions, revision of the code, time."""
+"""How a file of ours came to be: command, versions, revision of the code, time.
+
+The command line itself is not kept: what its flags decided stands in records of its own, and what
+else it holds (folders, keys, whatever a shell put there) is nobody's business.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,26 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+_COMMANDS = ("medusa-heads", "train-draft", "train-heads")
+
 
 def provenance(extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """How a checkpoint came to be: command line, versions, revision of the code, time (UTC)."""
+    """How a checkpoint came to be: command, versions, revision of the code, time (UTC)."""
     packages = ("medusa-heads", "torch", "transformers", "accelerate", "datasets", "safetensors")
     return {
-        "argv": list(sys.argv),
+        "command": _command(),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages},
         "git_sha": _git_sha(),
         **(extra or {}),
     }
+
+
+def _command() -> str | None:
+    """Which of this package's commands runs; None in a program of the user's own."""
+    name = Path(sys.argv[0]).name.removesuffix(".py").replace("_", "-")
+    return name if name in _COMMANDS else None
 
 
 def _version(package: str) -> str | None:

@@ -1,8 +1,8 @@
 """A heads checkpoint as it lies on disk, read and written without a target in memory.
 
 medusa_lm_head.safetensors   the heads, FasterDecoding's key names
-vocab_matrix.safetensors     of heads that share the target's vocabulary matrix: a copy of it, which
-                             vLLM wants beside them; nothing here reads it back to draft
+vocab_matrix.safetensors     where it was asked for: a copy of the target's vocabulary matrix, which
+                             the heads share; nothing here reads it to draft (vocab_matrix.py)
 config.json                  what FasterDecoding-style loaders (TGI, LoRAX, vLLM 0.32) read
 medusa_heads.json            configuration, target fingerprint, statistics, provenance
 custom_generate/             makes the folder a decoding method for transformers' generate()
@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,20 +29,20 @@ from medusa_heads.adapter import ADAPTER_FOLDER, save_adapter
 from medusa_heads.config import HeadsConfig
 from medusa_heads.contents import SIDECAR_FILE, instead_of_heads
 from medusa_heads.custom_generate import write_custom_generate
-from medusa_heads.files import read_json
+from medusa_heads.files import read_json, refuse_link
 from medusa_heads.fingerprint import file_sha256
 from medusa_heads.heads import KINDS
+from medusa_heads.masking import masked
 from medusa_heads.tensor_file import read_tensors, tensor_shapes
+from medusa_heads.vocab_matrix import VOCAB_MATRIX_FILE, VOCAB_MATRIX_KEY
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 WEIGHTS_FILE = "medusa_lm_head.safetensors"
-VOCAB_MATRIX_FILE = "vocab_matrix.safetensors"
 CONFIG_FILE = "config.json"
 FORMAT_VERSION = 1
 DRAFT_TOKENS = "draft_tokens"
-VOCAB_MATRIX_KEY = "lm_heads.0.weight"  # where vLLM looks for a matrix that all heads share
 _SIDECAR_PARTS = {
     *("format_version", "heads", "weights_sha256", "target"),
     *("adapter", "statistics", "provenance"),
@@ -62,7 +62,7 @@ class StoredHeads:
         statistics: `HeadStatistics.to_dict()`.
         provenance: how they came to be.
         adapter: `folder` and `sha256` of the adapter they were trained together with.
-        vocab_matrix_VD: the target's vocabulary matrix, to be laid beside heads that share it.
+        vocab_matrix_VD: the target's vocabulary matrix, if a copy of it is to lie beside the heads.
     """
 
     config: HeadsConfig
@@ -109,6 +109,7 @@ def write_stored(
         if adapter is not None:
             base_model, dtype = stored.target["name_or_path"], _dtype(stored.tensors)
             save_adapter(staging / ADAPTER_FOLDER, adapter, base_model, dtype)
+            refuse_link(folder / ADAPTER_FOLDER)
             (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
             of_adapter = sorted((staging / ADAPTER_FOLDER).iterdir())
             names = [str(path.relative_to(staging)) for path in of_adapter] + names
@@ -119,10 +120,10 @@ def write_stored(
             "target": dict(stored.target),
             "adapter": stored.adapter and dict(stored.adapter),
             "statistics": stored.statistics and dict(stored.statistics),
-            "provenance": dict(stored.provenance),
+            "provenance": masked(stored.provenance),
         }
-        biased = _vocab_bias(stored.config) in stored.tensors
-        foreign = _foreign_config(stored.config, biased, stored.target.get("name_or_path"))
+        known_as = stored.target.get("name_or_path")
+        foreign = foreign_config(stored.config, stored.tensors, known_as)
         for name, content in ((CONFIG_FILE, foreign), (SIDECAR_FILE, sidecar)):
             (staging / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for name in names:
@@ -135,7 +136,9 @@ def write_stored(
     return folder
 
 
-def _foreign_config(config: HeadsConfig, biased: bool, base_model: str | None) -> dict[str, Any]:
+def foreign_config(
+    config: HeadsConfig, tensors: Collection[str], base_model: str | None
+) -> dict[str, Any]:
     """What other projects' loaders read; keys of Medusa's only where they could hold the heads.
 
     No `architectures` (TGI would take the folder for a whole model) and no other key with "num" and
@@ -151,7 +154,7 @@ def _foreign_config(config: HeadsConfig, biased: bool, base_model: str | None) -
             "hydra_num_heads": config.num_heads,
             "hydra_num_layers": config.num_layers,
         }
-    if not config.is_plain_medusa or biased:
+    if not config.is_plain_medusa or _vocab_bias(config) in tensors:
         return foreign
     shared = config.vocab_matrix == "shared"
     if shared:

@@ -198,7 +198,7 @@ class TargetModel:
             hook.remove()
 
     def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
-        """An empty cache for this target. It grows as needed, whatever `slots` announces.
+        """An empty cache for this target, which grows as needed: up to `slots`, or beyond.
 
         Raises:
             UnsupportedArchitecture: the target cannot be decoded with a tree, and why.
@@ -211,7 +211,7 @@ class TargetModel:
             )
         if self.model.config.is_encoder_decoder:
             raise UnsupportedArchitecture(f"{self.config.model_type} is an encoder-decoder")
-        return RowCache(self.config)
+        return RowCache(self.config, slots)
 
     def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
         """Logits [B, N, V] of every node, in ONE forward. The nodes' rows are appended to the cache

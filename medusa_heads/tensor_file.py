@@ -39,6 +39,18 @@ def tensor_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def check_no_notes(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError where a safetensors file says more than its tensors: its header has room
+    for anything."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        if notes := set(file.metadata() or {}) - {"format"}:
+            raise ValueError(
+                f"{path} holds notes beside its tensors ({sorted(notes)[0]!r}): write it anew"
+            )
+
+
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Every tensor of a safetensors file.
 

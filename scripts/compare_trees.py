@@ -111,7 +111,7 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
         "temperature": arguments.temperature,
         "new_tokens": arguments.max_new_tokens,
         "machine": machine | {"load_average_after": describe_machine()["load_average"]},
-        "expected_fastest": fastest(sizes, arguments.batch_size).tree,
+        "expected_fastest": fastest(sizes).tree,
         "sizes": {size.tree: size.step_seconds for size in sizes},
         "ways": {name: summarise(turns, name, medusas) for name in ways},
     }

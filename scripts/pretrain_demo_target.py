@@ -2,7 +2,7 @@
 
     python scripts/pretrain_demo_target.py --output_dir runs/demo-target --minutes 55
     python scripts/pretrain_demo_target.py --output_dir runs/demo-target --resume
-    python scripts/demo.py --target runs/demo-target/target
+    train-heads --config configs/demo.yaml --model_name_or_path runs/demo-target/target
 
 A byte-level BPE tokenizer and a small Llama are trained from scratch on the running interpreter's
 standard library, less the packages held out for evaluation, and on some installed packages. The

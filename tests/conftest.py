@@ -1,13 +1,19 @@
-"""Shared by all tests: no network, one thread, a cache of their own, and a tiny random Llama."""
+"""Shared by all tests: no network, one thread, caches of their own, and a tiny random Llama."""
 
+import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before it
+# All of it is read when libraries are imported, here and in the processes that tests start.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="medusa-heads-tests-")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["MEDUSA_HEADS_CACHE"] = os.environ["HF_HOME"] + "/medusa-heads"
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -18,16 +24,39 @@ DEVICE = os.environ.get("MEDUSA_HEADS_TEST_DEVICE", "cpu")
 
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
+MOST_WORKERS = 8  # each takes 1.5 GB
+CACHES = os.environ["HF_HOME"]  # of this process alone; what was kept here before is not read
+
 TinyLlama = Callable[..., Any]  # makes a LlamaForCausalLM, whose methods mypy cannot follow
 Refused = Callable[[Callable[[list[str]], int], list[str]], str]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cache_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What was measured here before is not what tests go by, nor is theirs kept."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` means: a worker for each core that may be used."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(cores, MOST_WORKERS)
+
+
+def pytest_collection_finish() -> None:
+    """A full garbage collection, which each training run asks for, leaves out what was imported."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(CACHES, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def same_process() -> Iterator[None]:
+    """One thread, which sums in one order; and the environment that libraries hold on to, where
+    several processes of `datasets` leave a copy of it."""
+    environ = os.environ
+    yield
+    os.environ = environ  # noqa: B003
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -43,6 +72,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     """Run a command with a user's mistake: exit code 2, and one sentence, which is returned."""
 
     def run(main: Callable[[list[str]], int], flags: list[str]) -> str:
+        capsys.readouterr()  # what the test did before
         assert main(flags) == 2
         printed = capsys.readouterr()
         assert printed.out == "" and printed.err.count("\n") == 1

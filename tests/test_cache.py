@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 from medusa_heads.cache import RowCache
+from tests.allocations import Allocations
 from tests.conftest import TinyLlama
 
 
@@ -121,3 +122,112 @@ def test_a_cache_that_dropped_rows_is_refused() -> None:
     native.update(torch.zeros(1, 2, 9, 4), torch.zeros(1, 2, 9, 4), 0)
     with pytest.raises(ValueError, match="no longer holds every token's row"):
         RowCache(sliding).take_over(native)
+
+
+def test_an_announced_length_is_never_exceeded() -> None:
+    cache = RowCache(config(), slots=300)
+    fill(cache, 0, 5)
+    assert cache._stacks.capacity == 300  # near enough to be taken at once
+    cache = RowCache(config(), slots=1000)
+    fill(cache, 0, 5)
+    capacities = set()
+    for start in range(5, 1000, 5):
+        fill(cache, start, 5)
+        capacities.add(cache._stacks.capacity)
+    assert sorted(capacities) == [261, 391, 586, 879, 1000]
+    fill(cache, 1000, 3)  # what was announced is no limit
+    assert held(cache) == [float(i) for i in range(1003)]
+
+
+def test_what_was_announced_at_first_can_be_announced_anew() -> None:
+    cache = RowCache(config(), slots=300)
+    fill(cache, 0, 299)
+    cache.announce(320)
+    fill(cache, 299, 5)
+    assert cache._stacks.capacity == 320
+    assert held(cache) == [float(i) for i in range(304)]
+
+
+@pytest.fixture
+def many_stacks(monkeypatch: pytest.MonkeyPatch) -> RowCache:
+    """Sixteen layers of four rows, whose stacks hold an eighth of them each."""
+    monkeypatch.setattr("medusa_heads.stacks._STACK_BYTES", 1)
+    return RowCache(config(layers=16))
+
+
+def size(cache: RowCache) -> int:
+    return sum(stack.nbytes for stack in cache._stacks.stacks)
+
+
+def test_growth_holds_little_more_than_the_new_cache(many_stacks: RowCache) -> None:
+    with Allocations() as allocations:
+        fill(many_stacks, 0, 40, batch=4)
+        before = size(many_stacks)
+        allocations.peak = 0
+        many_stacks._stacks.reserve(297)
+    assert len(many_stacks._stacks.stacks) == 8
+    assert size(many_stacks) == before * 3 // 2
+    assert allocations.peak <= 1.1 * size(many_stacks) + before // 8
+    assert all(
+        held(many_stacks, layer, 3)[-1] == pytest.approx(3039 + layer * 0.1) for layer in range(16)
+    )
+
+
+def test_rows_leave_without_a_second_cache(many_stacks: RowCache) -> None:
+    with Allocations() as allocations:
+        fill(many_stacks, 0, 40, batch=4)
+        before = size(many_stacks)
+        allocations.peak = 0
+        many_stacks.select_batch([0, 2, 3])
+        assert allocations.live() == size(many_stacks) == before * 3 // 4
+    assert allocations.peak <= 1.15 * before
+    assert [held(many_stacks, 15, row)[0] for row in range(3)] == [
+        pytest.approx(row + 1.5) for row in (0, 2000, 3000)
+    ]
+
+
+def test_rows_move_in_every_stack(many_stacks: RowCache) -> None:
+    for batch, cache in ((1, RowCache(config(layers=16))), (2, many_stacks)):
+        fill(cache, 0, 6, batch)
+        fill(cache, 6, 4, batch)
+        cache.move_rows(torch.tensor([[7, 9]] * batch), torch.tensor([[6, 7]] * batch))
+        cache.set_length(8)
+        for layer in range(16):
+            kept = [0, 1, 2, 3, 4, 5, 7, 9]
+            assert held(cache, layer) == [pytest.approx(n + layer * 0.1) for n in kept]
+
+
+def unlike(rows: int, start: int, count: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of unlike widths, as latent attention has them, and of unlike heads."""
+    heads = 1 + layer % 2
+    numbers_T = torch.arange(start, start + count, dtype=torch.float) + 0.1 * layer
+    numbers_BT = numbers_T + 1000 * torch.arange(rows)[:, None]
+    keys = numbers_BT[:, None, :, None].expand(rows, heads, count, 4)
+    return keys, -numbers_BT[:, None, :, None].expand(rows, heads, count, 6)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_stacks_of_unlike_shape_move_grow_and_let_rows_go_alike(batch: int) -> None:
+    cache = RowCache(config(layers=4))
+
+    def append(rows: int, start: int, count: int) -> None:
+        for layer in range(4):
+            cache.update(*unlike(rows, start, count, layer), layer)
+
+    append(batch, 0, 6)
+    assert len(cache._stacks.stacks) == 4
+    append(batch, 6, 4)
+    cache.move_rows(torch.tensor([[7, 9]] * batch), torch.tensor([[6, 7]] * batch))
+    cache.set_length(8)
+    append(batch, 10, 400)  # beyond the first capacity
+    kept = [0, 1, 2, 3, 4, 5, 7, 9, *range(10, 410)]
+    rows = list(range(batch))
+    if batch > 1:
+        rows = [0, 2]
+        cache.select_batch(rows)
+    for layer, row_layer in enumerate(cache.row_layers):
+        for place, row in enumerate(rows):
+            for states, sign in ((row_layer.keys, 1), (row_layer.values, -1)):
+                numbers_T = torch.tensor(kept, dtype=torch.float) + 0.1 * layer + 1000 * row
+                for head in range(states.shape[1]):
+                    torch.testing.assert_close(states[place, head, :, 0], sign * numbers_T)

@@ -15,8 +15,9 @@ from medusa_heads.fingerprint import file_sha256
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.provenance import provenance
 from medusa_heads.statistics import HeadStatistics, prior_statistics
-from medusa_heads.stored_heads import CONFIG_FILE, SIDECAR_FILE, VOCAB_MATRIX_FILE, WEIGHTS_FILE
+from medusa_heads.stored_heads import CONFIG_FILE, SIDECAR_FILE, WEIGHTS_FILE
 from medusa_heads.target import TargetModel
+from medusa_heads.vocab_matrix import VOCAB_MATRIX_FILE
 from tests.conftest import TinyLlama
 
 
@@ -58,33 +59,48 @@ def test_round_trip(target: TargetModel, tmp_path: Path, config: dict[str, objec
     assert loaded.statistics is not None
     assert loaded.statistics.paths == statistics.paths
     made = loaded.stored.provenance
-    assert made["seed"] == 4 and made["argv"] and made["versions"]["torch"] == torch.__version__
+    assert (
+        made["seed"] == 4 and "argv" not in made and made["versions"]["torch"] == torch.__version__
+    )
 
 
-def test_folder_holds_heads_alone_in_field_names(target: TargetModel, tmp_path: Path) -> None:
-    save_heads(tmp_path, trained(target, num_heads=2, vocab_matrix="own"), target)
+@pytest.mark.parametrize("matrix", ["own", "shared"])
+def test_folder_holds_heads_alone_in_field_names(
+    target: TargetModel, tmp_path: Path, matrix: str
+) -> None:
+    save_heads(tmp_path, trained(target, num_heads=2, vocab_matrix=matrix), target)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         [WEIGHTS_FILE, CONFIG_FILE, SIDECAR_FILE, "custom_generate"]
     )
+    own = ["1.weight"] if matrix == "own" else []
     assert sorted(load_file(tmp_path / WEIGHTS_FILE)) == sorted(
-        f"{i}.{name}" for i in (0, 1) for name in ("0.linear.bias", "0.linear.weight", "1.weight")
+        f"{i}.{name}" for i in (0, 1) for name in ("0.linear.bias", "0.linear.weight", *own)
     )
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert config["medusa_num_heads"] == 2 and config["medusa_fc_bias"] is True
     assert "architectures" not in config and "model_type" not in config
 
 
-def test_shared_matrix_lies_beside_the_heads_for_other_engines(
+def test_shared_matrix_lies_beside_the_heads_where_it_is_asked_for(
     target: TargetModel, tmp_path: Path
 ) -> None:
-    save_heads(tmp_path, trained(target, num_heads=2), target)
+    save_heads(tmp_path, trained(target, num_heads=2), target, with_vocab_matrix=True)
     beside = load_file(tmp_path / VOCAB_MATRIX_FILE)
     assert list(beside) == ["lm_heads.0.weight"]
     assert torch.equal(beside["lm_heads.0.weight"], target.get_output_embeddings().weight)
     assert not set(load_file(tmp_path / WEIGHTS_FILE)) & set(target.model.state_dict())
     assert json.loads((tmp_path / CONFIG_FILE).read_text())["original_lm_head"] is True
-    save_heads(tmp_path, trained(target, vocab_matrix="own"), target)  # in the same place
+    # Heads that lie beside it, as they did by default once, are loaded as others are.
+    load_heads(tmp_path, target)
+    save_heads(tmp_path, trained(target), target)  # in the same place
     assert not (tmp_path / VOCAB_MATRIX_FILE).exists()
+
+
+def test_a_matrix_that_no_engine_would_read_is_refused(target: TargetModel, tmp_path: Path) -> None:
+    for config in ({"vocab_matrix": "own"}, {"kind": "hydra"}, {"prefix_attention": True}):
+        with pytest.raises(ValueError, match="no engine reads it beside others: leave it out"):
+            save_heads(tmp_path, trained(target, **config), target, with_vocab_matrix=True)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -160,6 +176,12 @@ def damage_json(folder: Path) -> None:
     (folder / SIDECAR_FILE).write_text("{")
 
 
+def damage_kind_of_value(folder: Path) -> None:
+    sidecar = json.loads((folder / SIDECAR_FILE).read_text())
+    sidecar["heads"]["raw_embeddings"] = {"no": 1}
+    (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
+
+
 def damage_newer(folder: Path) -> None:
     (folder / SIDECAR_FILE).write_text('{"format_version": 99}')
 
@@ -178,6 +200,7 @@ def damage_no_heads_part(folder: Path) -> None:
         (damage_one_bit, "its checksum differs"),
         (damage_weights_gone, "found none"),
         (damage_json, "not valid JSON"),
+        (damage_kind_of_value, "raw_embeddings must be true or false"),
         (damage_newer, "upgrade"),
         (damage_no_heads_part, "no 'heads' part"),
     ],

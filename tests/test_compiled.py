@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    StoppingCriteriaList,
+)
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
-from medusa_heads.compiled import CompiledTarget
+from medusa_heads.compiled import CompiledTarget, StaticRowCache
 from medusa_heads.inference.row import Row, StopCheck
 from medusa_heads.inference.state import DecodingState
 from medusa_heads.tree import TokenTree
+from tests.allocations import Allocations
 from tests.conftest import TinyLlama
 
 SMALL: dict[str, Any] = {
@@ -43,8 +52,18 @@ def build(config: Any) -> Any:
 
 @pytest.mark.parametrize(
     "config",
-    [LlamaConfig(**SMALL), Gemma2Config(**SMALL, sliding_window=16, query_pre_attn_scalar=16)],
-    ids=["llama", "gemma2"],
+    [
+        LlamaConfig(**SMALL),
+        Gemma2Config(**SMALL, sliding_window=16, query_pre_attn_scalar=16),
+        Llama4TextConfig(
+            **SMALL,
+            intermediate_size_mlp=48,
+            moe_layers=[],
+            attention_chunk_size=16,
+            no_rope_layers=[1, 0],
+        ),
+    ],
+    ids=["llama", "gemma2", "llama4"],
 )
 def test_equal_to_generate_from_one_graph(config: Any) -> None:
     model = build(config)
@@ -153,15 +172,64 @@ def test_a_cache_that_steps_were_measured_with_serves_texts(tiny_llama: TinyLlam
     assert torch.equal(prefilled, measured)
 
 
-def test_caches_are_used_again_and_only_so_many_are_kept(tiny_llama: TinyLlama) -> None:
+def filled(target: CompiledTarget, batch: int, slots: int = 10) -> StaticRowCache:
+    """The cache for such a text, with a prompt in it."""
+    cache = target.new_cache(batch, slots)
+    with torch.no_grad():
+        target.model(torch.ones(batch, 4).long(), past_key_values=cache, use_cache=True)
+    assert isinstance(cache, StaticRowCache)
+    return cache
+
+
+def test_caches_are_used_again_while_the_others_weigh_little(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = CompiledTarget(tiny_llama(), "eager")
-    first = target.new_cache(1, 10)
+    first = filled(target, 1)
+    assert first.nbytes == 2 * 2 * 2 * 512 * 16 * 4  # layers, keys and values, heads, slots, width
     assert target.new_cache(1, 12) is first  # the same capacity
-    for batch in (2, 3, 4):
-        target.new_cache(batch, 10)
-    assert target.new_cache(1, 10) is first  # now the one used last
-    target.new_cache(5, 10)
-    assert target.new_cache(1, 10) is first
-    for batch in (6, 7, 8, 9):
-        target.new_cache(batch, 10)
-    assert target.new_cache(1, 10) is not first
+    monkeypatch.setattr("medusa_heads.compiled._BYTES_KEPT", 6 * first.nbytes)
+    two, three = (filled(target, batch) for batch in (2, 3))
+    large = filled(target, 8, 2000)  # beside 1, 2 and 3, which weigh 6 together
+    assert filled(target, 2) is two  # and now the large one weighs too much
+    assert filled(target, 1) is first and filled(target, 3) is three
+    assert filled(target, 8, 2000) is not large
+    filled(target, 5)  # beside 3, 1 and 2, of which 2 was used longest ago
+    filled(target, 4)  # beside 5, 3, 1 and 2: 3 and 2 find no room
+    assert filled(target, 1) is first and filled(target, 3) is not three
+
+
+def test_caches_let_go_are_freed_before_the_next_is_made(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_heads.compiled._BYTES_KEPT", 0)
+    target = CompiledTarget(tiny_llama(), "eager")
+    with Allocations() as allocations:
+        one = filled(target, 1).nbytes
+        for batch in (2, 3, 2, 1, 3):
+            filled(target, batch)
+    assert 3 * one <= allocations.peak < 3.5 * one
+
+
+def test_the_lm_heads_hook_keeps_nothing_between_texts(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama(vocab_size=24)
+    target = CompiledTarget(model, "eager")
+    ids = torch.arange(1, 13)[None]
+    with target.capture_hidden() as last_hidden:
+        model(ids)
+        assert last_hidden().shape == (1, 12, 64)
+    with Allocations() as allocations:
+        model(ids)  # with gradients: a state that is kept would keep all of them
+        assert allocations.live() == 0
+
+
+def test_the_hook_leaves_with_its_target(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    target = CompiledTarget(model, "eager")
+    filled(target, 1)
+    assert len(model.lm_head._forward_pre_hooks) == 1
+    gone = weakref.ref(target)
+    del target
+    gc.collect()
+    assert gone() is None
+    assert not model.lm_head._forward_pre_hooks

@@ -1,8 +1,8 @@
 """`import medusa_heads` and `--help` stay cheap: neither loads torch."""
 
+import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -71,12 +71,12 @@ except SystemExit as stop:
     assert stop.code in (0, None), stop.code
 print([m for m in {HEAVY} if m in sys.modules])
 """
-    start = time.perf_counter()
+    before = os.times().children_user
     out = fresh(program)
-    seconds = time.perf_counter() - start
+    seconds = os.times().children_user - before  # its own, however busy the machine
     assert "usage" in out.lower()
     assert out.splitlines()[-1] == "[]"
-    assert seconds < 5, f"--help took {seconds:.1f} s"  # under 1 s when the machine is idle
+    assert seconds < 1, f"--help took {seconds:.1f} s"
 
 
 def test_every_public_name_resolves() -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.errors import at_least
+from medusa_heads.masking import masked
 
 if TYPE_CHECKING:
     from medusa_heads.training.rates import RunArguments
@@ -36,22 +37,34 @@ class OptimisationArguments:
     learning_rate: float | None = field(
         default=None,
         metadata={
-            "help": f"Peak rate. Default: {SHARED_LEARNING_RATE} with a shared vocabulary matrix, "
-            f"{OWN_LEARNING_RATE} with own ones; for targets wider than 384 less in proportion, "
-            "and less for a prefix layer and sequential heads. A rate given here is every part's."
+            "help": f"Peak learning rate. Default: {SHARED_LEARNING_RATE} with a shared vocabulary "
+            f"matrix, {OWN_LEARNING_RATE} with own ones; for targets wider than 384 less in "
+            "proportion, and less for a prefix layer and sequential heads. A rate given here is "
+            "every part's."
         },
     )
-    num_train_epochs: float = field(default=2.0, metadata={"help": "Passes over the text."})
-    max_steps: int = field(default=-1, metadata={"help": "Optimiser steps; beats the epochs."})
-    per_device_train_batch_size: int = field(default=16, metadata={"help": "Rows a step."})
-    per_device_eval_batch_size: int = field(default=16, metadata={"help": "Rows an eval step."})
+    num_train_epochs: float = field(
+        default=2.0, metadata={"help": "Epochs: passes over the training text."}
+    )
+    max_steps: int = field(
+        default=-1, metadata={"help": "Optimiser steps, instead of epochs; -1: go by epochs."}
+    )
+    per_device_train_batch_size: int = field(
+        default=16, metadata={"help": "Training batch size of each process, in rows."}
+    )
+    per_device_eval_batch_size: int = field(
+        default=16, metadata={"help": "Evaluation batch size of each process."}
+    )
     gradient_accumulation_steps: int = field(
-        default=1, metadata={"help": "Batches gathered before each optimiser step."}
+        default=1, metadata={"help": "Batches whose gradients are added up for one optimiser step."}
     )
     warmup_share: float = field(
-        default=0.05, metadata={"help": "Share of the steps in which the rate rises."}
+        default=0.05,
+        metadata={"help": "Warm-up: share of the steps in which the learning rate rises."},
     )
-    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Course of the rate."})
+    lr_scheduler_type: str = field(
+        default="cosine", metadata={"help": "Learning rate schedule, by transformers' names."}
+    )
     weight_decay: float = field(default=0.0, metadata={"help": "AdamW's weight decay."})
     bf16: bool | None = field(
         default=None,
@@ -61,7 +74,9 @@ class OptimisationArguments:
         },
     )
     seed: int = field(default=0, metadata={"help": "Seed of data order and sampling."})
-    logging_steps: float = field(default=10, metadata={"help": "Steps between two loss lines."})
+    logging_steps: float = field(
+        default=10, metadata={"help": "Steps between two lines of training loss."}
+    )
     eval_steps: float | None = field(
         default=None,
         metadata={
@@ -95,14 +110,15 @@ class OptimisationArguments:
         metadata={"help": "Stop after so many evaluations without a new best. Default: never."},
     )
     report_to: str = field(
-        default="none", metadata={"help": "Trackers: none, wandb, tensorboard, ..."}
+        default="none",
+        metadata={"help": "Trackers: none, wandb, tensorboard and others, by transformers' names."},
     )
-    run_name: str | None = field(default=None, metadata={"help": "The run's name at a tracker."})
+    run_name: str | None = field(default=None, metadata={"help": "Name of the run at a tracker."})
     resume_from_checkpoint: str | None = field(
         default=None,
         metadata={
             "help": "A checkpoint folder; 'last' for the newest in output_dir; 'auto' for the "
-            "same, or a run from the start where there is none."
+            "newest, or a run from the start if there is none."
         },
     )
     overwrite_output_dir: bool = field(
@@ -119,8 +135,8 @@ class OptimisationArguments:
     training_args: dict | str | None = field(
         default=None,
         metadata={
-            "help": "Any further fields of transformers.TrainingArguments, as a YAML mapping (on "
-            "the command line: as JSON)."
+            "help": "Further fields of transformers.TrainingArguments, as a YAML mapping (on the "
+            "command line as JSON)."
         },
     )
 
@@ -222,8 +238,7 @@ def _check_trackers(names: Sequence[str]) -> None:
         except (ImportError, RuntimeError, ValueError) as error:
             if name in EXTRAS:
                 raise ValueError(
-                    f"report_to {name} needs a package that is not installed: "
-                    f"pip install 'medusa-heads[{name}]'"
+                    f"report_to {name} needs a package that is not installed: pip install {name}"
                 ) from error
             raise ValueError(f"report_to {name} cannot be used: {error}") from error
 
@@ -236,15 +251,22 @@ def _extra_fields(given: dict[str, Any] | str | None, known: set[str]) -> dict[s
         try:
             given = json.loads(given)
         except json.JSONDecodeError as error:
-            raise ValueError(f"training_args must be a JSON object, got {given!r}") from error
+            raise ValueError(
+                f"training_args must be a JSON object, got {masked(given)!r}"
+            ) from error
     if not given:
         return {}
     if not isinstance(given, dict):
-        raise ValueError(f"training_args must map names to values, got {given!r}")
+        raise ValueError(f"training_args must map names to values, got {masked(given)!r}")
     flags = {f.name for f in fields(OptimisationArguments)}
     for name in given:
         if name in flags:
             raise ValueError(f"training_args: {name!r} has a key of its own, set it there")
+        if name.startswith(("hub_", "push_to_hub")):
+            raise ValueError(
+                f"training_args: {name!r} has no place here: heads are pushed with medusa-heads "
+                "push, which takes the token from `hf auth login` or HF_TOKEN"
+            )
         if name not in known:
             close = difflib.get_close_matches(name, sorted(known), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

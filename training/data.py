@@ -97,6 +97,8 @@ def load_corpora(
         if settings.streaming:
             dataset = dataset if is_stream(dataset) else dataset.to_iterable_dataset()
         corpus = _in_memory(dataset, "dataset", settings)
+    elif not settings.dataset:
+        raise ValueError("dataset must name at least one corpus, got none")
     else:
         corpus = _load(settings, settings.dataset, settings.dataset_split, settings.streaming)
     if eval_dataset is not None:
@@ -161,7 +163,7 @@ def prepare_data(
     parts = [part for part in (corpus, held_out) if part is not None]
     if any(part.format.name != "tokens" for part in parts):
         target.check_length(settings.max_length, "max_length")
-        tokenizer = tokenizer or find_tokenizer(target.name_or_path)
+        tokenizer = tokenizer or find_tokenizer(target.name_or_path, target.revision)
     if settings.packing:
         check_packing(target)
     makers = [make_tokeniser(part, tokenizer, settings, target) for part in parts]
@@ -224,13 +226,18 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 def find_tokenizer(
-    name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = False
+    name_or_path: str | os.PathLike[str],
+    revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer that lies beside a target, None where there is none."""
     if not str(name_or_path):
         return None
     try:
-        return load_tokenizer(str(name_or_path), trust_remote_code=trust_remote_code)
+        return load_tokenizer(
+            str(name_or_path), revision=revision, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError):
         return None
 

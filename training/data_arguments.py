@@ -14,11 +14,13 @@ class DataArguments:
     """Text to learn from."""
 
     dataset: list[str] = field(
-        default_factory=lambda: ["stdlib"],
+        default_factory=list,
         metadata={
-            "help": "'stdlib' (the sources of Python's own standard library), a hub id, a folder "
-            "(of data files, or written by save_to_disk), or .jsonl, .json, .parquet, .csv or .txt "
-            "files; several names and globs are joined."
+            "help": "Text to learn from: a hub id, a folder (of data files, or written by "
+            "save_to_disk or by medusa-heads regenerate), .jsonl, .json, .parquet, .csv or .txt "
+            "files, or 'stdlib' (the sources of Python's own standard library); several names and "
+            "globs are joined.",
+            "required": True,
         },
     )
     dataset_config: str | None = field(
@@ -95,8 +97,8 @@ class DataArguments:
             value = getattr(self, name)
             if isinstance(value, str):
                 setattr(self, name, [value])
-            elif value is not None and not value:
-                raise ValueError(f"{name} must name at least one corpus, got none")
+        if self.eval_dataset is not None and not self.eval_dataset:
+            raise ValueError("eval_dataset must name at least one corpus, got none")
         optional = [n for n in ("eval_rows", "dataset_num_proc") if getattr(self, n) is not None]
         at_least(self, 1, "max_length", "shuffle_buffer", *optional)
         if not 0 < self.eval_share < 1:

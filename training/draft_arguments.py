@@ -50,8 +50,8 @@ class DraftArguments:
     divergence: Divergence = field(
         default="forward_kl",
         metadata={
-            "help": "Between the target's distribution and the draft's; cross_entropy: learn from "
-            "the text alone."
+            "help": "Loss: the divergence between the target's distribution and the draft's; "
+            "cross_entropy: learn from the text alone."
         },
     )
     cross_entropy_share: float = field(
@@ -59,15 +59,17 @@ class DraftArguments:
         metadata={"help": "Share of cross-entropy on the text in the loss, next to divergence."},
     )
     distillation_temperature: float = field(
-        default=1.0, metadata={"help": "Of both distributions in the divergence."}
+        default=1.0, metadata={"help": "Temperature of both distributions in the divergence."}
     )
     on_policy_share: float = field(
         default=0.0,
         metadata={"help": "Share of batches that the draft model writes itself (DistillSpec)."},
     )
-    on_policy_temperature: float = field(default=1.0, metadata={"help": "At which it writes them."})
+    on_policy_temperature: float = field(
+        default=1.0, metadata={"help": "Temperature at which it writes them."}
+    )
     on_policy_refresh: int = field(
-        default=50, metadata={"help": "Steps after which it writes anew."}
+        default=50, metadata={"help": "Optimiser steps after which it writes new text."}
     )
 
     def __post_init__(self) -> None:
@@ -125,8 +127,8 @@ class DraftOptimisationArguments(OptimisationArguments):
     learning_rate: float | None = field(
         default=None,
         metadata={
-            "help": f"Peak rate. Default: {BUILT_LEARNING_RATE}, less in proportion where the "
-            f"draft model is wider than 384; {GIVEN_LEARNING_RATE} for a draft_model that was "
+            "help": f"Peak learning rate. Default: {BUILT_LEARNING_RATE}, less in proportion where "
+            f"the draft model is wider than 384; {GIVEN_LEARNING_RATE} for a draft_model that was "
             "trained before."
         },
     )

@@ -15,25 +15,40 @@ class HeadsArguments:
 
     kind: Literal["medusa", "hydra"] = field(
         default="medusa",
-        metadata={"help": "medusa: independent heads; hydra: each also sees the drafts before it."},
+        metadata={
+            "help": "Independent heads (medusa), or heads that also see the drafts before them "
+            "(hydra). vLLM serves medusa heads only."
+        },
     )
     num_heads: int = field(
-        default=4, metadata={"help": "Heads; each looks one token further ahead."}
+        default=4, metadata={"help": "Number of heads; each looks one token further ahead."}
     )
     num_layers: int = field(default=1, metadata={"help": "Residual blocks in each head."})
     vocab_matrix: Literal["shared", "own"] = field(
         default="shared",
-        metadata={"help": "Project with the target's lm_head, or with a trained copy a head."},
+        metadata={
+            "help": "Project with the target's lm_head, or with a trained copy for each head."
+        },
     )
     draft_vocab_size: int | None = field(
         default=None,
         metadata={
-            "help": "Draft only so many tokens, the training text's commonest. Default: all."
+            "help": "Draft only so many tokens, the commonest of the training text. Default: all."
         },
     )
     prefix_attention: bool = field(
         default=False,
-        metadata={"help": "A layer of the heads' own attends over the text so far."},
+        metadata={
+            "help": "Give the heads a layer that attends over the text so far. Such heads guess "
+            "better, and no other engine can serve them."
+        },
+    )
+    with_vocab_matrix: bool = field(
+        default=False,
+        metadata={
+            "help": "Lay a copy of the target's vocabulary matrix beside heads that share it, with "
+            "which vLLM 0.32 reads the folder as it is. Default: the heads alone."
+        },
     )
 
     def __post_init__(self) -> None:

@@ -18,33 +18,41 @@ class JointArguments:
     )
     joint_warmup_steps: float = field(
         default=0.2,
-        metadata={"help": "Steps in which heads learn alone (below 1: a share of the run)."},
+        metadata={
+            "help": "Steps in which the heads learn alone; a number below 1 is a share of the run."
+        },
     )
     lora_r: int = field(default=32, metadata={"help": "Rank of the adapter."})
     lora_alpha: float = field(
-        default=16.0, metadata={"help": "The adapter counts lora_alpha / lora_r."}
+        default=16.0,
+        metadata={"help": "Scale of the adapter: its output is multiplied by lora_alpha / lora_r."},
     )
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapter."})
     lora_target_modules: list[str] = field(
         default_factory=lambda: [ALL_LINEAR],
         metadata={
-            "help": "Ends of the names of the linear modules that get an adapter; all-linear: all "
-            "but the lm_head."
+            "help": "Linear modules that get an adapter, by the ends of their names; all-linear: "
+            "all but the lm_head."
         },
     )
     lora_learning_rate: float | None = field(
         default=None,
-        metadata={"help": "Peak rate of the adapter. Default: a quarter of the heads'."},
+        metadata={"help": "Peak learning rate of the adapter. Default: a quarter of the heads'."},
     )
     joint_lm_weight: float = field(
-        default=1.0, metadata={"help": "Of the target's own cross-entropy in the loss."}
+        default=1.0,
+        metadata={
+            "help": "Weight of the target's own cross-entropy in the loss. Set 0 on its own text."
+        },
     )
     joint_kl_weight: float = field(
         default=1.0,
-        metadata={"help": "Of the KL divergence from the target without adapter in the loss."},
+        metadata={
+            "help": "Weight of the KL divergence from the target without adapter in the loss."
+        },
     )
     joint_heads_weight: float = field(
-        default=0.2, metadata={"help": "Of the heads' loss in the loss."}
+        default=0.2, metadata={"help": "Weight of the heads' loss in the loss."}
     )
 
     def __post_init__(self) -> None:

@@ -27,17 +27,19 @@ class LossArguments:
     head_weights: Literal["decay", "acceptance"] = field(
         default="decay",
         metadata={
-            "help": "decay: head i counts head_loss_decay**i; acceptance: each guess counts as "
-            "much as the expected accepted length hangs on it."
+            "help": "Weights of the heads in the loss. decay: head i counts head_loss_decay**i; "
+            "acceptance: each guess counts by what it adds to the expected accepted length."
         },
     )
     head_loss_decay: float = field(
-        default=0.8, metadata={"help": "Of decay: how much a head counts relative to the last."}
+        default=0.8,
+        metadata={"help": "With decay: how much a head counts relative to the one before it."},
     )
     head_weight_smoothing: float = field(
         default=0.5,
         metadata={
-            "help": "Of acceptance: 1 counts as if all drafts were accepted; below, as sure."
+            "help": "With acceptance: a head's probability c of the true token counts as "
+            "(1 - s) c + s, s being this number. 1: as if all drafts were accepted."
         },
     )
 

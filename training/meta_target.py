@@ -28,9 +28,7 @@ def meta_target(arguments: TargetArguments, device: torch.device | None = None) 
     refuse_heads(name)
     try:
         with asking_hub(name) as options:
-            config = AutoConfig.from_pretrained(
-                name, trust_remote_code=arguments.trust_remote_code, **options
-            )
+            config = AutoConfig.from_pretrained(name, **arguments.source(), **options)
         stored = config.dtype or torch.float32
         dtype = stored if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
         if device is not None:

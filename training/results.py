@@ -34,6 +34,8 @@ def write_heads(
     held_out: Dataset,
     history: Mapping[str, Any],
     adapter: PeftModel | None,
+    *,
+    with_vocab_matrix: bool = False,
 ) -> None:
     """The checkpoint, with an adapter if one was trained too, its figures, story and report.
 
@@ -46,7 +48,15 @@ def write_heads(
     calibrations = calibrate(statistics, heads, hidden_states, held_out)
     if not trainer.is_world_process_zero():
         return
-    save_heads(output, heads, target, statistics=statistics, provenance=history, adapter=adapter)
+    save_heads(
+        output,
+        heads,
+        target,
+        statistics=statistics,
+        provenance=history,
+        adapter=adapter,
+        with_vocab_matrix=with_vocab_matrix,
+    )
     metrics = write_figures(output, trainer, trained, measured.metrics or {}, history)
     report = make_report(
         statistics,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import replace_file
+from medusa_heads.masking import masked
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -23,12 +24,38 @@ _DECISIVE = {
     "joint": "other settings of joint training",
     "draft": "another draft model, or another way of teaching it",
 }
+# Of transformers' training arguments those that say what was learnt, and how. Not among them, nor
+# any that transformers may add: tokens and names at hubs and trackers, folders, addresses.
+_TOLD = {
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+    *("num_train_epochs", "max_steps", "per_device_train_batch_size", "auto_find_batch_size"),
+    *("per_device_eval_batch_size", "gradient_accumulation_steps", "eval_accumulation_steps"),
+    *("average_tokens_across_devices", "max_grad_norm", "label_smoothing_factor"),
+    *("optim", "optim_args", "optim_target_modules", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "neftune_noise_alpha"),
+    *("bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "use_cpu", "full_determinism"),
+    *("activation_checkpointing", "activation_checkpointing_kwargs"),
+    *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_liger_kernel", "use_cache"),
+    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps"),
+    *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter"),
+    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "prediction_loss_only"),
+    *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "ignore_data_skip"),
+    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    *("seed", "data_seed", "label_names", "disable_tqdm", "report_to", "train_sampling_strategy"),
+    *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory"),
+    *("dataloader_persistent_workers", "dataloader_prefetch_factor", "remove_unused_columns"),
+    *("accelerator_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_backend"),
+    *("ddp_broadcast_buffers", "ddp_static_graph", "ddp_timeout"),
+}
 
 
 def changed_arguments(args: TrainingArguments) -> dict[str, Any]:
-    """The training arguments that are not transformers' defaults, as plain values."""
+    """The training arguments that tell of the course and are not transformers' defaults, as plain
+    values."""
     changed = {}
     for field in fields(args):
+        if field.name not in _TOLD:
+            continue
         # Not against a TrainingArguments made anew: making one resets accelerate under a run.
         default = field.default_factory() if callable(field.default_factory) else field.default
         value = getattr(args, field.name, default)
@@ -38,7 +65,7 @@ def changed_arguments(args: TrainingArguments) -> dict[str, Any]:
 
 
 def write_run(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Write `run.yaml` into a folder that is there."""
+    """Write `run.yaml` into a folder that is there; secrets in the record are starred out."""
     replace_file(Path(folder) / RUN_FILE, to_yaml(record))
 
 
@@ -87,5 +114,5 @@ def _as_json(value: Any) -> Any:
 
 def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
     # Through JSON: records are plain data, and nothing else should get in.
-    plain: dict[str, Any] = json.loads(json.dumps(content))
+    plain: dict[str, Any] = masked(json.loads(json.dumps(content)))
     return plain

@@ -37,10 +37,7 @@ def load_to_spread(arguments: TargetArguments, sharding: Sharding) -> TargetMode
     if sharding.load_once and dist.get_rank() > 0:
         return meta_target(arguments)
     return TargetModel.from_pretrained(
-        arguments.model_name_or_path,
-        dtype=arguments.dtype,
-        use=None,
-        trust_remote_code=arguments.trust_remote_code,
+        arguments.model_name_or_path, dtype=arguments.dtype, use=None, **arguments.source()
     )
 
 

@@ -1,6 +1,7 @@
 """The flags and YAML keys of the target. Light: nothing here imports torch or transformers."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -11,11 +12,15 @@ class TargetArguments:
     model_name_or_path: str = field(
         metadata={"help": "The target: a hub id or a local folder. Its weights stay as they are."}
     )
+    model_revision: str | None = field(
+        default=None,
+        metadata={"help": "Branch, tag or commit of the target on the hub. Default: main."},
+    )
     dtype: str = field(
         default="auto",
         metadata={
-            "help": "Of the target's weights: bfloat16, float16, float32, or auto: the fastest on "
-            "this machine that holds them exactly (in several processes: as stored)."
+            "help": "Dtype of the target's weights: bfloat16, float16, float32, or auto: the "
+            "fastest on this machine that holds them exactly (in several processes: as stored)."
         },
     )
     trust_remote_code: bool = field(
@@ -35,6 +40,11 @@ class TargetArguments:
     )
 
     def __post_init__(self) -> None:
+        if self.model_revision is not None and Path(self.model_name_or_path).expanduser().is_dir():
+            raise ValueError(
+                f"model_revision is of a model on the hub, and {self.model_name_or_path!r} is a "
+                "folder: leave it out"
+            )
         known = ("auto", "bfloat16", "float16", "float32")
         if self.dtype not in known:
             raise ValueError(f"dtype must be one of {list(known)}, got {self.dtype!r}")
@@ -42,6 +52,11 @@ class TargetArguments:
             raise ValueError(
                 "shard_target and load_in_4bit exclude each other: 4-bit matrices cannot be spread"
             )
+
+    def source(self) -> dict[str, Any]:
+        """What every `from_pretrained` of the target is told besides its name."""
+        revision = {} if self.model_revision is None else {"revision": self.model_revision}
+        return {"trust_remote_code": self.trust_remote_code, **revision}
 
     def placement(self, device: Any) -> dict[str, Any]:
         """What TargetModel.from_pretrained is told of the device and of quantisation: NormalFloat

@@ -50,6 +50,7 @@ class TaughtTrainer(ResumableTrainer, ABC):
         "prediction_loss_only": False,
         "batch_eval_metrics": False,
         "eval_do_concat_batches": True,
+        "push_to_hub": False,  # the folder as it is, with all that a run leaves there
     }
 
     def __init__(
@@ -79,6 +80,8 @@ class TaughtTrainer(ResumableTrainer, ABC):
                     f"training_args: {name} has no place in this training: leave it out, got "
                     f"{getattr(args, name)!r}"
                 )
+        # Every resumable checkpoint holds the arguments: no token that nothing here reads.
+        args.hub_token = None
         # Inputs are made from these columns, not by the model's own forward.
         args.remove_unused_columns = False
         if args.n_gpu > 1:

@@ -33,6 +33,7 @@ from medusa_heads.training.run_setup import Names, as_target, find_start, prepar
 from medusa_heads.training.sharding import is_sharded
 from medusa_heads.training.trainer import HeadsTrainer
 from medusa_heads.training.vocabulary import TOKENS_PER_ENTRY, count_tokens
+from medusa_heads.vocab_matrix import check_takes_matrix
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -55,6 +56,7 @@ def train_heads(
     early_stopping_patience: int | None = None,
     hidden_cache: CacheArguments | None = None,
     joint: JointConfig | None = None,
+    with_vocab_matrix: bool = False,
     record: Mapping[str, Any] | None = None,
     **data_settings: Any,
 ) -> DraftHeads:
@@ -87,6 +89,7 @@ def train_heads(
         joint: train a LoRA adapter in the target together with the heads. It is saved beside them,
             and both are loaded with `MedusaModel.from_pretrained(output_dir)`; a target in memory
             is left as it was.
+        with_vocab_matrix: lay a copy of the target's vocabulary matrix beside heads that share it.
         record: what else `run.yaml` and the checkpoint should remember.
         data_settings: other fields of `DataArguments`: `max_length`, `packing`, `streaming`, ...
 
@@ -127,6 +130,8 @@ def train_heads(
         )
         draft_tokens = frequent_tokens(counts_V, config.draft_vocab_size)
     heads = new_heads(target, config, draft_tokens)
+    if with_vocab_matrix:
+        check_takes_matrix(heads.config, bias=heads.vocab_matrix(0)[1] is not None)
     before = target.weights_digest()
     if checkpoint is None:
         clear_checkpoints(output)
@@ -194,5 +199,14 @@ def train_heads(
             raise RuntimeError("the target's weights changed while its heads were trained")
 
         if trainer.is_world_process_zero() or is_sharded(target):
-            write_heads(output, trainer, outcome.metrics, measured, data.held_out, story(), adapter)
+            write_heads(
+                output,
+                trainer,
+                outcome.metrics,
+                measured,
+                data.held_out,
+                story(),
+                adapter,
+                with_vocab_matrix=with_vocab_matrix,
+            )
     return heads

@@ -87,7 +87,7 @@ def train_draft(
     checkpoint = find_start(output, resume_from_checkpoint, overwrite=overwrite_output_dir)
     callbacks = watchers(args, early_stopping_patience)
     target = as_target(target, args.device)
-    tokenizer = tokenizer or find_tokenizer(target.name_or_path)
+    tokenizer = tokenizer or find_tokenizer(target.name_or_path, target.revision)
     data = prepare_sets(target, dataset, eval_dataset, data_settings, tokenizer, CHAINS[-1], args)
 
     set_seed(args.seed)

@@ -81,7 +81,6 @@ class HeadsTrainer(TaughtTrainer):
         **TaughtTrainer.unusable,
         "neftune_noise_alpha": None,
         "activation_checkpointing": False,
-        "push_to_hub": False,
     }
 
     def __init__(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from medusa_heads.inference.acceptance.base import look_at_one_row, look_at_scores_alone
+from medusa_heads.inference.acceptance.base import look_at_scores_alone
+from medusa_heads.inference.acceptance.row_processors import RowProcessors, row_processors
 from medusa_heads.inference.row import Row
 from medusa_heads.tree import TokenTree
 
@@ -40,12 +41,12 @@ class SampleThenMatch:
         self._processors = processors
         self._do_sample = do_sample
         self._at_once = look_at_scores_alone(processors)
-        self._by_batch_row = not look_at_one_row(processors)
+        self._of_row: list[RowProcessors] = []
 
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
         plain = not self._do_sample and not self._processors
         recorded = any(row.recorder for row in rows)
-        if plain and not recorded and logits_BNV.device.type != "cpu":
+        if plain and not recorded and _runs_ahead(logits_BNV.device):
             # All nodes at once, and a single wait for the device. On a CPU nobody waits, and the
             # walked nodes alone are less work.
             greedy_BN = logits_BNV.argmax(dim=-1)
@@ -97,15 +98,18 @@ class SampleThenMatch:
         ids: Any = row.ids_1T()
         # In fp32 and on the ids' device, as generate() hands logits to the processors.
         logits: Any = logits_NV[node, None].to(copy=True, dtype=torch.float32, device=ids.device)
-        if self._by_batch_row:
-            # Some processors keep a setting for every row of the batch: they see it whole.
-            ids, logits = ids.repeat(row.batch_size, 1), logits.repeat(row.batch_size, 1)
         # Processors may write into what they are given.
         raw = logits.clone() if row.recorder else logits
-        scores_1V = self._processors(ids, logits)[row.index if self._by_batch_row else 0, None]
+        self._of_row = self._of_row or row_processors(self._processors, row.batch_size)
+        scores_1V = self._of_row[row.index](ids, logits)
         if row.recorder:
-            row.recorder.record(scores_1V, raw[:1])
+            row.recorder.record(scores_1V, raw)
         return scores_1V
+
+
+def _runs_ahead(device: torch.device) -> bool:
+    """Whether the host goes on while the device works, and waits when it reads a result."""
+    return device.type != "cpu"
 
 
 def _child(tokens: Sequence[int], parents: Sequence[int], node: int, token: int) -> int | None:

@@ -60,20 +60,24 @@ class Bandit:
         self._steps = [weight] * len(priors)
         self._allowance = allowance
 
-    def pick(self, worth: float, prices: Sequence[float] | None = None) -> int:
+    def pick(self, worth: float, prices: Sequence[float] | None = None, steps: float = 1.0) -> int:
         """The way of the next step.
 
         Args:
             worth: tokens a row that a second is worth.
             prices: seconds that each way costs besides, if it is taken now.
+            steps: for how many steps a price is paid. A trial pays all of it.
         """
         values = self.values(worth)
         if prices is not None:
-            values = [value - worth * price for value, price in zip(values, prices, strict=True)]
+            values = [
+                value - worth * price / steps for value, price in zip(values, prices, strict=True)
+            ]
         best = max(range(len(values)), key=values.__getitem__)
         least = min(range(len(values)), key=self._steps.__getitem__)
         rare = self._steps[least] < min(self._steps[best], _KNOWN)
-        if rare and self._allowance.pay((values[best] - values[least]) / worth):
+        price = prices[least] * (1.0 - 1.0 / steps) if prices is not None else 0.0
+        if rare and self._allowance.pay((values[best] - values[least]) / worth + price):
             return least
         return best
 

@@ -73,6 +73,10 @@ class Budget:
         """Of a step that verifies so many drafted nodes a row, its drafting left out."""
         return self._clock.step(self.rows * (drafted + 1))
 
+    def known(self, drafted: int) -> bool:
+        """Whether drafts of about so many nodes a row have been verified of late."""
+        return self._clock.steps_known(self.rows * (drafted + 1)) >= _TRIED
+
     def least(self) -> float:
         """The chance below which no node pays, whatever its place."""
         if self.padded:
@@ -126,3 +130,16 @@ class Budget:
                 if self._allowance.pay(lost / self.worth):
                     return size
         return None
+
+    def taken(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
+        """How many of the first of these to take, so that they gain the most.
+
+        Args:
+            gains: tokens a row that are expected of each.
+            seconds: that taking 0, 1, 2, .. of them takes.
+        """
+        values = [0.0]
+        for count, gain in enumerate(gains):
+            paid = self.worth * (seconds[count + 1] - seconds[count])
+            values.append(values[-1] + gain - paid)
+        return max(range(len(values)), key=values.__getitem__)

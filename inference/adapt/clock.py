@@ -12,9 +12,10 @@ from bisect import bisect_left
 from collections.abc import Mapping
 
 _LEVEL = 1 / 24  # the share of what is known of all sizes that a new step makes up
-_OWN_PRIOR = 4.0  # steps for which a measured size counts
-_OWN_KEPT = 0.98
+_OWN_PRIOR = 2.0  # steps for which a measured size counts
+_OWN_KEPT = 0.96
 _SURPRISE = 0.6  # in logarithms: an interrupted step says no more than this
+_ALL_OF, _ONE_IN = 64, 3  # steps that are learnt from: all of the first ones, then one in so many
 _DRAFTING = 1 / 16  # the share of a source's seconds that a new draft makes up
 
 
@@ -50,7 +51,7 @@ class Clock:
         self._octave = 0
         self._own: dict[int, tuple[float, float]] = {}  # weight and mean beyond the level, by size
         self._known: dict[int, float] = {}
-        self.lessons = 0
+        self._steps = self.lessons = 0
 
     @classmethod
     def flat(cls) -> Clock:
@@ -66,26 +67,32 @@ class Clock:
         """Seconds of a step that verifies so many tokens in all rows, its drafting left out."""
         known = self._known.get(tokens)
         if known is None:
-            correction = self._levels.get(self._octave, 0.0) + self._beyond(tokens)
-            known = self._known[tokens] = self._measured(tokens) * math.exp(correction)
+            known = self._known[tokens] = self._measured(tokens) * math.exp(self._off(tokens))
         return known
 
     def steps_known(self, tokens: int) -> float:
-        """How many steps of about this size have been seen of late."""
+        """How many steps of about this size have been seen of late; there is nothing to see where
+        none of them would correct anything."""
+        if not self._learns:
+            return math.inf
         return self._own.get(_size(tokens), (0.0, 0.0))[0]
 
     def learn(self, tokens: int, seconds: float, context: int = 0) -> None:
         """A step that verified so many tokens behind a text of `context` took so long."""
-        if not self._learns:
+        self._steps += 1
+        if not self._learns or (self._steps > _ALL_OF and self._steps % _ONE_IN):
             return
         self._turn_to(context)
-        surprise = math.log(seconds / self.step(tokens))
-        surprise = min(max(surprise, -_SURPRISE), _SURPRISE)
+        # What is known of this size, and how far the step was off, as far as that is believed.
+        expected = math.log(self.step(tokens))
+        surprise = min(max(math.log(seconds) - expected, -_SURPRISE), _SURPRISE)
+        off = expected + surprise - math.log(self._measured(tokens))
         level = self._levels.get(self._octave, 0.0)
-        self._levels[self._octave] = level + _LEVEL * surprise
+        level += max(_LEVEL, 1 / (self._steps + 3)) * (off - level)
+        self._levels[self._octave] = level
         weight, mean = self._own.get(_size(tokens), (0.0, 0.0))
         weight *= _OWN_KEPT
-        mean += surprise / (weight + 1.0)
+        mean += (off - level - mean) / (weight + 1.0)
         self._own[_size(tokens)] = (weight + 1.0, min(max(mean, -2.0), 2.0))
         self._known.clear()
         self.lessons += 1
@@ -113,9 +120,12 @@ class Clock:
             self._known.clear()
             self.lessons += 1
 
-    def _beyond(self, tokens: int) -> float:
+    def _off(self, tokens: int) -> float:
+        """How far what was measured is off, as a logarithm: all sizes alike, and this one beyond
+        that."""
+        level = self._levels.get(self._octave, 0.0)
         weight, mean = self._own.get(_size(tokens), (0.0, 0.0))
-        return mean * weight / (weight + _OWN_PRIOR)
+        return level + mean * weight / (weight + _OWN_PRIOR)
 
     def _measured(self, tokens: int) -> float:
         """Between sizes and beyond the last one on a straight line."""

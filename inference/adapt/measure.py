@@ -29,6 +29,7 @@ SIZES = (1, 3, 7, 11, 15, 23, 31, 47, 63)
 DEFAULT_CONTEXT = 256
 _FEW_SIZES, _SHORT_CONTEXT = (0, 3, 15, 63), 32  # of a large target, whose every forward counts
 _SECONDS = 0.5  # of measuring a small one
+_SLOW = 0.1  # seconds of a step that is not worth repeating
 _ROUNDS = 7
 
 
@@ -103,21 +104,27 @@ def _measure_clock(
     with _eager(target):
         bench = _Bench(target, _fitting(target, _SHORT_CONTEXT, max(sizes)), 1)
         chains = {size: RandomChain(size, target.vocab_size) for size in sizes}
-        bench.time(chains[0])
-        once = bench.time(chains[0]).step
-        slow = once * 2 * len(sizes) * 3 > _SECONDS
-        measured = few if slow else sizes
+        once = bench.time(chains[0])
+        if once.step < _SLOW:  # else a warm-up is no longer to be seen
+            once = bench.time(chains[0])
+        slow = once.step * 2 * len(sizes) * 3 > _SECONDS
+        measured = few[1:] if slow else sizes
+        if slow and once.step < _SLOW:
+            for size in measured:  # the first forward of a size prepares what later ones find
+                bench.time(chains[size])
         if not slow:
             bench = _Bench(target, _fitting(target, DEFAULT_CONTEXT, max(sizes)), 1)
         tasks: dict[Any, Drafter] = {size: chains[size] for size in measured}
         seconds = bench.rounds(tasks, 1 if slow else _ROUNDS, _SECONDS, warm=not slow)
+        if slow:
+            seconds[0] = once
         for drafter in drafters.values():
             bench.draft(drafter)
         drafting = {
             name: sorted(bench.draft(drafter) for _ in range(5))[1]
             for name, drafter in drafters.items()
         }
-    return {size + 1: seconds[size].step for size in measured}, drafting
+    return {size + 1: each.step for size, each in seconds.items()}, drafting
 
 
 def step_seconds(

@@ -13,25 +13,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from medusa_heads.inference.adapt.bandit import Allowance, Bandit
-from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
-from medusa_heads.inference.adapt.evidence import Evidence
 from medusa_heads.inference.drafters.base import Observer
 from medusa_heads.inference.drafters.growing import Proposal, Source, grow
+from medusa_heads.inference.drafters.situation import BOUNDS, Situation
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.prefix_tree import PrefixTree, to_token_tree
+from medusa_heads.tree import TokenTree
 
 if TYPE_CHECKING:
     from medusa_heads.inference.corpus_index import CorpusIndex
     from medusa_heads.inference.row import Row
     from medusa_heads.inference.state import DecodingState
-    from medusa_heads.tree import TokenTree
 
-# Accepted tokens that are expected without a source: from each bound on it is another situation.
-_BOUNDS = (0.3, 0.9, 2.2)
 _LONG, _IN_A_ROW = 6, 2  # steps of rest, and those that a source is then asked for besides
-_TYPICAL = (0.1, 0.6, 1.4, 4.0)
 
 
 class BlendedDrafter:
@@ -69,7 +64,7 @@ class BlendedDrafter:
         self._text, self._sources = text, list(sources)
         self._always, self._chain_only, self._padded = always, chain_only, padded
         # What is learnt of greedy text says little of sampled text.
-        self._situations: dict[tuple[bool, int], _Situation] = {}
+        self._situations: dict[tuple[bool, int], Situation] = {}
         self._last: _Step | None = None
         self._rested = [0] * len(self._sources)  # steps since each was asked
         self._again = [0] * len(self._sources)  # steps for which each is asked whatever it gains
@@ -92,11 +87,11 @@ class BlendedDrafter:
             found = self._text.draft(state)
             offered = [list(own) for own in found]
             best = [max(proposal.expected() for proposal in own) for own in found]
-            place = bisect_right(_BOUNDS, sum(best) / len(best))
+            place = bisect_right(BOUNDS, sum(best) / len(best))
         budget = situation.budgets[place]
         draft = self._grow(state, situation, place, offered, asked)
         for i, source in enumerate(self._sources):
-            gains = situation.gains[i][bisect_right(_BOUNDS, draft.promised)]
+            gains = situation.gains[i][bisect_right(BOUNDS, draft.promised)]
             if self._again[i]:
                 gains.take(1, budget.worth)
             elif not (self._always or gains.pick(budget.worth)):
@@ -129,8 +124,11 @@ class BlendedDrafter:
             size = situation.graphs.pop()
         elif not self._always and (unknown := budget.unknown(draft.expected)) is not None:
             size = unknown
-        spare = size + 1 if self._padded else 1
-        tree = to_token_tree(draft.trees, state.roots_B.device, size, spare)
+        if size or self._padded:
+            spare = size + 1 if self._padded else 1
+            tree = to_token_tree(draft.trees, state.roots_B.device, size, spare)
+        else:
+            tree = TokenTree.root_only(state.roots_B)
         active = [b for b, row in enumerate(state.rows) if not row.done]
         self._last = state.memories[self] = _Step(
             situation,
@@ -185,7 +183,7 @@ class BlendedDrafter:
     def _grow(
         self,
         state: DecodingState,
-        situation: _Situation,
+        situation: Situation,
         place: int,
         offered: Sequence[Sequence[Proposal]],
         asked: int,
@@ -199,15 +197,19 @@ class BlendedDrafter:
             else grow(row.tokens[-1], own, budget.most, least, chain_only=self._chain_only)
             for row, own in zip(state.rows, offered, strict=True)
         ]
-        expected = _mean([tree.expected() for tree in trees], situation.belief(place, asked))
+        active = zip(trees, state.rows, strict=True)
+        expected = _mean(
+            [tree.expected() for tree, row in active if not row.done],
+            situation.belief(place, asked),
+        )
         return _Draft(trees, expected, budget.best(expected)[0])
 
-    def _situation(self, state: DecodingState) -> _Situation:
+    def _situation(self, state: DecodingState) -> Situation:
         drawn, rows = state.warpers is not None, len(state.rows)
         group = 1 << (rows - 1).bit_length()
         situation = self._situations.get((drawn, group))
         if situation is None:
-            situation = _Situation(
+            situation = Situation(
                 self._clock, self._sizes, group, rows, self._sources, padded=self._padded
             )
             self._situations[drawn, group] = situation
@@ -224,74 +226,6 @@ def text_drafter(most: int, corpus: CorpusIndex | None = None) -> BlendedDrafter
     """
     text = TextSource(most, corpus)
     return BlendedDrafter(Clock.flat(), range(most + 1), text=text, chain_only=True)
-
-
-class _Situation:
-    """Rows decoded together, drawn or not: what pays for them.
-
-    Args:
-        clock, sizes, sources, padded: see BlendedDrafter.
-        group: so many rows or fewer, but more than half as many.
-        rows: how many they are now.
-    """
-
-    def __init__(
-        self,
-        clock: Clock,
-        sizes: Sequence[int],
-        group: int,
-        rows: int,
-        sources: Sequence[Source],
-        *,
-        padded: bool = False,
-    ) -> None:
-        self.group, self.rows = group, rows
-        self.graphs = list(sizes) if padded else []
-        self.allowance = Allowance(clock.step(rows))
-        # Where the text promises more, a second is worth more; such passages last.
-        self.budgets = [Budget(clock, sizes, rows, self.allowance, padded=padded) for _ in _TYPICAL]
-        # Several sources may contradict each other, and promise too much together.
-        self._by_place = Evidence([1.0] * len(_TYPICAL), weight=12.0, memory=300.0)
-        self._by_sources = Evidence([1.0] * (1 << len(sources)), weight=60.0, memory=1000.0)
-        self.gains = [
-            [self._first(clock, source, known) for known in _TYPICAL] for source in sources
-        ]
-
-    def move_to(self, rows: int) -> None:
-        """So many rows are left."""
-        self.rows = rows
-        for budget in self.budgets:
-            budget.rows = rows
-
-    def belief(self, place: int, asked: int) -> float:
-        """By what the tokens are multiplied that these sources promise together, where the text
-        promises so much."""
-        both = self._by_place.rate(place) * self._by_sources.rate(asked)
-        return min(max(both, 0.3), 1.5)
-
-    def believe(self, place: int, asked: int, accepted: float, promised: float) -> None:
-        """So many tokens were accepted, and so many promised, belief included."""
-        said = promised / self.belief(place, asked)
-        by_place, by_sources = self._by_place.rate(place), self._by_sources.rate(asked)
-        self._by_place.learn(place, accepted, said * by_sources)
-        self._by_sources.learn(asked, accepted, said * by_place)
-
-    def _first(self, clock: Clock, source: Source, known: float) -> Bandit:
-        """Whether to ask a source where so many tokens are known without it, before any of it was
-        seen: the two ways are not to, and to."""
-        drafting, budget = clock.drafting(source.name), self.budgets[0]
-        worth = budget.worth * (1.0 + known)
-        # What both know is mostly the same.
-        gains = [
-            (
-                max(source.expected(size) - 0.7 * known, 0.2 * source.expected(size)),
-                budget.seconds(size) - budget.seconds(0) + drafting,
-            )
-            for size in budget.sizes
-            if size
-        ]
-        best = max(gains, key=lambda gain: gain[0] - worth * gain[1], default=(0.0, drafting))
-        return Bandit([(0.0, 0.0), best], self.allowance)
 
 
 class _Draft(NamedTuple):
@@ -331,7 +265,7 @@ class _Step:
         lengths: of the rows' texts by then.
     """
 
-    situation: _Situation
+    situation: Situation
     place: int
     asked: int
     rows: list[Row]

@@ -33,11 +33,11 @@ def unread(state: DecodingState, owner: object) -> float:
     return max(sum(row.length for row in state.rows) / len(state.rows) - read, 0.0)
 
 
-def forwards(state: DecodingState, owner: object) -> tuple[int, int]:
-    """Of the draft model, for `owner`, behind its first reading of these texts; and the nodes that
-    were read in them beside the first of each."""
-    text: DraftedText | None = state.memories.get(owner)
-    return (0, 0) if text is None else (text.forwards, text.beside)
+def reads(state: DecodingState, owner: object) -> list[int]:
+    """Nodes of a row that the draft model read in each forward of `owner`'s last draft. Whatever
+    was committed since the draft before counts as one."""
+    text: DraftedText = state.memories[owner]
+    return text.reads
 
 
 def drafted_text(draft: TargetModel, state: DecodingState, owner: object) -> DraftedText:
@@ -61,13 +61,14 @@ class DraftedText:
 
     Attributes:
         lengths: committed tokens that were read, padding included, by row.
-        forwards: of the draft model since the texts were first read.
-        beside: drafted nodes that were read in them beside the first of each.
+        reads: nodes of a row in each forward since they were last caught up with; that one is 1.
+        fed: tokens of a row in the last forward.
     """
 
     def __init__(self, draft: TargetModel, state: DecodingState) -> None:
         self._draft = draft
-        self.forwards = self.beside = 0
+        self.reads: list[int] = []
+        self.fed = 0
         self._rows = [row.index for row in state.rows]
         self._padding = list(state.padding)
         batched = len(self._rows) > 1 or any(self._padding)
@@ -120,6 +121,7 @@ class DraftedText:
         order_F = torch.arange(longest, device=tokens_BF.device)
         sees_BFF = (order_F <= order_F[:, None]).expand(len(fed), -1, -1)
         logits_BFV = self._read(tokens_BF, sees_BFF, order_F)
+        self.reads = [1]
         self._keep([list(range(len(ids))) for ids in fed])
         last_B = torch.tensor([max(len(ids), 1) - 1 for ids in fed], device=tokens_BF.device)
         return logits_BFV[torch.arange(len(fed), device=tokens_BF.device), last_B]
@@ -132,7 +134,7 @@ class DraftedText:
         """
         tokens_BF, above_BF = tokens_BF.to(self._draft.device), above_BF.to(self._draft.device)
         batch, new = tokens_BF.shape
-        self.beside += new - 1
+        self.reads.append(new)
         written = self._tokens_BP.shape[1]
         parents_BF = torch.full_like(above_BF, -1) if level == 1 else above_BF + self._last_level
         own_BFF = torch.eye(new, dtype=torch.bool, device=tokens_BF.device).expand(batch, -1, -1)
@@ -149,7 +151,7 @@ class DraftedText:
     def _read(self, tokens_BF: Tensor, sees_BFP: Tensor, depth_F: Tensor) -> Tensor:
         """Logits [B, F, V] of new nodes, appended to the cache behind the written ones."""
         new, device = tokens_BF.shape[1], tokens_BF.device
-        self.forwards += 1
+        self.fed = new
         past, written = max(self.lengths), sees_BFP.shape[2] - new
         self._cache.set_length(past + written)
         lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]

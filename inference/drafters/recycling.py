@@ -34,6 +34,7 @@ class RecycledProposal(Proposal):
         self._successors_VR, self._chances_VR = successors_VR, chances_VR
 
     def _behind(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:
+        assert isinstance(place, int)
         successors = self._successors_VR[place].tolist()
         if successors[0] == _UNKNOWN:
             return []

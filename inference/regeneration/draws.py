@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, V vocabulary, M new tokens.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,6 +43,12 @@ class RowDraws(LogitsProcessor):
         draws_BM = np.stack([prompt.draws(seed, max_new_tokens) for prompt in prompts])
         self._draws_MB = torch.from_numpy(draws_BM.T.copy()).to(device)
         self._width = width
+
+    def of_row(self, row: int) -> RowDraws:
+        """What stands for this in a row of the batch: it draws for that row alone."""
+        alone = copy.copy(self)
+        alone._draws_MB = self._draws_MB[:, row, None]
+        return alone
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """scores_BV of the token behind input_ids_BT, the drawn token's raised to infinity."""

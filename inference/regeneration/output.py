@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import check_folder, replace_file
+from medusa_heads.masking import masked
 
 if TYPE_CHECKING:
     from medusa_heads.inference.regenerate import Regenerated
@@ -52,7 +53,7 @@ def write_output(result: Regenerated, folder: Path, record: dict[str, Any]) -> P
         (folder / _STATE_FILE).unlink(missing_ok=True)
         for old in folder.glob("data-*.arrow"):
             old.unlink()
-        content = record | {
+        content = masked(record) | {
             "accounting": result.accounting.to_dict(),
             "rows": len(result.rows),
             "versions": {name: metadata.version(name) for name in _PACKAGES}

@@ -21,6 +21,7 @@ import pyarrow as pa
 from medusa_heads.files import replace_file
 from medusa_heads.inference.regeneration.answers import PASSING, Answer
 from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.masking import masked
 
 SETTINGS_FILE = "settings.json"
 _PART_ANSWERS = 64  # fewer are kept back, but never for longer than
@@ -48,7 +49,8 @@ class AnswerStore:
     """
 
     def __init__(self, root: Path, described: dict[str, Any]) -> None:
-        text = json.dumps(described, indent=2, sort_keys=True, default=str)
+        # The address of a server may hold a password.
+        text = json.dumps(masked(described), indent=2, sort_keys=True, default=str)
         self.folder = root / hashlib.sha256(text.encode()).hexdigest()[:16]
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / SETTINGS_FILE).exists():

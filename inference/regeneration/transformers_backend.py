@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from medusa_heads.inference.regeneration.answers import Answer, Finished, Sampling, as_answer
 from medusa_heads.inference.regeneration.draws import RowDraws
@@ -135,10 +135,6 @@ def _generate(
     )
     mask_BT = torch.tensor([[0] * p + [1] * (width - p) for p in padding])
 
-    def count(seen_BT: Tensor, _scores: Any, **_: Any) -> Tensor:
-        on_tokens(len(seen_BT))
-        return torch.zeros(len(seen_BT), dtype=torch.bool, device=seen_BT.device)
-
     options: dict[str, Any] = {"do_sample": False}
     if not greedy:
         draws = RowDraws(
@@ -160,10 +156,25 @@ def _generate(
             attention_mask=mask_BT.to(device),
             max_new_tokens=sampling.max_new_tokens,
             pad_token_id=pad,
-            stopping_criteria=StoppingCriteriaList([count]),
+            stopping_criteria=StoppingCriteriaList([_Count(on_tokens)]),
             **options,
         )
     return [as_answer(tokens, ends) for tokens in output_BT[:, width:].tolist()]
+
+
+class _Count(StoppingCriteria):
+    """Ends no row, and tells how many tokens were made."""
+
+    def __init__(self, on_tokens: Callable[[int], object]) -> None:
+        self._on_tokens = on_tokens
+
+    def of_row(self, row: int) -> _Count:
+        """What stands for this in a row of a batch: it tells of that row's tokens alone."""
+        return self
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self._on_tokens(len(input_ids))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def _with_own_draws(

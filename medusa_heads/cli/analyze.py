@@ -1,6 +1,6 @@
 """What a checkpoint's heads are expected to gain on this machine, and what they cost.
 
-medusa-heads analyze runs/demo/heads --batch-sizes 1 2 4 8 --output runs/demo/analysis
+medusa-heads analyze runs/demo/heads --batch_sizes 1 2 4 8 --report runs/demo/analysis
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from medusa_heads.files import check_folder
 class AnalyzeArguments(ModelArguments):
     """What to measure, and where to write it."""
 
-    context: int = field(default=256, metadata={"help": "tokens in the cache while measuring"})
+    context: int = field(default=256, metadata={"help": "Tokens in the cache while measuring."})
     batch_sizes: list[int] = field(
-        default_factory=lambda: [1, 2, 4, 8], metadata={"help": "sequences decoded together"}
+        default_factory=lambda: [1, 2, 4, 8], metadata={"help": "Sequences decoded together."}
     )
     refresh: bool = field(
-        default=False, metadata={"help": "measure anew, whatever was measured earlier"}
+        default=False, metadata={"help": "Measure anew, whatever was measured earlier."}
     )
-    output: str | None = field(
-        default=None, metadata={"help": "folder for analysis.json and analysis.png"}
+    report: str | None = field(
+        default=None, metadata={"help": "Folder for analysis.json and analysis.png."}
     )
 
 
@@ -55,8 +55,8 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
     """
     if arguments.context < 1 or not arguments.batch_sizes or min(arguments.batch_sizes) < 1:
         raise ValueError("expected a context and batch sizes of at least 1")
-    if arguments.output is not None:
-        check_folder(arguments.output)
+    if arguments.report is not None:
+        check_folder(arguments.report)
     from rich.console import Console
 
     # "chain": attaching must not measure already.
@@ -66,12 +66,13 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
             f"the heads in {arguments.checkpoint!r} carry no statistics, which say what a draft is "
             "worth: measure them with medusa-heads calibrate"
         )
-    from medusa_heads.inference import speedup, speedup_report, step_seconds
+    from medusa_heads.inference import speedup, speedup_report
+    from medusa_heads.inference.adapt.measure import SIZES
     from medusa_heads.inference.capability import capability
     from medusa_heads.inference.memory_overhead import memory_overhead
 
     limit = model.target.max_positions
-    if limit is not None and arguments.context > (most := limit - max(step_seconds.SIZES)):
+    if limit is not None and arguments.context > (most := limit - max(SIZES)):
         raise ValueError(
             f"a context of {arguments.context} and a tree do not fit the target's {limit} "
             f"positions: {most} at most"
@@ -95,7 +96,7 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
     for table in speedup_report.tables(report):
         console.print(table)
     console.print(speedup_report.break_even_sentence(report), soft_wrap=True, highlight=False)
-    if arguments.output is not None:
-        for path in speedup_report.write_analysis(arguments.output, report):
+    if arguments.report is not None:
+        for path in speedup_report.write_analysis(arguments.report, report):
             console.print(f"Written: {path}", soft_wrap=True, highlight=False)
     return report

@@ -8,9 +8,7 @@ Every command builds on these two functions:
 
 from __future__ import annotations
 
-import difflib
 import errno
-import importlib.util
 import json
 import os
 import sys
@@ -20,11 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal, NoReturn, TextIO, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
 
+from medusa_heads.cli.flag_parser import make_parser
 from medusa_heads.cli.settled import forget_choices
+from medusa_heads.cli.unknown_names import explain_flag, explain_key
 from medusa_heads.errors import MedusaWarning
+from medusa_heads.masking import masked
 
 TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
 # In the system's words, which safetensors repeats, and in those of torch.save.
@@ -104,9 +104,10 @@ def parse_arguments(
     """
     for kind in types:
         assert is_dataclass(kind)
-    parser = _make_parser(types, prog, description)
+    first = [positional] if isinstance(positional, str) else list(positional or ())
+    parser = make_parser(types, prog, description, first)
     given = list(sys.argv[1:] if argv is None else argv)
-    for place, name in enumerate([positional] if isinstance(positional, str) else positional or ()):
+    for place, name in enumerate(first):
         if len(given) <= 2 * place or given[2 * place].startswith("-"):
             break
         given.insert(2 * place, f"--{name}")
@@ -118,7 +119,7 @@ def parse_arguments(
         parser.set_defaults(**values)
     # argparse would ask for a required flag even where the file has it, and before it names a
     # misspelt one.
-    required = [action.dest for action in parser._actions if action.required]
+    required = [action for action in parser._actions if action.required]
     for action in parser._actions:
         action.required = False
     namespace, surplus = parser.parse_known_args(given)
@@ -129,11 +130,17 @@ def parse_arguments(
                 "else the name of a flag before it"
             )
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        raise ValueError(f"unknown argument {surplus[0]!r}{_nearest(surplus[0], flags)}")
-    for name in required:
-        if getattr(namespace, name) is None:
-            raise ValueError(f"--{name} is missing: give it as a flag or in the --config file")
+        known = sorted({flag[2:].replace("-", "_") for flag in flags if flag != "-h"})
+        raise ValueError(explain_flag(surplus[0], _behind(surplus[0], given), known))
+    for action in required:
+        if getattr(namespace, action.dest) in (None, []):
+            what = (action.help or "").rstrip(".")
+            raise ValueError(
+                f"--{action.dest} is missing: give it as a flag or in the --config file ({what})"
+            )
     *parsed, _ = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
+    if argv is None:
+        sys.argv[1:] = masked(sys.argv[1:])  # which trackers of training runs keep whole
     return tuple(parsed)
 
 
@@ -164,7 +171,8 @@ def read_config(path: str | os.PathLike[str], types: Sequence[type]) -> dict[str
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise ValueError(f"{path}: unknown key {str(key)!r}{_nearest(name, list(known))}")
+            hint = explain_key(name, value, list(known))
+            raise ValueError(f"{path}: unknown key {str(key)!r}{hint}")
         if name in values:
             raise ValueError(f"{path}: the key {str(key)!r} is given twice")
         values[name] = coerce(value, known[name], f"{path}: {key}")
@@ -223,45 +231,12 @@ def coerce(value: Any, hint: Any, label: str) -> Any:
     raise ValueError(f"{label} must be of type {hint.__name__}, got {value!r}")
 
 
-def _make_parser(types: Sequence[type], prog: str, description: str) -> Any:
-    class Parser(_hf_argument_parser()):  # type: ignore[misc]
-        def error(self, message: str) -> NoReturn:
-            # argparse would print the usage, a screen long, before the one line that matters.
-            raise ValueError(f"{message} (see {self.prog} --help)")
-
-    parser = Parser(types, prog=prog, description=description, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE.yaml", help="values for any of these flags")
-    return parser
-
-
-def _hf_argument_parser() -> type[ArgumentParser]:
-    """transformers' HfArgumentParser, without the seconds that `import transformers` can take.
-
-    The module that defines it needs only the standard library and PyYAML; should that change, the
-    ordinary import serves.
-    """
-    package = importlib.util.find_spec("transformers")
-    if package is not None and package.origin is not None:
-        file = Path(package.origin).with_name("hf_argparser.py")
-        spec = importlib.util.spec_from_file_location("_transformers_hf_argparser", file)
-        if spec is not None and spec.loader is not None:
-            module: ModuleType = importlib.util.module_from_spec(spec)
-            try:
-                spec.loader.exec_module(module)
-                found: type[ArgumentParser] = module.HfArgumentParser
-                return found
-            except (ImportError, OSError, AttributeError):
-                pass
-    from transformers.hf_argparser import HfArgumentParser
-
-    return HfArgumentParser
-
-
 def _field_types(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind) if field.init}
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+def _behind(flag: str, given: Sequence[str]) -> str | None:
+    """What stands on the command line behind a flag."""
+    place = given.index(flag) + 1
+    return given[place] if place < len(given) else None

@@ -1,7 +1,7 @@
 """The command `medusa-heads benchmark`.
 
-medusa-heads benchmark runs/demo/heads --num-prompts 20 --report runs/demo
-medusa-heads benchmark runs/qwen --prompts question.jsonl --dtypes bfloat16 --batch-sizes 1 8
+medusa-heads benchmark runs/demo/heads --num_prompts 20 --report runs/demo
+medusa-heads benchmark runs/qwen --prompts question.jsonl --dtypes bfloat16 --batch_sizes 1 8
 medusa-heads benchmark assets/demo-target --methods plain suffix recycling auto auto+compile
 """
 
@@ -34,12 +34,12 @@ class BenchmarkArguments:
     checkpoint: str = field(
         metadata={
             "help": "Heads checkpoint, or a target without heads: a folder, or "
-            "user/name[@revision] on a hub; the flag's name may be left out."
+            "user/name[@revision] on a hub."
         }
     )
     target: str | None = field(
         default=None,
-        metadata={"help": "Hub id or path of the target; by default the one the heads name."},
+        metadata={"help": "Hub id or path of the target. Default: the one the heads name."},
     )
     draft_model: list[str] = field(
         default_factory=list,
@@ -56,7 +56,7 @@ class BenchmarkArguments:
             "transformers-prompt-lookup, transformers-assisted, heads[:TREE], draft-model[:TREE], "
             "or a drafter that needs no training, as of generate --drafter; of the last three "
             "kinds NAME+compile verifies through torch.compile, and with --corpus "
-            "NAME+corpus[+compile] continues that, too. By default plain, "
+            "NAME+corpus[+compile] continues that, too. Default: plain, "
             "transformers-prompt-lookup and the heads (in float32 behind another dtype plain and "
             "the heads, to prove the output the same), without heads auto in their place; and "
             "draft-model and NAME+corpus where those are given."
@@ -73,8 +73,8 @@ class BenchmarkArguments:
         default=None,
         metadata={
             "help": "Prompts, one a line, or .jsonl with prompt, text, or turns and category as in "
-            "Spec-Bench; by default windows of the standard library packages that no training here "
-            "has seen."
+            "Spec-Bench. Default: windows of Python's standard library, from packages that no "
+            "training here has seen: give your own prompts for a chat model."
         },
     )
     num_prompts: int = field(
@@ -88,36 +88,39 @@ class BenchmarkArguments:
         default=64, metadata={"help": "Tokens in each of the default prompts."}
     )
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens after each prompt."})
-    temperature: float = field(default=0.7, metadata={"help": "Of the sampled settings."})
+    temperature: float = field(
+        default=0.7, metadata={"help": "Temperature of the sampled settings."}
+    )
     # train-heads draws the text it measures heads on with seed 0: other prompts than those.
-    seed: int = field(default=1, metadata={"help": "Of the default prompts and the sampling."})
+    seed: int = field(default=1, metadata={"help": "Seed of the default prompts and of sampling."})
     tree: str = field(
         default="auto",
         metadata={
-            "help": "Of the method heads where it names none: auto, N, static:N, dynamic:N, none, "
-            "chain, cartesian:A,B,.., FILE.json, one of them +suffix, or suffix."
+            "help": "Tree of the method heads, unless it names one: auto, N, static:N, dynamic:N, "
+            "none, chain, cartesian:A,B,.., FILE.json, one of them +suffix, or suffix."
         },
     )
     dtypes: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Of the weights. Default: the fastest here that holds them exactly; and of a "
-            f"target with at most {PROVED_PARAMETERS // 1_000_000}M parameters float32, to prove "
-            "the output the same."
+            "help": "Dtypes of the target's weights; each is measured. Default: the fastest here "
+            "that holds them exactly; and of a target with at most "
+            f"{PROVED_PARAMETERS // 1_000_000}M parameters float32, to prove the output the same."
         },
     )
     decodings: list[str] = field(
-        default_factory=lambda: list(DECODINGS), metadata={"help": "greedy, sampled, or both."}
+        default_factory=lambda: list(DECODINGS),
+        metadata={"help": "What is measured: greedy, sampled, or both."},
     )
     device: str | None = field(
-        default=None, metadata={"help": "For example cuda; default: the best there is."}
+        default=None, metadata={"help": "Device, such as cuda. Default: the best there is."}
     )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Run the Python code that the target's repository brings."}
     )
     threads: int | None = field(
         default=None,
-        metadata={"help": "CPU threads; by default as many as plain decoding is fastest with."},
+        metadata={"help": "CPU threads. Default: as many as plain decoding is fastest with."},
     )
     report: str | None = field(
         default=None, metadata={"help": "Folder for report.json, report.md and report.png."}
@@ -225,8 +228,8 @@ def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
     from medusa_heads.loading import stored_form
     from medusa_heads.machine import choose
 
-    name, revision = source.target_name()
     trusted = arguments.trust_remote_code
+    name, revision = source.target_name(trust_remote_code=trusted)
     form = stored_form(name, revision=revision, trust_remote_code=trusted)
     if form is None:
         return ["float32"]
@@ -287,11 +290,10 @@ def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt
 
     # The file first: a misspelt name is told before anything is loaded.
     questions = read_questions(arguments.prompts) if arguments.prompts is not None else None
-    name, revision = source.target_name()
+    trusted = arguments.trust_remote_code
+    name, revision = source.target_name(trust_remote_code=trusted)
     try:
-        tokenizer = load_tokenizer(
-            name, revision=revision, trust_remote_code=arguments.trust_remote_code
-        )
+        tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"expected a tokenizer beside the target {name!r}: {reason}") from error

@@ -39,36 +39,36 @@ class CalibrateArguments(ModelArguments):
     """Which heads, and on what text."""
 
     checkpoint: str = field(
-        metadata={"help": "heads checkpoint: a folder that train-heads, convert or pull wrote"}
+        metadata={"help": "Heads checkpoint: a folder that train-heads, convert or pull wrote."}
     )
     dataset: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "text like that to be written, best the target's own answers: a file, a "
-            "folder, a hub id or 'stdlib', as train-heads reads them"
+            "help": "Text like that to be written, best the target's own answers: a file, a "
+            "folder, a hub id or 'stdlib', as train-heads reads them."
         },
     )
     dataset_config: str | None = field(
-        default=None, metadata={"help": "configuration (subset) of a hub dataset"}
+        default=None, metadata={"help": "Configuration (subset) of a hub dataset."}
     )
     dataset_split: str = field(
         default="train",
-        metadata={"help": "split to measure on; of stdlib always the held-out packages"},
+        metadata={"help": "Split to measure on. Of stdlib it is always the held-out packages."},
     )
     text_column: str | None = field(
-        default=None, metadata={"help": "column that holds plain text, if not 'text'"}
+        default=None, metadata={"help": "Column that holds plain text, if not 'text'."}
     )
     self_distill: bool = field(
         default=False,
         metadata={
-            "help": "let the target continue prompts from plain text first, and measure on what it "
-            "wrote: what the heads will meet"
+            "help": "Let the target continue prompts from plain text first, and measure on what it "
+            "wrote: what the heads will meet."
         },
     )
-    max_length: int = field(default=512, metadata={"help": "longest row in tokens"})
+    max_length: int = field(default=512, metadata={"help": "Longest row in tokens."})
     max_positions: int = field(
         default=MAX_POSITIONS,
-        metadata={"help": "positions of text to measure, about; drawn from all of it"},
+        metadata={"help": "Positions of text to measure, about. They are drawn from all of it."},
     )
 
 

@@ -39,7 +39,7 @@ HELP = """\
 class ChatArguments(DecodingArguments):
     """Whom to talk to."""
 
-    system: str | None = field(default=None, metadata={"help": "a system message"})
+    system: str | None = field(default=None, metadata={"help": "System message."})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,6 +213,8 @@ class Session:
         if isinstance(model, DraftedModel):
             if "corpus" in options:
                 raise ValueError("a corpus is of heads or a drafter, and here a model drafts")
+            if options.pop("deterministic"):
+                raise ValueError("deterministic is of heads or a drafter, and here a model drafts")
             return DraftedModel(model.target, model.drafts, **options)
         trusted = self.arguments.trust_remote_code
         corpus = find_corpus(options.get("corpus"), model.target, trust_remote_code=trusted)

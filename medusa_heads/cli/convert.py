@@ -19,30 +19,48 @@ if TYPE_CHECKING:
 class ConvertArguments:
     """What to read, and where to write it."""
 
-    source: str = field(metadata={"help": "file, folder or hub id that holds the heads"})
-    out: str = field(metadata={"help": "folder to write; empty, or not there yet"})
+    source: str = field(metadata={"help": "File, folder or hub id that holds the heads."})
+    out: str = field(metadata={"help": "Folder to write. It must be empty, or not exist yet."})
     source_format: ReadFormat | None = field(
         default=None,
-        metadata={"aliases": ["--from"], "help": "layout, where its names do not tell"},
+        metadata={
+            "aliases": ["--from"],
+            "help": "Layout of the source, if the names of its tensors do not show it.",
+        },
     )
-    revision: str | None = field(default=None, metadata={"help": "of the source, on the hub"})
+    revision: str | None = field(
+        default=None,
+        metadata={"help": "Branch, tag or commit of the source on the hub. Default: main."},
+    )
     target: str | None = field(
         default=None,
-        metadata={"help": "hub id or folder of the heads' target, to name and to fingerprint"},
+        metadata={
+            "help": "Hub id or folder of the heads' target, recorded with a hash of its lm_head."
+        },
     )
     extract_target: bool = field(
         default=False,
-        metadata={"help": "of a whole model with heads in it: write the model too, to OUT/target"},
+        metadata={
+            "help": "If the source is a whole model with heads in it, write the model without them "
+            "to OUT/target."
+        },
     )
     corpus: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "text to measure the heads on, as medusa-heads calibrate does: its --dataset. "
-            "This loads the target"
+            "help": "Text to measure the heads on, as the --dataset of medusa-heads calibrate. "
+            "This loads the target."
+        },
+    )
+    with_vocab_matrix: bool = field(
+        default=False,
+        metadata={
+            "help": "Lay a copy of the target's vocabulary matrix beside heads that share it, with "
+            "which vLLM 0.32 reads the folder as it is."
         },
     )
     trust_remote_code: bool = field(
-        default=False, metadata={"help": "run code that comes with the target"}
+        default=False, metadata={"help": "Run code that comes with the target's configuration."}
     )
 
 
@@ -83,6 +101,7 @@ def run_convert(arguments: ConvertArguments) -> None:
         revision=arguments.revision,
         target=arguments.target,
         extract_target=arguments.extract_target,
+        with_vocab_matrix=arguments.with_vocab_matrix,
         trust_remote_code=arguments.trust_remote_code,
     )
     print(f"{converted.format}: {describe(converted.stored.config)}")

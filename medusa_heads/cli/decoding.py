@@ -29,26 +29,24 @@ class ModelArguments:
 
     checkpoint: str = field(
         metadata={
-            "help": "heads checkpoint: a folder written by train-heads, or a repository on a hub "
-            "as user/name or user/name@revision"
+            "help": "Heads checkpoint: a folder written by train-heads, or a repository on a hub "
+            "as user/name or user/name@revision."
         }
     )
     target: str | None = field(
         default=None,
-        metadata={"help": "hub id or path of the target; default: the one the heads name"},
+        metadata={"help": "Hub id or path of the target. Default: the one the heads name."},
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
-        metadata={
-            "help": "of the target's weights; auto: the fastest on this machine that holds them "
-            "exactly"
-        },
+        metadata={"help": "Dtype of the target; auto: the fastest here that holds it exactly."},
     )
     device: str | None = field(
-        default=None, metadata={"help": "such as cpu or cuda; default: the best there is"}
+        default=None, metadata={"help": "Device, such as cpu or cuda. Default: the best there is."}
     )
     trust_remote_code: bool = field(
-        default=False, metadata={"help": "run the Python code that the target's repository brings"}
+        default=False,
+        metadata={"help": "Run the Python code that comes with the target. It wants --target too."},
     )
 
 
@@ -59,75 +57,86 @@ class DecodingArguments(ModelArguments):
     tree: str = field(
         default="auto",
         metadata={
-            "help": "auto, N, static:N, dynamic:N, none, chain, cartesian:A,B,.., FILE.json, one "
-            "of them +suffix, or suffix; of a draft model auto, chain:N, dynamic:N, sampled:N or "
-            "sampled:AxBx.."
+            "help": "Which tokens are drafted at a step. With heads: auto, N, static:N, dynamic:N, "
+            "none, chain, cartesian:A,B,.., FILE.json, one of them +suffix, or suffix. With a "
+            "draft model: auto, chain:N, dynamic:N, sampled:N or sampled:AxBx.."
         },
     )
     drafter: str | None = field(
         default=None,
         metadata={
-            "help": "draft without training: auto, suffix, recycling, lookahead, "
+            "help": "Draft without training: auto, suffix, recycling, lookahead, "
             "lookahead+suffix, early_exit, early_exit+suffix, or early_exit:N with the first N "
-            "layers; the first argument is then the target itself"
+            "layers. The first argument is then the target itself."
         },
     )
     draft_model: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "draft with this language model (a hub id or a folder), or with the fastest of "
-            "several; the first argument is then the target itself",
+            "help": "Draft with this language model (a hub id or a folder), or with the fastest of "
+            "several. The first argument is then the target itself.",
             "action": "extend",
         },
     )
     corpus: str | None = field(
         default=None,
         metadata={
-            "help": "text that the target may write parts of, a file or a folder: drafts continue "
-            "it too, where they continue the text's own end (auto, suffix, +suffix); indexed once"
+            "help": "File or folder of text that the target may repeat. Drafts that continue the "
+            "text's own end (auto, suffix, +suffix) then continue this text too. Indexed once."
         },
     )
     acceptance: Literal["lossless", "typical", "threshold", "log_ratio"] = field(
         default="lossless",
-        metadata={"help": "lossless, or a LOSSY rule, whose text is no longer the target's own"},
+        metadata={"help": "Rule that accepts drafts: lossless, or one that changes the text."},
     )
-    epsilon: float | None = field(default=None, metadata={"help": "of typical acceptance"})
-    delta: float | None = field(default=None, metadata={"help": "of typical acceptance"})
-    threshold: float | None = field(default=None, metadata={"help": "of threshold acceptance"})
-    tau: float | None = field(default=None, metadata={"help": "of log_ratio acceptance"})
+    epsilon: float | None = field(default=None, metadata={"help": "Epsilon of typical acceptance."})
+    delta: float | None = field(default=None, metadata={"help": "Delta of typical acceptance."})
+    threshold: float | None = field(
+        default=None, metadata={"help": "Threshold of threshold acceptance."}
+    )
+    tau: float | None = field(default=None, metadata={"help": "Tau of log_ratio acceptance."})
     compile: bool = field(
-        default=False, metadata={"help": "torch.compile the target's forward; slow to begin with"}
+        default=False, metadata={"help": "Verify through torch.compile; the first text is slow."}
     )
-    max_new_tokens: int = field(default=128, metadata={"help": "tokens at most"})
-    do_sample: bool = field(
+    deterministic: bool = field(
         default=False,
         metadata={
-            "help": "draw tokens; implied by --temperature, --top_k, --top_p, --min_p and .."
+            "help": "Verify as many nodes in every step and learn from no earlier text, so that "
+            "bfloat16 rounds every time alike. It does not go with --draft_model."
         },
     )
-    temperature: float | None = field(default=None, metadata={"help": "of the sampled tokens"})
-    top_k: int | None = field(default=None, metadata={"help": "draw from the k likeliest"})
-    top_p: float | None = field(default=None, metadata={"help": "draw from this share"})
+    max_new_tokens: int = field(default=128, metadata={"help": "Most tokens that are generated."})
+    do_sample: bool = field(
+        default=False,
+        metadata={"help": "Sample; implied by temperature, top_k, top_p, min_p and typical_p."},
+    )
+    temperature: float | None = field(default=None, metadata={"help": "Sampling temperature."})
+    top_k: int | None = field(default=None, metadata={"help": "Sample from the k likeliest."})
+    top_p: float | None = field(
+        default=None, metadata={"help": "Sample from the likeliest tokens that add up to this."}
+    )
     min_p: float | None = field(
-        default=None, metadata={"help": "draw tokens with this share of the likeliest one's chance"}
+        default=None, metadata={"help": "Sample tokens this times as probable as the likeliest."}
     )
     typical_p: float | None = field(
-        default=None, metadata={"help": "draw from this share of the most typical tokens"}
+        default=None, metadata={"help": "Sample from the most typical tokens that add up to this."}
     )
-    repetition_penalty: float | None = field(default=None, metadata={"help": "1.0: none"})
+    repetition_penalty: float | None = field(
+        default=None, metadata={"help": "Divide the logits of earlier tokens by this; 1.0: off."}
+    )
     no_repeat_ngram_size: int | None = field(
-        default=None, metadata={"help": "no sequence of this many tokens comes twice"}
+        default=None, metadata={"help": "Never repeat a sequence of this many tokens."}
     )
     stop: list[str] = field(
         default_factory=list,
-        metadata={"help": "end behind this string; may be given several times", "action": "extend"},
+        metadata={"help": "Stop behind this string; may be given again.", "action": "extend"},
     )
-    seed: int = field(default=0, metadata={"help": "of the random draws"})
+    seed: int = field(default=0, metadata={"help": "Seed of sampling."})
     group: bool = field(
         default=False,
-        metadata={"help": "show which tokens came in one step: by colour, or in [brackets]"},
+        metadata={"help": "Show which tokens came in one step: by colour, or in [brackets]."},
     )
-    stats: bool = field(default=False, metadata={"help": "print counts and times afterwards"})
+    stats: bool = field(default=False, metadata={"help": "Print counts and times afterwards."})
 
 
 def load_model(arguments: ModelArguments, **options: Any) -> tuple[MedusaModel, Any]:
@@ -226,6 +235,7 @@ def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
     return {
         **drafts,
         "compile": arguments.compile,
+        "deterministic": arguments.deterministic,
         "acceptance": arguments.acceptance,
         "acceptance_settings": {name: value for name, value in given.items() if value is not None},
     }

@@ -33,6 +33,10 @@ def load_drafting_model(arguments: DecodingArguments) -> tuple[AssistedModel, An
         return load_training_free_model(arguments, **options)
     if not drafts and not is_draft(arguments.checkpoint):
         return load_model(arguments, **options)
+    if options.pop("deterministic"):
+        raise ValueError(
+            "--deterministic is of heads or a --drafter, and here a model drafts: leave one out"
+        )
     if arguments.corpus is not None:
         raise ValueError(
             "--corpus is of heads or a --drafter, and here a model drafts: leave one out"

@@ -35,10 +35,10 @@ class EnvArguments:
 
     target: str | None = field(
         default=None,
-        metadata={"help": "hub id or folder of a target; default: the sizes of a small one"},
+        metadata={"help": "Hub id or folder of a target. Default: the sizes of a small one."},
     )
     device: str | None = field(
-        default=None, metadata={"help": "such as cpu or cuda; default: the best there is"}
+        default=None, metadata={"help": "Device, such as cpu or cuda. Default: the best there is."}
     )
 
 

@@ -13,19 +13,19 @@ from medusa_heads.interop import WrittenFormat
 class ExportArguments:
     """What to write, and for whom."""
 
-    checkpoint: str = field(metadata={"help": "heads checkpoint: a folder, or a hub id"})
-    out: str = field(metadata={"help": "folder to write; empty, or not there yet"})
-    to: WrittenFormat = field(metadata={"help": "engine or project that is to read it"})
+    checkpoint: str = field(metadata={"help": "Heads checkpoint: a folder, or a hub id."})
+    out: str = field(metadata={"help": "Folder to write. It must be empty, or not exist yet."})
+    to: WrittenFormat = field(metadata={"help": "Engine or project that is to read it."})
     target: str | None = field(
         default=None,
-        metadata={"help": "hub id or folder of the target, where the checkpoint names another"},
+        metadata={"help": "Hub id or folder of the target. Default: the one the checkpoint names."},
     )
     full_vocabulary: bool = field(
         default=False,
-        metadata={"help": "let heads with a reduced vocabulary draft every token of the target's"},
+        metadata={"help": "Let heads with a reduced vocabulary draft all of the target's tokens."},
     )
     trust_remote_code: bool = field(
-        default=False, metadata={"help": "run code that comes with the target's configuration"}
+        default=False, metadata={"help": "Run code that comes with the target's configuration."}
     )
 
 

@@ -24,7 +24,7 @@ class GenerateArguments(DecodingArguments):
     """What to generate."""
 
     prompt: str | None = field(
-        default=None, metadata={"help": "text to continue; without it, standard input is read"}
+        default=None, metadata={"help": "Text to continue. Default: standard input."}
     )
 
 

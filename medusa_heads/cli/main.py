@@ -40,12 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"medusa-heads {metadata.version('medusa-heads')}")
         return 0
     if verb not in VERBS:
-        close = difflib.get_close_matches(verb, VERBS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(VERBS)}"
-        print(f"medusa-heads: error: unknown verb {verb!r}; {hint}", file=sys.stderr)
+        print(f"medusa-heads: error: unknown verb {verb!r}; {_hint(verb)}", file=sys.stderr)
         return 2
     code: int = import_module(VERBS[verb][0]).main(rest)
     return code
+
+
+def _hint(verb: str) -> str:
+    if "train" in verb:
+        return "heads are trained with the command train-heads, draft models with train-draft"
+    close = difflib.get_close_matches(verb, VERBS, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(VERBS)}"
 
 
 def _help() -> str:
@@ -56,7 +61,7 @@ def _help() -> str:
         "Decode faster with trained heads, token for token the same text.\n\n"
         f"verbs:\n{verbs}\n\n"
         "medusa-heads VERB --help lists a verb's arguments; --version prints the version.\n"
-        "Heads are trained with the command train-heads."
+        "Two more commands: train-heads trains heads, train-draft a draft model."
     )
 
 

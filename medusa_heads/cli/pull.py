@@ -12,13 +12,16 @@ from medusa_heads.cli.arguments import parse_arguments, run_command
 class PullArguments:
     """What to pull, and where to."""
 
-    repo_id: str = field(metadata={"help": "repository, as user/name or user/name@revision"})
+    repo_id: str = field(metadata={"help": "Repository, as user/name or user/name@revision."})
     out: str | None = field(
-        default=None, metadata={"help": "folder; default: one of the repository's name, here"}
+        default=None,
+        metadata={"help": "Folder to write. Default: one of the repository's name, here."},
     )
-    revision: str | None = field(default=None, metadata={"help": "branch, tag or commit"})
+    revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit. Default: main."}
+    )
     overwrite: bool = field(
-        default=False, metadata={"help": "replace the checkpoint that is in the folder"}
+        default=False, metadata={"help": "Replace the checkpoint that is in the folder."}
     )
 
 

@@ -19,32 +19,40 @@ if TYPE_CHECKING:
 class PushArguments:
     """What to push, and where to."""
 
-    checkpoint: str = field(metadata={"help": "heads checkpoint: a folder written by train-heads"})
-    repo_id: str = field(metadata={"help": "repository, as user/name; made where there is none"})
-    private: bool = field(default=False, metadata={"help": "a repository made here is private"})
+    checkpoint: str = field(metadata={"help": "Heads checkpoint: a folder written by train-heads."})
+    repo_id: str = field(metadata={"help": "Repository, as user/name. Made if there is none."})
+    private: bool = field(default=False, metadata={"help": "Make a new repository private."})
     revision: str | None = field(
-        default=None, metadata={"help": "branch to push to; made where there is none"}
+        default=None, metadata={"help": "Branch to push to. Made if there is none. Default: main."}
     )
     create_pr: bool = field(
-        default=False, metadata={"help": "propose the files as a pull request instead"}
+        default=False, metadata={"help": "Open a pull request instead of pushing to the branch."}
     )
-    commit_message: str | None = field(default=None, metadata={"help": "of the one commit"})
+    commit_message: str | None = field(default=None, metadata={"help": "Message of the commit."})
     base_model: str | None = field(
         default=None,
         metadata={
-            "help": "the target's name on the hub, user/name or user/name@revision, where the "
-            "heads were trained from a local copy"
+            "help": "The target's name on the hub, user/name or user/name@revision. Needed if the "
+            "heads were trained on a local copy of it."
         },
     )
     license: str | None = field(
-        default=None, metadata={"help": "of the heads, such as apache-2.0; default: none stated"}
+        default=None,
+        metadata={"help": "Licence of the heads, such as apache-2.0. Default: none is stated."},
     )
     benchmark: str | None = field(
         default=None,
-        metadata={"help": "folder that medusa-heads benchmark --report wrote, for the card"},
+        metadata={"help": "Folder that medusa-heads benchmark --report wrote, for the model card."},
+    )
+    with_vocab_matrix: bool = field(
+        default=False,
+        metadata={
+            "help": "Publish the copy of the target's vocabulary matrix that lies beside the heads "
+            "too. It is under the target's licence."
+        },
     )
     dry_run: bool = field(
-        default=False, metadata={"help": "list the files with their sizes; asks no hub"}
+        default=False, metadata={"help": "List the files with their sizes, without asking a hub."}
     )
 
 
@@ -78,6 +86,7 @@ def run_push(arguments: PushArguments) -> None:
         base_model=arguments.base_model,
         license=arguments.license,
         benchmark=arguments.benchmark,
+        with_vocab_matrix=arguments.with_vocab_matrix,
     )
     _show(prepared)
     if arguments.dry_run:

@@ -75,7 +75,7 @@ def run_regenerate(arguments: RegenerateArguments) -> None:
         dialogues,
         Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed),
         greedy_share=arguments.greedy_share,
-        cache_dir=arguments.cache_dir or folder / "answers",
+        cache_dir=arguments.answers_dir or folder / "answers",
     )
     record: dict[str, Any] = {
         "target": {"name_or_path": arguments.model_name_or_path},

@@ -1,7 +1,7 @@
 """The command `train-draft`.
 
 train-draft --config configs/draft-demo.yaml
-train-draft --model_name_or_path Qwen/Qwen2.5-7B --draft_model Qwen/Qwen2.5-0.5B --self_distill
+train-draft --model_name_or_path Qwen/Qwen2.5-7B --draft_model Qwen/Qwen2.5-0.5B --dataset a.jsonl
 """
 
 from __future__ import annotations

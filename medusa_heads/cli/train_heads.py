@@ -55,6 +55,10 @@ def _train(argv: Sequence[str] | None) -> None:
         )
     )
     config, joint = to_heads.config(), to_joint.config()
+    if to_heads.with_vocab_matrix:
+        from medusa_heads.vocab_matrix import check_takes_matrix
+
+        check_takes_matrix(config)
     sharding = launched_sharding() or (Sharding() if to_target.shard_target else None)
     if sharding is not None and to_distill.self_distill:
         raise ValueError(
@@ -90,6 +94,7 @@ def _train(argv: Sequence[str] | None) -> None:
         early_stopping_patience=to_optimise.early_stopping_patience,
         hidden_cache=to_cache,
         joint=joint,
+        with_vocab_matrix=to_heads.with_vocab_matrix,
         record={"data": asdict(to_data), "distillation": asdict(to_distill)},
     )
     if args.process_index == 0:

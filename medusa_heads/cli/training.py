@@ -69,7 +69,9 @@ def find_texts(
 
     corpus, held_out = load_corpora(to_data)
     tokenizer = find_tokenizer(
-        to_target.model_name_or_path, trust_remote_code=to_target.trust_remote_code
+        to_target.model_name_or_path,
+        to_target.model_revision,
+        trust_remote_code=to_target.trust_remote_code,
     )
     return Texts(corpus, held_out, tokenizer, to_data, to_distill)
 
@@ -103,9 +105,9 @@ def load_target(
     target = TargetModel.from_pretrained(
         to_target.model_name_or_path,
         dtype=to_target.dtype,
-        trust_remote_code=to_target.trust_remote_code,
         use="batch" if alone else None,
         on_choice=settle,
+        **to_target.source(),
         **to_target.placement(device),
     )
     return target
@@ -123,8 +125,7 @@ def autocast_for(to_target: TargetArguments) -> Callable[[str | None], bool]:
 
         if _processes() > 1:
             return False
-        name, trusted = to_target.model_name_or_path, to_target.trust_remote_code
-        form = stored_form(name, trust_remote_code=trusted)
+        form = stored_form(to_target.model_name_or_path, **to_target.source())
         shape = None if form is None else form.shape
         choice = choose("train", device=device, shape=shape, count_threads=False)
         settle(choice, "training", threads=False)

@@ -23,15 +23,17 @@ class TuneArguments(ModelArguments):
 
     context: list[int] = field(
         default_factory=list,
-        metadata={"help": "tokens in the cache while measuring; several: a table each"},
+        metadata={"help": "Tokens in the cache while measuring. Several give a table each."},
     )
-    batch_size: int = field(default=1, metadata={"help": "sequences decoded together"})
+    batch_size: int = field(default=1, metadata={"help": "Sequences decoded together."})
     refresh: bool = field(
-        default=False, metadata={"help": "measure anew, whatever was measured earlier"}
+        default=False, metadata={"help": "Measure anew, whatever was measured earlier."}
     )
     write: str | None = field(
         default=None,
-        metadata={"help": "FILE.json for the best static tree, a list of medusa_choices"},
+        metadata={
+            "help": "Write the best static tree to this .json file, as a list of medusa_choices."
+        },
     )
 
 
@@ -72,11 +74,13 @@ def tune(arguments: TuneArguments) -> None:
             f"the heads in {arguments.checkpoint!r} carry no statistics, which say what a tree is "
             "worth: measure them with medusa-heads calibrate"
         )
-    from medusa_heads.inference import step_seconds, tree_size
+    from medusa_heads.inference import tree_size
+    from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, SIZES
     from medusa_heads.inference.tree_plan import write_choices
+    from medusa_heads.machine.measurements import measurement_folder
 
     limit = model.target.max_positions
-    most = None if limit is None else limit - max(step_seconds.SIZES)
+    most = None if limit is None else limit - max(SIZES)
     if most is not None and (beyond := [n for n in arguments.context if n > most]):
         raise ValueError(
             f"a context of {beyond[0]} and a tree do not fit the target's {limit} positions: "
@@ -84,7 +88,7 @@ def tune(arguments: TuneArguments) -> None:
         )
     tell_choices()
     console = Console()
-    for context in arguments.context or [min(step_seconds.DEFAULT_CONTEXT, most or 1 << 30)]:
+    for context in arguments.context or [min(DEFAULT_CONTEXT, most or 1 << 30)]:
         with console.status(f"measuring at a context of {context}"):
             sizes = tree_size.tune(
                 model.target,
@@ -97,8 +101,8 @@ def tune(arguments: TuneArguments) -> None:
         dtype = str(model.target.dtype).removeprefix("torch.")
         batch = f", batch of {arguments.batch_size}" if arguments.batch_size > 1 else ""
         title = f"{dtype}, {context} tokens of context{batch}"
-        console.print(make_table(sizes, title, arguments.batch_size))
-    kept = step_seconds.measurement_folder()
+        console.print(make_table(sizes, title))
+    kept = measurement_folder()
     console.print(f"Measurements are kept in {kept}", soft_wrap=True, highlight=False)
     if arguments.write is not None:
         static = [size for size in sizes if size.tree.startswith("static:")]
@@ -108,7 +112,7 @@ def tune(arguments: TuneArguments) -> None:
         console.print(f"{best.tree} written to {arguments.write}", soft_wrap=True, highlight=False)
 
 
-def make_table(sizes: Sequence[TreeSize], title: str, batch_size: int = 1) -> Table:
+def make_table(sizes: Sequence[TreeSize], title: str) -> Table:
     """Every tree in the order given; the fastest is marked."""
     from rich.table import Table
 
@@ -118,7 +122,7 @@ def make_table(sizes: Sequence[TreeSize], title: str, batch_size: int = 1) -> Ta
     table.add_column("tree", no_wrap=True)
     for column in ("step ms", "tokens per step", "tokens/s", ""):
         table.add_column(column, justify="right")
-    chosen = fastest(sizes, batch_size)
+    chosen = fastest(sizes)
     for size in sizes:
         table.add_row(
             size.tree,

@@ -24,8 +24,8 @@ def how_to_use(
     at = f', revision="{pinned}"' if pinned else ""
     parts = [
         "## Use",
-        "`pip install medusa-heads`. The target is downloaded by its name and checked against the "
-        "heads:",
+        "Install the package medusa-heads from a checkout of its sources (`pip install -e .`). The "
+        "target is downloaded by its name and checked against the heads:",
         _python(
             "from transformers import AutoTokenizer",
             "from medusa_heads import MedusaModel",
@@ -70,21 +70,21 @@ def _engines(
     ]
     if config.draft_vocab_size is not None:
         return [*parts, *plugin, "TGI cannot hold them: they draft from a part of the vocabulary."]
-    if config.vocab_matrix == "own" or with_matrix:
-        speculative = (
-            f'{{"method": "medusa", "model": "{repo_id}", '
-            f'"num_speculative_tokens": {config.num_heads}}}'
-        )
-        parts += [
-            "vLLM 0.32 (the last release with Medusa) drafts a chain with them, no tree:",
-            _shell(f"vllm serve {base_model} --speculative-config '{speculative}'"),
-        ]
-    else:
-        parts.append("vLLM wants the vocabulary matrix beside the heads, which is not here.")
-    parts += plugin
+    as_it_is = config.vocab_matrix == "own" or with_matrix
+    export = "" if as_it_is else f"medusa-heads export {repo_id} heads-vllm --to vllm\n"
+    speculative = (
+        f'{{"method": "medusa", "model": "{repo_id if as_it_is else "heads-vllm"}", '
+        f'"num_speculative_tokens": {config.num_heads}}}'
+    )
+    parts += [
+        "vLLM 0.32 (the last release with Medusa) drafts a chain with them, no tree"
+        + (":" if as_it_is else ". It wants the target's vocabulary matrix beside them:"),
+        _shell(f"{export}vllm serve {base_model} --speculative-config '{speculative}'"),
+        *plugin,
+    ]
     if config.vocab_matrix == "own" or config.num_layers == 1:
         parts += [
-            "TGI finds the target in `config.json`:",
+            "TGI finds the target in `config.json`; this was not tried:",
             _shell(f"text-generation-launcher --model-id {repo_id}"),
         ]
     else:

@@ -7,6 +7,8 @@ import re
 from pathlib import PurePath, PureWindowsPath
 from typing import Any
 
+from medusa_heads.masking import masked_text
+
 # An absolute path, or one from the home directory or above the working one, within other text.
 _PATH = re.compile(
     r"""(?:file://|(?<![\w:/.~\\-]))  # no part of a word, a URL or a relative path
@@ -15,13 +17,11 @@ _PATH = re.compile(
     re.VERBOSE,
 )
 _PATH_ALONE = re.compile(r"(?:~?/|\.\./|[A-Za-z]:\\)[^\n]*$")
-# A hub's token, and a name and password within a URL.
-_SECRET = re.compile(r"\bhf_[A-Za-z0-9]{8,}|(?<=://)[^/\s@]+(?=@)")
 
 
 def without_paths(value: Any, renamed: tuple[str, str] | None = None) -> Any:
     """`value`, plain JSON, with every path of this machine cut down to its last part
-    and every token starred out.
+    and every secret starred out.
 
     Args:
         value: is not changed.
@@ -43,7 +43,7 @@ def _of_text(text: str, renamed: tuple[str, str] | None) -> str:
     before, equals, last = text.rpartition("=")
     if _PATH_ALONE.match(last):
         text = f"{before}{equals}{_last_part(last)}"
-    text = _SECRET.sub("***", text)
+    text = masked_text(text)
     return _PATH.sub(lambda match: _last_part(match.group()), text)
 
 

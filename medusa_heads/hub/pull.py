@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.hub.files import CARD_FILE, LOADED_FILES, OWN_FILES
+from medusa_heads.adapter import ADAPTER_FOLDER
+from medusa_heads.custom_generate import write_custom_generate
+from medusa_heads.files import refuse_link
+from medusa_heads.hub.files import CARD_FILE, KEPT_FILES, LOADED_FILES
+from medusa_heads.hub.folder import own_files
 from medusa_heads.hub.names import check_repo_id, is_repo_id, split_revision
 from medusa_heads.hub.talking import check_token, in_one_sentence
 from medusa_heads.stored_heads import SIDECAR_FILE, read_sidecar
@@ -78,6 +82,8 @@ def pull(
 ) -> Path:
     """Bring a repository's checkpoint into a folder, whole or not at all.
 
+    Its `custom_generate/`, which transformers would run, is not downloaded but written anew.
+
     Args:
         repo_id: `user/name` or `user/name@revision`.
         out: the folder; by default one of the repository's name, here.
@@ -97,7 +103,7 @@ def pull(
         if not (overwrite and replaceable):
             hint = "overwrite it (--overwrite), or " if replaceable else ""
             raise ValueError(f"{str(folder)!r} is in use: {hint}pull into another folder")
-    found = _download(repo_id, named or revision, OWN_FILES, token, cache_dir)
+    found = _download(repo_id, named or revision, KEPT_FILES, token, cache_dir)
     copy_checkpoint(found, folder)
     return folder
 
@@ -136,20 +142,23 @@ def copy_checkpoint(source: Path, folder: Path) -> None:
     """Copy a checkpoint's own files, beside their place first; earlier heads' files go.
 
     Raises:
+        ValueError: a file is a link that leads elsewhere, or none that a checkpoint has.
         OSError: the folder cannot be written.
     """
+    present = own_files(source, KEPT_FILES)
+    refuse_link(folder / ADAPTER_FOLDER)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    present = [name for name in OWN_FILES if (source / name).is_file()]
     staging = Path(tempfile.mkdtemp(prefix=".copying-", dir=folder.parent))
     try:
-        for name in present:
+        for name, path in present.items():
             (staging / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source / name, staging / name)
+            shutil.copyfile(path, staging / name)
+        write_custom_generate(folder)
         # The sidecar comes last: it vouches for the weights.
         for name in sorted(present, key=lambda name: name == SIDECAR_FILE):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(staging / name, folder / name)
-        for name in set(OWN_FILES) - {*present, CARD_FILE}:
+        for name in set(KEPT_FILES) - {*present, CARD_FILE}:
             (folder / name).unlink(missing_ok=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

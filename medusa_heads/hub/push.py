@@ -9,19 +9,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medusa_heads.adapter import ADAPTER_FOLDER, read_adapter
+from medusa_heads.custom_generate import CUSTOM_GENERATE
 from medusa_heads.files import read_json
 from medusa_heads.hub.card import is_generated, make_card
 from medusa_heads.hub.files import (
+    ADAPTER_FILES,
     BENCHMARK_FILE,
     BENCHMARK_PICTURE,
     CARD_FILE,
+    KEPT_FILES,
     OWN_FILES,
     REPORT_FILE,
 )
-from medusa_heads.hub.names import check_repo_id, is_local, is_repo_id, split_revision
-from medusa_heads.hub.privacy import without_paths
+from medusa_heads.hub.folder import own_file, own_files
+from medusa_heads.hub.names import check_repo_id
+from medusa_heads.hub.published import published, published_target
 from medusa_heads.hub.talking import LOG_IN, check_token, in_one_sentence
-from medusa_heads.stored_heads import SIDECAR_FILE, WEIGHTS_FILE, read_stored
+from medusa_heads.masking import shows_secret
+from medusa_heads.stored_heads import (
+    SIDECAR_FILE,
+    WEIGHTS_FILE,
+    StoredHeads,
+    read_stored,
+)
+from medusa_heads.tensor_file import check_no_notes
+from medusa_heads.vocab_matrix import VOCAB_MATRIX_FILE, read_vocab_matrix
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -52,10 +65,11 @@ def prepare_push(
     base_model: str | None = None,
     license: str | None = None,
     benchmark: str | os.PathLike[str] | None = None,
+    with_vocab_matrix: bool = False,
 ) -> Push:
     """All that a push would upload, without asking any hub.
 
-    Paths of this machine are taken out of what is text. A README.md that someone wrote is kept;
+    Records are made anew of what may be published. A README.md that someone wrote is kept;
     otherwise one is generated.
 
     Args:
@@ -66,63 +80,79 @@ def prepare_push(
         license: of the heads, as the hub spells it, such as `apache-2.0`.
         benchmark: `report.json` of `medusa-heads benchmark`, or its folder; by default the one in
             the checkpoint, if any.
+        with_vocab_matrix: publish the copy of the target's vocabulary matrix that lies beside the
+            heads; it is the target's, and under the target's licence.
 
     Raises:
-        ValueError: no checkpoint or a damaged one, a target that nobody else could find, or a
-            benchmark of another.
+        ValueError: no checkpoint or a damaged one, a file that is a link or not what it should be,
+            a target that nobody else could find, or a benchmark of another.
     """
     check_repo_id(repo_id)
     folder = Path(checkpoint)
+    found = own_files(folder, KEPT_FILES)
     stored = read_stored(folder)  # nobody is handed damaged heads
-    known_as = str(stored.target.get("name_or_path") or "")
-    target, revision = _published_target(folder, stored.target, base_model)
-    files: dict[str, Path | bytes] = {
-        name: folder / name for name in OWN_FILES if (folder / name).is_file()
-    }
-    _add_benchmark(files, folder, benchmark, stored.target)
+    target, revision = published_target(folder, stored.target, base_model)
+    _check_parts(folder, found, stored, with_vocab_matrix=with_vocab_matrix)
+    _add_benchmark(found, folder, benchmark, stored.target)
+    files: dict[str, Path | bytes] = dict(found)
     texts: dict[str, Any] = {}
-    for name, path in files.items():
-        assert isinstance(path, Path)
+    for name, path in found.items():
         if name.endswith((".json", ".md")) and name != CARD_FILE:
-            kept = read_json(path) if name.endswith(".json") else path.read_text(encoding="utf-8")
-            text = without_paths(kept, renamed=(known_as, target))
-            if name == SIDECAR_FILE:
-                text["target"] |= {"name_or_path": target, "revision": revision}
-            texts[name] = text
-            if text != kept:
-                files[name] = _encoded(text)
-    if CARD_FILE not in files or is_generated(folder / CARD_FILE):
-        card = make_card(repo_id, texts, files, license=license)
-        files[CARD_FILE] = card.encode()
+            kept = read_json(path) if name.endswith(".json") else _text(path)
+            texts[name] = published(name, kept, stored, target, revision)
+            if texts[name] != kept:
+                files[name] = _encoded(texts[name])
+    files |= {name: content.encode() for name, content in CUSTOM_GENERATE.items()}
+    if CARD_FILE not in found or is_generated(_text(found[CARD_FILE])):
+        files[CARD_FILE] = make_card(repo_id, texts, files, license=license).encode()
     elif license is not None:
         raise ValueError(
             f"{str(folder / CARD_FILE)!r} is kept as it is written, so license has no place: write "
             "it there, or remove the file to have one generated"
         )
+    elif shows_secret(_text(found[CARD_FILE])):
+        raise ValueError(
+            f"{str(folder / CARD_FILE)!r} is kept as it is written, and shows what looks like a "
+            "token or key: take it out, or remove the file to have one generated"
+        )
     return Push(repo_id, {name: files[name] for name in OWN_FILES if name in files})
 
 
-def _published_target(
-    folder: Path, target: Mapping[str, Any], base_model: str | None
-) -> tuple[str, str | None]:
-    """Name and revision by which others find the target."""
-    if base_model is not None:
-        name, revision = split_revision(base_model)
-        return check_repo_id(name), revision
-    name = str(target.get("name_or_path") or "")
-    # A name without a user may be one of the hub's own old ones, such as gpt2, or a folder's.
-    on_hub = is_repo_id(name) or ("/" not in name and target.get("revision") is not None)
-    if not name or is_local(name, folder) or not on_hub:
-        known = f"only as {Path(name).name!r} on this machine" if name else "not by name"
+def _check_parts(
+    folder: Path, found: dict[str, Path], stored: StoredHeads, *, with_vocab_matrix: bool
+) -> None:
+    """Leave out of what was found what is no part of these heads, or not to be published.
+
+    Raises:
+        ValueError: a part is missing, or not what its name says.
+    """
+    if stored.adapter is not None:
+        read_adapter(folder / ADAPTER_FOLDER)
+    if not with_vocab_matrix:
+        found.pop(VOCAB_MATRIX_FILE, None)
+    elif VOCAB_MATRIX_FILE in found:
+        read_vocab_matrix(folder, stored.config)
+    else:
         raise ValueError(
-            f"the checkpoint knows its target {known}, where nobody else finds it: give its name "
-            "on the hub with base_model (--base_model user/name)"
+            f"with_vocab_matrix publishes {VOCAB_MATRIX_FILE}, and {str(folder)!r} has none: leave "
+            "it out"
         )
-    return name, target.get("revision")
+    for name in ADAPTER_FILES if stored.adapter is None else ():
+        found.pop(name, None)
+    for name, path in found.items():
+        if name.endswith(".safetensors"):
+            check_no_notes(path)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected text at {str(path)!r}: {error}") from error
 
 
 def _add_benchmark(
-    files: dict[str, Path | bytes],
+    found: dict[str, Path],
     folder: Path,
     given: str | os.PathLike[str] | None,
     target: Mapping[str, Any],
@@ -130,14 +160,14 @@ def _add_benchmark(
     """`medusa-heads benchmark --report FOLDER` calls its files as training does: told apart, and
     pushed under names of their own."""
     path = Path(given) if given is not None else folder / BENCHMARK_FILE
-    if given is None and not path.is_file():
+    if given is None and BENCHMARK_FILE not in found:
         beside = folder / REPORT_FILE
-        if REPORT_FILE not in files or not _is_benchmark(read_json(beside)):
+        if REPORT_FILE not in found or not _is_benchmark(read_json(beside)):
             return
         path = beside
-        del files[REPORT_FILE]  # the training's, which the benchmark was written over
+        del found[REPORT_FILE]  # the training's, which the benchmark was written over
     path = path / REPORT_FILE if path.is_dir() else path
-    report = read_json(path)
+    report = read_json(own_file(path.parent, path.name) or path)
     if not _is_benchmark(report):
         raise ValueError(f"expected a report of medusa-heads benchmark at {str(path)!r}")
     of = report.get("target_fingerprint") or {}
@@ -147,10 +177,10 @@ def _add_benchmark(
             f"the benchmark {str(path)!r} was measured on another target (its {differing[0]} "
             "differs): measure these heads"
         )
-    files[BENCHMARK_FILE] = path
-    for picture in (path.with_suffix(".png"), path.parent / "report.png"):
-        if picture.is_file():
-            files[BENCHMARK_PICTURE] = picture
+    found[BENCHMARK_FILE] = path
+    for picture in (path.with_suffix(".png").name, "report.png"):
+        if (beside_it := own_file(path.parent, picture)) is not None:
+            found[BENCHMARK_PICTURE] = beside_it
             break
 
 

@@ -24,6 +24,7 @@ from medusa_heads.interop.target_files import TargetVocabulary, read_target
 from medusa_heads.interop.whole_model import write_target
 from medusa_heads.provenance import provenance
 from medusa_heads.stored_heads import DRAFT_TOKENS, SIDECAR_FILE, StoredHeads, write_stored
+from medusa_heads.vocab_matrix import check_takes_matrix
 
 TARGET_FOLDER = "target"
 
@@ -53,6 +54,7 @@ def convert_heads(
     revision: str | None = None,
     target: str | None = None,
     extract_target: bool = False,
+    with_vocab_matrix: bool = False,
     trust_remote_code: bool = False,
 ) -> Converted:
     """Write heads that another project stored as a checkpoint folder, bit for bit the same values.
@@ -66,6 +68,7 @@ def convert_heads(
             checkpoint, and its lm_head, read from its files, gives the fingerprint.
         extract_target: of a whole model with heads in it: write the model alone to `out`/target.
             Otherwise the checkpoint names the source as its target.
+        with_vocab_matrix: lay a copy of the target's vocabulary matrix beside heads that share it.
         trust_remote_code: run the code that comes with the target's configuration.
 
     Raises:
@@ -100,7 +103,9 @@ def convert_heads(
         tensors,
         named,
         provenance=provenance({"converted_from": {"format": source_format, "source": found.name}}),
-        vocab_matrix_VD=_matrix_for_engines(config, tensors, matrix_VD, known),
+        vocab_matrix_VD=(
+            _copied_matrix(config, tensors, matrix_VD, known) if with_vocab_matrix else None
+        ),
     )
     with staged(folder) as staging:
         if extract_target:
@@ -175,17 +180,18 @@ def _claimed_target(found: Source, config: HeadsConfig, matrix_VD: Tensor | None
     }
 
 
-def _matrix_for_engines(
+def _copied_matrix(
     config: HeadsConfig,
     tensors: dict[str, Tensor],
     matrix_VD: Tensor | None,
     known: TargetVocabulary | None,
-) -> Tensor | None:
-    if config.vocab_matrix != "shared" or not config.is_plain_medusa:
-        return None
-    if matrix_VD is None and known is not None and known.bias_V is None:
-        return known.weight_VD.to(tensors["0.0.linear.weight"].dtype)
-    return matrix_VD
+) -> Tensor:
+    check_takes_matrix(config, bias=known is not None and known.bias_V is not None)
+    if matrix_VD is not None:
+        return matrix_VD
+    if known is None:
+        raise ValueError("with_vocab_matrix copies the target's: give the target (--target)")
+    return known.weight_VD.to(tensors["0.0.linear.weight"].dtype)
 
 
 def _of_target(stored: StoredHeads) -> list[str]:

@@ -11,19 +11,16 @@ from pathlib import Path
 
 from torch import Tensor
 
+from medusa_heads.fingerprint import lm_head_sha256
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.folders import check_empty, staged
 from medusa_heads.interop.formats import WRITERS
 from medusa_heads.interop.outgoing import Outgoing
 from medusa_heads.interop.target_files import TargetVocabulary, read_target
-from medusa_heads.stored_heads import (
-    VOCAB_MATRIX_FILE,
-    VOCAB_MATRIX_KEY,
-    StoredHeads,
-    read_stored,
-)
-from medusa_heads.tensor_file import read_tensors
+from medusa_heads.loading import refuse_code_of
+from medusa_heads.stored_heads import StoredHeads, read_stored
+from medusa_heads.vocab_matrix import VOCAB_MATRIX_FILE, read_vocab_matrix
 
 
 @dataclass(frozen=True)
@@ -53,10 +50,11 @@ def export_heads(
             vocabulary matrix comes from, if the layout wants a copy. By default as the checkpoint
             says.
         full_vocabulary: heads with a reduced vocabulary are to draft the target's whole one.
-        trust_remote_code: run the code that comes with the target's configuration.
+        trust_remote_code: run the code that comes with the configuration of `target`.
 
     Raises:
-        ValueError: the engine cannot hold such heads, or the target is not theirs.
+        ValueError: the engine cannot hold such heads, the target is not theirs, or code is to be
+            run of a target that only the checkpoint names.
         OSError: `out` cannot be written.
     """
     if to not in WRITERS:
@@ -70,13 +68,15 @@ def export_heads(
             "load with heads: merge it into the target, save that, and name it as the target"
         )
     known = None
+    if target is None and trust_remote_code:
+        refuse_code_of(stored.target)
     if target is not None:
         known = read_target(target, trust_remote_code=trust_remote_code)
         _check_target(stored, known)
         stored = replace(stored, target=known.target)
 
     def matrix_VD() -> Tensor:
-        return _matrix(heads, stored, known, trust_remote_code)
+        return _matrix(heads, stored, known)
 
     outgoing = Outgoing(stored, matrix_VD)
     if full_vocabulary:
@@ -98,28 +98,18 @@ def _check_target(stored: StoredHeads, known: TargetVocabulary) -> None:
         )
 
 
-def _matrix(
-    checkpoint: Path, stored: StoredHeads, known: TargetVocabulary | None, trust_remote_code: bool
-) -> Tensor:
+def _matrix(checkpoint: Path, stored: StoredHeads, known: TargetVocabulary | None) -> Tensor:
     """The target's vocabulary matrix [V, D] in the heads' dtype: from beside the heads, else from
     the target's files."""
-    beside = checkpoint / VOCAB_MATRIX_FILE
-    if known is None and beside.is_file():
-        tensors = read_tensors(beside)
-        shape = (stored.config.vocab_size, stored.config.hidden_size)
-        if set(tensors) != {VOCAB_MATRIX_KEY} or tensors[VOCAB_MATRIX_KEY].shape != shape:
-            raise ValueError(
-                f"{beside} must hold {VOCAB_MATRIX_KEY} of shape {list(shape)} alone: copy the "
-                "checkpoint anew"
-            )
-        return tensors[VOCAB_MATRIX_KEY]
+    if known is None and (checkpoint / VOCAB_MATRIX_FILE).is_file():
+        matrix_VD = read_vocab_matrix(checkpoint, stored.config)
+        if stored.target.get("lm_head_sha256") in (None, lm_head_sha256(matrix_VD)):
+            return matrix_VD
     if known is None:
         name = stored.target.get("name_or_path")
         if not name:
             raise ValueError("the layout wants the target's vocabulary matrix: give the target")
-        known = read_target(
-            name, revision=stored.target.get("revision"), trust_remote_code=trust_remote_code
-        )
+        known = read_target(name, revision=stored.target.get("revision"))
         _check_target(stored, known)
     if known.bias_V is not None:
         raise ValueError(

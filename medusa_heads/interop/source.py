@@ -18,6 +18,7 @@ from torch import Tensor
 from medusa_heads.files import read_json
 from medusa_heads.hub.names import is_repo_id, split_revision
 from medusa_heads.hub.talking import in_one_sentence
+from medusa_heads.vocab_matrix import VOCAB_MATRIX_FILE
 
 CONFIG_FILE = "config.json"
 HEADS_FILES = (
@@ -32,7 +33,6 @@ MODEL_FILES = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
-MATRIX_FILE = "vocab_matrix.safetensors"  # beside heads that share their target's matrix
 DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.int64}
 _SAFETENSORS_DTYPES = {
     "F32": torch.float32,
@@ -218,7 +218,7 @@ def _files(place: Place, heads_files: tuple[str, ...]) -> dict[str, Path | str]:
     for file in heads_files:
         if found := place.find(file):
             files: dict[str, Path | str] = dict.fromkeys(_names(found), found)
-            if matrix := place.find(MATRIX_FILE):
+            if matrix := place.find(VOCAB_MATRIX_FILE):
                 files |= dict.fromkeys(_names(matrix), matrix)
             return files
     for file in MODEL_FILES:

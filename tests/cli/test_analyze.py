@@ -15,7 +15,7 @@ def test_tables_and_files(
     speaker: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heads, output = str(speaker / "heads"), tmp_path / "analysis"
-    flags = ["--batch-sizes", "1", "2", "--context", "16", "--output", str(output)]
+    flags = ["--batch-sizes", "1", "2", "--context", "16", "--report", str(output)]
     assert main([heads, *flags]) == 0
     shown = capsys.readouterr().out
     for words in ("chain:2", "static:63", "theorem", "Drafting pays", "the heads, as held"):
@@ -39,8 +39,8 @@ def test_tables_and_files(
         (["{}/heads", "--context", "0"], "at least 1"),
         (["{}/heads", "--batch-sizes", "0"], "at least 1"),
         (["{}/heads", "--context", "500"], "do not fit the target's 512 positions: 449 at most"),
-        (["{}/heads", "--output", "{}/heads/config.json"], "expected a folder at"),
-        (["{}/heads", "--batch-size", "2"], "did you mean '--batch-sizes'"),
+        (["{}/heads", "--report", "{}/heads/config.json"], "expected a folder at"),
+        (["{}/heads", "--batch-size", "2"], "did you mean '--batch_sizes'"),
     ],
 )
 def test_mistakes_are_one_sentence(

@@ -52,7 +52,7 @@ def test_a_target_with_code_of_its_own(
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
     save_heads(tmp_path / "heads", heads, target)
     command = [str(tmp_path / "heads"), "--dtypes", "float32", *SMALL]
-    assert main([*command, "--trust-remote-code"]) == 0
+    assert main([*command, "--target", str(folder), "--trust-remote-code"]) == 0
     assert "heads:2" in capsys.readouterr().out
     assert main(command) == 2
     told = capsys.readouterr().err

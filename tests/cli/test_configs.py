@@ -103,7 +103,7 @@ def test_a_shipped_config_is_planned_on_one_screen(
 def test_a_target_without_configuration_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--model_name_or_path", str(tmp_path), "--dry_run"]
+    given = ["--model_name_or_path", str(tmp_path), "--dataset", "stdlib", "--dry_run"]
     assert train_heads.main(given) == 2
     assert "expected the configuration of a causal language model" in capsys.readouterr().err
 

@@ -39,6 +39,7 @@ def expected(checkpoint: Path, **options: Any) -> str:
         (["--min-p", "0.1"], {"do_sample": True, "min_p": 0.1}),
         (["--typical-p", "0.8"], {"do_sample": True, "typical_p": 0.8}),
         (["--no-repeat-ngram-size", "2"], {"do_sample": False, "no_repeat_ngram_size": 2}),
+        (["--deterministic"], {"do_sample": False}),
     ],
 )
 def test_streams_the_targets_text(
@@ -104,7 +105,7 @@ def test_the_help_names_every_drafter(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["--help"])
     help_text = " ".join(capsys.readouterr().out.split())
-    told = help_text[help_text.index("draft without training") :].split(";")[0]
+    told = help_text[help_text.index("Draft without training") :].split(". ")[0]
     assert all(drafter in told for drafter in DRAFTERS)
 
 
@@ -142,6 +143,10 @@ def test_bytes_that_are_no_text_are_refused(
         (["{}/heads", "--prompt", "x", "--target", "nowhere"], "expected a causal language model"),
         (["{}/heads", "--prompt", "x", "--tree", "0"], "tree"),
         (
+            ["{}/target", "--prompt", "x", "--draft-model", "{}/target", "--deterministic"],
+            "--deterministic is of heads or a --drafter",
+        ),
+        (
             ["{}/heads", "--prompt", "x", "--max-new-tokens", "9999"],
             "do not fit the target's context",
         ),
@@ -170,7 +175,10 @@ def test_bytes_that_are_no_text_are_refused(
             ["{}/target", "--prompt", "x", "--drafter", "auto", "--corpus", "nowhere"],
             "expected a corpus at 'nowhere'",
         ),
-        (["{}/heads", "--prompt", "x", "--corpus", "{}/heads"], "continued by the trees auto, N+"),
+        (
+            ["{}/heads", "--prompt", "x", "--tree", "chain", "--corpus", "{}/heads"],
+            "continued by the trees auto, N+",
+        ),
         (
             ["{}/target", "--prompt", "x", "--drafter", "recycling", "--corpus", "x"],
             "continued by the drafters auto, suffix and all +suffix, not 'recycling'",

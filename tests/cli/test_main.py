@@ -36,6 +36,11 @@ def test_an_unknown_verb_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
     )
 
 
+@pytest.mark.parametrize("verb", ["train", "train-heads", "train_draft", "finetune-train"])
+def test_whoever_wants_to_train_is_sent_to_the_other_commands(verb: str, refused: Refused) -> None:
+    assert "heads are trained with the command train-heads" in refused(main, [verb])
+
+
 @pytest.mark.parametrize("verb", [None, *VERBS])
 def test_help_imports_nothing_heavy(verb: str | None) -> None:
     argv = [verb, "--help"] if verb else ["--help"]
@@ -56,12 +61,8 @@ def test_mistakes_of_the_benchmark_verb(tmp_path: Path, refused: Refused) -> Non
         (): "checkpoint is missing",
         (str(tmp_path / "none"),): "expected a heads checkpoint",
         (str(tmp_path), "--report", __file__): "expected a folder at",
-        (
-            str(tmp_path),
-            "--dtypes",
-            "int8",
-        ): "among bfloat16, float16, float32, got 'int8'",
-        (str(tmp_path), "--num-prompt", "3"): "did you mean '--num-prompts'",
+        (str(tmp_path), "--dtypes", "int8"): "among bfloat16, float16, float32, got 'int8'",
+        (str(tmp_path), "--num-prompt", "3"): "did you mean '--num_prompts'",
     }
     for argv, sentence in mistakes.items():
         assert sentence in refused(main, ["benchmark", *argv])

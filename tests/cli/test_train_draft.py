@@ -133,7 +133,7 @@ def test_a_draft_model_that_cannot_be_is_refused_before_the_target_writes_text(
 def test_the_module_can_be_launched(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "medusa_heads.cli.train_draft", "--model_name_or_path", "x"]
     done = subprocess.run(
-        [*command, "--draft_layers", "0"],
+        [*command, "--dataset", "stdlib", "--draft_layers", "0"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -153,7 +153,7 @@ def test_help_answers_without_the_heavy_imports(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "--on_policy_share" in done.stdout and "--draft-layers" in done.stdout
+    assert "--on_policy_share" in done.stdout and "--draft_layers" in done.stdout
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -17,6 +17,7 @@ from medusa_heads.cli.arguments import read_config
 from medusa_heads.cli.train_heads import ARGUMENTS, main
 from medusa_heads.machine import Shape
 from medusa_heads.target import TargetModel
+from tests.conftest import Refused
 from tests.measured import keep_products
 
 CONFIGS = sorted(
@@ -185,8 +186,9 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 
 def test_a_process_exits_with_2_and_prints_no_traceback(tmp_path: Path) -> None:
     code = "import sys; from medusa_heads.cli.train_heads import main; sys.exit(main())"
+    flags = ["--num_heads", "0", "--model_name_or_path", "x", "--dataset", "stdlib"]
     done = subprocess.run(
-        [sys.executable, "-c", code, "--num_heads", "0", "--model_name_or_path", "x"],
+        [sys.executable, "-c", code, *flags],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -207,7 +209,7 @@ def test_help_answers_without_the_heavy_imports(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "--self_distill" in done.stdout and "--num-heads" in done.stdout
+    assert "--self_distill" in done.stdout and "--num_heads" in done.stdout
     assert os.times().children_user - before < 1  # seconds of its own, however busy the machine
 
 
@@ -218,3 +220,9 @@ def test_every_shipped_config_is_read(path: Path) -> None:
         names = {name for name in kind.__dataclass_fields__ if name in values}
         kind(**{name: values[name] for name in names})
     assert values["model_name_or_path"]
+
+
+def test_a_vocabulary_matrix_for_heads_that_take_none_is_refused_at_once(refused: Refused) -> None:
+    flags = ["--model_name_or_path", "nowhere", "--dataset", "stdlib"]
+    flags += ["--with_vocab_matrix", "--kind", "hydra"]
+    assert "no engine reads it beside others: leave it out" in refused(main, flags)

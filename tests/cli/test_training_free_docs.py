@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training-free.md").read_text(encoding="utf-8")
 LIBRARY = {"path": "library.py", "text": "def read(file):\n    return file.read()\n" * 9}
 SMALLER = {
-    "generate": ["--max_new_tokens", "8"],
-    "chat": ["--max_new_tokens", "8"],
+    "generate": ["--max_new_tokens", "8", "--dtype", "float32"],
+    "chat": ["--max_new_tokens", "8", "--dtype", "float32"],
     "benchmark": [
         *("--num_prompts", "1", "--max_new_tokens", "4", "--prompt_length", "8"),
         *("--dtypes", "float32", "--decodings", "greedy"),
@@ -28,13 +28,13 @@ SMALLER = {
 def test_the_page_is_true(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("medusa_heads.inference.step_seconds._REPEATS", 1)
-    monkeypatch.setattr("medusa_heads.inference.skip_search._TOKENS", 16)
+    monkeypatch.setattr("medusa_heads.inference.adapt.measure._ROUNDS", 1)
+    monkeypatch.setattr("medusa_heads.inference.drafters.extra.skip_search._TOKENS", 16)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     blocks = {name: re.findall(rf"```{name}\n(.*?)```", PAGE, re.S) for name in ("bash", "python")}
     with monkeypatch.context() as small:
-        small.setattr("medusa_heads.corpus._read_sources", lambda _: [LIBRARY])
+        small.setattr("medusa_heads.corpus._read_sources", lambda *_, **__: [LIBRARY])
         for python in blocks["python"]:
             exec(python, {})
     assert capsys.readouterr().out.strip()

@@ -10,7 +10,7 @@ import pytest
 from medusa_heads import TargetModel
 from medusa_heads.checkpoint import load_heads
 from medusa_heads.cli.tune import main
-from medusa_heads.inference.step_seconds import SIZES
+from medusa_heads.inference.adapt.measure import SIZES
 from medusa_heads.inference.tree_plan import read_choices
 from tests.conftest import Refused
 
@@ -25,9 +25,9 @@ def test_measures_once_and_marks_the_fastest(
     assert "256 tokens of context" in shown and str(cache) in shown.replace("\n", "")
 
     # What lies on disk decides from now on.
-    (kept,) = cache.rglob("*.json")
+    (kept,) = (cache / "steps").iterdir()
     measured = json.loads(kept.read_text())
-    measured["steps"]["static:7"] = [1e-9, 0.0, 0.0]
+    measured["values"]["static:7"] = [1e-9, 0.0]
     kept.write_text(json.dumps(measured))
     tree = tmp_path / "tree.json"
     assert main([heads, "--write", str(tree)]) == 0
@@ -39,7 +39,7 @@ def test_measures_once_and_marks_the_fastest(
     assert read_choices(tree) == [list(choice) for choice in statistics.choices(7)]
 
     assert main([heads, "--refresh"]) == 0
-    assert json.loads(kept.read_text())["steps"]["static:7"][0] > 1e-9
+    assert json.loads(kept.read_text())["values"]["static:7"][0] > 1e-9
 
 
 def test_several_contexts_and_a_batch(
@@ -48,7 +48,7 @@ def test_several_contexts_and_a_batch(
     assert main([str(speaker / "heads"), "--context", "8", "16", "--batch-size", "2"]) == 0
     shown = capsys.readouterr().out
     assert "8 tokens of context, batch of 2" in shown and "16 tokens of context" in shown
-    assert len(list(cache.rglob("*.json"))) == 2
+    assert len(list((cache / "steps").iterdir())) == 2
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ def checkpoint(target: TargetModel, tmp_path: Path) -> Path:
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
     target.model.config._name_or_path, path = "alice/target", target.name_or_path
     try:
-        save_heads(folder, heads, target, statistics=statistics, provenance={"argv": ["train"]})
+        story = {"command": "train-heads"}
+        save_heads(folder, heads, target, statistics=statistics, provenance=story)
     finally:
         target.model.config._name_or_path = path
     (folder / "checkpoint-8").mkdir()

@@ -118,6 +118,7 @@ def test_reports_that_cannot_be_right_are_refused(
     for text, sentence in (
         ('{"report_version": 99}', "report_version 99, expected 1"),
         ('{"report_version": 1}', "report beside the heads is damaged"),
+        (json.dumps(by_hand() | {"training": 7}), "report beside the heads is damaged"),
         ("[]", "expected a JSON object"),
         ('{"x": ', "not valid JSON"),
     ):
@@ -160,7 +161,11 @@ def test_engines_that_cannot_hold_the_heads_are_not_promised(
         tokens = frequent_tokens(torch.arange(24), shape.draft_vocab_size)
     save_heads(tmp_path, new_heads(target, shape, tokens), target)
     card = card_of(tmp_path, base_model="alice/target")
-    assert ('"method": "medusa", "model": "alice/heads"' in card) == vllm
+    as_it_is = shape.vocab_matrix == "own"
+    found = '"method": "medusa", "model": "alice/heads"' in card
+    exported = '"method": "medusa", "model": "heads-vllm"' in card
+    assert (found, exported) == (vllm and as_it_is, vllm and not as_it_is)
+    assert ("medusa-heads export alice/heads heads-vllm --to vllm" in card) == exported
     assert ('"method": "custom_class", "num_speculative_tokens": 2' in card) == plugin
     assert ("text-generation-launcher --model-id alice/heads" in card) == tgi
     assert ("vLLM and TGI cannot hold these heads" in card) == (not plugin)

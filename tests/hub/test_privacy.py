@@ -85,7 +85,7 @@ def test_no_path_of_this_machine_is_in_any_file(local: Path, target: TargetModel
     assert sidecar["target"]["name_or_path"] == "alice/target"
     assert sidecar["target"]["revision"] == "v1"
     assert json.loads(contents["config.json"])["base_model_name_or_path"] == "alice/target"
-    assert sidecar["provenance"]["argv"] == ["train-heads", "--output_dir=run", "configs/a.yaml"]
+    assert sidecar["provenance"] == {"data": {"dataset": ["local data", "trl-lib/Capybara"]}}
     card = contents["README.md"].decode()
     assert "base_model: alice/target" in card and "datasets:\n- trl-lib/Capybara\n" in card
     assert contents["report.md"] == b"# 2 medusa heads for alice/target\n"

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint import save_heads
@@ -22,7 +23,6 @@ NAMES = {
     "medusa_heads.json",
     "medusa_lm_head.safetensors",
     "config.json",
-    "vocab_matrix.safetensors",
     "custom_generate/generate.py",
     "custom_generate/requirements.txt",
     "README.md",
@@ -56,10 +56,30 @@ def test_pushed_again_it_is_updated_and_what_is_no_longer_goes(
     save_heads(checkpoint, own, target)
     push(prepare_push(checkpoint, "alice/heads", base_model="alice/target"))
     tree = repository.tree()
-    assert set(tree) == NAMES - {"vocab_matrix.safetensors"} | {".gitattributes", "LICENSE"}
+    assert set(tree) == NAMES | {".gitattributes", "LICENSE"}
     weights = (checkpoint / "medusa_lm_head.safetensors").read_bytes()
     assert tree["medusa_lm_head.safetensors"] == weights
     assert len(repository.commits) == 4
+
+
+def test_the_targets_matrix_is_published_only_where_it_is_asked_for(
+    checkpoint: Path, target: TargetModel
+) -> None:
+    """Folders had a copy by default once."""
+    name = "vocab_matrix.safetensors"
+    with pytest.raises(ValueError, match=r"publishes vocab_matrix.safetensors, and .* has none"):
+        prepare_push(checkpoint, "alice/heads", with_vocab_matrix=True)
+    matrix = target.get_output_embeddings().weight.detach()
+    save_file({"lm_heads.0.weight": matrix}, checkpoint / name)
+    prepared = prepare_push(checkpoint, "alice/heads")
+    assert name not in prepared.files
+    card = prepared.files["README.md"]
+    assert isinstance(card, bytes) and b"medusa-heads export alice/heads" in card
+    prepared = prepare_push(checkpoint, "alice/heads", with_vocab_matrix=True)
+    assert prepared.files[name] == checkpoint / name
+    save_file({"secret.weight": matrix}, checkpoint / name)
+    with pytest.raises(ValueError, match=r"must hold lm_heads.0.weight of shape \[24, 64\] alone"):
+        prepare_push(checkpoint, "alice/heads", with_vocab_matrix=True)
 
 
 def test_private_branch_and_proposal(hub: LocalHub, checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from medusa_heads.inference.drafters.suffix import SuffixDrafter
+from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.state import DecodingState
 from medusa_heads.tree import TokenTree, TreeShape
 
@@ -78,7 +78,7 @@ class PlainCausalDrafter(PlantedDrafter):
         )
 
 
-class Misremembering(SuffixDrafter):
+class Misremembering(BlendedDrafter):
     """Negative control: what the text suggests, every node seeing those behind it as well."""
 
     def propose(self, state: DecodingState) -> TokenTree:

@@ -42,7 +42,17 @@ def row(max_length: int = 100, eos: int | None = None) -> Row:
     return Row(0, 1, torch.tensor([1, 2, 5]), StopCheck(criteria))
 
 
-@pytest.mark.parametrize("processors", [[], [TopKLogitsWarper(12)]], ids=["all at once", "lazy"])
+@pytest.fixture(params=[True, False], ids=["all at once", "lazy"])
+def runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk for devices that run ahead of the host, and the one for a CPU."""
+    if request.param:
+        monkeypatch.setattr(f"{SampleThenMatch.__module__}._runs_ahead", lambda device: True)
+        monkeypatch.delattr(SampleThenMatch, "_draw")  # nothing is drawn node by node
+    else:
+        monkeypatch.setattr(f"{SampleThenMatch.__module__}._runs_ahead", lambda device: False)
+
+
+@pytest.mark.usefixtures("runs_ahead")
 @pytest.mark.parametrize(
     ("named", "path", "tokens"),
     [
@@ -52,18 +62,25 @@ def row(max_length: int = 100, eos: int | None = None) -> Row:
         pytest.param([6, 0, 0, 0, 0, 0], [0, 1], [6, 0], id="token 0 is no padding"),
     ],
 )
-def test_greedy_walk(
-    processors: list[TopKLogitsWarper], named: list[int], path: list[int], tokens: list[int]
-) -> None:
-    rule = SampleThenMatch(LogitsProcessorList(processors), do_sample=False)
+def test_greedy_walk(named: list[int], path: list[int], tokens: list[int]) -> None:
+    rule = SampleThenMatch(LogitsProcessorList(), do_sample=False)
     one = row()
     assert rule(tree(), logits_naming(named), [one]) == [path]
     assert one.tokens == tokens
 
 
+@pytest.mark.usefixtures("runs_ahead")
+def test_rows_that_run_ahead_walk_their_own_paths() -> None:
+    walk_a_batch(SampleThenMatch(LogitsProcessorList(), do_sample=False))
+
+
 @pytest.mark.parametrize("processors", [[], [TopKLogitsWarper(12)]], ids=["plain", "warped"])
 def test_rows_of_a_batch_walk_their_own_paths(processors: list[TopKLogitsWarper]) -> None:
-    rule = SampleThenMatch(LogitsProcessorList(processors), do_sample=False)
+    walk_a_batch(SampleThenMatch(LogitsProcessorList(processors), do_sample=False))
+
+
+def walk_a_batch(rule: SampleThenMatch) -> None:
+    """Rows that accept all, nothing, another branch; that end; and one that has ended before."""
     named = [[6, 7, 8, 3, 0, 0], [0] * 6, [9, 0, 0, 0, 7, 11], [6, 7, 8, 3, 0, 0]]
     rows = [row(), row(), row(), row(max_length=5)]
     rows.insert(1, row(max_length=4))

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_heads.compiled import CompiledTarget
-from medusa_heads.inference import blend_plan, training_free
+from medusa_heads.inference import adaptive_plan, training_free
+from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.benchmark_methods import COMPILED, PLAIN, PROMPT_LOOKUP, check_methods
 from medusa_heads.inference.model import MedusaModel
-from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.inference.training_free import DRAFTERS
 from medusa_heads.statistics import HeadStatistics
 from medusa_heads.target import TargetModel
@@ -74,12 +73,8 @@ def test_what_is_given_is_for_a_method_of_some_setting() -> None:
 @pytest.fixture
 def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny target's steps are not worth measuring: which drafts are cut where is not asked."""
-
-    def costs(target: TargetModel, *_: Any, **__: Any) -> StepCosts:
-        return StepCosts.of_size(6, fixed=isinstance(target, CompiledTarget))
-
-    monkeypatch.setattr(training_free, "target_costs", costs)
-    monkeypatch.setattr(blend_plan, "step_costs", costs)
+    for module in (training_free, adaptive_plan):
+        monkeypatch.setattr(module, "target_clock", lambda *_: Clock({1: 1.0, 7: 1.1, 8: 9.0}))
 
 
 def test_drafters_and_draft_models_in_padded_batches(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from medusa_heads.inference.model import MedusaModel
 from medusa_heads.inference.prompts import Prompt
 from medusa_heads.inference.timed_run import Method
 from tests.inference.benchmarked import HEADS, NEW, PROMPTS, methods_of, result_of, run_setting
+from tests.inference.clock import Clock
 
 
 def test_in_fp32_every_method_writes_plain_decodings_text(medusa: MedusaModel) -> None:
@@ -85,12 +85,15 @@ def test_a_row_that_ends_early_is_counted_to_its_end(
         assert methods[HEADS]["tokens"] == methods[PLAIN]["tokens"] < NEW * (2 + size)
 
 
-def test_the_faster_plain_method_is_the_reference(medusa: MedusaModel) -> None:
+def test_the_faster_plain_method_is_the_reference(
+    medusa: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compiling is replaced by calling the same thing less, so that the test needs no compiler."""
     (plain,) = methods_of(medusa, PLAIN)
+    clock = Clock(monkeypatch)
 
     def slow(input_ids: Tensor, **kwargs: Any) -> Any:
-        time.sleep(0.05)
+        clock.work(0.05)
         return plain.generate(input_ids, **kwargs)
 
     for first, second, reference in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,22 +11,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_heads import MedusaModel, TargetModel
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
+from medusa_heads.inference.adapt.bandit import Bandit
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.adapt.evidence import Evidence
 from medusa_heads.inference.continuation import Continuation
-from medusa_heads.inference.drafters.blended import BlendedDrafter, Rest
-from medusa_heads.inference.drafters.growing import TensorTrees
-from medusa_heads.inference.drafters.suffix import SuffixDrafter
-from medusa_heads.inference.drafters.trust import Belief, SuffixTrust, TreeTrust
+from medusa_heads.inference.drafters.blended import BlendedDrafter, text_drafter
+from medusa_heads.inference.drafters.growing import Proposal, Source
+from medusa_heads.inference.drafters.heads import TreeSource
+from medusa_heads.inference.drafters.text import TextProposal, TextSource
 from medusa_heads.inference.engine import decode
+from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.stats import GenerationStats
-from medusa_heads.inference.step_costs import StepCosts
-from medusa_heads.prefix_tree import PrefixTree
+from medusa_heads.inference.training_free import TrainingFreeModel
 from medusa_heads.statistics import HeadStatistics
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.planted import BUSHY, Misremembering, PlantedDrafter
 from tests.inference.rereading import RereadingDrafter, random_heads, run
 
-COSTS = {0: 1.0, 1: 1.05, 3: 1.1, 7: 1.2, 15: 1.5}
+STEPS = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.2, 16: 1.5}
+SIZES = (0, 1, 3, 7, 15)
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "penalties": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
@@ -33,18 +38,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class SometimesAsked(StepCosts):
-    """Asks the base by chance, so that all ways of going on are gone."""
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sources are asked by chance, so that all ways of going on are gone: how often not, and so."""
+    chance, counts = random.Random(0), [0, 0]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.chance = random.Random(0)
-        self.asked = [0, 0]
+    def pick(*_: Any) -> int:
+        way = int(chance.random() < 0.4)
+        counts[way] += 1
+        return way
 
-    def worth_asking(self, *_: Any) -> tuple[bool, float]:
-        asks = self.chance.random() < 0.5
-        self.asked[asks] += 1
-        return asks, 1.0
+    monkeypatch.setattr(Bandit, "pick", pick)
+    return counts
+
+
+def blended(sources: Sequence[Source] = (), kind: type[BlendedDrafter] = BlendedDrafter) -> Any:
+    return kind(Clock(STEPS, learns=False), SIZES, text=TextSource(15), sources=sources)
 
 
 def chances(share: float = 0.6) -> list[float]:
@@ -62,21 +71,22 @@ def generate(model: Any, drafter: Any, inputs: dict[str, Any]) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_one_row_equals_generate(tiny_llama: TinyLlama, options: dict[str, Any]) -> None:
+def test_one_row_equals_generate(
+    tiny_llama: TinyLlama, options: dict[str, Any], asked: list[int]
+) -> None:
     model: Any = tiny_llama().to(DEVICE)
     ids_BT = torch.randint(199, (1, 12), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     inputs = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
     inputs |= options | {"max_new_tokens": 90}
     torch.manual_seed(7)
     expected_BT = model.generate(**inputs)
-    base = PlantedDrafter(expected_BT[:, 12:].tolist(), 199)
-    costs = SometimesAsked(COSTS)
-    got_BT, stats = generate(model, BlendedDrafter(TensorTrees(base, chances()), costs), inputs)
+    planted = TreeSource(PlantedDrafter(expected_BT[:, 12:].tolist(), 199), 4, chances())
+    got_BT, stats = generate(model, blended([planted]), inputs)
     assert torch.equal(got_BT, expected_BT)
-    assert min(costs.asked) > 5 and stats.tokens_per_step > 1.1
+    assert min(asked) > 5 and stats.tokens_per_step > 1.1
 
 
-def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama) -> None:
+def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama, asked: list[int]) -> None:
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
     ids_BT = torch.randint(3, 24, (4, 10), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     mask_BT = (torch.arange(10, device=DEVICE) >= torch.tensor([[0], [3], [7], [1]])).long()
@@ -85,15 +95,13 @@ def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama) -> None:
     expected_BT = model.generate(**inputs)
     references = expected_BT[:, 10:].tolist()
     for drafter in (
-        BlendedDrafter(
-            TensorTrees(PlantedDrafter(references, 24), chances()), SometimesAsked(COSTS)
-        ),
-        SuffixDrafter(StepCosts(COSTS)),
-        SuffixDrafter(StepCosts.of_size(6, fixed=True)),
+        blended([TreeSource(PlantedDrafter(references, 24), 4, chances())]),
+        blended(),
+        text_drafter(6),
     ):
         got_BT, stats = generate(model, drafter, inputs)
         assert torch.equal(got_BT, expected_BT)
-        assert stats.tokens_per_step > 1.2
+        assert stats.tokens_per_step > 1.1
 
 
 def test_a_wrong_mask_is_caught(tiny_llama: TinyLlama) -> None:
@@ -101,15 +109,14 @@ def test_a_wrong_mask_is_caught(tiny_llama: TinyLlama) -> None:
     ids_BT = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]], device=DEVICE)
     inputs = {"input_ids": ids_BT, "do_sample": False, "max_new_tokens": 60}
     expected_BT = model.generate(**inputs)
-    assert not torch.equal(
-        generate(model, Misremembering(StepCosts(COSTS)), inputs)[0], expected_BT
-    )
-    assert torch.equal(generate(model, SuffixDrafter(StepCosts(COSTS)), inputs)[0], expected_BT)
+    for kind, same in ((BlendedDrafter, True), (Misremembering, False)):
+        got_BT, _ = generate(model, blended(kind=kind), inputs)
+        assert torch.equal(got_BT, expected_BT) == same
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_heads_that_are_asked_now_and_then_have_read_everything(
-    tiny_llama: TinyLlama, kind: str
+    tiny_llama: TinyLlama, kind: str, asked: list[int]
 ) -> None:
     model: Any = tiny_llama().to(DEVICE)
     heads = random_heads(model, kind=kind, prefix_attention=True)
@@ -121,12 +128,12 @@ def test_heads_that_are_asked_now_and_then_have_read_everything(
     expected_BT = model.generate(ids_BT, **options, pad_token_id=0)
     references = expected_BT[:, 9:].tolist()
     options |= {"eos_token_id": references[2][40], "pad_token_id": 0}
-    base, costs = RereadingDrafter(heads, target, references, 199), SometimesAsked(COSTS)
-    drafter = BlendedDrafter(TensorTrees(base, chances()), costs)
+    base = RereadingDrafter(heads, target, references, 199)
+    drafter = blended([TreeSource(base, 4, chances())])
     with torch.no_grad():
         got_BT = model.generate(ids_BT, **options, custom_generate=partial(run, target, drafter))
     assert torch.equal(got_BT, model.generate(ids_BT, **options))
-    assert base.compared > 8 and min(costs.asked) > 4
+    assert base.compared > 8 and min(asked) > 4
 
 
 @pytest.mark.parametrize(
@@ -143,74 +150,110 @@ def test_by_the_words_of_a_tree(tiny_llama: TinyLlama, tree: str) -> None:
     assert torch.equal(medusa.generate(ids_BT, **options), model.generate(ids_BT, **options))  # type: ignore[arg-type]
 
 
-def test_words_that_need_statistics_say_so(tiny_llama: TinyLlama) -> None:
+def test_words_that_leave_the_heads_nothing_say_so(tiny_llama: TinyLlama) -> None:
     model: Any = tiny_llama()
-    heads = random_heads(model)
-    with pytest.raises(ValueError, match="'8\\+suffix' needs heads with statistics"):
-        MedusaModel(model, heads, tree="8+suffix")
-    statistics = HeadStatistics.from_ranks(torch.zeros(9, 3, dtype=torch.long))
     for tree in ("none+suffix", "suffix+suffix"):
         with pytest.raises(ValueError, match="leaves the heads nothing to draft"):
-            MedusaModel(model, heads, statistics=statistics, tree=tree)
+            MedusaModel(model, random_heads(model), tree=tree)
+
+
+class Sure(Proposal):
+    """Token 7, again and again, with the same certainty."""
+
+    def _behind(self, place: Any) -> list[tuple[int, float, int, Any]]:
+        return [(7, 0.9, 0, place + 1)] if place < 9 else []
+
+
+class Promising:
+    """Promises tokens, and notes for which rows it was asked."""
+
+    name, reads_prompt = "promises", False
+
+    def __init__(self) -> None:
+        self.evidence, self.learnt = Evidence([1.0]), 0
+
+    def draft(self, state: DecodingState) -> list[Proposal]:
+        source = self
+
+        class Noted(Sure):
+            def learn(self, committed: Sequence[int]) -> None:
+                assert committed
+                source.learnt += 1
+                super().learn(committed)
+
+        return [Noted(self.evidence, 0) for _ in state.rows]
+
+    def expected(self, nodes: int) -> float:
+        return float(nodes)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("with_heads", [False, True])
+def test_rows_that_end_apart_where_all_are_kept(
+    tiny_llama: TinyLlama, sampled: bool, with_heads: bool
+) -> None:
+    """Compiled, rows stay until all are done: those that have ended draft nothing."""
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    options: dict[str, Any] = {"compile": True, "compile_backend": "eager"}
+    drafted: Any = TrainingFreeModel(model, "auto", **options)
+    if with_heads:
+        drafted = MedusaModel(
+            model, MedusaHeads.from_target(model, HeadsConfig(num_heads=3)), **options
+        )
+    batch, ends = 8, set()
+    for seed in range(3):
+        ids_BT = torch.randint(1, 24, (batch, 12), generator=torch.Generator().manual_seed(seed))
+        inputs: dict[str, Any] = {"input_ids": ids_BT.to(DEVICE), "pad_token_id": 0}
+        inputs |= {"attention_mask": torch.ones_like(ids_BT).to(DEVICE), "max_new_tokens": 40}
+        inputs |= {"eos_token_id": [3, 9], "do_sample": sampled}
+        if sampled:
+            inputs |= {"temperature": 1.5, "top_k": 0}
+        torch.manual_seed(seed)
+        got_BT = drafted.generate(**inputs)
+        if not sampled:
+            assert torch.equal(got_BT, model.generate(**inputs))
+        ends |= {int((row != 0).sum()) for row in got_BT}
+    assert len(ends) > 3
+
+
+def test_rows_that_have_ended_count_for_nothing(tiny_llama: TinyLlama) -> None:
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    source = Promising()
+    drafter = BlendedDrafter(Clock.flat(), (5,), sources=[source], always=True, padded=True)
+    drafted = TrainingFreeModel(model, "suffix", compile=True, compile_backend="eager")
+    drafted.drafter = drafter
+    ids_BT = torch.randint(8, 24, (6, 9), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    options |= {"attention_mask": torch.ones_like(ids_BT), "eos_token_id": [3, 4, 5]}
+    drafted.generate(ids_BT, **options)
+    stats = drafted.last_stats
+    assert stats.steps < 6 * stats.forwards  # rows did end apart
+    # Each row's prompt is a step without a draft, and its last draft is behind it when it ends.
+    assert source.learnt <= stats.steps - 6
 
 
 def test_a_match_is_believed_as_far_as_it_was_right() -> None:
-    trust, found = SuffixTrust(), Continuation(5, [1, 2, 3], [1.0] * 3)
-    before = trust.chances(found)
-    assert before == sorted(before, reverse=True) and 0 < before[2] < 1
+    evidence = Evidence([0.3, 0.5, 0.6, 0.7, 0.8, 0.8, 0.9, 0.9])
+
+    def offered(found: Continuation) -> list[float]:
+        proposal = TextProposal(evidence, found)
+        return [proposal.offers(place)[0][0] for place in range(len(found.tokens))]
+
+    found, longer = Continuation(5, [1, 2, 3], [1.0] * 3), Continuation(40, [1], [1.0])
+    before, untouched = offered(found), offered(longer)
     for _ in range(20):
-        trust.learn(found, [1, 2, 3])
-    assert trust.chances(found)[0] > before[0]
-    for _ in range(40):
-        trust.learn(found, [9])
-    assert trust.chances(found)[0] < before[0]
-    longer = Continuation(40, [1], [1.0])
-    assert trust.chances(longer) == SuffixTrust().chances(longer)  # other lengths learnt nothing
+        TextProposal(evidence, found).learn([1, 2, 3])
+    assert offered(found)[0] > before[0]
+    for _ in range(60):
+        TextProposal(evidence, found).learn([9])
+    assert offered(found)[0] < before[0]
+    assert offered(longer) == untouched  # other lengths learnt nothing
 
 
 def test_a_token_is_believed_by_its_share_of_the_occurrences() -> None:
-    trust, found = SuffixTrust(), Continuation(1, [7], [0.25])
+    evidence, found = Evidence([0.3] * 8), Continuation(1, [7], [0.25])
     for place in range(400):
-        trust.learn(found, [7 if place % 4 == 0 else 8])
-    assert trust.chances(found)[0] == pytest.approx(0.25, abs=0.05)
-    assert trust.chances(found._replace(shares=[0.5]))[0] == pytest.approx(0.5, abs=0.1)
-    assert max(trust.chances(found._replace(shares=[1.0]))) <= 1.0
-
-
-def test_trees_are_believed_as_far_as_they_were_right() -> None:
-    tree, trust = PrefixTree(0), TreeTrust()
-    tree.add_path([1, 2], [0.8, 0.4])
-    tree.add(0, 3, 0.1)
-    assert trust.factors(2) == [1.0, 1.0, 1.0]
-    for _ in range(300):
-        trust.learn(tree, [9])  # promised 0.9 at depth 1, and held nothing
-    factors = trust.factors(2)
-    assert factors[1] < 0.2 and factors[2] == pytest.approx(factors[1])
-    for _ in range(700):
-        trust.forgive()
-    assert trust.factors(1)[1] > 0.8
-    for _ in range(300):
-        trust.learn(tree, [1, 2, 5])  # depth 2 promised 0.4 / 0.8, and was always right
-    assert trust.factors(2)[2] / trust.factors(2)[1] == pytest.approx(2.0, rel=0.1)
-
-
-def test_promises_are_believed_as_far_as_they_were_kept() -> None:
-    belief = Belief()
-    assert belief.factor == 1
-    for _ in range(200):
-        belief.learn(promised=2.0, accepted=1)
-    assert belief.factor == pytest.approx(0.5, abs=0.05)
-    for _ in range(800):
-        belief.forgive()
-    assert belief.factor > 0.9
-    belief.learn(promised=1.0, accepted=30)
-    assert belief.factor == 1
-
-
-def test_rests_longer_the_longer_nothing_pays() -> None:
-    rest, thought = Rest(), []
-    for step in range(130):
-        if not rest.goes_on():
-            thought.append(step)
-            rest.after(drafted=step == 0)
-    assert thought == [0, 1, 3, 7, 15, 31, 63, 95, 127]
+        TextProposal(evidence, found).learn([7 if place % 4 == 0 else 8])
+    assert TextProposal(evidence, found).offers(0)[0][0] == pytest.approx(0.25, abs=0.05)
+    twice = found._replace(shares=[0.5])
+    assert TextProposal(evidence, twice).offers(0)[0][0] == pytest.approx(0.5, abs=0.1)

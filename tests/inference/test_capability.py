@@ -1,17 +1,23 @@
-"""The capability gate: trees where they are exact, chains where only those are, or a refusal."""
+"""The capability gate: trees where they are exact, chains where only those are, or a refusal.
+
+Shapes: N tree nodes.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     BloomConfig,
     GPTNeoConfig,
     Lfm2Config,
+    MixtralConfig,
     MoshiConfig,
     ProphetNetConfig,
     RobertaConfig,
@@ -19,10 +25,16 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
+from medusa_heads.attention import TreeMask
+from medusa_heads.cache import RowCache
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.inference.capability import capability
+from medusa_heads.inference.capability import _PROBE_TREE, capability, probe
 from medusa_heads.inference.drafters.medusa import MedusaDrafter
+from medusa_heads.tree import TokenTree
 from tests.conftest import TinyLlama
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WIDTHS = [1.0, 0.13]  # of the tiny Llama's matrices; the second is that of fresh models
 
 SLOT_BOUND: dict[str, Any] = {
     "bloom": BloomConfig(vocab_size=40, hidden_size=64, n_layer=2, n_head=4),
@@ -47,6 +59,15 @@ def build(config: Any) -> Any:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    return model
+
+
+def narrow(model: Any, width: float) -> Any:
+    """Its matrices made narrower, so that tokens change each other less."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter *= width
     return model
 
 
@@ -143,9 +164,12 @@ def test_a_cache_that_forgets_what_attention_sees_is_refused_by_name() -> None:
         capability(TargetModel(build(config)))
 
 
-def test_outliers_sought_in_all_tokens_are_refused_by_name(tiny_llama: TinyLlama) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outliers_sought_in_all_tokens_are_refused_by_name(
+    tiny_llama: TinyLlama, dtype: torch.dtype
+) -> None:
     """LLM.int8() picks its outlier columns over every token of a forward."""
-    model = tiny_llama()
+    model = tiny_llama().to(dtype)
     model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.raises(UnsupportedArchitecture, match="llm_int8_threshold=0"):
         capability(TargetModel(model))
@@ -153,10 +177,88 @@ def test_outliers_sought_in_all_tokens_are_refused_by_name(tiny_llama: TinyLlama
     assert capability(TargetModel(model)) == "tree"
 
 
-def test_numbers_catch_what_names_do_not(
-    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+def test_weights_that_processes_share_are_refused_by_name(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    model._tp_size = 1
+    assert capability(TargetModel(model)) == "tree"
+    model = tiny_llama()
+    model._tp_size = 2
+    with pytest.raises(UnsupportedArchitecture, match=r"spread over several processes.*tp_plan"):
+        capability(TargetModel(model))
+
+
+class OneScale(torch.nn.Linear):
+    """Rounds its input to 8 bits, with one scale for all tokens of the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().max().float() / 127
+        return super().forward(((x / scale).round() * scale).to(x.dtype))
+
+
+def with_one_scale(model: Any) -> Any:
+    for module in model.model.modules():
+        if type(module) is torch.nn.Linear:
+            module.__class__ = OneScale
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_one_scale_for_all_tokens_is_refused(
+    tiny_llama: TinyLlama, dtype: torch.dtype, width: float
 ) -> None:
-    """Negative control: the same Llama with its tree mask ignored is not trusted with a tree."""
+    model = with_one_scale(narrow(tiny_llama(), width).to(dtype))
+    with pytest.raises(UnsupportedArchitecture, match=r"must not see|plain decoding"):
+        capability(TargetModel(model))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_numbers_catch_what_names_do_not(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: float
+) -> None:
+    """Negative control: the same Llama with its tree mask ignored is not trusted with a tree, also
+    where rounding is coarse and attention changes little."""
+    model = narrow(tiny_llama(), width).to(dtype)
+    assert capability(TargetModel(model)) == "tree"
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "sdpa", sdpa_mask)
-    with pytest.warns(UserWarning, match="differ from plain decoding"):
-        assert capability(TargetModel(tiny_llama())) == "chain"
+    with pytest.warns(UserWarning, match="not a tree: "):
+        assert capability(TargetModel(narrow(tiny_llama(), width).to(dtype))) == "chain"
+
+
+class BySlot(TargetModel):
+    """Counts positions by the slot, not by the depth in the tree."""
+
+    def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
+        first_B1 = mask.query_positions_BN[:, :1]
+        slots_BN = first_B1 + torch.arange(tree.num_nodes)
+        return super().verify(tree, cache, replace(mask, query_positions_BN=slots_BN))
+
+
+class Blind(TargetModel):
+    """Lets every node see the text, the root and itself alone."""
+
+    def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
+        alone_NN = torch.eye(tree.num_nodes, dtype=torch.bool)
+        alone_NN[:, 0] = True
+        visible_BNS = mask.visible_BNS.clone()
+        visible_BNS[:, :, -tree.num_nodes :] = alone_NN
+        return super().verify(tree, cache, replace(mask, visible_BNS=visible_BNS, bias_BNS=None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("wrong", "width"), [(BySlot, 1.0), (Blind, 1.0), (Blind, 0.13)])
+def test_wrong_positions_and_blind_nodes_are_caught_in_any_dtype(
+    tiny_llama: TinyLlama, wrong: type[TargetModel], width: float, dtype: torch.dtype
+) -> None:
+    target = wrong(narrow(tiny_llama(), width).to(dtype))
+    assert probe(target, _PROBE_TREE).fault(dtype) is not None
+
+
+def test_experts_do_not_make_tokens_see_each_other() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 96}
+    config = MixtralConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4
+    )
+    for dtype in DTYPES:
+        assert capability(TargetModel(build(config).to(dtype))) == "tree"

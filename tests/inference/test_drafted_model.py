@@ -12,15 +12,9 @@ from medusa_heads import DraftedModel, TargetModel
 from medusa_heads.draft_checkpoint import DRAFT_FILE, read_draft_sidecar, save_draft
 from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.named_target import named_target
-from medusa_heads.inference.step_seconds import CACHE_VARIABLE
 from tests.conftest import TinyLlama
 
 PROMPT = torch.arange(1, 12)[None]
-
-
-@pytest.fixture(autouse=True)
-def measured_apart(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "measured"))
 
 
 @pytest.fixture(scope="module")

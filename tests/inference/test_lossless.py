@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
 )
 
+from medusa_heads.inference.acceptance import SampleThenMatch
 from medusa_heads.inference.engine import decode
 from medusa_heads.inference.stats import GenerationStats
 from medusa_heads.target import TargetModel
@@ -53,6 +56,32 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
         sliding_window=16,
         query_pre_attn_scalar=16,
         final_logit_softcapping=8.0,
+    ),
+    # Keys and values of unlike widths, and experts.
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **COMMON | {"num_key_value_heads": 4},
+        q_lora_rank=32,
+        kv_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=16,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        moe_intermediate_size=32,
+    ),
+    # Chunks of 16 tokens in some layers, whole attention without positions in others.
+    "llama4": lambda: Llama4TextConfig(
+        **COMMON,
+        head_dim=16,
+        intermediate_size_mlp=96,
+        num_local_experts=2,
+        attention_chunk_size=16,
+        no_rope_layers=[1, 0, 1],
+        use_qk_norm=True,
     ),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCAB,
@@ -144,6 +173,19 @@ def test_ragged_batch_equal_to_generate(model: Any, options: dict[str, Any]) -> 
     inputs = prompts(4)
     expected_BT = reference(model, inputs, **options)
     got_BT, stats = decode_planted(model, expected_BT, inputs, PlantedDrafter, **options)
+    assert torch.equal(got_BT, expected_BT)
+    assert_accepted(stats)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_equal_to_generate_where_the_device_runs_ahead(
+    model: Any, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{SampleThenMatch.__module__}._runs_ahead", lambda device: True)
+    monkeypatch.delattr(SampleThenMatch, "_draw")
+    inputs = prompts(batch)
+    expected_BT = reference(model, inputs, **OPTIONS["ends"])
+    got_BT, stats = decode_planted(model, expected_BT, inputs, PlantedDrafter, **OPTIONS["ends"])
     assert torch.equal(got_BT, expected_BT)
     assert_accepted(stats)
 

@@ -264,7 +264,7 @@ def test_a_tree_that_is_refused_leaves_the_one_before(tiny_llama: TinyLlama) -> 
     model = tiny_llama(vocab_size=24)
     medusa = MedusaModel(model, MedusaHeads.from_target(model, HeadsConfig(num_heads=3)), tree=8)
     before = medusa.tree, medusa.drafter
-    for wrong in ("auto+suffix", "static:0", "16+suffix"):
+    for wrong in ("auto+suffix", "static:0", "chain:0"):
         with pytest.raises(ValueError, match="tree"):
             medusa.use_tree(wrong)
         assert (medusa.tree, medusa.drafter) == before

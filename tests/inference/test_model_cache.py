@@ -28,9 +28,24 @@ def test_return_dict_and_continuing_from_its_cache(medusa: MedusaModel) -> None:
     assert torch.equal(second, whole)  # type: ignore[arg-type]
 
 
-def test_transformers_goes_on_from_a_cache_that_grew_while_decoding(medusa: MedusaModel) -> None:
+def test_a_cache_is_as_long_as_its_text_may_become(medusa: MedusaModel) -> None:
+    options: Any = {"do_sample": False, "return_dict_in_generate": True}
+    out: Any = medusa.generate(**INPUTS, max_new_tokens=300, **options)
+    assert out.past_key_values._stacks.capacity == 12 + 300 + medusa.drafter.num_nodes
+    cache = medusa.target.new_cache()
+    for new in (20, 40):
+        medusa.generate(**INPUTS, max_new_tokens=new, past_key_values=cache, **options)
+        assert cache._stacks.capacity == 12 + new + medusa.drafter.num_nodes
+        cache.set_length(0)
+
+
+def test_transformers_goes_on_from_a_cache_that_grew_while_decoding(
+    medusa: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_heads.stacks._INITIAL_SLACK", 16)
     options: Any = {"do_sample": False, "return_dict_in_generate": True}
     first: Any = medusa.generate(**INPUTS, max_new_tokens=300, **options)
+    assert first.past_key_values._stacks.capacity == 12 + 300 + medusa.drafter.num_nodes
     model: Any = medusa.target.model
     second = model.generate(
         first.sequences,

@@ -11,11 +11,10 @@ from transformers import LogitsProcessorList
 
 from medusa_heads import DraftedModel
 from medusa_heads.inference.acceptance import RULES, RejectionSampling
-from medusa_heads.inference.draft_costs import DraftCosts
-from medusa_heads.inference.drafters.adaptive_tree import AdaptiveTreeDrafter
 from medusa_heads.inference.drafters.drawing import draw_different
 from scripts.prove_sampling import chi_square
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.drafting import Costs, drafted, line
 
 VOCAB = 8
 BATCH = 250
@@ -82,19 +81,24 @@ def exact(target: Any, options: dict[str, Any]) -> Tensor:
 
 
 def p_value(
-    target: Any, draft: Any, tree: str, options: dict[str, Any], samples: int
+    target: Any,
+    draft: Any,
+    tree: str,
+    options: dict[str, Any],
+    samples: int,
+    rows: int = BATCH,
 ) -> tuple[float, float]:
-    """Of the texts drawn with these drafts; and their tokens per step."""
-    model = DraftedModel(target, draft, tree="chain" if tree == "adaptive" else tree)
+    """Of the texts drawn with these drafts, so many at a time; and their tokens per step."""
     if tree == "adaptive":
         # Several tokens behind a node, and nodes behind each of them.
-        costs = DraftCosts([1.0 + 0.01 * n for n in range(12)], first=0.1, further=0.1)
-        model.drafter = AdaptiveTreeDrafter(model.draft, VOCAB, costs)
+        model = drafted(target, [draft], [Costs(line(0.01, 11), forward=0.1, rows=rows)])
+    else:
+        model = DraftedModel(target, draft, tree=tree)
     counts_C = torch.zeros(VOCAB * VOCAB)
     steps = tokens = 0
     torch.manual_seed(0)
-    for _ in range(samples // BATCH):
-        out: Any = model.generate(**prompts(), do_sample=True, max_new_tokens=5, **options)
+    for _ in range(samples // rows):
+        out: Any = model.generate(**prompts(rows), do_sample=True, max_new_tokens=5, **options)
         second_B, third_B = out[:, len(PROMPT) + 1].cpu(), out[:, len(PROMPT) + 2].cpu()
         counts_C += torch.bincount(second_B * VOCAB + third_B, minlength=VOCAB * VOCAB)
         steps += model.last_stats.steps
@@ -116,6 +120,14 @@ def test_drawn_text_follows_the_target(
     target: Any, drafts: dict[str, Any], tree: str, warpers: str
 ) -> None:
     check(target, drafts["bad"], tree, warpers, samples=2000)
+
+
+def test_one_adaptive_text_at_a_time_follows_the_target(
+    target: Any, drafts: dict[str, Any]
+) -> None:
+    """What one text teaches decides how the next one is drafted for."""
+    p, tokens_per_step = p_value(target, drafts["near"], "adaptive", {"top_k": 0}, 400, rows=1)
+    assert p > 1e-4 and tokens_per_step > 1.1
 
 
 @pytest.mark.slow

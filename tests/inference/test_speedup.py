@@ -161,12 +161,9 @@ def test_an_analysis_in_full(tiny_llama: TinyLlama, tmp_path: Path, chain_only: 
         assert [draft["tree"] for draft in batch["chains"]] == ["chain:1", "chain:2"]
         drafts = [*batch["chains"], *batch["trees"]]
         assert batch["best"]["speedup"] == max(draft["speedup"] for draft in drafts)
-    one, four = report["batches"]
+    one = report["batches"][0]
     chain = one["chains"][1]
     assert chain["tokens_per_step"] == 1 + sum(chain_chances(statistics))
-    assert one["best"]["speedup"] == one["best"]["speedup_without_waiting"]
-    # A batch of 4 waits for its last row.
-    assert four["best"]["speedup"] == pytest.approx(four["best"]["speedup_without_waiting"] / 1.25)
     theory = report["chains"][1]
     assert theory["equation_1"] == pytest.approx(chain_tokens(report["acceptance"], 2))
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from medusa_heads.inference import training_free
-from medusa_heads.inference.drafters.recycling import RecyclingDrafter
-from medusa_heads.inference.exit_costs import ExitCosts
-from medusa_heads.inference.step_costs import StepCosts
-from medusa_heads.inference.step_seconds import StepSeconds
-from medusa_heads.inference.target_costs import target_costs
+from medusa_heads.inference import adaptive_plan, training_free
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.drafters.extra.early_exit import ExitClock
+from medusa_heads.inference.drafters.growing import grow
+from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.inference.training_free import DRAFTERS, TrainingFreeModel
-from medusa_heads.target import TargetModel
 from medusa_heads.tree import TreeShape
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.padded import padded
@@ -24,11 +22,11 @@ from tests.inference.padded import padded
 
 @pytest.fixture(autouse=True)
 def cheap_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Costs of a machine on which many nodes pay, as they do not on a model this small."""
-    costs = {0: 1.0, 3: 1.02, 7: 1.05, 15: 1.1, 31: 1.3}
-    monkeypatch.setattr(training_free, "target_costs", lambda *_: StepCosts(costs))
-    exits = ExitCosts(draft=0.05, verify=costs)
-    monkeypatch.setattr(training_free, "exit_costs", lambda *_: exits)
+    """A machine on which many nodes pay, as they do not on a model this small."""
+    clock = Clock({1: 1.0, 4: 1.02, 8: 1.05, 16: 1.1, 32: 1.3}, learns=False)
+    for module in (training_free, adaptive_plan):
+        monkeypatch.setattr(module, "target_clock", lambda *_: clock)
+    monkeypatch.setattr(ExitClock, "measured", lambda *_: ExitClock(clock, layers=2, first=0.05))
     monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
 
 
@@ -67,54 +65,28 @@ def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama, drafter: str) -> 
     assert torch.equal(got_BT, model.generate(**options))
 
 
-def test_recycled_trees_hold_the_latest_successors() -> None:
-    drafter = RecyclingDrafter(vocab_size=10, num_drafted=3)
+def test_recycled_drafts_are_the_latest_successors() -> None:
+    source = RecyclingSource(vocab_size=10)
     tree = TreeShape.from_choices([(0,)]).tree(torch.tensor([[3, 5]]))
-    logits_BNV = torch.zeros(1, 2, 10)
+    logits_BNV = torch.full((1, 2, 10), -9.0)
     logits_BNV[0, 0, [5, 6]] = torch.tensor([9.0, 8.0])  # behind 3: 5, then 6
     logits_BNV[0, 1, [3, 7]] = torch.tensor([9.0, 8.0])  # behind 5: 3, then 7
-    drafter.observe(tree, logits_BNV)
-    grown = drafter._grow(3)
-    assert grown.tokens == [3, 5, 3, 6] and grown.parents == [-1, 0, 1, 0]
-    assert np.all(np.diff(grown.chances) <= 0)
-    assert drafter._grow(4).tokens == [4]  # never read
-    drafter.observe(tree, -logits_BNV)
-    assert 5 not in drafter._grow(3).tokens[1:2]
+
+    def grown(root: int) -> list[int]:
+        row = SimpleNamespace(tokens=[1, root])
+        state: Any = SimpleNamespace(rows=[row])
+        return grow(root, source.draft(state), 3).tokens
+
+    source.observe(tree, logits_BNV)
+    assert grown(3) == [3, 5, 3, 6]
+    assert grown(4) == [4]  # never read
+    source.observe(tree, -logits_BNV)
+    assert 5 not in grown(3)[1:2]
 
 
 def test_unknown_drafter(tiny_llama: TinyLlama) -> None:
     with pytest.raises(ValueError, match=r"drafter must be one of auto, suffix, .* got 'x'"):
         TrainingFreeModel(tiny_llama(), "x")
-
-
-def test_costs_are_measured_once(
-    tiny_llama: TinyLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
-    target = TargetModel(tiny_llama())
-    assert target_costs(target).most == 63
-    (kept,) = tmp_path.rglob("*.json")
-    before = kept.read_bytes()
-    target_costs(target)
-    assert kept.read_bytes() == before
-    target_costs(target, batch_size=2)
-    assert len(list(tmp_path.rglob("*.json"))) == 2
-
-
-def test_costs_beside_a_window_are_those_of_larger_steps(
-    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[int] = []
-
-    def measure(_target: TargetModel, drafters: dict[str, Any], *_: Any) -> dict[str, StepSeconds]:
-        measured.extend(drafter.num_nodes for drafter in drafters.values())
-        return {name: StepSeconds(float(d.num_nodes), 0.0) for name, d in drafters.items()}
-
-    monkeypatch.setattr("medusa_heads.inference.step_seconds.measure_step_seconds", measure)
-    target = TargetModel(tiny_llama())
-    alone, beside = target_costs(target), target_costs(target, 1, 15)
-    assert (min(measured), max(measured)) == (1, 79)
-    assert (alone.seconds(7), beside.seconds(7)) == (8.0, 23.0)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
-from medusa_heads.inference import step_seconds, tree_size
+from medusa_heads.inference import tree_size
+from medusa_heads.inference.adapt import measure
+from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.dynamic import DynamicDrafter
 from medusa_heads.inference.drafters.medusa import MedusaDrafter
-from medusa_heads.inference.step_seconds import CACHE_VARIABLE
 from medusa_heads.inference.tree_plan import TreeSpec, make_drafter, read_choices, write_choices
 from medusa_heads.inference.tree_size import TreeSize, best_tree, tune
 from medusa_heads.statistics import HeadStatistics
@@ -101,23 +102,19 @@ def test_tune_measures_once_and_keeps_the_result(
     monkeypatch: pytest.MonkeyPatch,
     batch_size: int,
 ) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
     target = TargetModel(tiny_llama())
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=3))
     sizes = tune(target, heads, statistics, context=32, batch_size=batch_size)
     assert {"static:1", "static:15", "dynamic:4", "dynamic:16"} <= {size.tree for size in sizes}
     assert sizes[0].tree == "none" and sizes[0].tokens_per_step == 1
     assert all(size.step_seconds > 0 and size.tokens_per_step > 1 for size in sizes[1:])
-    (file,) = (tmp_path / "step_seconds").iterdir()
-    kept = json.loads(file.read_text())
-    assert kept["attempts"] == 1
-    assert {tree: times[:2] for tree, times in kept["steps"].items()} == {
+    (file,) = (tmp_path / "steps").iterdir()
+    assert json.loads(file.read_text())["values"] == {
         size.tree: [size.step_seconds, size.drafting_seconds] for size in sizes
     }
 
-    monkeypatch.setattr(
-        step_seconds, "measure_step_seconds", lambda *a: pytest.fail("measured twice")
-    )
+    monkeypatch.setattr(measure, "measure_step_seconds", lambda *a: pytest.fail("measured twice"))
     assert tune(target, heads, statistics, context=32, batch_size=batch_size) == sizes
     file.write_text("{broken")
     with pytest.raises(pytest.fail.Exception):
@@ -138,18 +135,14 @@ def test_the_fastest_tree_is_taken(
 
 
 def test_auto_is_the_default(
-    tiny_llama: TinyLlama,
-    statistics: HeadStatistics,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_llama: TinyLlama, statistics: HeadStatistics, cache: Path
 ) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     model = tiny_llama()
     fresh = MedusaHeads.from_target(model, HeadsConfig(num_heads=3))
-    assert MedusaModel(model, fresh, statistics=statistics).drafter.num_nodes >= 1
-    assert list((tmp_path / "step_seconds").iterdir())
-    unmeasured = MedusaModel(model, fresh).drafter
-    assert isinstance(unmeasured, MedusaDrafter) and unmeasured.shape.choices[-1] == (0, 0, 0)
+    for known in (statistics, None):  # heads that nobody measured have a prior
+        medusa = MedusaModel(model, fresh, statistics=known)
+        assert isinstance(medusa.drafter, BlendedDrafter) and medusa.tree == "auto"
+    assert len(list((cache / "clock").iterdir())) == 1  # nothing is measured twice
 
 
 @pytest.mark.parametrize("spec", ["dynamic:12", "cartesian:3,2,1", "chain", "none"])

@@ -87,10 +87,15 @@ def test_shared_matrices_in_safetensors(tmp_path: Path, target: Path, decodes: D
     converted = convert_heads(source, tmp_path / "out", target=str(target))
     assert converted.stored.config.vocab_matrix == "shared" and converted.notices == ()
     assert_holds(converted, planted)
-    # What vLLM wants beside such heads.
-    matrix = load_file(tmp_path / "out" / "vocab_matrix.safetensors")["lm_heads.0.weight"]
-    assert torch.equal(matrix, load_file(target / "model.safetensors")["lm_head.weight"])
+    assert not (tmp_path / "out" / "vocab_matrix.safetensors").exists()
     decodes(converted.folder)
+    # What vLLM wants beside such heads.
+    wanted = convert_heads(
+        source, tmp_path / "more", target=str(target), with_vocab_matrix=True
+    ).folder
+    matrix = load_file(wanted / "vocab_matrix.safetensors")["lm_heads.0.weight"]
+    assert torch.equal(matrix, load_file(target / "model.safetensors")["lm_head.weight"])
+    decodes(wanted)
 
 
 def test_shared_matrices_need_a_vocabulary_size(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from medusa_heads import HeadsConfig, TargetModel, new_heads
@@ -254,17 +254,38 @@ def test_a_target_that_nobody_names(tmp_path: Path) -> None:
         export_heads(tmp_path / "native", tmp_path / "out", "tgi")
 
 
-def test_a_damaged_matrix_beside_the_heads(tmp_path: Path, target: Path) -> None:
+def test_the_matrix_is_the_targets_whatever_lies_beside_the_heads(
+    tmp_path: Path, target: Path
+) -> None:
     native = saved(tmp_path / "native", TargetModel.from_pretrained(str(target)))
     path = native / "vocab_matrix.safetensors"
+    assert not path.exists()
+    lm_head = load_file(target / "model.safetensors")["lm_head.weight"]
+    export_heads(native, tmp_path / "none", "vllm")
+    save_file({"lm_heads.0.weight": lm_head}, path)
+    export_heads(native, tmp_path / "copy", "vllm")
+    save_file({"lm_heads.0.weight": lm_head + 1}, path)
+    export_heads(native, tmp_path / "other", "vllm")
+    for name in ("none", "copy", "other"):
+        written = load_file(tmp_path / name / "model.safetensors")["lm_head.weight"]
+        assert torch.equal(written, lm_head), name
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ValueError, match="cannot be read"):
+        export_heads(native, tmp_path / "damaged", "vllm")
+
+
+def test_without_the_target_the_copy_serves(tmp_path: Path, target: Path) -> None:
+    """As lay beside all such heads once."""
+    native = saved(tmp_path / "native", TargetModel.from_pretrained(str(target)))
+    file = native / "medusa_heads.json"
+    sidecar = json.loads(file.read_text())
+    sidecar["target"]["name_or_path"] = str(tmp_path / "gone")
+    file.write_text(json.dumps(sidecar))
+    with pytest.raises(ValueError, match="gone"):
         export_heads(native, tmp_path / "out", "vllm")
-    path.unlink()
-    # Then it comes from the target, which the checkpoint names.
-    export_heads(native, tmp_path / "out", "vllm")
     lm_head = load_file(target / "model.safetensors")["lm_head.weight"]
-    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["lm_head.weight"], lm_head)
+    save_file({"lm_heads.0.weight": lm_head}, native / "vocab_matrix.safetensors")
+    export_heads(native, tmp_path / "out", "vllm")
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

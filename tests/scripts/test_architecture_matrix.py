@@ -1,14 +1,12 @@
 """The sweep over architectures, on four of them: verdicts, the table, and resuming."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from scripts.architecture_matrix import main
+
 VERDICTS = {
     "llama": "exact tree",
     "bloom": "exact chain",
@@ -27,9 +25,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sweep(folder: Path, *arguments: str) -> None:
     paths = ["--results", str(folder / "rows.jsonl"), "--output", str(folder / "table.md")]
-    command = [sys.executable, "-m", "scripts.architecture_matrix", *paths, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    main([*paths, *arguments])
 
 
 def test_verdicts(swept: Path) -> None:

@@ -28,7 +28,8 @@ def test_texts_are_plain_decodings(
     shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--shape", shape, "--dtype", "float32", "--must_be_identical", "--methods"]
-    flags += ["heads:static:4", "--num_prompts", "1", "--max_new_tokens", "6"]
+    flags += ["heads:static:4", "--num_prompts", "1", "--prompt_length", "12"]
+    flags += ["--max_new_tokens", "6"]
     assert main([*flags, "--batch_sizes", "1", "2", "--report", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert [setting["batch_size"] for setting in report["settings"]] == [1, 2]

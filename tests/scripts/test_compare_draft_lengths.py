@@ -23,6 +23,7 @@ def test_a_table_for_each_set(
     save_draft(tmp_path / "draft", begin_draft(target, num_layers=1), target)
     small = ["--num_prompts", "1", "--prompt_length", "16", "--max_new_tokens", "6"]
     flags = [*small, "--lengths", "1", "3", "--sets", "prose", "numbers", *sampling]
+    flags += ["--dtype", "float32"]
     assert main([str(tmp_path / "draft"), *flags]) == 0
     shown = capsys.readouterr().out
     assert "prose, 1 prompts" in shown and "numbers, 1 prompts" in shown

@@ -9,6 +9,7 @@ from datasets import Dataset
 from scripts.compare_joint import main
 
 
+@pytest.mark.slow
 def test_a_recipe_is_trained_and_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,9 +10,9 @@ from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint import save_heads
 from scripts.profile_step import main
 from scripts.step_timers import PHASES
-from tests.conftest import Refused
+from tests.conftest import Refused, TinyLlama
+from tests.inference.speaking import save_speaker
 
-DEMO_TARGET = Path(__file__).parents[2] / "assets" / "demo-target"
 QUICK = ["--tree", "4", "--new_tokens", "6", "--repeats", "2", "--dtype", "float32"]
 
 
@@ -42,15 +42,15 @@ def test_random_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "outside the target's forward" in shown and "5 nodes" in shown
 
 
-def test_checkpoint_and_contexts_cut_to_what_fits(tmp_path: Path) -> None:
-    target = TargetModel.from_pretrained(str(DEMO_TARGET))
+def test_checkpoint_and_contexts_cut_to_what_fits(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    target = TargetModel.from_pretrained(str(save_speaker(tmp_path / "target", tiny_llama)))
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2, prefix_attention=True))
     save_heads(tmp_path / "heads", heads, target)
     output = tmp_path / "profile.json"
     flags = ["--checkpoint", str(tmp_path / "heads"), "--contexts", "8", "4096", "9000", *QUICK]
     assert main([*flags, "--output", str(output)]) == 0
     contexts = [row["context"] for row in json.loads(output.read_text())["contexts"]]
-    assert contexts == [8, 2048 - 6 - 5]
+    assert contexts == [8, 512 - 6 - 5]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scripts.prove_sampling import SETTINGS, chi_square, exact, prove, tiny_target, verdict
+from scripts.prove_sampling import (
+    SETTINGS,
+    Outcome,
+    chi_square,
+    combined,
+    exact,
+    prove,
+    tiny_target,
+    verdict,
+)
 
 
 def test_a_setting_and_the_negative_control() -> None:
@@ -19,6 +28,15 @@ def test_a_setting_and_the_negative_control() -> None:
     assert all(o.tokens_per_step > 1.02 for o in outcomes)
     # Swapped, the verdict turns: it does depend on what was drawn.
     assert not verdict([*outcomes[:4], replace(outcomes[4], acceptance="lossless")])
+    # Trees of one setting draw with seeds of their own, and are no copies of each other.
+    assert outcomes[0].statistic != outcomes[2].statistic
+
+
+def test_many_small_doubts_are_one_large_doubt() -> None:
+    case = Outcome("plain", "chain", "lossless", 2, 9.0, 5, 0.05, 1.2)
+    cases = [case, replace(case, tokens=3, p_value=0.5)] * 12
+    assert combined(cases, 2) < 0.001 < combined(cases, 3)
+    assert not verdict(cases) and verdict([replace(one, p_value=0.5) for one in cases])
 
 
 @pytest.mark.parametrize("name", SETTINGS)

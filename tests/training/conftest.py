@@ -1,6 +1,6 @@
 """Tiny targets and texts for the training tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,18 +9,16 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_heads.target import TargetModel
+from medusa_heads.training import report
 from tests.training.cache_runs import Runs
 
 VOCAB = 61
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only slow models this small, and one thread sums in one order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of a run's report: they take four times as long as such a small run itself."""
+    monkeypatch.setattr(report, "draw_plots", lambda *_: [])
 
 
 @pytest.fixture

@@ -206,7 +206,9 @@ def test_conversations_without_a_template(
 
 
 def test_the_embedded_corpus_brings_its_held_out_part() -> None:
-    assert load_corpora(DataArguments())[1] is not None
+    assert load_corpora(DataArguments(dataset=["stdlib"]))[1] is not None
+    with pytest.raises(ValueError, match="dataset must name at least one corpus, got none"):
+        load_corpora(DataArguments())
 
 
 def test_the_held_out_set_can_be_a_split(tmp_path: Any) -> None:

@@ -10,13 +10,14 @@ from medusa_heads.training.data_arguments import DataArguments
 
 
 def parsed(*argv: str) -> DataArguments:
+    """What the flags give; the corpus must be named among them."""
     return parse_arguments((DataArguments,), argv, prog="x", description="")[0]
 
 
 def test_one_name_or_several(tmp_path: Path) -> None:
-    assert parsed().dataset == ["stdlib"] and parsed().eval_dataset is None
+    assert parsed("--dataset", "stdlib").eval_dataset is None
     assert parsed("--dataset", "a.jsonl", "b.jsonl").dataset == ["a.jsonl", "b.jsonl"]
-    assert parsed("--eval-dataset", "a.jsonl").eval_dataset == ["a.jsonl"]
+    assert parsed("--dataset", "a", "--eval-dataset", "a.jsonl").eval_dataset == ["a.jsonl"]
     assert DataArguments(dataset="a").dataset == ["a"]  # type: ignore[arg-type]
     for text in ("dataset: a\n", "dataset: [a]\n"):
         (tmp_path / "c.yaml").write_text(text)
@@ -25,15 +26,29 @@ def test_one_name_or_several(tmp_path: Path) -> None:
 
 def test_a_chat_template_from_a_file_and_what_it_is_told(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
-    flags = ["--chat_template", str(tmp_path / "chat.jinja")]
+    flags = ["--dataset", "a", "--chat_template", str(tmp_path / "chat.jinja")]
     given = parsed(*flags, "--chat_template_kwargs", '{"enable_thinking": false}')
     assert given.template_text() == "{{ messages }}"
     assert given.template_kwargs() == {"enable_thinking": False}
-    (tmp_path / "c.yaml").write_text("chat_template_kwargs:\n  enable_thinking: false\n")
+    (tmp_path / "c.yaml").write_text(
+        "dataset: a\nchat_template_kwargs:\n  enable_thinking: false\n"
+    )
     assert parsed("--config", str(tmp_path / "c.yaml")).template_kwargs() == {
         "enable_thinking": False
     }
     assert DataArguments().template_text() is None and DataArguments().template_kwargs() == {}
+
+
+@pytest.mark.parametrize("text", [None, "dataset: []\n"])
+def test_a_corpus_must_be_named(text: str | None, tmp_path: Path) -> None:
+    flags = []
+    if text is not None:
+        (tmp_path / "c.yaml").write_text(text)
+        flags = ["--config", str(tmp_path / "c.yaml")]
+    with pytest.raises(
+        ValueError, match=r"--dataset is missing: .* a hub id, a folder .* 'stdlib'"
+    ):
+        parsed(*flags)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +59,7 @@ def test_a_chat_template_from_a_file_and_what_it_is_told(tmp_path: Path) -> None
         ({"shuffle_buffer": 0}, "shuffle_buffer must be at least 1, got 0"),
         ({"dataset_num_proc": 0}, "dataset_num_proc must be at least 1, got 0"),
         ({"eval_share": 1.0}, "eval_share must lie between 0 and 1"),
-        ({"dataset": []}, "dataset must name at least one corpus"),
+        ({"eval_dataset": []}, "eval_dataset must name at least one corpus"),
         ({"on_bad_row": "ignore"}, "on_bad_row must be 'error' or 'skip', got 'ignore'"),
         ({"streaming": True, "dataset_num_proc": 2}, "leave dataset_num_proc out"),
         ({"chat_template": "missing.jinja"}, "Jinja template at 'missing.jinja'"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -129,6 +130,22 @@ def test_half_precision_is_not_taken_for_a_leak() -> None:
     target = small("llama")
     target.model.bfloat16()
     check_packing(target)
+
+
+class Seeing(TargetModel):
+    """Passes a mask of ones, by which transformers takes a row for one document."""
+
+    def hidden(self, input_ids_BT: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().hidden(input_ids_BT, torch.ones_like(input_ids_BT), *args[1:], **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_leak_is_not_taken_for_half_precision(dtype: torch.dtype) -> None:
+    model: Any = small("llama").model
+    model.to(dtype)
+    check_packing(TargetModel(model))
+    with pytest.raises(ValueError, match="packed documents would see each other"):
+        check_packing(Seeing(model))
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "prefix"])

@@ -27,6 +27,11 @@ LOG = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def pictures() -> None:
+    """Here they are drawn."""
+
+
 def by_hand() -> dict:
     ranks = torch.tensor([[0, 0], [0, 3], [1, 0], [0, 0]])
     honest = HeadCalibration(1.1, [Bin(4, 0.5, 0.75)], [Bin(4, 0.7, 0.75)])

@@ -57,7 +57,33 @@ def test_a_folder_with_heads_statistics_and_the_story_of_the_run(
     run = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
     assert run["training_set"]["rows"] == 40 and run["held_out_set"]["rows"] == 8
     assert run["training_arguments"]["max_steps"] == 20 and run["note"] == "kept"
-    assert run["target_weights_sha256"] == before and run["argv"] and run["versions"]["torch"]
+    assert run["target_weights_sha256"] == before and "argv" not in run and run["versions"]["torch"]
+
+
+def test_the_targets_matrix_lies_beside_the_heads_only_where_it_is_asked_for(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    for asked in (True, False):  # in the same place
+        train_heads(
+            target,
+            make_rows(4),
+            eval_dataset=make_rows(2, seed=7),
+            config=HeadsConfig(num_heads=1),
+            output_dir=tmp_path / "run",
+            training_args=quick(tmp_path, max_steps=1),
+            overwrite_output_dir=True,
+            with_vocab_matrix=asked,
+        )
+        assert (tmp_path / "run" / "vocab_matrix.safetensors").exists() == asked
+    with pytest.raises(ValueError, match="no engine reads it beside others"):
+        train_heads(
+            target,
+            make_rows(4),
+            config=HeadsConfig(num_heads=1, vocab_matrix="own"),
+            output_dir=tmp_path / "own",
+            training_args=quick(tmp_path, max_steps=1),
+            with_vocab_matrix=True,
+        )
 
 
 def test_training_makes_heads_better(target: TargetModel, make_rows: Rows, tmp_path: Path) -> None:

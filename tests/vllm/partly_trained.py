@@ -53,6 +53,7 @@ def train(kind: str, folder: Path) -> Path:
         config=config,
         output_dir=folder,
         training_args=to_training_arguments(arguments, config.vocab_matrix),
+        with_vocab_matrix=kind == "shared",
     )
     return folder
 

@@ -30,7 +30,12 @@ def test_one_folder_for_us_and_for_vllm(
 ) -> None:
     with LocalHub({TOKEN: "alice"}) as hub:
         log_in(hub, TOKEN, tmp_path, monkeypatch)
-        prepared = prepare_push(checkpoint(kind), "alice/heads", base_model="alice/target")
+        prepared = prepare_push(
+            checkpoint(kind),
+            "alice/heads",
+            base_model="alice/target",
+            with_vocab_matrix=kind == "shared",
+        )
         push(prepared)
         pulled = pull("alice/heads", tmp_path / "pulled")
     decoded = decode(engine_arguments(method, pulled, NUM_HEADS))

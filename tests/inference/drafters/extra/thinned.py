@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from medusa_heads.inference.drafters.early_exit import ThinnedTarget
-from medusa_heads.inference.layer_stack import LayerStack
+from medusa_heads.inference.drafters.extra.early_exit import ThinnedTarget
+from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
 from medusa_heads.inference.row import Row, StopCheck
 from medusa_heads.inference.state import DecodingState
 from medusa_heads.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
 
-VERIFY = {0: 1.0, 1: 1.02, 3: 1.04, 7: 1.1, 15: 1.2}  # seconds by drafted tokens: drafting pays
+STEPS = {1: 1.0, 2: 1.02, 4: 1.04, 8: 1.1, 16: 1.2}  # seconds by tokens: drafting pays
 
 
 def layered(tiny_llama: TinyLlama) -> Any:

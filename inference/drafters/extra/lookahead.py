@@ -13,8 +13,8 @@ that is a chain, and below each of its guesses the later ones for the positions 
               `- a1      `- b1      `- c1
                   `- a2      `- b2      `- c2       a0 a1 a2 and what the target says next: a 4-gram
 
-A window takes time in every step. Where the same drafts bring more tokens per second without it, it
-is left out, and tried again now and then.
+A window takes time in every step. Where steps without it bring more tokens per second, it is left
+out, and tried again now and then.
 
 Shapes: B active rows, N nodes of the tree below which the window hangs, W nodes of the window, V
 vocabulary.
@@ -24,20 +24,23 @@ arXiv:2402.02057; Jacobi iterations: Santilli et al. 2023, arXiv:2305.10427.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medusa_heads.inference.adapt.bandit import Allowance, Bandit
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.adapt.evidence import Evidence
 from medusa_heads.inference.drafters.blended import BlendedDrafter
-from medusa_heads.inference.ngram_pool import NgramPool
-from medusa_heads.inference.step_costs import StepCosts
-from medusa_heads.prefix_tree import PrefixTree
+from medusa_heads.inference.drafters.extra.ngram_pool import NgramPool
+from medusa_heads.inference.drafters.growing import Proposal
 from medusa_heads.tree import TokenTree, TreeShape
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.corpus_index import CorpusIndex
     from medusa_heads.inference.row import Row
     from medusa_heads.inference.state import DecodingState
 
@@ -48,64 +51,117 @@ WINDOW = COLUMNS * (NGRAM - 1)  # guesses that every forward carries
 _CELLS = [(level, column) for level in range(NGRAM - 1) for column in range(COLUMNS)]
 _FIRST = (0.35, 0.17, 0.12, 0.09, 0.07, 0.06, 0.05, 0.04)  # that the latest n-grams begin rightly
 _NEXT = 0.6  # and go on so; how far both hold here is learnt
-_WITH_WINDOW = 0  # the first way to go
-_TRIAL = 24  # steps
-_BETWEEN_TRIALS = 480
-_FORGET = 0.98  # what was seen fifty steps ago counts little
+_WITHOUT, _WITH = 0, 1  # ways
+_STRETCH = 24  # steps of one way: what a window found is drafted in later steps
+_WORTH = 1.5  # tokens a step that a window is expected to make of 1, before any was run
+
+
+def new_pool() -> NgramPool:
+    """An empty one, as this file reads and fills it."""
+    return NgramPool(NGRAM, len(_FIRST))
+
+
+class NgramSource:
+    """What the pool holds of each row's last token.
+
+    Args:
+        pool: filled by whoever has n-grams.
+    """
+
+    name = "n-grams"
+    reads_prompt = False
+
+    def __init__(self, pool: NgramPool) -> None:
+        self._pool = pool
+        self._evidence = Evidence([1.0] * (len(_FIRST) * NGRAM))
+
+    def draft(self, state: DecodingState) -> list[NgramProposal]:
+        """See Source."""
+        return [NgramProposal(self._evidence, self._pool, row.tokens[-1]) for row in state.rows]
+
+    def expected(self, nodes: int) -> float:
+        """See Source."""
+        return nodes / (nodes + 6.0)
+
+
+class NgramProposal(Proposal):
+    """The n-grams of a token. A place is the tokens that were followed behind it."""
+
+    def __init__(self, evidence: Evidence, pool: NgramPool, root: int) -> None:
+        super().__init__(evidence, ())
+        self._ngrams = pool.behind(root)
+
+    def _behind(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:
+        assert isinstance(place, tuple)
+        depth = len(place)
+        tokens = dict.fromkeys(  # each once, the latest first
+            ngram[depth] for ngram in self._ngrams if ngram[:depth] == place and len(ngram) > depth
+        )
+        return [
+            (
+                token,
+                _NEXT / (rank + 1) if depth else _FIRST[rank],
+                depth * len(_FIRST) + rank,
+                (*place, token),
+            )
+            for rank, token in enumerate(tokens)
+        ]
 
 
 class LookaheadDrafter:
-    """N-grams of the pool, as many as pay, and the window that fills it.
+    """Drafts, and behind them the window that fills the pool, where it pays.
 
     The pool is carried from text to text; a window belongs to one row.
 
     Args:
-        costs: what steps cost here that verify so many nodes beside a window of `WINDOW`.
-        alone: what steps cost here without a window; None for a window in every step.
-        suffix: whether the continuation of the text's longest suffix is merged in.
-        corpus: whose continuation of it is merged in as well; None for none.
+        drafts: one of its sources reads the pool.
+        pool: of n-grams of `NGRAM` tokens.
+        clock: what steps take here.
+        always: whether a window is run in every step.
     """
 
-    reads_prompt = False
-
     def __init__(
-        self,
-        costs: StepCosts,
-        alone: StepCosts | None = None,
-        *,
-        suffix: bool = False,
-        corpus: CorpusIndex | None = None,
+        self, drafts: BlendedDrafter, pool: NgramPool, clock: Clock, *, always: bool = False
     ) -> None:
-        self.pool = NgramPool(NGRAM, len(_FIRST))
-        self._ways = [_Way(self.pool, costs, suffix, corpus)]
-        if alone is not None:
-            self._ways.append(_Way(self.pool, alone, suffix, corpus))
-        self.choice = Choice(len(self._ways))
+        self.pool = pool
+        self._drafts, self._clock, self._always = drafts, clock, always
+        self._ways: dict[int, _Ways] = {}  # by rows
         # The first level is a chain; what hangs below it is named by rank 1.
         self._shape = TreeShape([(0,) * (column + 1) + (1,) * level for level, column in _CELLS])
         self._asked: tuple[TokenTree, list[_Window]] | None = None
+        self._beside = False  # whether the last tree has a window
+        self.reads_prompt = drafts.reads_prompt
 
     @property
     def num_nodes(self) -> int:
         """The most nodes that a proposed tree has, the root included."""
-        return max(way.drafts.num_nodes for way in self._ways) + WINDOW
+        return self._drafts.num_nodes + WINDOW
 
     def propose(self, state: DecodingState) -> TokenTree:
         """Drafts for every active row, and the row's window behind them where that pays."""
         text: _Text = state.memories.setdefault(self, _Text())
         if text.lengths:
-            committed = sum(row.length - text.lengths[row.index] for row in state.rows)
-            self.choice.learn(text.way, committed / len(state.rows), text.seconds)
-            self._ways[text.way].drafts.learn(state)
-        text.way = self.choice.next()
-        way = self._ways[text.way]
-        drafts = way.drafts.propose(state)
-        text.seconds = way.costs.seconds(drafts.num_nodes - 1)
-        text.lengths = {row.index: row.length for row in state.rows}
-        if text.way != _WITH_WINDOW:
+            known = [row for row in state.rows if row.index in text.lengths]
+            committed = sum(row.length - text.lengths[row.index] for row in known)
+            text.ways.learn(committed / len(known), text.seconds)
+        rows = len(state.rows)
+        if rows not in self._ways:
+            self._ways[rows] = _Ways(self._clock, rows)
+        text.ways = self._ways[rows]
+        drafts = self._drafts.propose(state)
+        self._beside = self._always or text.ways.next() == _WITH
+        text.seconds = self._clock.step(rows * (drafts.num_nodes + WINDOW * self._beside))
+        # A compiled batch keeps rows that have ended.
+        text.lengths = {row.index: row.length for row in state.rows if not row.done}
+        if not self._beside:
             text.windows.clear()  # their positions are passed by
             return drafts
         return self._beside_windows(drafts, state, text.windows)
+
+    def took(self, nodes: int, seconds: float) -> None:
+        """See Timed."""
+        if not self._beside:  # else it would be taken for the time of the drafts alone
+            self._drafts.took(nodes, seconds)
 
     def _beside_windows(
         self, drafts: TokenTree, state: DecodingState, known: dict[int, _Window]
@@ -151,86 +207,56 @@ class LookaheadDrafter:
         )
 
 
-class _Way:
-    """Drafts of the pool at one kind of costs."""
-
-    def __init__(
-        self, pool: NgramPool, costs: StepCosts, suffix: bool, corpus: CorpusIndex | None
-    ) -> None:
-        self.costs = costs
-        self.drafts = BlendedDrafter(
-            None, costs, cheap=PoolTrees(pool), suffix=suffix, corpus=corpus
-        )
-
-
-class _Text:
-    """Where the texts being decoded stood when they were last drafted for, and how."""
-
-    def __init__(self) -> None:
-        self.way = _WITH_WINDOW
-        self.seconds = 0.0
-        self.lengths: dict[int, int] = {}
-        self.windows: dict[int, _Window] = {}
-
-
-class Choice:
-    """Which of several ways is the fastest: each is tried, then the best one gone, and the others
-    tried again from time to time.
+class _Ways:
+    """With a window or without one, stretch by stretch.
 
     Args:
-        ways: how many there are.
+        clock: what steps take here.
+        rows: decoded together.
     """
 
-    def __init__(self, ways: int) -> None:
-        self._tokens = [0.0] * ways
-        self._seconds = [0.0] * ways
-        self._way = 0
-        self._left = 2 * _TRIAL  # the first one also has a pool to fill
-        self._gone = 0  # steps along the best way since another was tried
+    def __init__(self, clock: Clock, rows: int) -> None:
+        plain, beside = clock.step(rows), clock.step(rows * (1 + WINDOW))
+        self._allowance = Allowance(_STRETCH * plain)
+        priors = [(_STRETCH * 1.0, _STRETCH * plain), (_STRETCH * _WORTH, _STRETCH * beside)]
+        self._bandit = Bandit(priors, self._allowance, weight=1.0)
+        self._way, self._left = _WITH, 2 * _STRETCH  # there is a pool to fill first
+        self._tokens = self._seconds = 0.0
+        self._steps = 0
 
     def next(self) -> int:
         """The way of the next step."""
-        if len(self._tokens) == 1:
-            return 0
-        if self._left == 0:
-            untried = [way for way, seconds in enumerate(self._seconds) if not seconds]
-            best = max(range(len(self._tokens)), key=self._speed)
-            if untried:
-                self._way, self._left = untried[0], _TRIAL
-            elif self._way == best and self._gone >= _BETWEEN_TRIALS:
-                self._way, self._left, self._gone = (best + 1) % len(self._tokens), _TRIAL, 0
-            else:
-                self._gone = self._gone + 1 if self._way == best else 0
-                self._way, self._left = best, 1
+        if self._left <= 0 and self._steps:
+            share = _STRETCH / self._steps
+            self._allowance.grow(self._seconds)
+            self._bandit.learn(self._way, share * self._tokens, share * self._seconds)
+            self._way = self._bandit.pick(self._tokens / self._seconds)
+            self._left, self._steps, self._tokens, self._seconds = _STRETCH, 0, 0.0, 0.0
         self._left -= 1
         return self._way
 
-    def learn(self, way: int, tokens: float, seconds: float) -> None:
-        """What a step that went this way brought a row, and what it cost."""
-        self._tokens[way] = _FORGET * self._tokens[way] + tokens
-        self._seconds[way] = _FORGET * self._seconds[way] + seconds
-
-    def _speed(self, way: int) -> float:
-        return self._tokens[way] / max(self._seconds[way], 1e-9)
+    def learn(self, tokens: float, seconds: float) -> None:
+        """A step gave a row so many tokens, and took so long."""
+        self._tokens += tokens
+        self._seconds += seconds
+        self._steps += 1
 
 
-class PoolTrees:
-    """What the pool holds of each row's last token: a grower, so that other drafts merge in."""
+@dataclass
+class _Text:
+    """Where the texts being decoded stood when they were last drafted for, and how.
 
-    reads_prompt = False
+    Attributes:
+        lengths: of the rows, by index.
+        windows: of the rows.
+        ways: of as many rows.
+        seconds: of the last step.
+    """
 
-    def __init__(self, pool: NgramPool) -> None:
-        self._pool = pool
-
-    def grow(self, state: DecodingState) -> list[PrefixTree]:
-        """See Grower."""
-        return [self._grow(root) for root in state.roots_B.tolist()]
-
-    def _grow(self, root: int) -> PrefixTree:
-        tree = PrefixTree(root)
-        for first, tokens in zip(_FIRST, self._pool.behind(root), strict=False):
-            tree.add_path(tokens, [first * _NEXT**depth for depth in range(len(tokens))])
-        return tree
+    lengths: dict[int, int] = field(default_factory=dict)
+    windows: dict[int, _Window] = field(default_factory=dict)
+    ways: _Ways = field(init=False)
+    seconds: float = 0.0
 
 
 class _Window:

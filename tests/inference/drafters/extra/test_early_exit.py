@@ -11,24 +11,33 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MixtralConfig
 
-from medusa_heads.inference import training_free
-from medusa_heads.inference.drafters.early_exit import ConfidenceTrust, ThinnedTarget
-from medusa_heads.inference.exit_costs import ExitCosts
+from medusa_heads.inference import adaptive_plan
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.drafters.extra import early_exit
+from medusa_heads.inference.drafters.extra.early_exit import (
+    EarlyExitSource,
+    ExitClock,
+    ThinnedTarget,
+)
+from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
+from medusa_heads.inference.drafters.growing import grow
 from medusa_heads.inference.state import DecodingState
 from medusa_heads.inference.training_free import TrainingFreeModel
 from medusa_heads.target import TargetModel
 from tests.conftest import TinyLlama
+from tests.inference.drafters.extra.thinned import STEPS, drafted, layered, read_state
 from tests.inference.padded import padded
-from tests.inference.thinned import VERIFY, drafted, layered, read_state
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 50, "pad_token_id": 0}
 
 
 @pytest.fixture(autouse=True)
 def drafting_pays(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    """Costs of a machine on which drafting pays, as it does not on a model this small."""
-    costs = ExitCosts(draft=0.05, verify=VERIFY)
-    monkeypatch.setattr(training_free, "exit_costs", lambda *_: costs)
+    """A machine on which drafting pays, as it does not on a model this small."""
+    clock = Clock(STEPS, learns=False)
+    exits = ExitClock(clock, layers=5, first=0.05)
+    monkeypatch.setattr(ExitClock, "measured", lambda *_: exits)
+    monkeypatch.setattr(adaptive_plan, "target_clock", lambda *_: clock)
 
 
 @pytest.fixture(scope="module")
@@ -128,25 +137,56 @@ def test_a_cache_that_is_not_left_as_it_was_is_caught(
     expected_BT = model.generate(**given, **GREEDY)
     got_BT: Any = TrainingFreeModel(model, "early_exit:2").generate(**given, **GREEDY)
     assert torch.equal(got_BT, expected_BT)
-    monkeypatch.setattr(training_free, "ThinnedTarget", Leaking)
+    monkeypatch.setattr(early_exit, "ThinnedTarget", Leaking)
     got_BT = TrainingFreeModel(model, "early_exit:2").generate(**given, **GREEDY)
     assert not torch.equal(got_BT, expected_BT)
 
 
-def test_a_chain_ends_where_the_draft_is_unsure() -> None:
-    costs = ExitCosts(draft=0.3, verify=VERIFY)
-    assert costs.worth_another([[0.98, 0.96]], 0.8)
-    assert not costs.worth_another([[0.9, 0.1]], 0.8)
-    assert not costs.worth_another([[1.0] * 15], 1.0)  # no longer chain was measured
-    assert costs.worth_another([[0.9, 0.1]] + 2 * [[0.98, 0.96]], 0.8)  # others pay for it
-    assert ExitCosts(0.3, VERIFY).of_verifying(5) == pytest.approx(1.07)
-    trust = ConfidenceTrust()
-    before = trust.chances([0.95, 0.3])
-    assert before[0] > 0.9 and before[1] < 0.4 * before[0]
-    for _ in range(200):
-        trust.learn([4, 5], [0.95, 0.3], [9])
-    assert trust.chances([0.95])[0] < 0.1
-    assert trust.chances([0.3]) == ConfidenceTrust().chances([0.3])  # was never reached
+class Saying(ThinnedTarget):
+    """Gives its tokens these probabilities, one after the other."""
+
+    def __init__(self, *probs: float) -> None:
+        self.probs, self.asked, self.layers = probs, 0, 1
+
+    layers = 1
+
+    def continuation(self, state: DecodingState) -> Any:
+        for prob in self.probs:
+            self.asked += 1
+            yield [7] * len(state.rows), [prob] * len(state.rows)
+
+
+@pytest.mark.parametrize(
+    ("token", "probs", "length"),
+    [
+        (0.05, [0.9] * 9, 9),  # cheap and sure: to the end
+        (0.05, [0.99, 0.9, 0.05, 0.9], 3),  # what stands behind an unlikely token gains nothing
+        (0.9, [0.9] * 9, 1),  # nearly as dear as the target's own tokens
+    ],
+)
+def test_a_chain_ends_where_the_next_token_gains_less_than_it_takes(
+    model: Any, token: float, probs: list[float], length: int
+) -> None:
+    thinned = Saying(*probs)
+    source = EarlyExitSource(thinned, ExitClock(Clock(STEPS, learns=False), 5, token), most=9)
+    ids_BT = torch.tensor([[5, 6, 7]])
+    state = read_state(TargetModel(model), ids_BT, torch.ones_like(ids_BT))
+    state.rows[0].tokens.append(7)
+    (proposal,) = source.draft(state)
+    assert len(grow(7, [proposal], most=20)) - 1 == thinned.asked == length
+
+
+def test_a_token_takes_longer_with_more_layers_and_rows() -> None:
+    clock = ExitClock(Clock({1: 1.0, 2: 1.5}, learns=False), layers=5, first=0.2)
+    assert [clock.token(layers) for layers in (1, 3, 5)] == pytest.approx([0.2, 0.6, 1.0])
+    assert clock.token(1, rows=2) == pytest.approx(0.3)
+
+
+def test_a_draft_of_one_layer_is_measured(tiny_llama: TinyLlama, monkeypatch: Any) -> None:
+    monkeypatch.undo()
+    target = TargetModel(tiny_llama(num_layers=3))
+    clock = ExitClock.measured(target, LayerStack(target))
+    assert 0 < clock.token(1) <= clock.token(2) <= clock.steps.step(1) * 1.01
 
 
 OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {

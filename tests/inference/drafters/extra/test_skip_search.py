@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_heads.inference import skip_search
-from medusa_heads.inference.exit_costs import ExitCosts
-from medusa_heads.inference.layer_stack import LayerStack
-from medusa_heads.inference.skip_search import Agreement, best_skip_set, own_text, search, skip_sets
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.drafters.extra import skip_search
+from medusa_heads.inference.drafters.extra.early_exit import ExitClock
+from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
+from medusa_heads.inference.drafters.extra.skip_search import (
+    Agreement,
+    best_skip_set,
+    own_text,
+    search,
+    skip_sets,
+)
 from medusa_heads.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
-from tests.inference.thinned import VERIFY, drafted, layered, read_state
+from tests.inference.drafters.extra.thinned import STEPS, drafted, layered, read_state
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -23,11 +30,6 @@ pytestmark = pytest.mark.usefixtures("cache")
 @pytest.fixture(scope="module")
 def model(tiny_llama: TinyLlama) -> Any:
     return layered(tiny_llama)
-
-
-def costs(skipped: Sequence[int]) -> ExitCosts:
-    """Drafting takes a fifth of a step for every layer."""
-    return ExitCosts(0.02 + 0.2 * (5 - len(skipped)), VERIFY)
 
 
 def test_agreement_is_that_of_first_drafted_tokens(model: Any) -> None:
@@ -51,11 +53,11 @@ def test_agreement_is_that_of_first_drafted_tokens(model: Any) -> None:
 def test_the_search_finds_what_can_be_left_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = TargetModel(model)
     stack = LayerStack(target)
-
-    best = best_skip_set(target, stack, costs)
-    assert best and set(best) <= {2, 3, 4}
+    clock = ExitClock(Clock(STEPS), layers=5, first=0.2)  # a fifth of a step for every layer
+    best, agreement = best_skip_set(target, stack, clock, most=15)
+    assert best and set(best) <= {2, 3, 4} and 0.3 < agreement <= 1
     monkeypatch.setattr(skip_search, "search", None)  # it is on disk
-    assert best_skip_set(target, stack, costs) == best
+    assert best_skip_set(target, stack, clock, most=15) == (best, agreement)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from medusa_heads.attention import TreeMask
 from medusa_heads.files import replace_file
-from medusa_heads.inference.exit_costs import ExitCosts
-from medusa_heads.inference.layer_stack import LayerStack
+from medusa_heads.inference.drafters.extra.early_exit import ExitClock
+from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
 from medusa_heads.machine.measurements import measurement_folder
 from medusa_heads.target import TargetModel
 
@@ -36,19 +36,32 @@ Measured = dict[tuple[int, ...], float]  # agreement by what is left out
 def best_skip_set(
     target: TargetModel,
     stack: LayerStack,
-    costs: Callable[[Sequence[int]], ExitCosts],
+    clock: ExitClock,
+    most: int,
     text_BT: Tensor | None = None,
-) -> tuple[int, ...]:
-    """The layers without which drafts promise the most tokens per second.
+) -> tuple[tuple[int, ...], float]:
+    """The layers without which drafts promise the most tokens per second, and how often such drafts
+    agree with the target.
 
     Args:
         target: the target.
         stack: its layers.
-        costs: of drafting without a set of layers.
+        clock: what drafting with some of them takes.
+        most: drafted tokens a step.
         text_BT: token ids to measure on, without padding; by default text of the target's own.
     """
     measured = skip_sets(target, stack, text_BT)
-    return max(measured, key=lambda skipped: costs(skipped).speed(measured[skipped]))
+
+    def speed(skipped: tuple[int, ...]) -> float:
+        # Of the best length: Leviathan et al. 2022, arXiv:2211.17192, equation 1 over costs.
+        token, agreement = clock.token(len(stack) - len(skipped)), measured[skipped]
+        return max(
+            sum(agreement**i for i in range(size + 1)) / (clock.steps.step(size + 1) + size * token)
+            for size in range(most + 1)
+        )
+
+    best = max(measured, key=speed)
+    return best, measured[best]
 
 
 @torch.no_grad()

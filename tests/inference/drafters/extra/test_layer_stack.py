@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.inference.layer_stack import LayerStack
+from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
 from medusa_heads.target import TargetModel
 from tests.conftest import TinyLlama
 

@@ -9,40 +9,61 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from medusa_heads.inference import training_free
-from medusa_heads.inference.drafters import lookahead
-from medusa_heads.inference.drafters.lookahead import (
+from medusa_heads.inference import adaptive_plan, training_free
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.adapt.evidence import Evidence
+from medusa_heads.inference.drafters.blended import BlendedDrafter
+from medusa_heads.inference.drafters.extra import lookahead
+from medusa_heads.inference.drafters.extra.lookahead import (
     COLUMNS,
     NGRAM,
     WINDOW,
-    Choice,
     LookaheadDrafter,
-    PoolTrees,
+    NgramProposal,
+    NgramSource,
+    new_pool,
 )
-from medusa_heads.inference.drafters.trust import Belief
-from medusa_heads.inference.ngram_pool import NgramPool
+from medusa_heads.inference.drafters.extra.ngram_pool import NgramPool
+from medusa_heads.inference.drafters.growing import grow
 from medusa_heads.inference.row import Row, StopCheck
 from medusa_heads.inference.state import DecodingState
-from medusa_heads.inference.step_costs import StepCosts
 from medusa_heads.inference.training_free import TrainingFreeModel
 from medusa_heads.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.padded import padded
 
-COSTS = {0: 1.0, 3: 1.02, 7: 1.05, 15: 1.1}
+END = 11  # of some rows' text, but not of all
+CHEAP = {1: 1.0, 16: 1.05, 32: 1.1}
+DEAR = {1: 1.0, 2: 2.0, 16: 6.0}
 IDS_BT = torch.tensor([[5, 6, 7, 5, 6, 9, 5, 6]], device=DEVICE)
+
+
+def clock(steps: dict[int, float] = CHEAP) -> Clock:
+    return Clock(steps, learns=False)
 
 
 @pytest.fixture(autouse=True)
 def cheap_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs of a machine on which nodes pay, as they do not on a model this small."""
-    monkeypatch.setattr(training_free, "target_costs", lambda *_: StepCosts(COSTS))
+    """A machine on which nodes pay, as they do not on a model this small."""
+    for module in (training_free, adaptive_plan):
+        monkeypatch.setattr(module, "target_clock", lambda *_: clock())
+
+
+def made(
+    kind: type[LookaheadDrafter] = LookaheadDrafter,
+    steps: dict[int, float] = CHEAP,
+    always: bool = True,
+) -> Any:
+    pool = new_pool()
+    drafts = BlendedDrafter(clock(steps), (0, 3, 7, 15), sources=[NgramSource(pool)])
+    return kind(drafts, pool, clock(steps), always=always)
 
 
 class Watched(LookaheadDrafter):
     """Notes every tree, what the target said of it, and the text that it was drafted behind."""
 
-    def __init__(self) -> None:
-        super().__init__(StepCosts(COSTS))
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.seen: list[tuple[list[list[int]], TokenTree, Tensor]] = []
         self.texts: list[list[int]] = []
 
@@ -61,7 +82,8 @@ class Watched(LookaheadDrafter):
 
 def watched(model: Any, ids_BT: Tensor, **options: Any) -> Watched:
     drafted = TrainingFreeModel(model, "lookahead")
-    drafter = drafted._by_rows[len(ids_BT)] = Watched()
+    drafter: Watched = made(Watched)
+    drafted.drafter = drafter
     drafted.generate(ids_BT, do_sample=False, **options)
     return drafter
 
@@ -141,11 +163,11 @@ def test_a_tree_that_was_not_verified_teaches_nothing(tiny_llama: TinyLlama) -> 
 
 def test_a_window_that_does_not_pay_is_left_out(tiny_llama: TinyLlama) -> None:
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
-    expected_BT = model.generate(IDS_BT, max_new_tokens=400, do_sample=False)
+    expected_BT = model.generate(IDS_BT, max_new_tokens=300, do_sample=False)
     drafted = TrainingFreeModel(model, "lookahead")
     shares = []
-    for slow in (1.0, 3.0):
-        seen: list[int] = []
+    for steps in (CHEAP, DEAR):
+        seen: list[bool] = []
 
         class Counting(LookaheadDrafter):
             def propose(self, state: DecodingState) -> TokenTree:
@@ -153,24 +175,22 @@ def test_a_window_that_does_not_pay_is_left_out(tiny_llama: TinyLlama) -> None:
                 seen.append(tree.num_nodes > WINDOW)  # noqa: B023
                 return tree
 
-        beside = StepCosts({nodes: slow * seconds for nodes, seconds in COSTS.items()})
-        drafted._by_rows[1] = Counting(beside, StepCosts({0: 1.0, 1: 2.0}))
-        got_BT: Any = drafted.generate(IDS_BT, max_new_tokens=400, do_sample=False)
+        drafted.drafter = made(Counting, steps, always=False)
+        got_BT: Any = drafted.generate(IDS_BT, max_new_tokens=300, do_sample=False)
         assert torch.equal(got_BT, expected_BT)
         shares.append(sum(seen) / len(seen))
-    assert shares[0] > 0.6 > shares[1]
+    assert shares[0] > 0.7 > 0.5 > shares[1]
 
 
-def test_the_fastest_way_is_found_and_the_other_tried_again() -> None:
-    choice = Choice(2)
+@pytest.mark.parametrize("better", [0, 1])
+def test_the_way_that_gives_more_is_gone(better: int) -> None:
+    ways = lookahead._Ways(clock(), 1)
     gone = []
-    for step in range(2000):
-        gone.append(choice.next())
-        faster = 0 if step < 700 else 1
-        choice.learn(gone[-1], 2.0, 1.0 if gone[-1] == faster else 1.5)
-    assert 0 < sum(gone[:700]) < 100
-    assert sum(gone[-500:]) > 400
-    assert {Choice(1).next() for _ in range(3)} == {0}
+    for _ in range(2000):
+        gone.append(ways.next())
+        ways.learn(2.0 if gone[-1] == better else 1.0, 1.0)
+    assert gone[1000:].count(better) > 750
+    assert gone.count(1 - better) > 0
 
 
 class Blind(LookaheadDrafter):
@@ -182,45 +202,83 @@ class Blind(LookaheadDrafter):
         return tree
 
 
-def test_a_way_left_aside_is_not_credited_with_the_others_steps(
-    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lookahead, "_TRIAL", 3)
-    monkeypatch.setattr(lookahead, "_BETWEEN_TRIALS", 40)
-    counts: list[int] = []
-    monkeypatch.setattr(Belief, "learn", lambda self, promised, accepted: counts.append(accepted))
-    model = TrainingFreeModel(tiny_llama(), "lookahead")
-    model.generate(IDS_BT, max_new_tokens=200)
-    assert counts and max(counts) <= model.drafter.num_nodes - WINDOW - 1
-
-
 def test_a_window_that_is_seen_is_caught(tiny_llama: TinyLlama) -> None:
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
     expected_BT = model.generate(IDS_BT, max_new_tokens=40, do_sample=False)
     drafted = TrainingFreeModel(model, "lookahead")
     got: dict[type[LookaheadDrafter], Any] = {}
     for kind in (LookaheadDrafter, Blind):
-        drafted._by_rows[1] = kind(StepCosts(COSTS))
+        drafted.drafter = made(kind)
         got[kind] = drafted.generate(IDS_BT, max_new_tokens=40, do_sample=False)
     assert torch.equal(got[LookaheadDrafter], expected_BT)
     assert not torch.equal(got[Blind], expected_BT)
 
 
 def test_compiled(tiny_llama: TinyLlama) -> None:
+    """Every step verifies one of two numbers of nodes, the window among them."""
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
     drafted = TrainingFreeModel(model, "lookahead", compile=True, compile_backend="eager")
-    drafted._by_rows[1] = LookaheadDrafter(StepCosts({7: 1.0}, fixed=True))
+    drafter = drafted.drafter
+    assert isinstance(drafter, LookaheadDrafter)
+    sizes: set[int] = set()
+    propose = drafter.propose
+
+    def watched(state: DecodingState) -> TokenTree:
+        tree = propose(state)
+        sizes.add(tree.num_nodes)
+        return tree
+
+    drafter.propose = watched  # type: ignore[method-assign]
     expected_BT = model.generate(IDS_BT, max_new_tokens=30, do_sample=False)
     got_BT: Any = drafted.generate(IDS_BT, max_new_tokens=30, do_sample=False)
     assert torch.equal(got_BT, expected_BT)
+    assert sizes <= {1 + WINDOW, drafter.num_nodes} and drafter.num_nodes in sizes
 
 
-def test_the_pool_gives_the_latest_first(tiny_llama: TinyLlama) -> None:
+def test_rows_that_have_ended_count_for_nothing(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled batch keeps them: every step commits a token at least to each of the others."""
+    gains: list[float] = []
+    learn = lookahead._Ways.learn
+
+    def noted(self: lookahead._Ways, tokens: float, seconds: float) -> None:
+        gains.append(tokens)
+        learn(self, tokens, seconds)
+
+    monkeypatch.setattr(lookahead._Ways, "learn", noted)
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    drafted = TrainingFreeModel(model, "lookahead", compile=True, compile_backend="eager")
+    monkeypatch.setattr(drafted.target, "_forward", model.forward)  # saves the time of compiling
+    options: Any = {**padded([0, 2, 0], 9), "do_sample": False, "max_new_tokens": 40}
+    options["eos_token_id"] = END
+    got_BT: Any = drafted.generate(**options)
+    assert torch.equal(got_BT, model.generate(**options))
+    ended_B = (got_BT[:, 9:] == END).any(1)
+    assert ended_B.any() and not ended_B.all()
+    assert min(gains) >= 1
+
+
+def test_the_pool_gives_the_latest_first() -> None:
     pool = NgramPool(3, most=2)
     for ngram in ((1, 2, 3), (1, 4, 5), (2, 9, 9), (1, 2, 3), (1, 6, 7)):
         pool.add(ngram)
     assert pool.behind(1) == [(6, 7), (2, 3)]
     assert pool.behind(2) == [(9, 9)] and pool.behind(3) == []
-    tree = PoolTrees(pool)._grow(1)
+    tree = grow(1, [NgramProposal(Evidence([1.0] * 32), pool, 1)], most=9)
     assert tree.tokens == [1, 6, 7, 2, 3] and tree.parents == [-1, 0, 1, 0, 3]
-    assert tree.chances[1] == lookahead._FIRST[0] > tree.chances[3]
+    first, then = lookahead._FIRST[0], lookahead._NEXT
+    assert tree.chances[1:3] == pytest.approx([first, first * then])
+
+
+def test_ngrams_that_begin_alike_share_their_nodes() -> None:
+    pool = NgramPool(4, most=3)
+    for ngram in ((1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 8, 9)):
+        pool.add(ngram)
+    tree = grow(1, [NgramProposal(Evidence([1.0] * 32), pool, 1)], most=9)
+    assert sorted(zip(tree.tokens, tree.parents, strict=True)) == sorted(
+        [(1, -1), (2, 0)]
+        + [(token, tree.tokens.index(before)) for before, token in ((2, 3), (2, 8))]
+        + [(token, tree.tokens.index(before)) for before, token in ((3, 4), (3, 5), (8, 9))]
+    )

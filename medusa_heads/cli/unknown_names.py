@@ -1,0 +1,113 @@
+"""What to say of a flag or a YAML key that a command does not have.
+
+The name may be misspelt, may be what another library calls one of ours, or may belong to
+transformers.TrainingArguments, whose fields go into `training_args`.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+CONTAINER = "training_args"
+_MOST_LISTED = 12
+# What trl, peft, the Trainer's examples or older releases call a flag of ours.
+_ELSEWHERE = {
+    "batch_size": "per_device_train_batch_size",
+    "dataset_name": "dataset",
+    "epochs": "num_train_epochs",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "lr": "learning_rate",
+    "max_seq_length": "max_length",
+    "model": "model_name_or_path",
+    "model_name": "model_name_or_path",
+    "num_epochs": "num_train_epochs",
+    "output": "output_dir",
+    "revision": "model_revision",
+    "torch_dtype": "dtype",
+    "train_batch_size": "per_device_train_batch_size",
+    "use_peft": "joint",
+    "warmup_ratio": "warmup_share",
+}
+_WITHOUT_FLAG = {
+    "device": "runs take the accelerator if there is one; CUDA_VISIBLE_DEVICES chooses among "
+    f"several, and --{CONTAINER} '{{\"use_cpu\": true}}' stays on the CPU",
+    "attn_implementation": "targets run with attn_implementation sdpa, which takes a tree mask",
+    "push_to_hub": "push the heads with 'medusa-heads push' when they are trained",
+}
+
+
+def explain_flag(flag: str, value: str | None, known: Sequence[str]) -> str:
+    """One sentence on an unknown flag.
+
+    Args:
+        flag: as it was typed, with its dashes.
+        value: what was typed behind it, if anything.
+        known: names of the fields that have a flag.
+    """
+    typed = flag.lstrip("-").partition("=")
+    name = typed[0].replace("-", "_")
+    if typed[1]:
+        value = typed[2]
+    elif value is not None and value.startswith("--"):
+        value = None
+    field = json.dumps({name: _read(value)})
+    belongs = f"--{CONTAINER} '{field}'"
+    return f"unknown argument {flag!r}{_hint(name, known, belongs, '--')}"
+
+
+def explain_key(key: str, value: Any, known: Sequence[str]) -> str:
+    """The end of a sentence on an unknown key of a YAML file, its value beside it."""
+    belongs = f"'{CONTAINER}: {{{key}: {json.dumps(value, default=str)}}}'"
+    return _hint(key, known, belongs, "")
+
+
+def _hint(name: str, known: Sequence[str], belongs: str, dashes: str) -> str:
+    trains = CONTAINER in known
+    if trains and name.startswith("hub_"):
+        name = "push_to_hub"
+    if trains and name in _WITHOUT_FLAG:
+        return f"; {_WITHOUT_FLAG[name]}"
+    if (ours := _ELSEWHERE.get(name, "")) in known:
+        return f"; did you mean '{dashes}{ours}'?"
+    if trains and name in _trainer_fields():
+        return f", a field of transformers.TrainingArguments; give it as {belongs}"
+    if close := difflib.get_close_matches(name, known, n=1):
+        return f"; did you mean '{dashes}{close[0]}'?"
+    if len(known) > _MOST_LISTED:
+        return "; --help lists the known ones"
+    return f"; known: {', '.join(dashes + one for one in sorted(known))}"
+
+
+def _read(value: str | None) -> Any:
+    """A value of the command line as JSON would hold it; a flag alone is a switch."""
+    if value is None:
+        return True
+    try:
+        return json.loads(value.lower() if value in ("True", "False") else value)
+    except json.JSONDecodeError:
+        return value
+
+
+def _trainer_fields() -> set[str]:
+    """Names of the fields of transformers.TrainingArguments, read from its source: an import of it
+    would bring torch and take seconds."""
+    package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None:
+        return set()
+    try:
+        tree = ast.parse(Path(package.origin).with_name("training_args.py").read_text("utf-8"))
+    except (OSError, SyntaxError):
+        return set()
+    return {
+        line.target.id
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }

@@ -1,0 +1,193 @@
+"""What of a checkpoint's own records goes to a hub: by allow-lists, and without secrets and paths.
+
+What is not named here stays at home: a user's own notes, folders, names of data nobody else has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from medusa_heads.adapter import describe_adapter
+from medusa_heads.adapter_config import check_adapter_config
+from medusa_heads.hub.files import (
+    ADAPTER_FILES,
+    BENCHMARK_FILE,
+    REPORT_FILE,
+)
+from medusa_heads.hub.names import check_repo_id, is_local, is_repo_id, split_revision
+from medusa_heads.hub.privacy import without_paths
+from medusa_heads.masking import is_secret_name, masked, shows_secret
+from medusa_heads.statistics import HeadStatistics
+from medusa_heads.stored_heads import (
+    CONFIG_FILE,
+    SIDECAR_FILE,
+    StoredHeads,
+    foreign_config,
+)
+
+LOCAL_DATA = "local data"  # stands for corpora that are no hub's
+_TARGET = ("model_type", "hidden_size", "vocab_size", "lm_head_sha256")
+_STORY = (
+    *("command", "created", "python", "versions", "target_weights_sha256", "heads", "loss"),
+    *("joint", "training_set", "held_out_set", "training_arguments"),
+)
+_STORY_NUMBERS = {
+    "data": ("eval_share", "eval_rows", "max_length", "packing", "streaming", "shuffle_buffer"),
+    "distillation": (
+        *("self_distill", "num_prompts", "num_eval_prompts", "prompt_length"),
+        *("continuation_length", "greedy_share", "temperature"),
+    ),
+}
+_REPORTS = {
+    REPORT_FILE: {
+        *("report_version", "target", "heads", "held_out", "tokens_per_step", "accuracy"),
+        *("calibration", "static_trees", "dynamic_trees", "tree", "training"),
+    },
+    BENCHMARK_FILE: {
+        *("target", "machine", "settings", "created", "target_fingerprint", "parameters"),
+        *("temperature", "seed", "prompts_left_out"),
+    },
+}
+_DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+:-]{0,79}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def published_target(
+    folder: Path, target: Mapping[str, Any], base_model: str | None
+) -> tuple[str, str | None]:
+    """Name and revision by which others find the target.
+
+    Args:
+        folder: of the checkpoint.
+        target: as its sidecar has it.
+        base_model: name that the user gives it, perhaps with a revision.
+
+    Raises:
+        ValueError: the checkpoint knows it by a path, and no other name is given.
+    """
+    if base_model is not None:
+        name, revision = split_revision(base_model)
+        return check_repo_id(name), revision
+    name = str(target.get("name_or_path") or "")
+    # A name without a user may be one of the hub's own old ones, such as gpt2, or a folder's.
+    on_hub = is_repo_id(name) or ("/" not in name and target.get("revision") is not None)
+    if not name or is_local(name, folder) or not on_hub:
+        known = f"only as {Path(name).name!r} on this machine" if name else "not by name"
+        raise ValueError(
+            f"the checkpoint knows its target {known}, where nobody else finds it: give its name "
+            "on the hub with base_model (--base_model user/name)"
+        )
+    return name, target.get("revision")
+
+
+def published(
+    name: str, content: Any, stored: StoredHeads, target: str, revision: str | None
+) -> Any:
+    """The text or JSON of a checkpoint's file, as others may read it.
+
+    Args:
+        name: of the file.
+        content: what it holds here.
+        stored: the checkpoint.
+        target: name by which others find its target.
+        revision: of the target.
+
+    Raises:
+        ValueError: an adapter's configuration that is none of a plain adapter.
+    """
+    if name == SIDECAR_FILE:
+        return _sidecar(content, stored, target, revision)
+    if name == CONFIG_FILE:
+        return foreign_config(stored.config, stored.tensors, target)
+    if name == ADAPTER_FILES[0]:
+        return describe_adapter(check_adapter_config(content, name), target)
+    if isinstance(content, Mapping):
+        allowed = _REPORTS.get(name, set())
+        content = {key: value for key, value in content.items() if key in allowed}
+    known_as = str(stored.target.get("name_or_path") or "")
+    return without_paths(masked(content), renamed=(known_as, target))
+
+
+def _sidecar(
+    sidecar: Mapping[str, Any], stored: StoredHeads, target: str, revision: str | None
+) -> dict[str, Any]:
+    adapter, statistics = stored.adapter, stored.statistics
+    fingerprint = {key: stored.target[key] for key in _TARGET if key in stored.target}
+    return {
+        "format_version": sidecar["format_version"],
+        "heads": stored.config.to_dict(),
+        "weights_sha256": sidecar["weights_sha256"],
+        "target": {"name_or_path": target, "revision": revision, **_settings(fingerprint)},
+        "adapter": adapter and _settings({k: adapter.get(k) for k in ("folder", "sha256")}),
+        "statistics": statistics and HeadStatistics.from_dict(statistics).to_dict(),
+        "provenance": published_story(stored.provenance),
+    }
+
+
+def published_story(story: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint's provenance says how it came to be, and not who made it where."""
+    story = masked(story)
+    told: dict[str, Any] = _settings({name: story[name] for name in _STORY if name in story})
+    if _COMMIT.fullmatch(str(story.get("git_sha"))):
+        told["git_sha"] = story["git_sha"]
+    for section, names in _STORY_NUMBERS.items():
+        given = story.get(section)
+        if isinstance(given, Mapping):
+            told[section] = {
+                name: given[name]
+                for name in names
+                if isinstance(given.get(name), int | float | None) and name in given
+            }
+    data = story.get("data")
+    if isinstance(data, Mapping) and data.get("dataset"):
+        told["data"] = {"dataset": _datasets(data["dataset"]), **told["data"]}
+    origin = story.get("converted_from")
+    if isinstance(origin, Mapping):
+        source = _datasets(origin.get("source"))
+        told["converted_from"] = _settings({"format": origin.get("format")}) | {"source": source[0]}
+    return told
+
+
+def _datasets(named: Any) -> list[str]:
+    """Names of the hub's as they are, and one word for all others."""
+    names = named if isinstance(named, Sequence) and not isinstance(named, str) else [named]
+    return list(dict.fromkeys(name if is_published(name) else LOCAL_DATA for name in names))
+
+
+def is_published(name: Any) -> bool:
+    """Whether others find it by this name: a repository on a hub, or Python's standard library."""
+    if name == "stdlib":
+        return True
+    # A file's name may look like one of the hub's: data/private.jsonl.
+    return (
+        isinstance(name, str)
+        and is_repo_id(split_revision(name)[0])
+        and not is_local(name)
+        and not name.endswith(_DATA_SUFFIXES)
+        and not shows_secret(name)
+    )
+
+
+def _settings(value: Any) -> Any:
+    """Numbers, and words that a program has chosen: no names of files, no sentences."""
+    if isinstance(value, Mapping):
+        return {
+            key: _settings(item)
+            for key, item in value.items()
+            if _is_word(key) and not is_secret_name(key) and _is_setting(item)
+        }
+    if isinstance(value, list | tuple):
+        return [_settings(item) for item in value if _is_setting(item)]
+    return value
+
+
+def _is_setting(value: Any) -> bool:
+    return not isinstance(value, str) or _is_word(value)
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and bool(_WORD.fullmatch(value)) and not shows_secret(value)

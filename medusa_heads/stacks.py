@@ -1,0 +1,129 @@
+"""Buffers of many layers in few tensors, which grow together.
+
+Buffers of one shape lie in stacked tensors, so that moving rows is one gather and one scatter for
+many layers at once. They grow by half, up to the length that was announced. A large cache has
+several stacks, which grow one after the other: the copy of one is all that growing holds beside it.
+
+Shapes: G stacked buffers (keys and values of several layers), B batch, H key-value heads, C
+capacity in slots, A rows to move, T tokens, X head dimension.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INITIAL_SLACK = 256  # slots beyond the prompt before the first growth
+_STACK_BYTES = 1 << 28  # of a stack as it is made, or an eighth of all layers where that is more
+_FEWEST_STACKS = 8  # of a large cache
+
+
+class Stacks:
+    """The stacked buffers. A member is (stack, place in it).
+
+    Attributes:
+        stacks: each [G, B, H, C, X].
+        expected_layers: how many will be added.
+        capacity: C.
+        announced: slots that will be asked for at most, 0 if nobody knows.
+    """
+
+    def __init__(self) -> None:
+        self.stacks: list[Tensor] = []
+        self.expected_layers = 0
+        self._keys: list[tuple[Any, ...]] = []
+        self._used: Counter[int] = Counter()
+        self._layers_added = 0
+        self.capacity = 0
+        self.announced = 0
+
+    def buffer(self, member: tuple[int, int]) -> Tensor:
+        stack, place = member
+        return self.stacks[stack][place]
+
+    def add(self, keys: Tensor, values: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Places for one more layer. A new stack has room for layers still to come, since in most
+        models they are alike; what stays unused is given back by `trim`."""
+        self.capacity = self.capacity or self._first_capacity(keys.shape[-2])
+        remaining = max(self.expected_layers - self._layers_added, 1)
+        alike = _signature(keys) == _signature(values)
+        found = [self._place(t, remaining * (2 if alike else 1)) for t in (keys, values)]
+        self._layers_added += 1
+        if self._layers_added == self.expected_layers:
+            self.trim()
+        return found[0], found[1]
+
+    def _first_capacity(self, slots: int) -> int:
+        usual = slots + _INITIAL_SLACK
+        # Taken at once where that is not much more: a text need not become as long as it may.
+        return self.announced if slots <= self.announced <= 2 * usual else usual
+
+    def _place(self, like: Tensor, room: int) -> tuple[int, int]:
+        signature = _signature(like)
+        for stack, known in enumerate(self._keys):
+            if known == signature and self._used[stack] < self.stacks[stack].shape[0]:
+                break
+        else:
+            stack = len(self.stacks)
+            batch, heads, _, width = like.shape
+            buffer_bytes = batch * heads * self.capacity * width * like.element_size()
+            share = -(-2 * self.expected_layers // _FEWEST_STACKS)
+            room = max(1, min(room, max(share, _STACK_BYTES // buffer_bytes)))
+            self.stacks.append(like.new_zeros(room, batch, heads, self.capacity, width))
+            self._keys.append(signature)
+        place = self._used[stack]
+        self._used[stack] += 1
+        return stack, place
+
+    def trim(self) -> None:
+        """Give back the room that models with unlike layers leave unused."""
+        for stack, used in self._used.items():
+            if used < self.stacks[stack].shape[0]:
+                self.stacks[stack] = self.stacks[stack][:used].clone()
+
+    @torch.inference_mode(False)  # a cache outlives the loop that lets it grow
+    def reserve(self, slots: int) -> None:
+        if slots <= self.capacity:
+            return
+        grown = max(slots, self.capacity + self.capacity // 2)
+        if slots <= self.announced:
+            grown = min(grown, self.announced)
+        for i in range(len(self.stacks)):  # by index: each is let go before the next is copied
+            used = self.stacks[i]
+            self.stacks[i] = used.new_empty(*used.shape[:3], grown, used.shape[4])
+            self.stacks[i][:, :, :, : self.capacity] = used
+            self.stacks[i][:, :, :, self.capacity :] = 0
+            del used
+        self.capacity = grown
+
+    def move_rows(self, source_BA: Tensor, destination_BA: Tensor) -> None:
+        for stack in self.stacks:
+            if source_BA.shape[0] == 1:
+                # One row: plain index operations are several times faster than a scatter.
+                rows = stack.index_select(3, source_BA[0].to(stack.device))
+                stack.index_copy_(3, destination_BA[0].to(stack.device), rows)
+            else:
+                # Whole rows of X numbers by their place in the flattened stack: gather and scatter
+                # would read an index for every number, and took 300 times as long on a CPU.
+                groups, batch, heads, capacity, width = stack.shape
+                first = torch.arange(groups * batch * heads, device=stack.device) * capacity
+                first_GBH1 = first.view(groups, batch, heads, 1)
+                source = (first_GBH1 + source_BA.to(stack.device)[:, None]).flatten()
+                place = (first_GBH1 + destination_BA.to(stack.device)[:, None]).flatten()
+                rows = stack.view(-1, width)
+                rows.index_copy_(0, place, rows.index_select(0, source))
+
+    @torch.inference_mode(False)
+    def select_batch(self, rows: Sequence[int]) -> None:
+        for i in range(len(self.stacks)):  # by index: each is let go before the next is copied
+            index = torch.tensor(list(rows), device=self.stacks[i].device)
+            self.stacks[i] = self.stacks[i].index_select(1, index)
+
+
+def _signature(tensor: Tensor) -> tuple[Any, ...]:
+    batch, heads, _, width = tensor.shape
+    return batch, heads, width, tensor.dtype, tensor.device

@@ -1,0 +1,59 @@
+"""The helps of all commands: one style, each flag once, no default that says nothing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from medusa_heads.cli import arguments
+from medusa_heads.cli.main import VERBS
+
+COMMANDS = {
+    "train-heads": "medusa_heads.cli.train_heads",
+    "train-draft": "medusa_heads.cli.train_draft",
+    **{f"medusa-heads {verb}": module for verb, (module, _) in VERBS.items()},
+}
+
+
+@pytest.fixture
+def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The parser that a command makes."""
+    made = []
+    make = arguments.make_parser
+
+    def keep(*given: Any) -> Any:
+        made.append(make(*given))
+        return made[0]
+
+    monkeypatch.setattr(arguments, "make_parser", keep)
+    with pytest.raises(SystemExit):
+        import_module(COMMANDS[request.param]).main(["--help"])
+    return made[0]
+
+
+@pytest.mark.parametrize("parser", COMMANDS, indirect=True)
+def test_every_flag_is_explained_in_a_sentence(parser: Any) -> None:
+    for action in parser._actions[1:]:  # the first is argparse's own --help
+        sentence = action.help or ""
+        assert sentence.endswith("."), (action.dest, sentence)
+        assert sentence[0].isupper() or sentence.startswith("torch"), (action.dest, sentence)
+        assert not sentence.startswith("Of "), (action.dest, sentence)
+
+
+@pytest.mark.parametrize("parser", COMMANDS, indirect=True)
+def test_the_help_shows_each_flag_once_and_no_empty_default(parser: Any) -> None:
+    shown = parser.format_help()
+    assert "(default: None)" not in shown and "(default: [])" not in shown
+    for action in parser._actions[1:]:
+        both = [flag for flag in action.option_strings if flag in shown.split()]
+        assert both[:1] == action.option_strings[:1]
+        assert not any("-" in flag[2:] for flag in both)
+
+
+@pytest.mark.parametrize("parser", ["train-heads"], indirect=True)
+def test_the_opposite_of_a_switch_says_so(parser: Any) -> None:
+    shown = " ".join(parser.format_help().split())
+    assert "--no_load_best_model_at_end Switch --load_best_model_at_end off." in shown
+    assert shown.startswith("usage: train-heads --model_name_or_path MODEL_NAME_OR_PATH --dataset")

@@ -1,0 +1,95 @@
+"""Growth from several sources: the likeliest nodes, agreeing sources in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medusa_heads.inference.adapt.evidence import Evidence
+from medusa_heads.inference.drafters.growing import Proposal, grow
+
+# What is offered behind each path of tokens.
+Table = dict[tuple[int, ...], dict[int, float]]
+
+
+class Tabled(Proposal):
+    """A place is the path that leads to it."""
+
+    def __init__(self, table: Table, evidence: Evidence | None = None) -> None:
+        super().__init__(evidence or Evidence([1.0], memory=1e9), ())
+        self._table = table
+
+    def _behind(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:
+        assert isinstance(place, tuple)
+        found = self._table.get(place, {})
+        return [(token, chance, 0, (*place, token)) for token, chance in found.items()]
+
+
+def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tokens)):
+        found.append((*found[parents[node]], tokens[node]))
+    return found[1:]
+
+
+CHANCES = st.lists(st.floats(0.05, 0.3), min_size=3, max_size=3)
+PATHS = [(), *((a,) for a in range(3)), *((a, b) for a in range(3) for b in range(3))]
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(PATHS, CHANCES)), st.integers(0, 14))
+def test_the_likeliest_nodes_in_order(
+    chances: dict[tuple[int, ...], list[float]], most: int
+) -> None:
+    table = {path: dict(enumerate(each)) for path, each in chances.items()}
+    tree = grow(9, [Tabled(table)], most)
+    reached: dict[tuple[int, ...], float] = {(): 1.0}
+    for path in PATHS:
+        for token, chance in table[path].items():
+            longer = (*path, token)
+            reached[longer] = reached[path] * chance
+    del reached[()]
+    best = sorted(reached.values(), reverse=True)[:most]
+    assert tree.chances[1:] == pytest.approx(best)
+    found = paths_of(tree.tokens, tree.parents)
+    assert len(set(found)) == len(found)
+    assert [reached[path] for path in found] == pytest.approx(tree.chances[1:])
+
+
+def test_sources_that_agree_share_a_node_and_go_on_behind_it_together() -> None:
+    one: Table = {(): {1: 0.5}, (1,): {2: 0.4}}
+    other: Table = {(): {1: 0.4, 3: 0.1}, (1,): {4: 0.6}}
+    tree = grow(9, [Tabled(one), Tabled(other)], 9)
+    assert tree.tokens == [9, 1, 4, 2, 3] and tree.parents == [-1, 0, 1, 1, 0]
+    both = 0.5 + 0.4 - 0.5 * 0.4  # right more often than either
+    assert tree.chances[1:] == pytest.approx([both, both * 0.6, both * 0.4, 0.1])
+
+
+def test_sources_that_contradict_each_other_promise_no_more_than_certainty() -> None:
+    tree = grow(9, [Tabled({(): {1: 0.9}}), Tabled({(): {2: 0.9}})], 9)
+    assert tree.chances[1:] == pytest.approx([0.5, 0.5]) and tree.expected()[-1] <= 1.0
+
+
+def test_a_chain_where_branches_cannot_be_verified() -> None:
+    table: Table = {(): {1: 0.3, 2: 0.5}, (2,): {3: 0.2, 4: 0.1}, (1,): {5: 0.9}}
+    tree = grow(9, [Tabled(table)], 9, chain_only=True)
+    assert tree.tokens == [9, 2, 3] and tree.parents == [-1, 0, 1]
+
+
+def test_no_node_below_the_least_chance() -> None:
+    table: Table = {(): {1: 0.5, 2: 0.05}, (1,): {3: 0.5, 4: 0.1}}
+    tree = grow(9, [Tabled(table)], 9, least=0.2)
+    assert tree.tokens == [9, 1, 3]
+    assert grow(9, [], 9).tokens == [9]
+
+
+def test_what_was_committed_teaches_as_far_as_the_source_was_right() -> None:
+    evidence = Evidence([1.0], weight=1.0, memory=1e9)
+    proposal = Tabled({(): {1: 0.5, 2: 0.5}, (1,): {3: 0.5}, (2,): {4: 1.0}}, evidence)
+    proposal.learn([1, 8, 9])
+    # Expected 0.5 + 0.5 + 0.5 over a prior of 1; one was right, and nothing behind 8 is known.
+    assert evidence.rate(0) == pytest.approx((1.0 + 1.0) / (1.0 + 1.5))
+    proposal.learn([7])
+    assert evidence.rate(0) == pytest.approx(2.0 / 3.5)
