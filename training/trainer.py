@@ -124,10 +124,10 @@ class HeadsTrainer(TaughtTrainer):
         """As transformers', but where the rate is a default each part gets what suits it."""
         if self.optimizer is None and by_width(self.args):
             optimizer_cls, options = self.get_optimizer_cls_and_kwargs(self.args)
-            assert isinstance(self.model, nn.Module)
-            names = set(self.get_decay_parameter_names(self.model))
-            decaying = [p for name, p in self.model.named_parameters() if name in names]
-            groups = rate_groups(self.model.heads, self.args, decaying)
+            trained: Any = self.model
+            names = set(self.get_decay_parameter_names(trained))
+            decaying = [p for name, p in trained.named_parameters() if name in names]
+            groups = rate_groups(trained.heads, self.args, decaying)
             self.optimizer = optimizer_cls(groups, **options)
         return super().create_optimizer(model)
 
