@@ -43,6 +43,7 @@ _HALF_TOLERANCE = 0.2
 # all activations in 8 bits shifts even tiny narrow models by 5e-3, a mask not followed by 0.1.
 _LEAK_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 _HALF_LEAK_TOLERANCE = 2e-3
+_NO_EFFECT = 1e-6  # of a plain forward: tokens that were never trained may all be embedded alike
 
 # Attention that goes by cache slot rather than by position in the text, whatever mask is given.
 _SLOT_BOUND = {
@@ -213,6 +214,13 @@ def probe(target: TargetModel, shape: TreeShape) -> Probe:
     ends = [path[-1] for path in paths]
     changed_NV = verified([0, *ends])
     effects = [_relative_error(changed_NV[[end]], logits_NV[[end]]) for end in ends]
+    for i, path in enumerate(paths):
+        if effects[i] <= max(leaks):
+            changed_1N = others_1N[:, path].clone()
+            changed_1N[:, [0, -1]] = nodes_1N[:, [0, path[-1]]]
+            plain_NV = _plain_logits(target, prompt_1T, changed_1N)
+            if _relative_error(plain_NV[[-1]], logits_NV[[path[-1]]]) <= _NO_EFFECT:
+                effects[i] = float("inf")  # to the target itself these tokens are all the same
     return Probe(max(errors), max(leaks), min(effects))
 
 

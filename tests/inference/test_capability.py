@@ -262,3 +262,11 @@ def test_experts_do_not_make_tokens_see_each_other() -> None:
     )
     for dtype in DTYPES:
         assert capability(TargetModel(build(config).to(dtype))) == "tree"
+
+
+def test_tokens_that_were_never_trained_are_no_fault(tiny_llama: TinyLlama) -> None:
+    """A vocabulary may be larger than what was trained: nobody can see such tokens."""
+    model: Any = tiny_llama()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[4:] = 0.0
+    assert capability(TargetModel(model)) == "tree"
