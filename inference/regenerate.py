@@ -168,7 +168,7 @@ def answer_dialogues(
     accounting.check()
     if not accounting.done:
         raise ValueError(f"not one answer: {accounting}. The first: {accounting.problems[0]}")
-    return Regenerated(_dataset(dialogues), accounting, described)
+    return Regenerated(dataset_of(dialogues), accounting, described)
 
 
 def _check_length(prompt_tokens: int, sampling: Sampling, limit: int | None) -> None:
@@ -191,12 +191,20 @@ def _answer_new(
         store.flush()  # also where the user interrupts
 
 
-def _dataset(dialogues: Sequence[Dialogue]) -> Dataset:
+def dataset_of(dialogues: Sequence[Dialogue]) -> Dataset:
+    """The rows of all dialogues; where one has several, `document` says which rows are whose, so
+    that they are held out together."""
     from datasets import Dataset, Features, List, Value
 
-    rows = [row for dialogue in dialogues for row in dialogue.rows()]
-    columns = {name: [row[name] for row in rows] for name in ("input_ids", "labels")}
-    return Dataset.from_dict(columns, Features(dict.fromkeys(columns, List(Value("int32")))))
+    rows = [(place, row) for place, dialogue in enumerate(dialogues) for row in dialogue.rows()]
+    columns: dict[str, list[Any]] = {
+        name: [row[name] for _, row in rows] for name in ("input_ids", "labels")
+    }
+    kinds: dict[str, Any] = dict.fromkeys(columns, List(Value("int32")))
+    places = [place for place, _ in rows]
+    if len(set(places)) < len(places):
+        columns["document"], kinds["document"] = places, Value("int64")
+    return Dataset.from_dict(columns, Features(kinds))
 
 
 class _Progress:

@@ -12,7 +12,7 @@ from medusa_heads.errors import at_least
 from medusa_heads.masking import masked
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from medusa_heads.training.rates import RunArguments
 
 # Fields of OptimisationArguments that transformers.TrainingArguments has not, or means otherwise.
 OF_THE_RUN = (
@@ -38,7 +38,9 @@ class OptimisationArguments:
         default=None,
         metadata={
             "help": f"Peak learning rate. Default: {SHARED_LEARNING_RATE} with a shared vocabulary "
-            f"matrix, {OWN_LEARNING_RATE} with own ones."
+            f"matrix, {OWN_LEARNING_RATE} with own ones; for targets wider than 384 less in "
+            "proportion, and less for a prefix layer and sequential heads. A rate given here is "
+            "every part's."
         },
     )
     num_train_epochs: float = field(
@@ -174,7 +176,7 @@ def to_training_arguments(
     vocab_matrix: str,
     *,
     autocast: Callable[[str | None], bool] = lambda _: False,
-) -> "TrainingArguments":
+) -> "RunArguments":
     """The same run as transformers.TrainingArguments, which is imported only here.
 
     Args:
@@ -190,12 +192,15 @@ def to_training_arguments(
     import torch
     from transformers import TrainingArguments
 
+    from medusa_heads.training.rates import RunArguments
+
     values = asdict(arguments)
     extra = _extra_fields(values.pop("training_args"), {f.name for f in fields(TrainingArguments)})
     for name in OF_THE_RUN:
         values.pop(name)
     values["warmup_steps"] = values.pop("warmup_share")
-    if values["learning_rate"] is None:
+    values["rates_by_width"] = values["learning_rate"] is None
+    if values["rates_by_width"]:
         values["learning_rate"] = default_learning_rate(vocab_matrix)
     if values["bf16"] is None:
         values["bf16"] = not extra.get("fp16") and autocast("cpu" if extra.get("use_cpu") else None)
@@ -215,7 +220,7 @@ def to_training_arguments(
         # Else the order of the rows would hang on whatever touched torch's generator before.
         "data_seed": arguments.seed,
     }
-    args = TrainingArguments(**{**defaults, **values, **extra})
+    args = RunArguments(**{**defaults, **values, **extra})
     trackers = args.report_to
     assert isinstance(trackers, list)
     _check_trackers(trackers)

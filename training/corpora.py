@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from medusa_heads.data_files import SUFFIXES, has_known_suffix
 from medusa_heads.training.bad_rows import BadRows
 from medusa_heads.training.folders import files_of_split, is_saved_dataset, saved_dataset
-from medusa_heads.training.formats import CONTEXT_COLUMN, Format, recognise
+from medusa_heads.training.formats import CONTEXT_COLUMN, DOCUMENT_COLUMN, Format, recognise
 from medusa_heads.training.hub_dataset import load_hub_dataset
 from medusa_heads.training.readers import (
     PLACE_COLUMN,
@@ -252,10 +252,15 @@ def _join(parts: Sequence[Corpus]) -> Corpus:
 
     wanted = [*parts[0].format.columns, "tools", CONTEXT_COLUMN, PLACE_COLUMN]
     tables = []
-    for part in parts:
+    for number, part in enumerate(parts):
         names = part.rows.column_names  # of a stream they may be unknown, and all are kept
         known = None if names is None else [name for name in wanted if name in names]
-        tables.append(part.rows if known is None else part.rows.select_columns(known))
+        table = part.rows if known is None else part.rows.select_columns(known)
+        if not part.is_stream and part.format.name == "tokens" and DOCUMENT_COLUMN in names:
+            # Two corpora may number their documents alike.
+            named = [None if d is None else f"{number} {d}" for d in part.rows[DOCUMENT_COLUMN]]
+            table = table.add_column(DOCUMENT_COLUMN, named)
+        tables.append(table)
     return Corpus(
         ", ".join(part.name for part in parts),
         concatenate_datasets(tables),

@@ -43,6 +43,7 @@ class TrainingData:
         facts: of `known_rows`.
         held_out_facts: of `held_out`.
         corpora: what the rows come from, the corpus to train on first.
+        one_pass: of a stream, all its rows once, not packed.
     """
 
     rows: Dataset | IterableDataset
@@ -51,6 +52,7 @@ class TrainingData:
     facts: RowFacts
     held_out_facts: RowFacts
     corpora: Sequence[Corpus | TokenisedCorpus]
+    one_pass: IterableDataset | None = None
 
     @property
     def is_stream(self) -> bool:
@@ -166,15 +168,16 @@ def prepare_data(
         check_packing(target)
     makers = [make_tokeniser(part, tokenizer, settings, target) for part in parts]
     tables = [
-        tokenise(part, maker, settings.dataset_num_proc)
+        tokenise(part, maker, limits, settings.dataset_num_proc)
         for part, maker in zip(parts, makers, strict=True)
         if not part.is_stream
     ]
     rows: Dataset | IterableDataset
+    one_pass = None
     if corpus.is_stream:
         if max_steps <= 0:
             raise ValueError("a stream has no known end: give max_steps to train so many steps")
-        rows, first_documents, known = stream_rows(
+        rows, one_pass, first_documents, known = stream_rows(
             corpus,
             makers[0],
             limits,
@@ -194,7 +197,7 @@ def prepare_data(
     if settings.packing and not corpus.is_stream:
         rows = pack_rows(known, settings.max_length)
     streams = [part for part in parts if part.is_stream]
-    return TrainingData(rows, measured, known, facts, held_out_facts, [*streams, *tables])
+    return TrainingData(rows, measured, known, facts, held_out_facts, [*streams, *tables], one_pass)
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ class DataArguments:
         default=512,
         metadata={
             "help": "Longest row in tokens: longer text becomes several rows, a longer "
-            "conversation is cut on the right."
+            "conversation is cut on the right. Rows of tokens likewise."
         },
     )
     packing: bool = field(

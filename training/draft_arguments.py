@@ -12,9 +12,8 @@ from medusa_heads.errors import at_least
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
     from medusa_heads.training.loss_config import LossConfig
+    from medusa_heads.training.rates import RunArguments
 
 Divergence = Literal[
     "forward_kl",
@@ -128,8 +127,9 @@ class DraftOptimisationArguments(OptimisationArguments):
     learning_rate: float | None = field(
         default=None,
         metadata={
-            "help": f"Peak learning rate. Default: {BUILT_LEARNING_RATE}, or {GIVEN_LEARNING_RATE} "
-            "for a draft_model that was trained before."
+            "help": f"Peak learning rate. Default: {BUILT_LEARNING_RATE}, less in proportion where "
+            f"the draft model is wider than 384; {GIVEN_LEARNING_RATE} for a draft_model that was "
+            "trained before."
         },
     )
     metric_for_best_model: DraftMetric = field(  # type: ignore[assignment]
@@ -146,7 +146,7 @@ def draft_training_arguments(
     *,
     given: bool,
     autocast: Callable[[str | None], bool] = lambda _: False,
-) -> "TrainingArguments":
+) -> "RunArguments":
     """The run as transformers.TrainingArguments.
 
     Args:
@@ -158,6 +158,8 @@ def draft_training_arguments(
         ValueError: as `to_training_arguments`.
     """
     rate = GIVEN_LEARNING_RATE if given else BUILT_LEARNING_RATE
-    return to_training_arguments(
+    args = to_training_arguments(
         replace(arguments, learning_rate=arguments.learning_rate or rate), "own", autocast=autocast
     )
+    args.rates_by_width = arguments.learning_rate is None and not given
+    return args

@@ -261,7 +261,7 @@ def byte_size(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def text_size(rows: Any, longest: int, learnt: int) -> TextSize:
+def text_size(rows: Any, learnt: int) -> TextSize:
     """Of a table of rows, packed or not."""
     lengths = [len(ids) for ids in rows.with_format("numpy")["input_ids"]]
-    return TextSize(len(lengths), sum(lengths), learnt, min(max(lengths), longest))
+    return TextSize(len(lengths), sum(lengths), learnt, max(lengths))

@@ -16,6 +16,9 @@ from medusa_heads.training.bad_rows import BadRow
 CONTEXT_COLUMN = "_context"
 """Of a table of conversations: how many messages at the start are not learnt from."""
 
+DOCUMENT_COLUMN = "document"
+"""Of a table of tokens: which rows are parts of one document, and are held out together."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of a `messages` column, as chat templates know them."""
 
@@ -62,10 +65,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids, and labels of the same length."""
+    """Token ids, labels of the same length, and the document they are a part of, where it has a
+    number or a name."""
 
     input_ids: list[int]
     labels: list[int]
+    document: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,8 @@ class Format:
             if row.get(column) is None:
                 raise BadRow(f"no {column!r}")
         if self.name == "tokens":
-            return Tokens(*(_token_ids(row[column], column) for column in self.columns))
+            ids, labels = (_token_ids(row[column], column) for column in self.columns)
+            return Tokens(ids, labels, row.get(DOCUMENT_COLUMN))
         if self.name == "prompt/completion":
             return _completion(row)
         if self.name == "text":
@@ -140,7 +146,10 @@ def plain_columns(content: Document | Completion | Conversation | Tokens) -> dic
     if isinstance(content, Completion):
         return {"prompt": content.prompt, "completion": content.completion}
     if isinstance(content, Tokens):
-        return {"input_ids": content.input_ids, "labels": content.labels}
+        plain = {"input_ids": content.input_ids, "labels": content.labels}
+        if content.document is None:
+            return plain
+        return plain | {DOCUMENT_COLUMN: str(content.document)}
     return {
         "messages": json.dumps(content.messages, ensure_ascii=False),
         CONTEXT_COLUMN: content.context,

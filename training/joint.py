@@ -21,6 +21,7 @@ from medusa_heads.training.joint_objective import JointObjective
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.metrics import OWN_FIGURES, own_figures
 from medusa_heads.training.own_loss import own_rows
+from medusa_heads.training.rates import rate_groups
 from medusa_heads.training.rows import SupervisedRows, supervised_rows
 from medusa_heads.training.trainer import HeadsTrainer
 
@@ -80,16 +81,16 @@ class JointTrainer(HeadsTrainer):
             self.add_callback(OwnLossLine)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Two groups, each with its own rate: the heads, then the adapter."""
+        """Groups, each with its own rate: the heads, then the adapter."""
         if self.optimizer is None:
             optimizer_cls, options = self.get_optimizer_cls_and_kwargs(self.args)
             rate = self.joint.settings.learning_rate
             if rate is None:
                 rate = self.args.learning_rate / HEADS_TO_ADAPTER_RATE
-            heads = [p for p in self.joint.heads.parameters() if p.requires_grad]
+            heads = self.joint.heads
             self.optimizer = optimizer_cls(
                 [
-                    {"params": heads, "weight_decay": self.args.weight_decay},
+                    *rate_groups(heads, self.args, decaying=list(heads.parameters())),
                     {
                         "params": list(self.joint.adapter.parameters()),
                         "weight_decay": self.args.weight_decay,
@@ -115,9 +116,9 @@ class JointTrainer(HeadsTrainer):
             def of_adapter(step: int) -> float:
                 return float(course(step)) * min(max((step - first) / rise, 0.0), 1.0)
 
-            scheduler.lr_lambdas[1:] = [of_adapter]
-            group = scheduler.optimizer.param_groups[1]
-            group["lr"] = scheduler.base_lrs[1] * of_adapter(0)
+            scheduler.lr_lambdas[-1] = of_adapter
+            group = scheduler.optimizer.param_groups[-1]
+            group["lr"] = scheduler.base_lrs[-1] * of_adapter(0)
         return scheduler
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:

@@ -14,7 +14,7 @@ from medusa_heads.training.corpora import Corpus
 from medusa_heads.training.data import make_tokeniser
 from medusa_heads.training.data_arguments import DataArguments
 from medusa_heads.training.readers import PLACE_COLUMN
-from medusa_heads.training.row_facts import check_rows
+from medusa_heads.training.row_facts import RowLimits, check_rows
 from medusa_heads.training.rows import head_labels
 from medusa_heads.training.tokenising import tokenise
 
@@ -60,6 +60,7 @@ def draw_rows(
     if corpus.format.name != "tokens":
         target.check_length(settings.max_length, "max_length")
     tokeniser = make_tokeniser(corpus, tokenizer, settings, target)
+    limits = RowLimits.of(target)
     generator = np.random.default_rng(seed)
     documents = generator.permutation(len(corpus.rows))
     tables, found = [], 0
@@ -67,7 +68,7 @@ def draw_rows(
         if found >= tokens:
             break
         part = _part(corpus, documents[start : start + _DOCUMENTS].tolist())
-        tables.append(tokenise(part, tokeniser).rows)
+        tables.append(tokenise(part, tokeniser, limits).rows)
         found += sum(map(_supervised, tables[-1]["labels"]))
     rows = concatenate_datasets(tables)
     drawn = generator.permutation(len(rows))

@@ -42,32 +42,30 @@ class RowLimits:
         """The limits of a target."""
         return cls(target.vocab_size, target.max_positions)
 
-    def check(self, ids: Any, labels: Any, where: str) -> None:
-        """Refuse a row (of arrays) that training could not use; `where` is what to call it.
-
-        Raises:
-            ValueError: token ids outside the vocabulary, more tokens than the context, or labels
-                that are shifted or of another length.
+    def problem(self, ids: Any, labels: Any) -> str | None:
+        """Why training could not use a row (of arrays), None if it can: token ids outside the
+        vocabulary, more tokens than the context, or labels that are shifted or of another length.
         """
         if not len(ids):
-            raise ValueError(f"{where} is empty: leave it out")
+            return "is empty: leave it out"
         if len(ids) != len(labels):
-            raise ValueError(f"{where} has {len(ids)} input_ids but {len(labels)} labels")
+            return f"has {len(ids)} input_ids but {len(labels)} labels"
         if self.context is not None and len(ids) > self.context:
-            raise ValueError(
-                f"{where} has {len(ids)} tokens, more than the target's context of {self.context}: "
+            return (
+                f"has {len(ids)} tokens, more than the target's context of {self.context}: "
                 "cut it, or ask for shorter rows"
             )
         if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise ValueError(
-                f"{where} has token ids from {ids.min()} to {ids.max()}, the target's vocabulary "
-                f"has {self.vocab_size}: tokenise with the target's own tokenizer"
+            return (
+                f"has token ids from {ids.min()} to {ids.max()}, the target's vocabulary has "
+                f"{self.vocab_size}: tokenise with the target's own tokenizer"
             )
         if ((labels != ids) & (labels != IGNORED)).any():
-            raise ValueError(
-                f"{where} has labels that are neither {IGNORED} nor its input_ids at the same "
-                "place: labels are not shifted here"
+            return (
+                f"has labels that are neither {IGNORED} nor its input_ids at the same place: "
+                "labels are not shifted here"
             )
+        return None
 
 
 def check_rows(rows: Dataset, target: TargetModel, *, name: str, heads_reached: int) -> RowFacts:
@@ -90,7 +88,8 @@ def check_rows(rows: Dataset, target: TargetModel, *, name: str, heads_reached: 
     longest_run = 0
     for batch in rows.select_columns(["input_ids", "labels"]).with_format("numpy").iter(256):
         for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-            limits.check(ids, labels, f"row {facts['rows']} of the {name}")
+            if (problem := limits.problem(ids, labels)) is not None:
+                raise ValueError(f"row {facts['rows']} of the {name} {problem}")
             supervised = labels != IGNORED
             longest_run = max(longest_run, _longest_run(supervised))
             digest.update(np.int64(len(ids)).tobytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,22 +30,26 @@ _PACKED_AT_ONCE = 512
 class _Sieve:
     """Lets rows through that can be used, and counts or refuses the others.
 
-    Called with batches of what a Tokeniser makes, from row `first` of a corpus on.
+    Called with batches of what a Tokeniser makes. Held-out rows are known by their tokens: readers
+    that share a stream have each a part of it, in which no row knows its place in the whole.
     """
 
     corpus: Corpus
     limits: RowLimits
-    first: int
+    held_out: frozenset[bytes] = frozenset()
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         passed: dict[str, list[Any]] = {"input_ids": [], "labels": []}
         for row, problem in enumerate(batch["problem"]):
-            place = batch["place"][row] or self.corpus.place(self.first + batch["document"][row])
+            ids, labels = batch["input_ids"][row], batch["labels"][row]
+            if problem is None:
+                problem = self.limits.problem(np.asarray(ids), np.asarray(labels))
             if problem is not None:
+                place = batch["place"][row] or self.corpus.place(batch["document"][row])
                 self.corpus.bad_rows.add(place, problem)
                 continue
-            ids, labels = batch["input_ids"][row], batch["labels"][row]
-            self.limits.check(np.asarray(ids), np.asarray(labels), place)
+            if _digest(ids) in self.held_out:
+                continue
             passed["input_ids"].append(ids)
             passed["labels"].append(labels)
         return passed
@@ -59,7 +64,7 @@ def stream_rows(
     shuffle_buffer: int,
     seed: int,
     packing: bool,
-) -> tuple[IterableDataset, Dataset | None, Dataset]:
+) -> tuple[IterableDataset, IterableDataset, Dataset | None, Dataset]:
     """An endless stream of rows to train on, and what is known of it.
 
     It begins anew when the corpus ends. Read again from its start it gives the same rows in the
@@ -69,27 +74,37 @@ def stream_rows(
         corpus: of a stream.
         tokeniser: for its rows.
         limits: that rows must fit.
-        held_out: documents at the start that are kept from it; 0 for none.
+        held_out: documents at the start that are kept from it, and with them all of the same
+            tokens; 0 for none.
         shuffle_buffer: rows mixed at a time; 1 leaves the order.
         seed: of the mixing.
         packing: join documents to rows of the tokeniser's `max_length`.
 
     Returns:
-        The stream; the rows of the held-out documents, None if there are to be none; and the first
-        rows to train on, in order and not packed.
+        The stream; one pass over its rows, in order and not packed; the rows of the held-out
+        documents, None if there are to be none; and the first rows of that pass.
 
     Raises:
-        ValueError: the corpus holds nothing beyond the held-out documents.
+        ValueError: the corpus, or the first of its files where readers share them, holds nothing
+            beyond the held-out documents.
     """
-    held = None
+    held, digests = None, frozenset[bytes]()
     if held_out:
-        held = _table(_tokens(corpus, corpus.rows.take(held_out), tokeniser, limits, 0))
-    rows = _tokens(corpus, corpus.rows.skip(held_out), tokeniser, limits, held_out)
+        held = _table(_tokens(corpus.rows.take(held_out), tokeniser, _Sieve(corpus, limits)))
+        digests = frozenset(map(_digest, held["input_ids"]))
+    rows = one_pass = _tokens(corpus.rows, tokeniser, _Sieve(corpus, limits, digests))
     first = _table(rows.take(FIRST_ROWS))
     if not len(first) or (held is not None and not len(held)):
         raise ValueError(
             f"the stream has no text beyond its first {held_out} documents, which are held out: "
             "ask for fewer eval_rows, give an eval_dataset, or leave streaming off"
+        )
+    shards = rows.num_shards
+    if shards > 1 and next(iter(rows.shard(shards, 0)), None) is None:
+        # A process that were given only this one would wait for its first row for ever.
+        raise ValueError(
+            f"the first of the stream's {shards} files is held out whole: ask for fewer eval_rows, "
+            "or give an eval_dataset"
         )
     if shuffle_buffer > 1:
         rows = rows.shuffle(seed=seed, buffer_size=shuffle_buffer)
@@ -101,12 +116,10 @@ def stream_rows(
             remove_columns=["input_ids", "labels"],
             features=packed_features(),
         )
-    return rows.repeat(None), held, first
+    return rows.repeat(None), one_pass, held, first
 
 
-def _tokens(
-    corpus: Corpus, rows: IterableDataset, tokeniser: Tokeniser, limits: RowLimits, first: int
-) -> IterableDataset:
+def _tokens(rows: IterableDataset, tokeniser: Tokeniser, sieve: _Sieve) -> IterableDataset:
     from datasets import Features
 
     features = token_features()
@@ -120,12 +133,16 @@ def _tokens(
     )
     kept = ["input_ids", "labels"]
     return tokens.map(
-        _Sieve(corpus, limits, first),
+        sieve,
         batched=True,
         batch_size=_TOKENISED_AT_ONCE,
         remove_columns=[name for name in features if name not in kept],
         features=Features({name: features[name] for name in kept}),
     )
+
+
+def _digest(ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(np.asarray(ids, np.int32).tobytes(), digest_size=16).digest()
 
 
 def _table(rows: IterableDataset) -> Dataset:

@@ -22,6 +22,7 @@ from medusa_heads.training.sharding import is_sharded
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState
+    from transformers.trainer_utils import EvalLoopOutput
 
 
 class TaughtTrainer(ResumableTrainer, ABC):
@@ -89,6 +90,7 @@ class TaughtTrainer(ResumableTrainer, ABC):
         target.freeze()
         self.target = target
         self.record = record
+        self._held_out_sums: list[Tensor] = []  # of each batch, [2]: its loss, its tokens
         super().__init__(model=model, args=args, **kwargs)
         self.model_accepts_loss_kwargs = True  # the divisor is given: no second average
         if not args.disable_tqdm:
@@ -129,15 +131,38 @@ class TaughtTrainer(ResumableTrainer, ABC):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Loss, figures_BTF (-100 where nothing is measured) and labels_BT."""
         inputs = self._prepare_inputs(inputs)
-        labels_BT = inputs["labels"]
+        labels_BT = inputs["labels"] = self._once(inputs["labels"])
+        items = (labels_BT != IGNORED).sum()
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss, figures = self._judge(model, inputs, (labels_BT != IGNORED).sum())
+            loss, figures = self._judge(model, inputs, items)
+            sums_2 = torch.stack([loss.float() * items, items.float()])
+            self._held_out_sums.append(self.accelerator.reduce(sums_2, reduction="sum"))
             if prediction_loss_only:
                 return loss, None, None
             positions_R, figures_RF = figures()
         figures_PF = figures_RF.new_full((labels_BT.numel(), figures_RF.shape[1]), IGNORED)
         figures_PF[positions_R] = figures_RF
         return loss, figures_PF.view(*labels_BT.shape, -1), labels_BT
+
+    def _once(self, labels_BT: Tensor) -> Tensor:
+        """The labels of a held-out batch, without those of rows that only fill the last one up."""
+        place = self.accelerator.gradient_state
+        if not place.end_of_dataloader or place.remainder <= 0:
+            return labels_BT
+        before = self.accelerator.process_index * len(labels_BT)
+        once_BT = labels_BT.clone()
+        once_BT[max(place.remainder - before, 0) :] = IGNORED
+        return once_BT
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As in transformers, with a loss per token in place of a mean over batches."""
+        self._held_out_sums.clear()
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._held_out_sums and output.metrics is not None:
+            loss, items = torch.stack(self._held_out_sums).cpu().double().sum(dim=0).tolist()
+            prefix = kwargs.get("metric_key_prefix", "eval")
+            output.metrics[f"{prefix}_loss"] = loss / max(items, 1)
+        return output
 
     @abstractmethod
     def _judge(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,8 +13,16 @@ from medusa_heads.config import IGNORED
 from medusa_heads.training.bad_rows import BadRow
 from medusa_heads.training.chat import ChatTemplate, continuation
 from medusa_heads.training.corpora import Corpus
-from medusa_heads.training.formats import Completion, Conversation, Document, Format, Tokens
+from medusa_heads.training.formats import (
+    DOCUMENT_COLUMN,
+    Completion,
+    Conversation,
+    Document,
+    Format,
+    Tokens,
+)
 from medusa_heads.training.readers import PLACE_COLUMN
+from medusa_heads.training.row_facts import RowLimits
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -67,18 +75,27 @@ class Tokeniser:
     def _rows(self, row: Mapping[str, Any]) -> tuple[list[Row], int]:
         content = self.format.read(row)
         if isinstance(content, Tokens):
-            return [(content.input_ids, content.labels)], 0
+            return self._ready(content.input_ids, content.labels)
         if isinstance(content, Document):
-            ids = self._ended(self._encode(content.text))
-            starts = range(0, len(ids), self.max_length)
-            blocks = [ids[start : start + self.max_length] for start in starts]
-            return [(block, block) for block in blocks], 0
+            return self._blocks(self._ended(self._encode(content.text))), 0
         if isinstance(content, Completion):
             return self._cut([self._completion(content)])
         assert isinstance(content, Conversation)
         if self.chat is None:
             raise BadRow("messages need a chat template, and the tokenizer has none")
         return self._cut(self.chat.rows(content))
+
+    def _ready(self, ids: list[int], labels: list[int]) -> tuple[list[Row], int]:
+        """Rows of tokens: one that is learnt whole is a document, any other has an answer."""
+        if len(ids) <= self.max_length or len(ids) != len(labels):
+            return [(ids, labels)], 0  # unequal lengths are refused where rows are checked
+        return (self._blocks(ids), 0) if ids == labels else self._cut([(ids, labels)])
+
+    def _blocks(self, ids: list[int]) -> list[Row]:
+        """A document as rows of at most `max_length`, learnt whole."""
+        starts = range(0, len(ids), self.max_length)
+        blocks = [ids[start : start + self.max_length] for start in starts]
+        return [(block, block) for block in blocks]
 
     def _completion(self, content: Completion) -> Row:
         prompt_ids = self._encode(content.prompt)
@@ -143,15 +160,51 @@ class TokenisedCorpus:
     cut_tokens: int
 
 
-def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) -> TokenisedCorpus:
-    """The rows of a table. Rows that are tokens already are taken as they are.
+def tokenise(
+    corpus: Corpus, tokeniser: Tokeniser, limits: RowLimits, num_proc: int | None = None
+) -> TokenisedCorpus:
+    """The rows of a table, none longer than `max_length`.
+
+    Rows that do not fit `limits` are left out where broken rows may be; `check_rows` refuses them
+    elsewhere.
 
     Raises:
         ValueError: broken rows, unless they may be left out, or none that is not.
     """
-    if corpus.format.name == "tokens" and _are_token_ids(corpus.rows):
+    made = _numbered(corpus, tokeniser, num_proc)
+    rows = made.rows
+    if corpus.bad_rows.policy == "skip":
+        rows = _fitting(corpus, rows, limits)
+    corpus.bad_rows.settle()
+    if not len(rows):
+        raise ValueError("the corpus is empty: give one with text in it")
+    if DOCUMENT_COLUMN in corpus.rows.column_names and corpus.format.name == "tokens":
+        named = _documents(corpus)[rows.with_format("numpy")[DOCUMENT_COLUMN][:]]
+        rows = rows.remove_columns(DOCUMENT_COLUMN).add_column(DOCUMENT_COLUMN, named)
+    return replace(made, rows=rows)
+
+
+def _fitting(corpus: Corpus, rows: Dataset, limits: RowLimits) -> Dataset:
+    """The rows that the target takes; the others are counted."""
+    refused, number = [], 0
+    for batch in rows.with_format("numpy").iter(256):
+        columns = (batch[name] for name in ("input_ids", "labels", DOCUMENT_COLUMN))
+        for ids, labels, row in zip(*columns, strict=True):
+            if (problem := limits.problem(ids, labels)) is not None:
+                place = corpus.rows[int(row)].get(PLACE_COLUMN) or corpus.place(int(row))
+                corpus.bad_rows.add(place, problem)
+                refused.append(number)
+            number += 1
+    return rows.select(np.setdiff1d(np.arange(len(rows)), refused)) if refused else rows
+
+
+def _numbered(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None) -> TokenisedCorpus:
+    """The rows of a table, each with the number of the row of the corpus it is a part of."""
+    if corpus.format.name == "tokens" and _are_rows(corpus.rows, tokeniser.max_length):
         ready = corpus.rows.select_columns(["input_ids", "labels"])
-        return TokenisedCorpus(corpus, ready.add_column("document", list(range(len(ready)))), 0, 0)
+        return TokenisedCorpus(
+            corpus, ready.add_column(DOCUMENT_COLUMN, np.arange(len(ready))), 0, 0
+        )
     made = corpus.rows.map(
         tokeniser,
         batched=True,
@@ -167,7 +220,8 @@ def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) 
     for row in made.select(broken):
         place = row["place"] or corpus.place(row["document"])
         corpus.bad_rows.add(place, row["problem"])
-    corpus.bad_rows.settle()
+    if corpus.bad_rows.policy == "error":
+        corpus.bad_rows.settle()
     lost = np.asarray(made.data.column("lost"))
     if lost.any():
         logger.warning(
@@ -180,9 +234,22 @@ def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) 
     rows = made.select_columns(["input_ids", "labels", "document"])
     if len(broken):
         rows = rows.select(np.setdiff1d(np.arange(len(rows)), broken))
-    if not len(rows):
-        raise ValueError("the corpus is empty: give one with text in it")
     return TokenisedCorpus(corpus, rows, int((lost > 0).sum()), int(lost.sum()))
+
+
+def _documents(corpus: Corpus) -> Any:
+    """The number of the document that each row of tokens is a part of, [rows]: by the column of
+    that name, if it holds numbers or names, and a row that names none is a document of its own."""
+    rows = corpus.rows
+    numbers = np.arange(len(rows))
+    kind = str(getattr(rows.features.get(DOCUMENT_COLUMN), "dtype", ""))
+    if kind != "string" and "int" not in kind:
+        return numbers
+    firsts: dict[Any, int] = {}
+    for number, name in enumerate(rows[DOCUMENT_COLUMN]):
+        if name is not None:
+            numbers[number] = firsts.setdefault(name, number)
+    return numbers
 
 
 def token_features() -> Features:
@@ -201,9 +268,14 @@ def token_features() -> Features:
     )
 
 
-def _are_token_ids(rows: Dataset) -> bool:
-    """Whether a table of token ids needs no look at each of them."""
+def _are_rows(rows: Dataset, max_length: int) -> bool:
+    """Whether a table of tokens can be taken as it is, without a look at each of them."""
+    from pyarrow import compute
+
     kinds = [getattr(rows.features[name], "feature", None) for name in ("input_ids", "labels")]
-    return all("int" in str(getattr(kind, "dtype", "")) for kind in kinds) and not any(
-        rows.data.column(name).null_count for name in ("input_ids", "labels")
-    )
+    if not all("int" in str(getattr(kind, "dtype", "")) for kind in kinds):
+        return False
+    if any(rows.data.column(name).null_count for name in ("input_ids", "labels")):
+        return False
+    longest = compute.max(compute.list_value_length(rows.with_format("arrow")["input_ids"][:]))
+    return bool(longest.as_py() <= max_length)

@@ -25,13 +25,14 @@ from medusa_heads.training.joint_config import JointConfig
 from medusa_heads.training.joint_objective import adapted
 from medusa_heads.training.launched import launched_sharding
 from medusa_heads.training.loss_config import LossConfig
+from medusa_heads.training.rates import fit_rate
 from medusa_heads.training.results import write_heads
 from medusa_heads.training.resumable import clear_checkpoints
 from medusa_heads.training.run_record import changed_arguments, check_same_run
 from medusa_heads.training.run_setup import Names, as_target, find_start, prepare_sets, watchers
 from medusa_heads.training.sharding import is_sharded
 from medusa_heads.training.trainer import HeadsTrainer
-from medusa_heads.training.vocabulary import count_tokens
+from medusa_heads.training.vocabulary import TOKENS_PER_ENTRY, count_tokens
 from medusa_heads.vocab_matrix import check_takes_matrix
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def train_heads(
         config: shape of the heads.
         output_dir: beats the one in `training_args`.
         training_args: of the run. Default: two epochs of AdamW without weight decay, cosine course
-            with 5 % warm-up, peak rate 5e-3 with a shared vocabulary matrix and 1e-3 with own ones.
+            with 5 % warm-up, peak rate 5e-3 with a shared vocabulary matrix and 1e-3 with own ones,
+            less in proportion for targets wider than 384.
         tokenizer: for text. Default: the one beside the target.
         objective: what the heads learn, and how much each counts. Default: cross-entropy, head i
             counting 0.8**i.
@@ -95,7 +97,8 @@ def train_heads(
         The trained heads, fp32, attached to the target's vocabulary.
 
     Raises:
-        ValueError: a target, dataset or setting that cannot be used; the message says which.
+        ValueError: a target, dataset or setting that cannot be used; the message says which. Or the
+            heads became worse than fresh ones, as they do where the learning rate is too high.
         RuntimeError: the target's weights changed, which a fault of this program would be.
         SystemExit: the process got SIGTERM; a checkpoint was written first.
     """
@@ -113,6 +116,7 @@ def train_heads(
     spread = isinstance(target, TargetModel) and is_sharded(target)
     hidden_cache.check(joint=joint is not None, spread=spread or sharding is not None)
     target = as_target(target, args.device, sharding)
+    fit_rate(args, target.hidden_size)
     data = prepare_sets(
         target, dataset, eval_dataset, data_settings, tokenizer, config.num_heads, args
     )
@@ -120,7 +124,10 @@ def train_heads(
     set_seed(args.seed)
     draft_tokens = None
     if config.draft_vocab_size is not None:
-        counts_V = count_tokens(data.known_rows, target.vocab_size)
+        rows = data.known_rows if data.one_pass is None else data.one_pass
+        counts_V = count_tokens(
+            rows, target.vocab_size, most=config.draft_vocab_size * TOKENS_PER_ENTRY
+        )
         draft_tokens = frequent_tokens(counts_V, config.draft_vocab_size)
     heads = new_heads(target, config, draft_tokens)
     if with_vocab_matrix:

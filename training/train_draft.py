@@ -25,6 +25,7 @@ from medusa_heads.training.draft_model import begin_draft
 from medusa_heads.training.draft_trainer import DraftTrainer
 from medusa_heads.training.own_text import OwnText
 from medusa_heads.training.packing import check_packing
+from medusa_heads.training.rates import fit_rate
 from medusa_heads.training.results import write_figures
 from medusa_heads.training.resumable import clear_checkpoints
 from medusa_heads.training.run_record import changed_arguments, check_same_run
@@ -91,6 +92,7 @@ def train_draft(
 
     set_seed(args.seed)
     model = begin_draft(target, **draft.beginning(), trust_remote_code=trust_remote_code)
+    fit_rate(args, TargetModel(model).hidden_size)
     if data.is_packed:
         check_packing(TargetModel(model))
     before = target.weights_digest()

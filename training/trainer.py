@@ -15,10 +15,12 @@ from transformers import EvalPrediction, TrainingArguments
 from medusa_heads.heads import DraftHeads
 from medusa_heads.statistics import MAX_RANK
 from medusa_heads.target import TargetModel
+from medusa_heads.training.fresh_heads import Comparison
 from medusa_heads.training.hidden_states import HiddenStates
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.metrics import describe, rank_metrics
 from medusa_heads.training.ranks import head_ranks
+from medusa_heads.training.rates import by_width, rate_groups
 from medusa_heads.training.row_blocks import rows_loss
 from medusa_heads.training.rows import SupervisedRows, encode_rows, supervised_rows
 from medusa_heads.training.taught_trainer import TaughtTrainer
@@ -96,11 +98,13 @@ class HeadsTrainer(TaughtTrainer):
         **kwargs: Any,
     ) -> None:
         self.hidden_states = hidden_states or HiddenStates(target)
+        self._comparison = None
         if trained is None:
             target.freeze()  # before the teacher is read off it
             objective = objective or LossConfig()
             teacher = Teacher.from_target(target) if objective.needs_teacher else None
             trained = HeadsObjective(heads, objective, teacher)
+            self._comparison = Comparison(heads, target)
         super().__init__(
             trained,
             target,
@@ -116,8 +120,30 @@ class HeadsTrainer(TaughtTrainer):
         for callback in self.hidden_states.callbacks:
             self.add_callback(callback)
 
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As transformers', but where the rate is a default each part gets what suits it."""
+        if self.optimizer is None and by_width(self.args):
+            optimizer_cls, options = self.get_optimizer_cls_and_kwargs(self.args)
+            trained: Any = self.model
+            names = set(self.get_decay_parameter_names(trained))
+            decaying = [p for name, p in trained.named_parameters() if name in names]
+            groups = rate_groups(trained.heads, self.args, decaying)
+            self.optimizer = optimizer_cls(groups, **options)
+        return super().create_optimizer(model)
+
     def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
-        return self._measure(model, inputs, items)[0]
+        """The loss of a batch.
+
+        Raises:
+            ValueError: training makes the heads worse than they began.
+        """
+        loss, hidden_BTD, rows = self._measure(model, inputs, items)
+        step = self.state.global_step
+        if self._comparison is not None and self._comparison.is_due(step):
+            losses = self._comparison.losses(hidden_BTD, inputs, rows)
+            losses = self.accelerator.reduce(losses, reduction="mean")  # so that all stop together
+            self._comparison.check(losses, step, self.args.learning_rate)
+        return loss
 
     def _judge(
         self, model: nn.Module, inputs: dict[str, Any], items: Any

@@ -98,7 +98,7 @@ def _text(
     if data.is_stream:
         return data.rows, TextSize(None, None, None, to_data.max_length)
     rows: Any = pack_rows(data.known_rows, to_data.max_length) if to_data.packing else data.rows
-    return rows, text_size(rows, to_data.max_length, data.facts.supervised_tokens)
+    return rows, text_size(rows, data.facts.supervised_tokens)
 
 
 def _show(rows: Any, texts: Texts, plan: Any, args: TrainingArguments) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from medusa_heads.inference.regenerate import Regenerated, answer_dialogues
+from medusa_heads.inference.regenerate import Regenerated, answer_dialogues, dataset_of
 from medusa_heads.inference.regeneration.answers import (
     EARLIER_TURN,
     EMPTY,
@@ -116,6 +116,20 @@ def test_a_template_that_rewrites_earlier_answers_makes_rows_of_their_own(
     else:
         assert texts[0] == ("u:hia:hello there<end>", ["hello there<end>"])
         assert texts[1] == ("u:hia:hel<end>u:and?a:more<end>", ["more<end>"])
+
+
+def test_rows_of_one_conversation_are_one_document() -> None:
+    """Else training would see what is held out: an answer that a later row quotes."""
+    tokenizer = make_tokenizer(FORGETFUL)
+    corpus = Dataset.from_dict({"messages": [TALK, TALK[:1], TALK]})
+    dialogues = read_dialogues(corpus, tokenizer, turns="all")
+    for dialogue in dialogues:
+        for turn in range(dialogue.turns):
+            dialogue.ask(turn)
+            dialogue.take(words("hello there<end>"))
+    assert [len(dialogue.rows()) for dialogue in dialogues] == [2, 1, 2]
+    assert dataset_of(dialogues)["document"][:] == [0, 0, 1, 2, 2]
+    assert dataset_of(dialogues[1:2]).column_names == ["input_ids", "labels"]
 
 
 def test_prompts_are_texts_or_conversations(target: TargetModel, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Corpora by name: files, folders, the embedded one, and names behind which nothing stands."""
 
+import json
 import time
 from pathlib import Path
 
@@ -103,3 +104,14 @@ def test_the_embedded_corpus_keeps_its_held_out_packages_apart() -> None:
     train, held_out = load_corpus("stdlib").rows, load_corpus("stdlib", "held_out").rows
     assert {path.split("/")[0] for path in held_out["path"]} == set(HELD_OUT)
     assert not {path.split("/")[0] for path in train["path"]} & set(HELD_OUT)
+
+
+def test_documents_of_joined_tables_of_tokens_stay_apart(tmp_path: Path) -> None:
+    for name, documents in (("a", [0, 0, 1]), ("b", [0, 1, 1])):
+        rows = [{"input_ids": [1], "labels": [1], "document": d} for d in documents]
+        Dataset.from_list(rows).to_parquet(str(tmp_path / f"{name}.parquet"))
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    for kind in ("parquet", "jsonl"):
+        joined = load_corpus([str(tmp_path / f"{name}.{kind}") for name in "ab"])
+        assert joined.rows["document"][:] == ["0 0", "0 0", "0 1", "1 0", "1 1", "1 1"]

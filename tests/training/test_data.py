@@ -138,6 +138,27 @@ def test_rows_left_out_on_reading_are_told_of_once(
     assert caplog.text.count("left out 1 broken row") == 1
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_the_target_refuses_are_left_out_too(
+    target: TargetModel, streaming: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"input_ids": [i] * 5, "labels": [i] * 5} for i in range(9)]
+    rows[4] = {"input_ids": [61] * 5, "labels": [61] * 5}
+    rows[6] = {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}
+    rows[7] = {"input_ids": [7] * 70, "labels": [7] * 70}
+    settings = DataArguments(max_length=80, on_bad_row="skip", streaming=streaming, eval_rows=2)
+    corpus, held_out = load_corpora(settings, Dataset.from_list(rows))
+    data = prepare_data(target, corpus, held_out, None, settings, num_heads=2, seed=0, max_steps=3)
+    assert data.facts.rows + data.held_out_facts.rows == 6
+    [record] = data.record()["corpora"]
+    assert record["bad_rows"] == 3
+    assert [example[:13] for example in record["bad_row_examples"]] == [
+        f"dataset row {row}" for row in (5, 7, 8)
+    ]
+    assert "dataset row 5: has token ids from 61 to 61, the target's vocabulary" in caplog.text
+    assert "dataset row 8: has 70 tokens, more than the target's context of 64" in caplog.text
+
+
 def test_processes_share_the_tokenising(
     target: TargetModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.target import TargetModel
 from medusa_heads.training.chunks import LEAST_CHUNK
-from medusa_heads.training.dry_run import TextSize, plan_draft, plan_heads
+from medusa_heads.training.dry_run import TextSize, plan_draft, plan_heads, text_size
 from tests.training.test_train import quick
 
 
@@ -37,3 +38,8 @@ def test_chunks_of_a_large_vocabulary_are_not_cut_short(
     assert planned["chunks of logits"] == 2 * 3 * fp32_logits
     heads = plan_heads(target, HeadsConfig(num_heads=1), args, text).memory
     assert heads["a chunk of logits"] == 3 * fp32_logits
+
+
+def test_the_longest_row_is_the_true_one() -> None:
+    rows = Dataset.from_list([{"input_ids": [1] * n} for n in (3, 9, 4)])
+    assert text_size(rows, learnt=5) == TextSize(3, 16, 5, 9)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from datasets import Dataset
+from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerFast
 
+from medusa_heads.config import HeadsConfig
 from medusa_heads.target import TargetModel
 from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
 from medusa_heads.training.data import TrainingData, load_corpora, prepare_data
@@ -75,6 +76,39 @@ def test_a_stream_holds_out_its_first_documents_and_never_ends(
     assert "cut_documents" not in record["corpora"][0]
 
 
+def sharded(files: list[int], rows: int = 12) -> IterableDataset:
+    """A stream that several readers share: document d of file f is its own number, five times."""
+
+    def read(files: list[int]) -> Any:
+        for file in files:
+            for i in range(rows):
+                ids = [file * rows + i] * 5
+                yield {"input_ids": ids, "labels": ids}
+
+    kinds = Features({name: List(Value("int32")) for name in ("input_ids", "labels")})
+    return IterableDataset.from_generator(read, features=kinds, gen_kwargs={"files": files})
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_no_share_of_a_stream_has_held_out_documents(target: TargetModel, packing: bool) -> None:
+    """accelerate gives each process some of the shards, and so do loaders their workers."""
+    data = stream(target, None, sharded([0, 1, 2, 3]), eval_rows=8, packing=packing)
+    held = {ids[0] for ids in data.held_out["input_ids"]}
+    assert held == set(range(8))
+    seen: list[set[int]] = []
+    for shares in (1, 2, 4):
+        seen.append(set())
+        for index in range(shares):
+            share = data.rows.shard(num_shards=shares, index=index)
+            seen[-1] |= {i for row in itertools.islice(share, 60) for i in row["input_ids"]}
+    assert seen == [set(range(8, 48))] * 3
+
+
+def test_a_share_of_nothing_but_held_out_documents_is_refused(target: TargetModel) -> None:
+    with pytest.raises(ValueError, match="the first of the stream's 4 files is held out whole"):
+        stream(target, None, sharded([0, 1, 2, 3]), eval_rows=12)
+
+
 def test_a_stream_is_shuffled_by_its_seed(
     target: TargetModel, tokenizer: PreTrainedTokenizerFast, corpus: Path
 ) -> None:
@@ -130,15 +164,47 @@ def test_broken_rows_of_a_stream_are_counted_once_by_their_own_place(
 def test_rows_that_only_the_target_or_the_tokenizer_refuses(
     target: TargetModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    rows = [{"prompt": "w1", "completion": " w2 w3 w4"} for _ in range(8)]
+    rows = [{"prompt": f"w{i}", "completion": " w2 w3 w4"} for i in range(8)]
     rows[6] = {"prompt": "w1 " * 20, "completion": "w1"}
     data = stream(target, tokenizer, Dataset.from_list(rows), on_bad_row="skip")
     assert data.record()["corpora"][0]["bad_row_examples"] == [
         "dataset row 7: of its 21 tokens no answer is left within max_length 16"
     ]
     ready = Dataset.from_list([{"input_ids": [99] * 5, "labels": [99] * 5}] * 8)
-    with pytest.raises(ValueError, match="row 1 has token ids from 99 to 99, the target's vocab"):
+    with pytest.raises(ValueError, match="row 1: has token ids from 99 to 99, the target's vocab"):
         stream(target, None, ready)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_vocabulary_of_a_stream_comes_from_all_over_it(
+    target: TargetModel, tmp_path: Path, parts: int
+) -> None:
+    """300 rows of few tokens come before as many of others."""
+
+    def read(files: list[int]) -> Any:
+        for file in files:
+            for i in range(600 // parts):
+                late = file * (600 // parts) + i >= 300
+                ids = [40 * late + i % 4] * 6
+                yield {"input_ids": ids, "labels": ids}
+
+    kinds = Features({name: List(Value("int32")) for name in ("input_ids", "labels")})
+    rows = IterableDataset.from_generator(
+        read, features=kinds, gen_kwargs={"files": list(range(parts))}
+    )
+    args = OptimisationArguments(
+        output_dir=str(tmp_path), max_steps=1, training_args={"use_cpu": True, "disable_tqdm": True}
+    )
+    heads = train_heads(
+        target,
+        rows,
+        eval_dataset=Dataset.from_list([{"input_ids": [1] * 9, "labels": [1] * 9}]),
+        config=HeadsConfig(num_heads=1, draft_vocab_size=8),
+        output_dir=tmp_path,
+        training_args=to_training_arguments(args, "shared"),
+    )
+    assert heads.draft_tokens is not None
+    assert heads.draft_tokens.tolist() == [0, 1, 2, 3, 40, 41, 42, 43]
 
 
 @pytest.mark.parametrize(

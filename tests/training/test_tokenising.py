@@ -3,12 +3,15 @@
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
 
 from medusa_heads.training.chat import ChatTemplate
 from medusa_heads.training.corpora import as_corpus
+from medusa_heads.training.row_facts import RowLimits
 from medusa_heads.training.tokenising import Tokeniser, tokenise
 from tests.training import templates
+
+LIMITS = RowLimits(vocab_size=100_000, context=None)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +24,7 @@ def rows_of(
 ) -> tuple[Dataset, int, int]:
     corpus = as_corpus(Dataset.from_list(rows), "corpus")
     chat = None if template is None else ChatTemplate(tokenizer, template)
-    made = tokenise(corpus, Tokeniser(corpus.format, tokenizer, max_length, chat))
+    made = tokenise(corpus, Tokeniser(corpus.format, tokenizer, max_length, chat), LIMITS)
     return made.rows, made.cut_documents, made.cut_tokens
 
 
@@ -123,3 +126,37 @@ def test_answers_lost_with_later_turns_are_counted(tokenizer: Any) -> None:
     cut, *lost = rows_of(tokenizer, [{"messages": talk}], 40, template=templates.THINKING)
     assert len(whole) == 2 and cut["input_ids"][:] == whole["input_ids"][:1]
     assert lost == [1, sum(label != -100 for label in whole["labels"][1])]
+
+
+def tokens(*rows: tuple[list[int], list[int]]) -> Dataset:
+    kinds = Features({name: List(Value("int32")) for name in ("input_ids", "labels")})
+    return Dataset.from_list([{"input_ids": i, "labels": t} for i, t in rows], features=kinds)
+
+
+def test_rows_that_are_tokens_are_cut_too(caplog: pytest.LogCaptureFixture) -> None:
+    ids = list(range(10))
+    answered = [-100] * 3 + ids[3:]
+    table = tokens((ids, answered), (ids[:3], [-100] * 3), (ids, ids), (ids[:6], answered[:6]))
+    corpus = as_corpus(table, "corpus")
+    made = tokenise(corpus, Tokeniser(corpus.format, None, 6), LIMITS)
+    # Text that is learnt whole is a document, and becomes several rows.
+    assert made.rows["input_ids"][:] == [ids[:6], ids[:3], ids[:6], ids[6:], ids[:6]]
+    assert made.rows["labels"][0] == answered[:6] and made.rows["labels"][1] == [-100] * 3
+    assert made.rows["document"][:] == [0, 1, 2, 2, 3]
+    assert (made.cut_documents, made.cut_tokens) == (1, 4)
+    assert "1 documents of corpus were longer than max_length 6: 4 supervised" in caplog.text
+
+
+def test_tokens_of_which_nothing_learnt_is_left_are_a_broken_row() -> None:
+    corpus = as_corpus(tokens(([1] * 9, [-100] * 8 + [1]), ([1, 2], [1, 2])), "corpus")
+    with pytest.raises(ValueError, match="of its 9 tokens no answer is left within max_length 4"):
+        tokenise(corpus, Tokeniser(corpus.format, None, 4), LIMITS)
+
+
+@pytest.mark.parametrize("max_length", [2, 8])
+def test_rows_of_tokens_keep_the_document_that_they_name(max_length: int) -> None:
+    table = tokens(*[([1, 2, 3], [-100, 2, 3])] * 4).add_column("document", ["a", "b", "a", None])
+    corpus = as_corpus(table, "corpus")
+    made = tokenise(corpus, Tokeniser(corpus.format, None, max_length), LIMITS).rows
+    first, second, third, fourth = made["document"]
+    assert first == third and len({first, second, fourth}) == 3

@@ -271,3 +271,15 @@ def test_heads_learn_from_the_targets_own_distribution(
             expected += 0.8**i * sum(weight * values[name] for name, weight in terms.items())
     items = (batch["labels"] != -100).sum()
     torch.testing.assert_close(loss, expected / items, rtol=1e-4, atol=1e-5)
+
+
+def test_the_held_out_loss_is_a_mean_over_tokens(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    rows = Dataset.from_list([*make_rows(5), *make_rows(2, length=9, prompt=6, seed=1)])
+    losses = []
+    for size in (1, 3, 7):
+        args = arguments(tmp_path, per_device_eval_batch_size=size)
+        trainer = HeadsTrainer(fresh(target), target, args, rows, rows)
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)

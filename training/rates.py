@@ -1,0 +1,91 @@
+"""Learning rates that nobody chose: they follow the width of what they train.
+
+A step of Adam moves every entry of a matrix by about the rate, and so what the matrix makes of its
+n inputs by up to n times as much. A rate that suits one width therefore suits another in inverse
+proportion (Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import TrainingArguments
+
+from medusa_heads.heads import DraftHeads
+from medusa_heads.heads.hydra import WideBlock
+
+TUNED_WIDTH = 384
+"""Of the target that the default rates were measured on."""
+
+PREFIX_SHARE = 0.2
+"""Of the heads' rate: everything the heads read passes through the layer (measured)."""
+
+
+@dataclass
+class RunArguments(TrainingArguments):
+    """transformers' arguments, and whether the learning rate is a default.
+
+    Args:
+        rates_by_width: `learning_rate` is meant for a width of TUNED_WIDTH, and each part gets what
+            suits its own. A rate that somebody gave is every part's.
+    """
+
+    rates_by_width: bool = field(default=False)
+
+
+def by_width(args: TrainingArguments) -> bool:
+    """Whether the learning rate is a default."""
+    return isinstance(args, RunArguments) and args.rates_by_width
+
+
+def fit_rate(args: TrainingArguments, width: int) -> None:
+    """Lower a default rate for a model wider than TUNED_WIDTH."""
+    if by_width(args):
+        args.learning_rate *= min(1.0, TUNED_WIDTH / width)
+
+
+def rate_shares(heads: DraftHeads) -> dict[str, float]:
+    """What share of a default rate suits each parameter, by its name in the heads.
+
+    A block that reads the embeddings of n tokens too has 1 + n times the inputs of one that reads
+    the hidden state alone.
+    """
+    shares = dict.fromkeys(dict(heads.named_parameters()), 1.0)
+    for name, module in heads.named_modules():
+        if isinstance(module, WideBlock):
+            share = module.linear.out_features / module.linear.in_features
+        elif name == "prefix":
+            share = PREFIX_SHARE
+        else:
+            continue
+        shares |= {f"{name}.{inner}": share for inner, _ in module.named_parameters()}
+    return shares
+
+
+def rate_groups(
+    heads: DraftHeads, args: TrainingArguments, decaying: Sequence[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """The heads' parameters in groups for an optimiser, the highest rate first.
+
+    Args:
+        heads: to be trained.
+        args: of the run, the rate fitted to the target.
+        decaying: parameters that weight decay applies to.
+    """
+    shares, decays = rate_shares(heads), {id(parameter) for parameter in decaying}
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in heads.named_parameters():
+        if parameter.requires_grad:
+            share = shares[name] if by_width(args) else 1.0
+            groups.setdefault((share, id(parameter) in decays), []).append(parameter)
+    return [
+        {
+            "params": groups[share, decay],
+            "lr": args.learning_rate * share,
+            "weight_decay": args.weight_decay if decay else 0.0,
+        }
+        for share, decay in sorted(groups, reverse=True)
+    ]
