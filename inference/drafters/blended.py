@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -16,14 +15,13 @@ from torch import Tensor
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.base import Observer
 from medusa_heads.inference.drafters.growing import Proposal, Source, grow
-from medusa_heads.inference.drafters.situation import BOUNDS, Situation
+from medusa_heads.inference.drafters.situation import BOUNDS, Situation, Step
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.prefix_tree import PrefixTree, to_token_tree
 from medusa_heads.tree import TokenTree
 
 if TYPE_CHECKING:
     from medusa_heads.inference.corpus_index import CorpusIndex
-    from medusa_heads.inference.row import Row
     from medusa_heads.inference.state import DecodingState
 
 _LONG, _IN_A_ROW = 6, 2  # steps of rest, and those that a source is then asked for besides
@@ -43,7 +41,7 @@ class BlendedDrafter:
         sizes: numbers of drafted nodes to choose from; 0 is plain decoding.
         text: what the text itself suggests; None for nothing.
         sources: whatever else may be asked, the cheapest first.
-        always: whether all sources are asked at every step.
+        always: whether the text and all sources are asked at every step.
         chain_only: never more than one token behind another.
         padded: every tree has exactly one of the sizes, spare nodes included: each is a graph of
             its own where the target is compiled.
@@ -65,7 +63,7 @@ class BlendedDrafter:
         self._always, self._chain_only, self._padded = always, chain_only, padded
         # What is learnt of greedy text says little of sampled text.
         self._situations: dict[tuple[bool, int], Situation] = {}
-        self._last: _Step | None = None
+        self._last: Step | None = None
         self._rested = [0] * len(self._sources)  # steps since each was asked
         self._again = [0] * len(self._sources)  # steps for which each is asked whatever it gains
         self.reads_prompt = any(source.reads_prompt for source in self._sources)
@@ -80,16 +78,14 @@ class BlendedDrafter:
         started = time.perf_counter()
         self.learn(state)
         situation = self._situation(state)
-        offered: list[list[Proposal]] = [[] for _ in state.rows]
         asked = 0
-        place = 0
-        if self._text is not None:
-            found = self._text.draft(state)
-            offered = [list(own) for own in found]
-            best = [max(proposal.expected() for proposal in own) for own in found]
-            place = bisect_right(BOUNDS, sum(best) / len(best))
+        offered, place = self._look(state, situation)
         budget = situation.budgets[place]
         draft = self._grow(state, situation, place, offered, asked)
+        if self._text is not None and any(offered):
+            seconds = time.perf_counter() - started
+            seconds += budget.seconds(draft.size) - budget.seconds(0)
+            situation.looking.learn(1, draft.promised, seconds)
         for i, source in enumerate(self._sources):
             gains = situation.gains[i][bisect_right(BOUNDS, draft.promised)]
             if self._again[i]:
@@ -130,13 +126,14 @@ class BlendedDrafter:
         else:
             tree = TokenTree.root_only(state.roots_B)
         active = [b for b, row in enumerate(state.rows) if not row.done]
-        self._last = state.memories[self] = _Step(
+        self._last = state.memories[self] = Step(
             situation,
             place,
             asked,
             [state.rows[b] for b in active],
             [offered[b] for b in active],
             promised=draft.expected[min(size, len(draft.expected) - 1)],
+            share=situation.share,
             nodes=tree.num_nodes,
             drafting=time.perf_counter() - started,
         )
@@ -145,7 +142,7 @@ class BlendedDrafter:
     def learn(self, state: DecodingState) -> None:
         """Compare what was drafted last with what was committed since. Before the next proposal
         this is done anyway; whoever lets another drafter propose in between does it before that."""
-        step: _Step | None = state.memories.pop(self, None)
+        step: Step | None = state.memories.pop(self, None)
         if step is None or not step.rows:
             return
         situation, accepted = step.situation, 0
@@ -155,7 +152,8 @@ class BlendedDrafter:
             for proposal in own:
                 proposal.learn(committed)
         if step.promised:
-            situation.believe(step.place, step.asked, accepted / len(step.rows), step.promised)
+            each = accepted / len(step.rows)
+            situation.believe(step.place, step.asked, each, step.promised / step.share)
         verified = step.nodes * situation.rows
         if step.took is not None:
             self._clock.learn(verified, max(step.took, 1e-9), max(step.lengths))
@@ -180,6 +178,17 @@ class BlendedDrafter:
         if self._last is not None:
             self._last.took = seconds - self._last.observing
 
+    def _look(self, state: DecodingState, situation: Situation) -> tuple[list[list[Proposal]], int]:
+        """What the text suggests for every row, if that has been worth a look; and how much it
+        promises, as a place among the budgets."""
+        looking = situation.looking
+        if self._text is None or not (self._always or looking.pick(situation.budgets[0].worth)):
+            looking.learn(0, 0.0, 0.0)
+            return [[] for _ in state.rows], 0
+        found = self._text.draft(state)
+        best = [max(proposal.expected() for proposal in own) for own in found]
+        return [list(own) for own in found], bisect_right(BOUNDS, sum(best) / len(best))
+
     def _grow(
         self,
         state: DecodingState,
@@ -200,7 +209,7 @@ class BlendedDrafter:
         active = zip(trees, state.rows, strict=True)
         expected = _mean(
             [tree.expected() for tree, row in active if not row.done],
-            situation.belief(place, asked),
+            situation.share * situation.belief(place, asked),
         )
         return _Draft(trees, expected, budget.best(expected)[0])
 
@@ -231,7 +240,7 @@ def text_drafter(most: int, corpus: CorpusIndex | None = None) -> BlendedDrafter
         corpus: continued as well as the text itself; None for none.
     """
     text = TextSource(most, corpus)
-    return BlendedDrafter(Clock.flat(), range(most + 1), text=text, chain_only=True)
+    return BlendedDrafter(Clock.flat(), range(most + 1), text=text, always=True, chain_only=True)
 
 
 class _Draft(NamedTuple):
@@ -251,40 +260,6 @@ class _Draft(NamedTuple):
     def promised(self) -> float:
         """Accepted tokens that are expected of a mean row."""
         return self.expected[min(self.size, len(self.expected) - 1)]
-
-
-@dataclass
-class _Step:
-    """A step that was drafted for.
-
-    Attributes:
-        situation: of its rows.
-        place: of what the text promised, among the budgets.
-        asked: a bit for each source.
-        rows: those that were active.
-        offered: what the sources offered for each.
-        promised: drafted tokens of a mean row that were expected to be accepted.
-        nodes: verified in each row, the root and spare ones included.
-        drafting: seconds that it took.
-        observing: seconds that sources took to look at the target's answers.
-        took: seconds of all the rest; None where nobody said.
-        lengths: of the rows' texts by then.
-    """
-
-    situation: Situation
-    place: int
-    asked: int
-    rows: list[Row]
-    offered: list[list[Proposal]]
-    promised: float
-    nodes: int
-    drafting: float
-    observing: float = 0.0
-    took: float | None = None
-    lengths: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.lengths = [row.length for row in self.rows]
 
 
 def _mean(expected: Sequence[Sequence[float]], belief: float) -> list[float]:
