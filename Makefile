@@ -32,7 +32,7 @@ help: ## show this list
 demo: $(STAMP) ## train heads for the embedded model and measure them (5 to 8 minutes on 2 cores)
 	$(BIN)/python -m scripts.demo
 
-test: $(STAMP) ## run the tests on all cores (6 minutes of one fast core together)
+test: $(STAMP) ## run the tests on all cores (4 minutes on 2 fast ones)
 	$(PYTEST)
 
 test-all: $(STAMP) ## the same and the slow ones, for a release
