@@ -70,7 +70,8 @@ class HeadsSource:
             self._heads, hidden_BD, self._ranks, self._statistics.temperatures
         )
         tables = zip(tokens_BKR.tolist(), log_probs_BKR.exp().tolist(), strict=True)
-        return [TableProposal(self._evidence, tokens, chances) for tokens, chances in tables]
+        evidence = self._evidence[state.warpers is not None]
+        return [TableProposal(evidence, tokens, chances) for tokens, chances in tables]
 
     def expected(self, nodes: int) -> float:
         """See Source."""
@@ -147,7 +148,8 @@ class TreeSource:
             chances_BN,
             strict=True,
         )
-        return [TreeProposal(self._evidence, *row) for row in rows]
+        evidence = self._evidence[state.warpers is not None]
+        return [TreeProposal(evidence, *row) for row in rows]
 
     def expected(self, nodes: int) -> float:
         """See Source."""
@@ -163,5 +165,6 @@ def expected_accepted(statistics: HeadStatistics, nodes: int) -> float:
     return statistics.expected_tokens_per_step(min(nodes, len(statistics.paths))) - 1.0
 
 
-def _evidence(depth: int) -> Evidence:
-    return Evidence([1.0] * (depth * LEVELS), weight=_WEIGHT)
+def _evidence(depth: int) -> dict[bool, Evidence]:
+    """Of tokens that the target chooses, and of those that it draws."""
+    return {drawn: Evidence([1.0] * (depth * LEVELS), weight=_WEIGHT) for drawn in (False, True)}

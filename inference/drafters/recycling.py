@@ -62,7 +62,8 @@ class RecyclingSource:
     def __init__(self, vocab_size: int) -> None:
         self._successors_VR = np.full((vocab_size, RANKS), _UNKNOWN, dtype=np.int64)
         self._chances_VR = np.zeros((vocab_size, RANKS), dtype=np.float32)
-        self._evidence = Evidence([_PRIOR] * (2 * LEVELS))
+        # Of tokens that the target chooses, and of those that it draws.
+        self._evidence = {drawn: Evidence([_PRIOR] * (2 * LEVELS)) for drawn in (False, True)}
         self._seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def draft(self, state: DecodingState) -> list[RecycledProposal]:
@@ -73,8 +74,9 @@ class RecyclingSource:
             self._successors_VR[tokens_BN, :ranks] = successors_BNR
             self._chances_VR[tokens_BN, :ranks] = chances_BNR
         self._seen.clear()
+        evidence = self._evidence[state.warpers is not None]
         return [
-            RecycledProposal(self._evidence, root, self._successors_VR, self._chances_VR)
+            RecycledProposal(evidence, root, self._successors_VR, self._chances_VR)
             for root in [row.tokens[-1] for row in state.rows]
         ]
 

@@ -63,7 +63,9 @@ class TextSource:
 
     def __init__(self, most: int, corpus: CorpusIndex | None = None) -> None:
         self._most, self._corpus = most, corpus
-        self._of_text, self._of_corpus = Evidence(_PRIOR), Evidence(_PRIOR)
+        # Of tokens that the target chooses, and of those that it draws.
+        self._of_text = {drawn: Evidence(_PRIOR) for drawn in (False, True)}
+        self._of_corpus = {drawn: Evidence(_PRIOR) for drawn in (False, True)}
         self._promised = 1.0  # tokens that a search of the corpus promises: a running mean
         self._passed_by = 0  # searches since the last that was made
 
@@ -71,15 +73,15 @@ class TextSource:
         """For every active row what may follow: by its own text, and by the corpus."""
         automata: dict[int, SuffixAutomaton] = state.memories.setdefault(self, {})
         return [
-            self._proposals(self._read(automata, row, padding))
+            self._proposals(self._read(automata, row, padding), state.warpers is not None)
             for row, padding in zip(state.rows, state.padding, strict=True)
         ]
 
-    def _proposals(self, automaton: SuffixAutomaton) -> list[TextProposal]:
-        found = [TextProposal(self._of_text, automaton.continuation(self._most))]
+    def _proposals(self, automaton: SuffixAutomaton, drawn: bool) -> list[TextProposal]:
+        found = [TextProposal(self._of_text[drawn], automaton.continuation(self._most))]
         if self._corpus is not None and self._worth_looking():
             continuation = self._corpus.continuation(automaton.text, self._most)
-            found.append(TextProposal(self._of_corpus, continuation))
+            found.append(TextProposal(self._of_corpus[drawn], continuation))
             self._promised += 0.05 * (found[-1].expected() - self._promised)
         return found
 

@@ -1,0 +1,29 @@
+"""What the text suggests, and how far it is believed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from medusa_heads.inference.drafters.text import TextSource
+from medusa_heads.inference.row import Row, StopCheck
+
+
+def test_greedy_text_says_nothing_of_drawn_text() -> None:
+    """A greedy text that repeats itself is always right; the next one may be drawn."""
+    ids_T = torch.tensor([5, 6, 7, 5, 6, 7, 5])
+    row = Row(0, 1, ids_T, StopCheck(StoppingCriteriaList()))
+    source = TextSource(4)
+
+    def suggested(warpers: LogitsProcessorList | None) -> Any:
+        state: Any = SimpleNamespace(rows=[row], padding=[0], memories={}, warpers=warpers)
+        return source.draft(state)[0][0]
+
+    before = suggested(None).expected()
+    for _ in range(50):
+        suggested(None).learn([6, 7, 5, 6])
+    assert suggested(None).expected() > 1.2 * before
+    assert suggested(LogitsProcessorList()).expected() == before
