@@ -74,7 +74,7 @@ def test_recycled_drafts_are_the_latest_successors() -> None:
 
     def grown(root: int) -> list[int]:
         row = SimpleNamespace(tokens=[1, root])
-        state: Any = SimpleNamespace(rows=[row])
+        state: Any = SimpleNamespace(rows=[row], warpers=None)
         return grow(root, source.draft(state), 3).tokens
 
     source.observe(tree, logits_BNV)
