@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -61,40 +62,45 @@ class DecodingState:
         # No node beyond the text's last position can be committed, and models that learn their
         # positions have none there: such nodes are verified at the last one.
         self._last_position = None if max_length is None else max_length - 1
-        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._buffers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by rows and nodes
 
     def tree_mask(self, tree: TokenTree) -> TreeMask:
         """What the tree's nodes see, once they are appended at the common slot."""
         past, device = max(self.lengths), tree.tokens_BN.device
         self.cache.set_length(past)
         capacity = self.cache.fixed_capacity
-        if len(self.rows) == 1 and not self.padding[0] and capacity is None:
-            return self._one_row_mask(tree, past)
-        lengths_B = torch.tensor(self.lengths, device=device)
-        padding_B = torch.tensor(self.padding, device=device)
-        slots_S = torch.arange(capacity or past + tree.num_nodes, device=device)
-        valid_BS = (slots_S >= padding_B[:, None]) & (slots_S < lengths_B[:, None])
+        if capacity is None and min(self.lengths) == past and not any(self.padding):
+            return self._mask_in_step(tree, past)
+        # Made on the host: a transfer each, where a device would start a kernel for each operation.
+        padding_B1, lengths_B1 = np.array(self.padding)[:, None], np.array(self.lengths)[:, None]
+        slots_S = np.arange(capacity or past + tree.num_nodes)
+        valid_BS = torch.from_numpy((slots_S >= padding_B1) & (slots_S < lengths_B1)).to(device)
         visible_BNS = valid_BS[:, None].repeat(1, tree.num_nodes, 1)
         visible_BNS[:, :, past : past + tree.num_nodes] = tree.ancestors_BNN
-        positions_BN = (lengths_B - padding_B)[:, None] + tree.depth_BN
+        positions_BN = torch.from_numpy(lengths_B1 - padding_B1).to(device) + tree.depth_BN
+        padding_B = torch.tensor(self.padding, device=device)
         if self._last_position is not None:
             positions_BN = positions_BN.minimum((self._last_position - padding_B)[:, None])
         return TreeMask(visible_BNS, positions_BN, past, padding_B)
 
-    def _one_row_mask(self, tree: TokenTree, past: int) -> TreeMask:
+    def _mask_in_step(self, tree: TokenTree, past: int) -> TreeMask:
+        """Of unpadded rows of one length."""
         # One pair of buffers for all steps of a size, the tree's own block at their right edge: a
         # longer text is a wider slice, and nothing of the past is ever written again.
-        nodes, device = tree.num_nodes, tree.tokens_BN.device
-        if nodes not in self._buffers or self._buffers[nodes][0].shape[2] < past + nodes:
-            shape = (1, nodes, 2 * (past + nodes))
-            self._buffers[nodes] = (
+        batch, nodes = tree.tokens_BN.shape
+        device = tree.tokens_BN.device
+        known = self._buffers.get((batch, nodes))
+        if known is None or known[0].shape[2] < past + nodes:
+            shape = (batch, nodes, 2 * (past + nodes))
+            known = self._buffers[batch, nodes] = (
                 torch.ones(shape, dtype=torch.bool, device=device),
                 torch.zeros(shape, dtype=self.hidden_BD.dtype, device=device),
             )
-        visible, bias = self._buffers[nodes]
-        visible[:, :, -nodes:] = tree.ancestors_BNN
-        bias[:, :, -nodes:] = additive(tree.ancestors_BNN, bias.dtype)
+        visible, bias = known
         edge = visible.shape[2] - past - nodes
+        if nodes > 1:
+            visible[:, :, -nodes:] = tree.ancestors_BNN
+            bias[:, :, -nodes:] = additive(tree.ancestors_BNN, bias.dtype)
         bias_BNS = bias[:, :, edge:]
         if device.type != "cpu":
             bias_BNS = bias_BNS.clone()  # GPU kernels want an aligned beginning
@@ -113,14 +119,18 @@ class DecodingState:
         device = hidden_BND.device
         # Rows that have ended and stay stand still: what is made of them, nobody reads.
         nodes_B = [list(path) or [0] for path in paths]
-        longest = max(map(len, nodes_B))
-        # Shorter paths repeat their last node, so that the last column is every row's last.
-        nodes_BA = torch.tensor(
-            [[*nodes, *nodes[-1:] * (longest - len(nodes))] for nodes in nodes_B], device=device
-        )
-        batch_B1 = torch.arange(len(paths), device=device)[:, None]
-        # Taken out at once: kept whole, every tree that is not drafted from would stay in memory.
-        accepted_BAD = hidden_BND[batch_B1, nodes_BA]
+        if hidden_BND.shape[1] == 1:
+            accepted_BAD = hidden_BND
+        else:
+            # Shorter paths repeat their last node, so that the last column is every row's last.
+            longest = max(map(len, nodes_B))
+            nodes_BA = torch.tensor(
+                [[*nodes, *nodes[-1:] * (longest - len(nodes))] for nodes in nodes_B], device=device
+            )
+            batch_B1 = torch.arange(len(paths), device=device)[:, None]
+            # Taken out at once: kept whole, every tree that is not drafted from would stay in
+            # memory.
+            accepted_BAD = hidden_BND[batch_B1, nodes_BA]
         # Only a drafter that reads the whole text will ask for what it was not asked to draft from.
         if self._fresh_was_read or not self._keeps_fresh:
             self._fresh.clear()

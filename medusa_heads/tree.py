@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class TokenTree:
     def root_only(cls, tokens_B: Tensor) -> TokenTree:
         """A tree without drafts: verifying it is one step of plain decoding."""
         certain_B1 = torch.zeros(len(tokens_B), 1, device=tokens_B.device)
-        return TreeShape.from_choices([]).tree(tokens_B[:, None], certain_B1)
+        return _without_drafts().tree(tokens_B[:, None], certain_B1)
 
     def with_spare(self, num_nodes: int) -> TokenTree:
         """As a tree of so many nodes: behind its own the root stands again and again, which is
@@ -177,6 +177,11 @@ class TreeShape:
     @cached_property
     def _tensors(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
         return {}
+
+
+@cache
+def _without_drafts() -> TreeShape:
+    return TreeShape.from_choices([])
 
 
 def cartesian_choices(ranks_per_head: Sequence[int]) -> list[RankPath]:
