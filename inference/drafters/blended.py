@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.adapt.situation import BOUNDS, Situation, Step
 from medusa_heads.inference.drafters.base import Observer
 from medusa_heads.inference.drafters.growing import Proposal, Source, grow
-from medusa_heads.inference.drafters.situation import BOUNDS, Situation, Step
 from medusa_heads.inference.drafters.text import TextSource
-from medusa_heads.prefix_tree import PrefixTree, to_token_tree
-from medusa_heads.tree import TokenTree
+from medusa_heads.trees.prefix_tree import PrefixTree, to_token_tree
+from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.corpus_index import CorpusIndex
-    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.inference.engine.state import DecodingState
+    from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 
 _LONG, _IN_A_ROW = 6, 2  # steps of rest, and those that a source is then asked for besides
 
