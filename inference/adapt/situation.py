@@ -73,7 +73,7 @@ class Situation:
         return max(1.0 - _AHEAD * math.log2(self.rows), 0.3)
 
     def correction(self, place: int, asked: int) -> float:
-        """Factor for the tokens expected of these sources together, at a place among the budgets."""
+        """Factor for what is expected of these sources together, at a place among the budgets."""
         both = self._by_place.rate(place) * self._by_sources.rate(asked)
         return min(max(both, 0.3), 1.5)
 
