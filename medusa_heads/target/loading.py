@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from medusa_heads.contents import refuse_heads
+from medusa_heads.errors import first_line
 from medusa_heads.machine import Choice, Shape, Use, as_dtype, choose, find_device
 
 if TYPE_CHECKING:
@@ -240,13 +241,6 @@ def asking_hub(name: str, *, never: bool = False) -> Iterator[dict[str, Any]]:
 def is_path(name: str) -> bool:
     """Whether no hub id looks like this: then no hub need be asked."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
-def first_line(error: BaseException) -> str:
-    """What a library says of an error in its first line, or in all of them where that one only
-    announces the others."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(" ".join(lines).split()) if lines[0].endswith(":") else lines[0]
 
 
 def _hub_answers() -> bool:

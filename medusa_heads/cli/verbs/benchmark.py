@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.cli.settled import settle, tell_choices
+from medusa_heads.errors import first_line
 from medusa_heads.files import check_folder
 
 if TYPE_CHECKING:
@@ -295,7 +296,7 @@ def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt
     try:
         tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"expected a tokenizer beside the target {name!r}: {reason}") from error
     if questions is not None:
         encoded = encode_questions(questions, tokenizer)
