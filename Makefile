@@ -77,7 +77,7 @@ $(STAMP): pyproject.toml constraints.txt
 $(LOWEST_STAMP): pyproject.toml constraints-lowest.txt
 	@$(LOWEST_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { echo "Making $(LOWEST_VENV)"; $(PYTHON) -m venv $(LOWEST_VENV); }
 	@echo "Installing the lowest allowed versions into $(LOWEST_VENV) (several minutes)"
-	$(LOWEST_VENV)/bin/python -m pip install --constraint constraints-lowest.txt --editable '.[dev]'
+	$(LOWEST_VENV)/bin/python -m pip install --constraint constraints-lowest.txt --editable '.[test]'
 	@touch $@
 
 # Of what comes along with vLLM these three are built for CUDA, and break its imports on a CPU.
