@@ -255,3 +255,21 @@ def _hub_answers() -> bool:
     except (HTTPError, OSError):
         return False
     return True
+
+
+def without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:
+    """The transformers model inside a peft wrapper; its adapter layers stay active within it.
+
+    Raises:
+        ValueError: the adapter adds prompt tokens.
+    """
+    if not hasattr(model, "peft_config"):
+        return model
+    active = getattr(model, "active_peft_config", None)
+    if getattr(active, "is_prompt_learning", False):
+        raise ValueError(
+            f"the target's adapter ({type(active).__name__}) adds prompt tokens, which heads "
+            "cannot follow: merge it or use a LoRA-style adapter"
+        )
+    base: Any = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model

@@ -64,7 +64,7 @@ class Arguments:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Grow as the flags say; returns the exit code."""
-    prog = "grow_target"
+    prog = "scripts.grown.target"
 
     def work() -> None:
         (arguments,) = parse_arguments(
