@@ -14,7 +14,7 @@ from medusa_heads.files import replace_file
 from medusa_heads.machine.facts import machine_facts
 
 CACHE_VARIABLE = "MEDUSA_HEADS_CACHE"
-_VERSION = 1
+_VERSION = 2
 
 
 def measurement_folder() -> Path:
