@@ -21,6 +21,7 @@ from medusa_heads.machine import (
     describe_machine,
     find_device,
     machine_facts,
+    measurement_folder,
     speeds,
 )
 from medusa_heads.machine import products as module
@@ -201,6 +202,37 @@ def test_waiting_for_a_processor_is_noticed() -> None:
         os.sched_setaffinity(0, cores)
 
 
+def test_without_a_home_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user need not be known to it."""
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in ("MEDUSA_HEADS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    assert measurement_folder().is_absolute()
+
+
+def test_processes_that_measure_at_once_do_not_disturb_each_other(cache: Path) -> None:
+    program = (
+        "import torch; from medusa_heads.machine import Shape, choose, products; "
+        "products._is_busy = lambda *_: False; products._spread = lambda _: 0.0; "
+        "print(choose('tree', stored=torch.bfloat16, shape=Shape(32, 64, 128, 2), device='cpu'))"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, **pipes)
+        for _ in range(2)
+    ]
+    for each in both:
+        said, wrong = each.communicate()
+        assert (each.returncode, wrong) == (0, "") and said.startswith("cpu, 1 thread, ")
+    (kept,) = (cache / "products").iterdir()
+    assert set(json.loads(kept.read_text())["values"]["seconds"]) == {"float32 1", "bfloat16 1"}
+
+
 def test_other_processes_measure_nothing_again(cache: Path) -> None:
     program = (
         "import torch; from medusa_heads.machine import Shape, choose; "
@@ -246,7 +278,13 @@ def test_a_damaged_file_is_no_measurement(
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"seconds": {}}, {"seconds": {"float32 1": "x"}}, {"seconds": None}],
+    [
+        {},
+        {"seconds": {}},
+        {"seconds": {"float32 1": "x"}},
+        {"seconds": None},
+        {"seconds": {"float32 1": 10**400, "bfloat16 1": 1.0}},
+    ],
 )
 def test_values_of_another_version_are_measured_anew(
     values: dict[str, Any], tmp_path: Path

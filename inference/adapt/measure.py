@@ -96,7 +96,7 @@ def _kept_steps(kept: Mapping[str, Any] | None) -> dict[int, float] | None:
     """Seconds by tokens; None where nothing was kept, or it was damaged."""
     try:
         steps = {int(size): float(seconds) for size, seconds in (kept or {})["step"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
     sound = steps and min(steps) > 0 and all(0 < each < math.inf for each in steps.values())
     return steps if sound else None
@@ -257,7 +257,7 @@ def _usual(times: Sequence[StepSeconds]) -> StepSeconds:
 def _known(stored: Mapping[str, Any] | None) -> dict[str, StepSeconds] | None:
     try:
         known = {name: StepSeconds(*map(float, each)) for name, each in (stored or {}).items()}
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return None
     return known if known and all(0 < each.step < math.inf for each in known.values()) else None
 

@@ -86,7 +86,7 @@ def _from_plain(
     try:
         kept = values["seconds"]
         seconds = {(dtype, count): float(kept[f"{dtype} {count}"]) for dtype, count in wanted}
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OverflowError, TypeError, ValueError):
         return None
     return seconds if all(0 < taken < math.inf for taken in seconds.values()) else None
 
