@@ -1,0 +1,120 @@
+"""What a target can be trusted to verify: a token tree, only a chain, or nothing.
+
+Names are checked first, then numbers, on this very model: see probe.py. An architecture that would
+decode wrongly is so refused at attach time, not noticed in its output.
+
+What was found is remembered for this model in this process, and not on disk: code that was patched,
+a hook or an adapter decide as well, and no configuration tells of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+
+from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
+from medusa_heads.inference.engine.probe import CHAIN, TREE, Prober, takes_positions
+from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.target import TargetModel
+
+Capability = Literal["tree", "chain"]
+
+# Attention that goes by cache slot rather than by position in the text, whatever mask is given.
+_SLOT_BOUND = {
+    "bloom": "its ALiBi bias follows the cache slot, not the position in the text",
+    "mpt": "its ALiBi bias follows the cache slot, not the position in the text",
+    "gpt_neo": "its local attention window follows the cache slot, not the position in the text",
+}
+
+# Where generate() is not what the model's own forward says, there is nothing to be equal to.
+_UNLIKE_ITS_GENERATE = {
+    "moshi": "its cache drops rows that leave a window, which its attention does not have",
+}
+
+_known: weakref.WeakKeyDictionary[Any, dict[type, Capability]] = weakref.WeakKeyDictionary()
+
+
+def capability(target: TargetModel) -> Capability:
+    """Whether the target can verify a tree exactly, or only a chain; tried once a model.
+
+    Raises:
+        UnsupportedArchitecture: neither, and why.
+    """
+    known = _known.setdefault(target.model, {})
+    if type(target) not in known:
+        try:
+            with target.uncompiled() if isinstance(target, CompiledTarget) else nullcontext():
+                known[type(target)] = _examine(target)
+        except (UnsupportedArchitecture, torch.OutOfMemoryError):
+            raise
+        # Whatever a model's own code objects to when it is asked for several tokens over a cache.
+        except (
+            AssertionError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise UnsupportedArchitecture(
+                f"{target.config.model_type} fails on several new tokens over a cache "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+            ) from error
+    return known[type(target)]
+
+
+def _examine(target: TargetModel) -> Capability:
+    target.new_cache()  # refuses caches without rows, and attention that takes no mask
+    kind = target.config.model_type
+    if _is_sharded(target):
+        raise UnsupportedArchitecture(
+            f"the weights of {kind} are spread over several processes, each of which would measure "
+            "its own steps and choose its own drafts, and wait for the others in vain",
+            "load it whole in each process, without tp_plan",
+        )
+    if _couples_tokens(target):
+        raise UnsupportedArchitecture(
+            f"{kind} is loaded in 8 bits with a threshold for outliers, which bitsandbytes looks "
+            "for in all tokens of a forward together, so that they change each other",
+            "load the target with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
+        )
+    if kind in _UNLIKE_ITS_GENERATE:
+        raise UnsupportedArchitecture(f"{kind} cannot be followed: {_UNLIKE_ITS_GENERATE[kind]}")
+    reason = _SLOT_BOUND.get(kind)
+    if getattr(target.config, "alibi", False):
+        reason = "its ALiBi bias follows the cache slot, not the position in the text"
+    if reason is None and not takes_positions(target):
+        reason = "its forward takes no position_ids"
+    prober = Prober(target)
+    if reason is None:
+        reason = prober.probe(TREE).fault(target.dtype)
+        if reason is None:
+            return "tree"
+    fault = prober.probe(CHAIN).fault(target.dtype)
+    if fault is not None:
+        raise UnsupportedArchitecture(
+            f"{kind} cannot verify drafts exactly (as a tree, {reason}; as a chain, {fault})"
+        )
+    warnings.warn(
+        f"{kind} verifies a chain of drafts, not a tree: {reason}", MedusaWarning, stacklevel=4
+    )
+    return "chain"
+
+
+def _is_sharded(target: TargetModel) -> bool:
+    if (getattr(target.model, "_tp_size", None) or 1) > 1:
+        return True
+    # However it came about: what processes share are DTensors.
+    return any(hasattr(parameter, "full_tensor") for parameter in target.model.parameters())
+
+
+def _couples_tokens(target: TargetModel) -> bool:
+    """Random text need not have an outlier, so the numbers alone would not tell."""
+    quantization: Any = getattr(target.model.config, "quantization_config", None)
+    if not getattr(quantization, "load_in_8bit", False):
+        return False
+    return bool(quantization.llm_int8_threshold > 0)
