@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
         OSError: the folder is missing or cannot be written; the old file stands.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # No other writer's, be it a process of the same number in another container.
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
         os.replace(beside, path)

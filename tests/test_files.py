@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_heads.files import check_folder
+from medusa_heads.files import check_folder, replace_file
 
 
 def test_a_folder_that_can_be_written_to_is_not_made_yet(tmp_path: Path) -> None:
@@ -32,3 +32,20 @@ def test_a_folder_without_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             check_folder(tmp_path / "run")
     finally:
         tmp_path.chmod(0o700)
+
+
+def test_a_writer_whose_file_is_written_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, or a process of the same number in another container."""
+    rename, path, waiting = os.replace, tmp_path / "file", ["the other's"]
+
+    def rename_late(beside: Path, place: Path) -> None:
+        if waiting:
+            replace_file(path, waiting.pop())
+            assert path.read_text() == "the other's"
+        rename(beside, place)
+
+    monkeypatch.setattr(os, "replace", rename_late)
+    replace_file(path, "one's own")
+    assert path.read_text() == "one's own" and list(tmp_path.iterdir()) == [path]
