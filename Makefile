@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm test-vllm-033 lint format clean
+.PHONY: help demo test test-all mutants test-vllm test-vllm-033 lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ test: $(STAMP) ## run the tests on all cores (4 minutes on 2 fast ones)
 
 test-all: $(STAMP) ## the same and the slow ones, for a release
 	$(PYTEST) -m "slow or not slow" --durations 50
+
+# ONLY="mask DecodingState.advance" takes some of the laws or functions of scripts/prove/mutants.yaml.
+mutants: $(STAMP) ## change the central functions a little, again and again: their tests must fail
+	PYTHONHASHSEED=0 $(BIN)/python -m scripts.prove.mutants $(ONLY)
 
 test-vllm: $(VLLM_STAMP) ## prove served heads on vLLM's CPU build (10 minutes on 2 cores)
 	$(SERVING_VENV)/bin/python -m pytest tests/vllm

@@ -5,8 +5,8 @@ python -m scripts.prove.mutants labels
 python -m scripts.prove.mutants DecodingState.advance
 
 Which functions, by which tests, and which mutants may survive, stands in mutants.yaml beside this
-file. A function is mutated in memory: no file is written. Everything is imported once, then each
-mutant and its tests run in a fork of this process. The run fails where a mutant survives that is
+file. A function is mutated in memory: no file is written. Tests are imported and collected once,
+then run for each mutant in a fork of this process. The proof fails where a mutant survives that is
 not listed, and where a listed one does not survive.
 """
 
@@ -23,9 +23,8 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
@@ -39,8 +38,11 @@ from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
 from mutmut.mutation.mutators import mutation_operators
 from mutmut.mutation.pragma_handling import IgnoredCode
 
+QUIETLY = [
+    *("-qq", "--no-header", "--disable-warnings", "--capture=no"),
+    *("-p", "no:cacheprovider", "-p", "no:xdist"),
+]
 PLAN = Path(__file__).with_suffix(".yaml")
-QUIET = ["-x", "-qq", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist"]
 _FUTURE = "from __future__ import annotations\n"
 _PATIENCE = 5  # times what the tests take without a mutation; then it runs for ever
 
@@ -179,72 +181,79 @@ def put(function: FunctionType, source: str) -> None:
 # --- running ------------------------------------------------------------------------------------
 
 
-def run_tests(
-    tests: Sequence[str], prepare: Callable[[], None], seconds: int
+class MutatedRuns:
+    """A plugin of pytest that runs the tests it has collected once for each mutant.
+
+    Attributes:
+        count: how many mutants there were.
+        survived: those that all tests let pass.
+    """
+
+    def __init__(self, functions: Sequence[str]) -> None:
+        self.count = 0
+        self.survived: list[Mutant] = []
+        self._functions = functions
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Instead of pytest's own loop.
+
+        Raises:
+            UsageError: the tests fail as it is.
+        """
+        passed, usual = _in_fork(session, lambda: None, seconds=600)
+        if not passed:
+            raise pytest.UsageError("the tests fail without any mutation: run them by hand")
+        limit = math.ceil(_PATIENCE * usual) + 1
+        for function in map(find, self._functions):
+            for mutant, source in mutants(function):
+                self.count += 1
+                if _in_fork(session, partial(put, function, source), limit)[0]:
+                    self.survived.append(mutant)
+                    change = f"{mutant.was}  ->  {mutant.becomes}"
+                    print(f"  survives: {mutant.function}: {change}", flush=True)
+        return True
+
+
+def _in_fork(
+    session: pytest.Session, prepare: Callable[[], None], seconds: int
 ) -> tuple[bool, float]:
-    """Run tests in a fork of this process; whether they passed, and the CPU seconds they took."""
+    """Run the tests in a fork of this process until one fails; whether all passed, and the CPU
+    seconds that they took. One that runs for longer is ended, and has failed."""
     child = os.fork()
     if not child:
-        with _silence():
-            signal.alarm(20 * seconds)  # of a clock: a mutant may wait for ever
+        status = 2
+        try:
+            _silence()
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            status = 3
-            try:
-                prepare()
-                status = int(pytest.main([*QUIET, *tests]))
-            finally:
-                os._exit(status)
+            signal.alarm(20 * seconds)  # a mutant may also wait for ever
+            prepare()
+            for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if session.testsfailed:
+                    break
+            status = 1 if session.testsfailed else 0
+        finally:
+            os._exit(status)
     _, status, usage = os.wait4(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    # Signals end what runs for ever or breaks the interpreter. All else is no verdict of a test.
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and code >= 0:
-        raise RuntimeError(f"pytest ended with {code} on {' '.join(tests)}")
-    return code == pytest.ExitCode.OK, usage.ru_utime + usage.ru_stime
+    if os.waitstatus_to_exitcode(status) == 2:
+        raise RuntimeError("a mutant could not be made, or ended pytest itself")
+    return status == 0, usage.ru_utime + usage.ru_stime
 
 
-@contextmanager
-def _silence() -> Iterator[None]:
-    kept = [os.dup(stream) for stream in (1, 2)]
+def _silence() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
-    try:
-        yield
-    finally:
-        for stream, copy in zip((1, 2), kept, strict=True):
-            os.dup2(copy, stream)
-            os.close(copy)
-        os.close(nowhere)
 
 
-def survivors_of(law: Law, functions: Sequence[str]) -> tuple[int, list[Mutant]]:
-    """How many mutants there were, and those that the tests of the law let pass."""
-    passed, usual = run_tests(law.tests, lambda: None, seconds=600)
-    if not passed:
-        raise SystemExit(f"{law.name}: the tests fail without any mutation: run them by hand")
-    limit = math.ceil(_PATIENCE * usual) + 1
-    count, survived = 0, []
-    for function in map(find, functions):
-        for mutant, source in mutants(function):
-            count += 1
-            if run_tests(law.tests, lambda f=function, s=source: put(f, s), limit)[0]:
-                survived.append(mutant)
-                change = f"{mutant.was}  ->  {mutant.becomes}"
-                print(f"  survives: {mutant.function}: {change}", flush=True)
-    return count, survived
-
-
-def import_all(tests: Sequence[str]) -> None:
-    """Import the tests, and so all that they test, in this process."""
-    settings.register_profile(
-        "mutants", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
-    )
-    settings.load_profile("mutants")
-    with _silence():
-        code = pytest.main([*QUIET, "--collect-only", *tests])
+def survivors_of(law: Law, functions: Sequence[str]) -> list[Mutant]:
+    """The mutants of the functions that the tests of the law let pass."""
+    runs = MutatedRuns(functions)
+    code = pytest.main([*QUIETLY, *law.tests], plugins=[runs])
     if code != pytest.ExitCode.OK:
-        raise SystemExit(f"the tests cannot be collected: {' '.join(tests)}")
+        raise SystemExit(f"{law.name}: the tests could not be run")
+    print(f"{law.name}: {runs.count} mutants, {len(runs.survived)} survive", flush=True)
+    return runs.survived
 
 
 def choose(laws: Sequence[Law], names: Sequence[str]) -> list[tuple[Law, list[str]]]:
@@ -281,19 +290,21 @@ def table(survivors: Sequence[Survivor]) -> str:
     return "\n".join(lines)
 
 
-def main(names: Sequence[str]) -> int:
-    laws, listed = read_plan()
+def main(names: Sequence[str], plan: Path = PLAN) -> int:
+    """Mutate the named functions, or all. Returns the exit code."""
+    laws, listed = read_plan(plan)
     try:
         chosen = choose(laws, names)
     except ValueError as mistake:
         print(mistake, file=sys.stderr)
         return 2
-    import_all(list(dict.fromkeys(test for law, _ in chosen for test in law.tests)))
+    settings.register_profile(
+        "mutants", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    settings.load_profile("mutants")
     survived: Counter[Mutant] = Counter()
     for law, functions in chosen:
-        count, of_law = survivors_of(law, functions)
-        survived.update(of_law)
-        print(f"{law.name}: {count} mutants, {len(of_law)} survive", flush=True)
+        survived.update(survivors_of(law, functions))
     looked_at = {_path(name) for _, functions in chosen for name in functions}
     expected = Counter(s.mutant for s in listed if s.mutant.function in looked_at)
     for mutant in survived - expected:
