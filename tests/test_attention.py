@@ -14,6 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from medusa_heads.attention import TreeMask, additive, explicit_masks, tree_attention
 
+# Within it, what is made without a word on where lies on another device than the tests' tensors.
+ELSEWHERE = torch.device("meta")
 LEAST = torch.finfo(torch.float32).min
 
 
@@ -72,7 +74,9 @@ def test_a_causal_layer_sees_the_text_and_the_path() -> None:
 
 def test_a_window_is_one_of_the_text_and_not_of_the_cache() -> None:
     # Three tokens: a child at position 6 sees those at 4 and 5, in whatever slots they lie.
-    mask = explicit_masks(MistralConfig(sliding_window=3), padded(), torch.float32)
+    tree = padded()
+    with ELSEWHERE:
+        mask = explicit_masks(MistralConfig(sliding_window=3), tree, torch.float32)
     assert isinstance(mask, Tensor)
     assert drawn(mask[:, 0]) == [
         ["...xxx..", "....xxx.", "....xx.x"],

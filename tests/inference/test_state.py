@@ -111,7 +111,7 @@ def drawn(visible_BNS: torch.Tensor) -> list[list[str]]:
 
 def test_one_row_sees_its_text_and_the_path_of_each_node() -> None:
     of = in_cache([5], [0])
-    for length in (5, 6, 9, 40, 41):
+    for length in (5, 6, 9, 15, 16, 40, 41):
         of.lengths = [length]
         tree = four(1)
         with ELSEWHERE:
@@ -130,8 +130,15 @@ def test_the_mask_of_one_row_is_made_once_for_many_steps() -> None:
     for length in (5, 9, 14):  # twice (5 + 4) slots are held
         of.lengths = [length]
         masks.append(of.tree_mask(four(1)))
-        assert masks[-1].bias_BNS is not None
-    assert len({mask.visible_BNS.untyped_storage().data_ptr() for mask in masks}) == 1
+    for tensors in ([m.visible_BNS for m in masks], [m.bias_BNS for m in masks]):
+        assert len({t.untyped_storage().data_ptr() for t in tensors if t is not None}) == 1
+
+
+def test_where_kernels_want_an_aligned_beginning_the_numbers_are_a_copy() -> None:
+    of = in_cache([5], [0])
+    bias_BNS = of.tree_mask(FOUR.tree(torch.zeros(1, 4, device="meta").long())).bias_BNS
+    assert bias_BNS is not None and bias_BNS.shape == (1, 4, 9)
+    assert bias_BNS.storage_offset() == 0 and bias_BNS.is_contiguous()
 
 
 def test_trees_of_one_size_and_of_others_have_masks_of_their_own() -> None:
