@@ -101,9 +101,11 @@ def test_a_models_own_rule_is_asked_by_row_and_position() -> None:
         asked.update(row=row, head=head, query=query, key=key)
         return (row + query + key) % 2 == 0
 
-    with tree_attention(padded()):
+    tree = padded()
+    with tree_attention(tree), ELSEWHERE:
         mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](mask_function=rule, dtype=torch.float64)
     assert mask.dtype == torch.float64
+    assert {(each.dtype, each.device.type) for each in asked.values()} == {(torch.long, "cpu")}
     assert asked["row"].flatten().tolist() == [0, 1] and asked["head"].tolist() == [[[[0]]]]
     expected = [
         [

@@ -14,6 +14,7 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
@@ -82,14 +83,14 @@ def test_rows_of_a_batch_walk_their_own_paths(processors: list[TopKLogitsWarper]
 
 
 def walk_a_batch(rule: SampleThenMatch) -> None:
-    """Rows that accept all, nothing, another branch; that end; and one that has ended before."""
-    named = [[6, 7, 8, 3, 0, 0], [0] * 6, [9, 0, 0, 0, 7, 11], [6, 7, 8, 3, 0, 0]]
-    rows = [row(), row(), row(), row(max_length=5)]
-    rows.insert(1, row(max_length=4))
-    rows[1].commit(1)
-    logits_BNV = torch.cat([logits_naming(tokens) for tokens in [named[0], *named]])
-    assert rule(tree(5), logits_BNV, rows) == [[0, 1, 2, 3], [], [0], [0, 4, 5], [0, 1]]
-    assert [one.tokens for one in rows] == [[6, 7, 8, 3], [1], [0], [9, 7, 11], [6, 7]]
+    """Rows that end, accept all, nothing, another branch; and one that has ended before."""
+    all_right, wrong, branch = [6, 7, 8, 3, 0, 0], [0] * 6, [9, 0, 0, 0, 7, 11]
+    rows = [row(max_length=5), row(), row(max_length=4), row(), row()]
+    rows[2].commit(1)
+    named = [all_right, all_right, all_right, wrong, branch]
+    logits_BNV = torch.cat([logits_naming(tokens) for tokens in named])
+    assert rule(tree(5), logits_BNV, rows) == [[0, 1], [0, 1, 2, 3], [], [0], [0, 4, 5]]
+    assert [one.tokens for one in rows] == [[6, 7], [6, 7, 8, 3], [1], [0], [9, 7, 11]]
 
 
 def test_nothing_follows_an_end_token_inside_an_accepted_block() -> None:
@@ -118,6 +119,24 @@ class WritesInPlace(LogitsProcessor):
         self.dtypes.add(scores.dtype)
         scores[:, 6] = -1000.0
         return scores
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_only_the_targets_plain_choice_is_made_ahead(
+    runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processors are asked, and dice thrown, on devices that run ahead as well."""
+    monkeypatch.setattr(f"{SampleThenMatch.__module__}._runs_ahead", lambda device: runs_ahead)
+    bans_six = LogitsProcessorList([SuppressTokensLogitsProcessor([6])])
+    logits_1NV = logits_naming([6, 0, 0, 0, 7, 11])
+    logits_1NV[0, 0, 9] = 19.5  # drawn in three of eight cases
+    one = row()
+    assert SampleThenMatch(bans_six, do_sample=False)(tree(), logits_1NV, [one]) == [[0, 4, 5]]
+    assert one.tokens == [9, 7, 11]
+    torch.manual_seed(0)
+    draws = SampleThenMatch(LogitsProcessorList(), do_sample=True)
+    paths = [draws(tree(), logits_1NV, [row()])[0] for _ in range(30)]
+    assert {path[1] for path in paths} == {1, 4}
 
 
 @pytest.mark.parametrize("runs_ahead", [True, False])
