@@ -139,14 +139,15 @@ def test_only_the_targets_plain_choice_is_made_ahead(
     assert {path[1] for path in paths} == {1, 4}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("runs_ahead", [True, False])
 def test_processors_get_the_text_and_a_copy_of_the_logits_in_fp32(
-    runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+    runs_ahead: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{SampleThenMatch.__module__}._runs_ahead", lambda device: runs_ahead)
     notes = WritesInPlace()
     rule = SampleThenMatch(LogitsProcessorList([notes]), do_sample=False)
-    logits_1NV = logits_naming([6, 0, 0, 0, 7, 11]).double()
+    logits_1NV = logits_naming([6, 0, 0, 0, 7, 11]).to(dtype)
     logits_1NV[0, 0, 9] = 10.0  # next best
     given = logits_1NV.clone()
     one = row()
@@ -158,6 +159,31 @@ def test_processors_get_the_text_and_a_copy_of_the_logits_in_fp32(
     assert torch.equal(torch.cat(one.recorder.logits), walked_NV)
     walked_NV[:, 6] = -1000.0
     assert torch.equal(torch.cat(one.recorder.scores), walked_NV)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_warpers_get_the_scores_in_fp32_where_the_text_lies(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrix of a target that is spread over devices may lie elsewhere than the prompt."""
+
+    def note(_: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
+        raise LookupError(input_ids.device.type, scores.device.type, scores.dtype, len(scores))
+
+    monkeypatch.setattr(TopKLogitsWarper, "__call__", note)
+    rule = SampleThenMatch(LogitsProcessorList([TopKLogitsWarper(8)]), do_sample=True)
+    stop = StopCheck(StoppingCriteriaList())
+    rows = [Row(0, 1, torch.tensor([1, 2, 5], device="meta"), stop) for _ in range(batch)]
+    with pytest.raises(LookupError) as found:
+        rule(tree(batch), torch.zeros(batch, 6, VOCAB, dtype=torch.float64), rows)
+    assert found.value.args == ("meta", "meta", torch.float32, batch)
+
+
+def test_a_child_in_the_last_place_is_walked_to_by_its_own_number() -> None:
+    shape = TreeShape([(0,), (0, 0), (1,)])
+    rule = SampleThenMatch(LogitsProcessorList(), do_sample=False)
+    last = shape.tree(torch.tensor([[5, 6, 7, 9]]))
+    assert rule(last, logits_naming([9, 0, 0, 4]), [row()]) == [[0, 3]]
 
 
 @pytest.mark.parametrize("runs_ahead", [True, False])

@@ -109,22 +109,23 @@ def drawn(visible_BNS: torch.Tensor) -> list[list[str]]:
     return [["".join(".x"[seen] for seen in node) for node in row] for row in visible_BNS.tolist()]
 
 
-def test_one_row_sees_its_text_and_the_path_of_each_node() -> None:
-    of = in_cache([5], [0])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_in_step_see_their_text_and_the_path_of_each_node(batch: int) -> None:
+    of = in_cache([5] * batch, [0] * batch)
     for length in (5, 6, 9, 15, 16, 40, 41):
-        of.lengths = [length]
-        tree = four(1)
+        of.lengths = [length] * batch
+        tree = four(batch)
         with ELSEWHERE:
             mask = of.tree_mask(tree)
         assert of.cache.get_seq_length() == mask.first_slot == length
-        assert drawn(mask.visible_BNS) == [["x" * length + path for path in FOUR_DRAWN]]
-        assert mask.query_positions_BN.tolist() == [[length, length + 1, length + 1, length + 2]]
-        bias_BNS = mask.bias_BNS
-        assert bias_BNS is not None and bias_BNS.dtype == torch.float64
-        assert torch.equal(bias_BNS, additive(mask.visible_BNS, torch.float64))
+        assert drawn(mask.visible_BNS) == [["x" * length + path for path in FOUR_DRAWN]] * batch
+        positions = [length, length + 1, length + 1, length + 2]
+        assert mask.query_positions_BN.tolist() == [positions] * batch
+        assert mask.padding_B is None and mask.bias_BNS is not None
+        assert torch.equal(mask.bias_BNS, additive(mask.visible_BNS, torch.float64))
 
 
-def test_the_mask_of_one_row_is_made_once_for_many_steps() -> None:
+def test_masks_of_rows_in_step_are_made_once_for_many_steps() -> None:
     of = in_cache([5], [0])
     masks = []
     for length in (5, 9, 14):  # twice (5 + 4) slots are held
@@ -142,19 +143,28 @@ def test_where_kernels_want_an_aligned_beginning_the_numbers_are_a_copy() -> Non
 
 
 def test_trees_of_one_size_and_of_others_have_masks_of_their_own() -> None:
-    of = in_cache([5], [0])
-    chain = TreeShape([(0,), (0, 0), (0, 0, 0)]).tree(torch.zeros(1, 4, dtype=torch.long))
-    pair = TreeShape([(0,)]).tree(torch.zeros(1, 2, dtype=torch.long))
-    for tree, paths in (
-        (four(1), FOUR_DRAWN),
+    chain, pair = TreeShape([(0,), (0, 0), (0, 0, 0)]), TreeShape([(0,)])
+    shapes = [
+        (FOUR, FOUR_DRAWN),
         (pair, ["x.", "xx"]),
+        (TreeShape([]), ["x"]),
         (chain, ["x...", "xx..", "xxx.", "xxxx"]),
-        (four(1), FOUR_DRAWN),
-    ):
-        mask = of.tree_mask(tree)
-        assert drawn(mask.visible_BNS) == [["xxxxx" + path for path in paths]]
-        assert mask.bias_BNS is not None
-        assert torch.equal(mask.bias_BNS, additive(mask.visible_BNS, torch.float64))
+        (FOUR, FOUR_DRAWN),
+    ]
+    for batch in (2, 1):
+        of = in_cache([5] * batch, [0] * batch)
+        for shape, paths in shapes:
+            mask = of.tree_mask(shape.tree(torch.zeros(batch, shape.num_nodes).long()))
+            assert drawn(mask.visible_BNS) == [["xxxxx" + path for path in paths]] * batch
+            assert mask.bias_BNS is not None
+            assert torch.equal(mask.bias_BNS, additive(mask.visible_BNS, torch.float64))
+
+
+def test_a_batch_that_rows_leave_has_masks_of_its_own() -> None:
+    of = in_cache([5, 5], [0, 0])
+    assert of.tree_mask(four(2)).visible_BNS.shape[0] == 2
+    of.lengths, of.padding = [5], [0]
+    assert of.tree_mask(four(1)).visible_BNS.shape[0] == 1
 
 
 def test_rows_of_a_batch_see_neither_padding_nor_slots_of_longer_rows() -> None:
@@ -168,6 +178,24 @@ def test_rows_of_a_batch_see_neither_padding_nor_slots_of_longer_rows() -> None:
     ]
     assert mask.query_positions_BN.tolist() == [[6, 7, 7, 8], [2, 3, 3, 4]]
     assert mask.padding_B is not None and mask.padding_B.tolist() == [0, 2]
+
+
+def test_rows_of_one_length_with_padding() -> None:
+    mask = in_cache([6, 6], [0, 2]).tree_mask(four(2))
+    assert drawn(mask.visible_BNS) == [
+        ["xxxxxx" + path for path in FOUR_DRAWN],
+        ["..xxxx" + path for path in FOUR_DRAWN],
+    ]
+    assert mask.query_positions_BN.tolist() == [[6, 7, 7, 8], [4, 5, 5, 6]]
+
+
+def test_rows_of_unlike_length_without_padding() -> None:
+    mask = in_cache([4, 6], [0, 0]).tree_mask(four(2))
+    assert drawn(mask.visible_BNS) == [
+        ["xxxx.." + path for path in FOUR_DRAWN],
+        ["xxxxxx" + path for path in FOUR_DRAWN],
+    ]
+    assert mask.query_positions_BN.tolist() == [[4, 5, 5, 6], [6, 7, 7, 8]]
 
 
 def test_one_row_with_padding() -> None:
@@ -200,10 +228,6 @@ def test_no_node_stands_behind_the_last_position(batch: int) -> None:
     assert of.tree_mask(four(batch)).query_positions_BN.tolist() == [[7] * 4, [5] * 4][:batch]
 
 
-def places(hidden_BND: torch.Tensor) -> list[list[float]]:
-    return hidden_BND[..., 0].tolist()
-
-
 def test_a_step_leaves_the_state_of_each_rows_last_accepted_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -227,6 +251,17 @@ def place_of_nodes(batch: int) -> torch.Tensor:
     """Hidden states [B, N, D] that name row and node."""
     place_BN1 = 100 * torch.arange(batch)[:, None, None] + torch.arange(NODES)[:, None]
     return place_BN1.repeat(1, 1, HIDDEN).double()
+
+
+def test_a_step_without_drafts_leaves_the_state_of_the_root() -> None:
+    of = in_cache([6, 4, 5], [0, 2, 1])
+    for row in of.rows:
+        row.commit(50 + row.index)
+    of.rows[1].done = True
+    of.keep([[0], [0], [0]])
+    of.advance(place_of_nodes(3)[:, :1], [[0], [0], [0]])
+    assert of.lengths == [7, 6] and of.roots_B.tolist() == [50, 52]
+    assert of.hidden_BD[:, 0].tolist() == [0, 200]
 
 
 @pytest.mark.parametrize("slots", [None, 40])
