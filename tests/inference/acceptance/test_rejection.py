@@ -241,11 +241,11 @@ def test_rows_of_a_batch_have_drafts_and_laws_of_their_own() -> None:
         torch.tensor([[0, 1, 3], [0, 1, 3], [0, 2, 1]])
     )
     tree.drawn_from[0] = sure([1, 1, 2])  # type: ignore[index]
-    p_BNV = torch.stack([sure([1, 3, 2]), sure([1, 3, 2]), sure([2, 3, 0])])
+    logits_BNV = torch.stack([sure([1, 3, 2]), sure([1, 3, 2]), sure([2, 3, 0])]).log()
     rows = batch_of(3)
     rows[1].done = True
     with torch.device("meta"):  # what names no device would lie on another one than the tensors
-        paths = rule()(tree, p_BNV.log(), rows)
+        paths = rule()(tree, logits_BNV, rows)
     assert paths == [[0, 1, 2], [], [0, 1]]
     assert [row.tokens for row in rows] == [[1, 3, 2], [], [2, 3]]
 
@@ -253,9 +253,10 @@ def test_rows_of_a_batch_have_drafts_and_laws_of_their_own() -> None:
 def test_a_rejected_draft_on_another_device_than_the_default() -> None:
     tree = TreeShape.from_choices([(0,), (1,)]).tree(torch.tensor([[0, 1, 2]]))
     tree.drawn_from[0] = torch.tensor([[0.0, 0.5, 0.5, 0.0]])  # type: ignore[index]
+    logits_1NV = sure([3, 0, 0]).log()[None]
     (row,) = batch_of(1)
     with torch.device("meta"):
-        assert rule()(tree, sure([3, 0, 0]).log()[None], [row]) == [[0]]
+        assert rule()(tree, logits_1NV, [row]) == [[0]]
     assert row.tokens == [3]
 
 
