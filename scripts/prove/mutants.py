@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import json
 import math
 import os
 import resource
@@ -222,8 +223,7 @@ class MutatedRuns:
                 self.count += 1
                 if _in_fork(session, partial(put, function, source), limit)[0]:
                     self.survived.append(mutant)
-                    change = f"{mutant.was}  ->  {mutant.becomes}"
-                    print(f"  survives: {mutant.function}: {change}", flush=True)
+                    print(f"survives: {_entry(mutant)}", flush=True)
         return True
 
 
@@ -321,10 +321,15 @@ def main(names: Sequence[str], plan: Path = PLAN) -> int:
     looked_at = {_path(name) for _, functions in chosen for name in functions}
     expected = Counter(s.mutant for s in listed if s.mutant.function in looked_at)
     for mutant in survived - expected:
-        print(f"new: {mutant}")
+        print(f"new, to be killed or listed: {_entry(mutant)}")
     for mutant in expected - survived:
-        print(f"listed, yet it does not survive: {mutant}")
+        print(f"listed, yet it does not survive: {_entry(mutant)}")
     return int(survived != expected)
+
+
+def _entry(mutant: Mutant) -> str:
+    """As the plan lists it."""
+    return json.dumps([mutant.function, mutant.was, mutant.becomes])
 
 
 if __name__ == "__main__":

@@ -255,3 +255,24 @@ def test_a_path_that_lies_where_it_belongs_is_not_moved(monkeypatch: pytest.Monk
     monkeypatch.delattr(RowCache, "move_rows")
     assert cache.keep_paths([[0, 1, 2], [0]], [6, 6]) == [9, 7]
     assert cache.keep_paths([[0], []], [9, 3]) == [10, 3]
+
+
+def test_each_row_moves_a_slot_of_its_own() -> None:
+    cache = RowCache(config())
+    fill(cache, 0, 8, batch=2)
+    cache.move_rows(torch.tensor([[5], [7]]), torch.tensor([[3], [2]]))
+    assert held(cache, row=0) == [0, 1, 2, 5, 4, 5, 6, 7]
+    assert held(cache, row=1) == [1000, 1001, 1007, 1003, 1004, 1005, 1006, 1007]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("elsewhere", [0, 1], ids=["sources", "destinations"])
+def test_indices_go_to_the_device_of_each_stack(batch: int, elsewhere: int) -> None:
+    """A target may be spread over several. Numbers on torch's device without memory say so when
+    they are sent for."""
+    cache = RowCache(config())
+    fill(cache, 0, 8, batch)
+    indices = [torch.tensor([[5, 7]] * batch), torch.tensor([[3, 4]] * batch)]
+    indices[elsewhere] = indices[elsewhere].to("meta")
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        cache.move_rows(*indices)

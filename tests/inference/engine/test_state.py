@@ -180,6 +180,13 @@ def test_rows_of_a_batch_see_neither_padding_nor_slots_of_longer_rows() -> None:
     assert mask.padding_B is not None and mask.padding_B.tolist() == [0, 2]
 
 
+def test_a_mask_lies_where_the_tree_does() -> None:
+    of = in_cache([6, 4], [0, 2])
+    mask = of.tree_mask(FOUR.tree(torch.zeros(2, 4, device="meta").long()))
+    for tensor in (mask.visible_BNS, mask.query_positions_BN, mask.padding_B):
+        assert tensor is not None and tensor.device.type == "meta"
+
+
 def test_rows_of_one_length_with_padding() -> None:
     mask = in_cache([6, 6], [0, 2]).tree_mask(four(2))
     assert drawn(mask.visible_BNS) == [
@@ -228,8 +235,9 @@ def test_no_node_stands_behind_the_last_position(batch: int) -> None:
     assert of.tree_mask(four(batch)).query_positions_BN.tolist() == [[7] * 4, [5] * 4][:batch]
 
 
+@pytest.mark.parametrize("width", [HIDDEN, 1])
 def test_a_step_leaves_the_state_of_each_rows_last_accepted_node(
-    monkeypatch: pytest.MonkeyPatch,
+    width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(RowCache, "select_batch")  # nobody leaves: the cache is not copied
     of = in_cache([6, 4, 5], [0, 2, 1])
@@ -237,7 +245,7 @@ def test_a_step_leaves_the_state_of_each_rows_last_accepted_node(
     for row, path in zip(of.rows, paths, strict=True):
         for node in path:
             row.commit(50 + node)
-    hidden_BND = place_of_nodes(3)
+    hidden_BND = place_of_nodes(3)[..., :width]
     with ELSEWHERE:
         of.keep(paths)
         of.advance(hidden_BND, paths)
@@ -253,13 +261,14 @@ def place_of_nodes(batch: int) -> torch.Tensor:
     return place_BN1.repeat(1, 1, HIDDEN).double()
 
 
-def test_a_step_without_drafts_leaves_the_state_of_the_root() -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_step_that_accepts_no_draft_leaves_the_state_of_the_root(nodes: int) -> None:
     of = in_cache([6, 4, 5], [0, 2, 1])
     for row in of.rows:
         row.commit(50 + row.index)
     of.rows[1].done = True
     of.keep([[0], [0], [0]])
-    of.advance(place_of_nodes(3)[:, :1], [[0], [0], [0]])
+    of.advance(place_of_nodes(3)[:, :nodes], [[0], [0], [0]])
     assert of.lengths == [7, 6] and of.roots_B.tolist() == [50, 52]
     assert of.hidden_BD[:, 0].tolist() == [0, 200]
 

@@ -105,7 +105,7 @@ LISTED = "{why: of no account, mutants: [[head_offset, return head + 2, return h
     ("sign", "survivors", "code", "said"),
     [
         ("==", "", 0, "offset: 2 mutants, 0 survive"),
-        (">=", "", 1, "new: Mutant(function='head_offset', was='return head + 2'"),
+        (">=", "", 1, 'listed: ["head_offset", "return head + 2", "return head + 3"]'),
         (">=", LISTED, 0, "offset: 2 mutants, 1 survive"),
         ("==", LISTED, 1, "listed, yet it does not survive"),
         (">", "", 1, "the tests fail without any mutation"),
