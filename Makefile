@@ -27,7 +27,7 @@ TESTS := -m pytest --numprocesses $(WORKERS) --dist worksteal
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slow test-lowest test-vllm test-vllm-033 lint format clean
+.PHONY: help demo test test-all test-slow test-lowest mutants test-vllm test-vllm-033 lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,10 @@ test-slow: $(STAMP) ## the tests that take too long for every change
 
 test-lowest: $(LOWEST_STAMP) ## the tests, with the lowest versions that pyproject.toml allows
 	$(LOWEST_VENV)/bin/python $(TESTS)
+
+# ONLY="mask DecodingState.advance" takes some of the laws or functions of scripts/prove/mutants.yaml.
+mutants: $(STAMP) ## change the central functions a little, again and again: their tests must fail
+	PYTHONHASHSEED=0 $(BIN)/python -m scripts.prove.mutants $(ONLY)
 
 test-vllm: $(VLLM_STAMP) ## prove served heads on vLLM's CPU build (10 minutes on 2 cores)
 	$(SERVING_VENV)/bin/python -m pytest tests/vllm
