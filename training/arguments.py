@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.errors import at_least
+from medusa_heads.files import parse_json
 from medusa_heads.masking import masked
 
 if TYPE_CHECKING:
@@ -245,12 +246,11 @@ def _check_trackers(names: Sequence[str]) -> None:
 
 def _extra_fields(given: dict[str, Any] | str | None, known: set[str]) -> dict[str, Any]:
     import difflib
-    import json
 
     if isinstance(given, str):
         try:
-            given = json.loads(given)
-        except json.JSONDecodeError as error:
+            given = parse_json(given)
+        except ValueError as error:
             raise ValueError(
                 f"training_args must be a JSON object, got {masked(given)!r}"
             ) from error

@@ -123,7 +123,7 @@ def as_corpus(
     else:
         columns, counted = (rows.column_names if len(rows) else []), [(name, len(rows))]
     if not columns:
-        raise ValueError("the corpus is empty: give one with text in it")
+        raise ValueError(f"the corpus is empty: give one with text in it ({name})")
     found = recognise(columns, text_column)
     found_as = str(found)
     if found.name == "text" and found.columns != ("text",):
@@ -222,8 +222,7 @@ def _from_files(
 
     found, columns = first_format(files, text_column)
     if not streaming and all(file.suffix == ".parquet" for file in files):
-        # Memory-mapped by datasets, however large.
-        tables = [Dataset.from_parquet(str(file)) for file in files]
+        tables = [_parquet_table(file) for file in files]
         corpus = as_corpus(
             concatenate_datasets(tables), name, text_column=text_column, bad_rows=bad_rows
         )
@@ -242,9 +241,24 @@ def _from_files(
             tables.append(Dataset.from_list(batch, features=features))
         if not tables:
             bad_rows.settle()
-            raise ValueError("the corpus is empty: give one with text in it")
+            raise ValueError(f"the corpus is empty: give one with text in it ({name})")
         rows = concatenate_datasets(tables)
     return Corpus(name, rows, recognise(columns), str(found), bad_rows)
+
+
+def _parquet_table(file: Path) -> Dataset:
+    """Memory-mapped by datasets, however large."""
+    from datasets import Dataset
+    from datasets.exceptions import DatasetsError
+    from pyarrow import ArrowException
+
+    try:
+        table = Dataset.from_parquet(str(file))
+        table.data.validate(full=True)  # its texts are texts, too
+    except (DatasetsError, ArrowException, OSError, ValueError) as error:
+        reason = error.__cause__ or error
+        raise ValueError(f"{str(file)!r} is not valid Parquet ({reason})") from error
+    return table
 
 
 def _join(parts: Sequence[Corpus]) -> Corpus:

@@ -5,7 +5,6 @@ Shapes: B batch, T tokens, N nodes.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.row import Row, StopCheck
 from medusa_heads.inference.state import DecodingState
-from medusa_heads.machine import Measurements
+from medusa_heads.machine import Measurements, as_seconds
 from medusa_heads.target import TargetModel
 from medusa_heads.tree import TokenTree, TreeShape, cartesian_choices
 
@@ -84,11 +83,9 @@ def target_clock(
     facts = _facts(target) | {"drafters": {name: dict(of) for name, (_, of) in drafters.items()}}
     known = store.read("clock", facts) or {}
     try:
-        step = {int(size): float(seconds) for size, seconds in known["step"].items()}
-        drafting = {name: float(known["drafting"][name]) for name in drafters}
-        times = [*step.values(), *drafting.values()]
-        if step and all(0 < each < math.inf for each in times):
-            return Clock(step, drafting)
+        step = {int(size): as_seconds(seconds) for size, seconds in known["step"].items()}
+        drafting = {name: as_seconds(known["drafting"][name]) for name in drafters}
+        return Clock(step, drafting)
     except (AttributeError, KeyError, TypeError, ValueError):
         pass  # nothing there, or damaged: measured anew
     step, drafting = _measure_clock(target, {name: each for name, (each, _) in drafters.items()})
@@ -252,10 +249,13 @@ def _usual(times: Sequence[StepSeconds]) -> StepSeconds:
 
 def _known(stored: Mapping[str, Any] | None) -> dict[str, StepSeconds] | None:
     try:
-        known = {name: StepSeconds(*map(float, each)) for name, each in (stored or {}).items()}
+        known = {
+            name: StepSeconds(as_seconds(step), as_seconds(drafting, least=0))
+            for name, (step, drafting) in (stored or {}).items()
+        }
     except (TypeError, ValueError):
         return None
-    return known if known and all(0 < each.step < math.inf for each in known.values()) else None
+    return known or None
 
 
 def _eager(target: TargetModel) -> Any:

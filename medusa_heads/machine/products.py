@@ -6,13 +6,12 @@ caches do. Shapes: R rows, D hidden, F intermediate.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from medusa_heads.machine.measurements import Measurements, measurement_folder
+from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 from medusa_heads.machine.shape import Shape
 
 if TYPE_CHECKING:
@@ -93,11 +92,13 @@ def _from_plain(
     wanted = [(dtype, count) for dtype in dtypes for count in threads]
     try:
         kept = values["seconds"]
-        seconds = {(dtype, count): float(kept[f"{dtype} {count}"]) for dtype, count in wanted}
-        measured = Measured(seconds, float(values["spread"]), int(values["attempts"]))
+        seconds = {(dtype, n): as_seconds(kept[f"{dtype} {n}"]) for dtype, n in wanted}
+        spread, attempts = as_seconds(values["spread"], least=0), values["attempts"]
     except (KeyError, TypeError, ValueError):
         return None
-    return measured if all(0 < taken < math.inf for taken in seconds.values()) else None
+    if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
+        return None
+    return Measured(seconds, spread, attempts)
 
 
 def thread_counts(device: torch.device) -> list[int]:

@@ -130,7 +130,9 @@ def read_record(record: Path, seed: int) -> list[dict[str, Any]]:
         lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
         seeds = {line["seed"] for line in lines if "seed" in line}
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{str(record)!r} is no record of this proof: name another file") from error
+        raise ValueError(
+            f"{str(record)!r} is no record of this proof: name another file"
+        ) from error
     if seeds - {seed}:
         raise ValueError(f"{str(record)!r} was made with the seed {seeds.pop()}: name another file")
     return lines

@@ -107,7 +107,10 @@ class Adapters:
         from medusa_heads.adapter import adapter_digest
 
         folder, read = self._copy(place), []
-        tensors = {name: torch.randn(value.shape) for name, value in load_file(folder / ADAPTER_WEIGHTS).items()}
+        tensors = {
+            name: torch.randn(value.shape)
+            for name, value in load_file(folder / ADAPTER_WEIGHTS).items()
+        }
         save_file(tensors, folder / ADAPTER_WEIGHTS)
         alpha = rng.randint(1, 64)
         self._change(folder, {"lora_alpha": alpha, "use_dora": False, "modules_to_save": None})
@@ -116,7 +119,11 @@ class Adapters:
             layer = read[0].base_model.model.model.layers[0].self_attn.q_proj
             name = next(each for each in tensors if "q_proj.lora_A" in each)
             same = torch.equal(layer.lora_A["default"].weight, tensors[name])
-            return same and adapter_digest(read[0]) is not None and layer.scaling["default"] == alpha / 2
+            return (
+                same
+                and adapter_digest(read[0]) is not None
+                and layer.scaling["default"] == alpha / 2
+            )
 
         return Attempt("good", "good", self._load(folder, read), right=right)
 
@@ -143,7 +150,9 @@ class Adapters:
             file.unlink()
             os.mkfifo(file)
         else:
-            file.write_bytes(rng.choice([*NO_JSON, deep(9000).encode(), many_digits(rng).encode(), b"{}"]))
+            file.write_bytes(
+                rng.choice([*NO_JSON, deep(9000).encode(), many_digits(rng).encode(), b"{}"])
+            )
         return Attempt(f"no configuration {case}", "bad", self._load(folder, []), (ADAPTER_CONFIG,))
 
     def _fuzzed(self, rng: random.Random, place: Place) -> Attempt:
@@ -157,7 +166,9 @@ class Adapters:
             from medusa_heads.adapter import _active_matrices
 
             put_in = [tensor for _, tensor, _ in _active_matrices(read[0])]
-            return all(any(torch.equal(tensor, each) for each in tensors.values()) for tensor in put_in)
+            return all(
+                any(torch.equal(tensor, each) for each in tensors.values()) for tensor in put_in
+            )
 
         return Attempt("a change at random", "either", self._load(folder, read), right=right)
 
@@ -177,9 +188,18 @@ class Adapters:
             save_file(tensors, path)
         else:
             label, tensors = "a matrix of another part", load_file(path)
-            extra = rng.choice(["base_model.model.lm_head.weight", "x", "../x", "base_model.model.evil.lora_C.weight"])
+            extra = rng.choice(
+                [
+                    "base_model.model.lm_head.weight",
+                    "x",
+                    "../x",
+                    "base_model.model.evil.lora_C.weight",
+                ]
+            )
             save_file(tensors | {extra: torch.zeros(4, 4)}, path)
-        return Attempt(f"weights: {label}", "bad", self._load(folder, []), ("lora", ADAPTER_WEIGHTS))
+        return Attempt(
+            f"weights: {label}", "bad", self._load(folder, []), ("lora", ADAPTER_WEIGHTS)
+        )
 
     def _folder(self, rng: random.Random, place: Place) -> Attempt:
         """A stranger's whole folder, as it would lie in a hub's cache."""
@@ -191,11 +211,27 @@ class Adapters:
         done: list[Any] = []
         run = read_by(lambda: copy_checkpoint(source, place.out), done)
         code = CODE.format(marker=str(place.marker))
-        name = rng.choice(["medusa_heads.json", "config.json", "medusa_lm_head.safetensors", "README.md", "report.json"])
+        name = rng.choice(
+            [
+                "medusa_heads.json",
+                "config.json",
+                "medusa_lm_head.safetensors",
+                "README.md",
+                "report.json",
+            ]
+        )
         path = source / name
-        case = rng.choice(["code", "a link out", "a link around", "a FIFO", "a folder", "adapter out", "huge"])
+        case = rng.choice(
+            ["code", "a link out", "a link around", "a FIFO", "a folder", "adapter out", "huge"]
+        )
         if case == "code":
-            for file in ("custom_generate/generate.py", "modeling_evil.py", "__init__.py", "setup.py", "adapter/evil.py"):
+            for file in (
+                "custom_generate/generate.py",
+                "modeling_evil.py",
+                "__init__.py",
+                "setup.py",
+                "adapter/evil.py",
+            ):
                 (source / file).parent.mkdir(exist_ok=True)
                 (source / file).write_text(code)
             (source / "custom_generate" / "requirements.txt").write_text("evil")
@@ -212,7 +248,10 @@ class Adapters:
         if case == "a link out":
             path.symlink_to(place.outside / "secret.txt")
         elif case == "a link around":
-            path.symlink_to(Path("..") / rng.choice(["none", "../../../../etc/passwd", "../../outside/secret.txt"]))
+            path.symlink_to(
+                Path("..")
+                / rng.choice(["none", "../../../../etc/passwd", "../../outside/secret.txt"])
+            )
         elif case == "a FIFO":
             os.mkfifo(path)
         elif case == "a folder":
@@ -229,5 +268,3 @@ class Adapters:
             with path.open("wb") as file:
                 file.truncate((64 << 20) + 1 + rng.randrange(99))
         return Attempt(f"folder: {case}", "bad", run, ("heads",))
-
-

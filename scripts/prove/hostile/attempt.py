@@ -77,9 +77,9 @@ def attempt(made: Attempt, workshop: Workshop, place: Place) -> Outcome:
     code: int | None = None
     with workshop.watched(place) as seen:
         try:
-            with _given(made.stdin), _patience(), contextlib.redirect_stdout(io.StringIO()):
-                with contextlib.redirect_stderr(printed):
-                    code = made.run()
+            out, err = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(printed)
+            with _given(made.stdin), _patience(), out, err:
+                code = made.run()
         except KeyboardInterrupt:
             raise
         except (Exception, SystemExit, Hung) as error:

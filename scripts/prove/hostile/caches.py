@@ -94,7 +94,12 @@ class Caches:
             before = file.read_bytes()
             return Attempt(f"good {kind}", "good", run, right=lambda: file.read_bytes() == before)
         if case == "writer":
-            return Attempt(f"{kind}: another writer", "mend", self._beside(file, run), right=lambda: _sane(found[0]))
+            return Attempt(
+                f"{kind}: another writer",
+                "mend",
+                self._beside(file, run),
+                right=lambda: _sane(found[0]),
+            )
         if case == "bytes":
             file.write_bytes(mutated(file.read_bytes(), rng))
             return Attempt(f"{kind}: bytes", "either", run, right=lambda: _sane(found[0]))
@@ -121,9 +126,24 @@ class Caches:
 
 
 def _break_file(file: Path, rng: random.Random) -> str:
-    label = rng.choice(["no JSON", "nested", "a long number", "a folder", "a link", "a FIFO", "nothing", "no folder"])
+    label = rng.choice(
+        [
+            "no JSON",
+            "nested",
+            "a long number",
+            "a folder",
+            "a link",
+            "a FIFO",
+            "nothing",
+            "no folder",
+        ]
+    )
     if label in ("no JSON", "nested", "a long number", "nothing"):
-        texts = {"nested": deep(9000).encode(), "a long number": many_digits(rng).encode(), "nothing": b""}
+        texts = {
+            "nested": deep(9000).encode(),
+            "a long number": many_digits(rng).encode(),
+            "nothing": b"",
+        }
         file.write_bytes(texts.get(label) or rng.choice(NO_JSON))
         return label
     file.unlink()
@@ -157,7 +177,9 @@ def _break_values(content: dict[str, Any], kind: str, rng: random.Random) -> str
             inner.clear()
         return "seconds missing"
     if case == 3 and kind == "products":
-        values["attempts"] = rng.choice([-1, 0, float("inf"), HUGE, None, "x", [], float("nan"), 2.5])
+        values["attempts"] = rng.choice(
+            [-1, 0, float("inf"), HUGE, None, "x", [], float("nan"), 2.5]
+        )
         return "attempts"
     if case == 4 and kind == "products":
         values["spread"] = rng.choice([-1, float("nan"), float("inf"), HUGE, None, "x", []])
@@ -167,7 +189,9 @@ def _break_values(content: dict[str, Any], kind: str, rng: random.Random) -> str
         return "a size that is none"
     if kind == "steps":
         wrong = rng.choice(NO_SECONDS)
-        inner[name] = rng.choice([[wrong, 0.001], wrong, [], [0.01], [0.01, 0.001, 1], [0.01, -1], [0.01, float("nan")]])
+        inner[name] = rng.choice(
+            [[wrong, 0.001], wrong, [], [0.01], [0.01, 0.001, 1], [0.01, -1], [0.01, float("nan")]]
+        )
         return "seconds of a step"
     inner[name] = rng.choice(NO_SECONDS)
     return "seconds that are none"

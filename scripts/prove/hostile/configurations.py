@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import command
 from scripts.prove.hostile.values import HUGE, NOT_NUMBERS, deep, draw, many_digits, mutated, words
-from scripts.prove.hostile.workshop import DEMO_TARGET, Place, Workshop
+from scripts.prove.hostile.workshop import Place, Workshop
 
 FILE = "settings.yaml"
 WHOLE = {"max_steps", "num_heads", "num_layers", "max_length", "seed", "shuffle_buffer", "lora_r"}
@@ -142,7 +141,9 @@ class Configurations:
                 value = -2
         elif kind == "fraction":
             key = rng.choice(FRACTIONS)
-            value = rng.choice([*OUTSIDE_A_SHARE, "many", [], {"a": 1}, HUGE, "1e", -rng.random() - 0.1])
+            value = rng.choice(
+                [*OUTSIDE_A_SHARE, "many", [], {"a": 1}, HUGE, "1e", -rng.random() - 0.1]
+            )
             if key in ("logging_steps",) and value == HUGE:
                 value = "many"
         elif kind == "switch":
@@ -160,13 +161,15 @@ class Configurations:
         text = _as_yaml({k: v for k, v in settings.items() if k != key})
         text += f"{key}: {bare if bare is not None else json.dumps(value)}\n"
         label = f"{key}: {str(value)[:20]}"
-        names = (key, FILE)
+        names = (key, key.partition("_")[2] or key)
         return Attempt(label, "bad", command("train-heads", self._given(place, text)), names)
 
     def _yaml(self, rng: random.Random, place: Place) -> Attempt:
         """What YAML itself can do to a reader."""
         base = _as_yaml(self._settings(place))
-        key = rng.choice(["learning_rate", "training_args", "dataset", "loss", "run_name", "unheard_of"])
+        key = rng.choice(
+            ["learning_rate", "training_args", "dataset", "loss", "run_name", "unheard_of"]
+        )
         tag = rng.choice(TAGS).format(marker=json.dumps(str(place.marker)))
         bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
             f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
@@ -182,10 +185,22 @@ class Configurations:
                 (2, ("a bomb in a value", f"{_without(base, key)}{key}: {inner}\n")),
                 (1, ("an anchor that holds itself", f"{_without(base, key)}{key}: &a [*a]\n")),
                 (1, ("a mapping that holds itself", f"{_without(base, key)}{key}: &a {{x: *a}}\n")),
-                (1, ("nested too deeply", f"{_without(base, key)}{key}: {deep(rng.randint(900, 20000))}\n")),
+                (
+                    1,
+                    (
+                        "nested too deeply",
+                        f"{_without(base, key)}{key}: {deep(rng.randint(900, 20000))}\n",
+                    ),
+                ),
                 (1, ("a key given twice", f"{base}seed: 1\nseed: 2\n")),
                 (1, ("a key given twice, spelt otherwise", f"{base}eval_rows: 1\neval-rows: 2\n")),
-                (1, ("a key given twice inside", f"{_without(base, 'loss')}loss: {{mse: 1, mse: 2}}\n")),
+                (
+                    1,
+                    (
+                        "a key given twice inside",
+                        f"{_without(base, 'loss')}loss: {{mse: 1, mse: 2}}\n",
+                    ),
+                ),
                 (1, ("a date in a mapping", f"{_without(base, key)}{key}: {{x: 2001-01-01}}\n")),
                 (1, ("a date as a key", f"{_without(base, key)}{key}: {{2001-01-01: x}}\n")),
                 (1, ("a number too long", f"{_without(base, key)}{key}: {many_digits(rng)}\n")),
@@ -206,7 +221,9 @@ class Configurations:
         )
         if key == "run_name" and name in ("a date in a mapping",):
             name, text = "a list", "- a\n"
-        return Attempt(f"yaml: {name}", "bad", command("train-heads", self._given(place, text)), (FILE, key))
+        return Attempt(
+            f"yaml: {name}", "bad", command("train-heads", self._given(place, text)), (FILE, key)
+        )
 
     def _keys(self, rng: random.Random, place: Place) -> Attempt:
         """Names that no command knows, and files that are none."""
@@ -214,20 +231,29 @@ class Configurations:
         names: tuple[str, ...]
         case = rng.randrange(6)
         if case == 0:
-            key = rng.choice(["learning_rat", "lr", "__class__", "", "epochs", "5", "adam_beta1", "x" * 99])
+            key = rng.choice(
+                ["learning_rat", "lr", "__class__", "", "epochs", "5", "adam_beta1", "x" * 99]
+            )
             text, names = _as_yaml(base) + f"{json.dumps(key)}: 1\n", (FILE,)
         elif case == 1:
             inner = rng.choice(["push_to_hub", "hub_token", "learning_rate", "unheard_of", ""])
             text, names = _as_yaml(base | {"training_args": {inner: 1}}), ("training_args",)
         elif case == 2:
-            term = rng.choice([{"x": 1}, {"cross_entropy": -1}, {"cross_entropy": HUGE}, {"mse": "a"}, {}])
+            term = rng.choice(
+                [{"x": 1}, {"cross_entropy": -1}, {"cross_entropy": HUGE}, {"mse": "a"}, {}]
+            )
             text, names = _as_yaml(base) + f"loss: {json.dumps(term)}\n", ("loss", FILE)
         elif case == 3:
-            broken = rng.choice(["../none", "./none.jsonl", "/none/at/all", "a,,./b", "", "[", "~none/x"])
+            broken = rng.choice(
+                ["../none", "./none.jsonl", "/none/at/all", "a,,./b", "", "[", "~none/x"]
+            )
             text, names = _as_yaml(base | {"dataset": broken}), ("corpus", "dataset")
         elif case == 4:
             broken = rng.choice(["./none", "/none", "", "a/b/c", "..", "\0", str(self._corpus)])
-            text, names = _as_yaml(base) + f"model_name_or_path: {json.dumps(broken)}\n", ("model", FILE)
+            text, names = (
+                _as_yaml(base) + f"model_name_or_path: {json.dumps(broken)}\n",
+                ("model", FILE),
+            )
             text = _without(text, "model_name_or_path") if False else _as_yaml(
                 {k: v for k, v in base.items() if k != "model_name_or_path"}
             ) + f"model_name_or_path: {json.dumps(broken)}\n"  # fmt: skip
@@ -235,7 +261,9 @@ class Configurations:
             missing = rng.choice(["model_name_or_path", "dataset"])
             text = _as_yaml({k: v for k, v in base.items() if k != missing})
             names = (missing,)
-        return Attempt(f"keys {case}", "bad", command("train-heads", self._given(place, text)), names)
+        return Attempt(
+            f"keys {case}", "bad", command("train-heads", self._given(place, text)), names
+        )
 
     def _flags(self, rng: random.Random, place: Place) -> Attempt:
         """The same mistakes on the command line."""
@@ -264,12 +292,22 @@ class Configurations:
         if flag.startswith(("lora", "joint")) and flag != "joint":
             argv += ["--joint"]
         label = f"--{flag} {value[:20]!r}"
-        return Attempt(label, "bad", command("train-heads", argv), (flag, flag.replace("_", "-"), "corpus"))
+        return Attempt(
+            label, "bad", command("train-heads", argv), (flag, flag.replace("_", "-"), "corpus")
+        )
 
     def _generate(self, rng: random.Random, place: Place) -> Attempt:
         """Flags of a command that decodes."""
         heads = str(self._workshop.heads())
-        start = [heads, "--target", str(self._workshop.target_folder), "--device", "cpu", "--max_new_tokens", "4"]
+        start = [
+            heads,
+            "--target",
+            str(self._workshop.target_folder),
+            "--device",
+            "cpu",
+            "--max_new_tokens",
+            "4",
+        ]
         if rng.random() < 0.1:
             argv = [*start, "--prompt", words(rng), "--tree", rng.choice(["none", "chain", "4"])]
             return Attempt("good flags of generate", "good", command("generate", argv))
@@ -291,7 +329,9 @@ class Configurations:
 
 def _as_yaml(settings: dict[str, Any]) -> str:
     """One key a line, each value as JSON, which YAML is."""
-    lines = ("dry_run: true" if k == "dry_run" else f"{k}: {json.dumps(v)}" for k, v in settings.items())
+    lines = (
+        "dry_run: true" if k == "dry_run" else f"{k}: {json.dumps(v)}" for k, v in settings.items()
+    )
     return "\n".join(lines) + "\n"
 
 

@@ -70,19 +70,33 @@ def broken_row(rng: random.Random, form: str) -> tuple[str, Row]:
     elif form == "prompt/completion":
         changes += [("messages beside text", [{"role": "assistant", "content": "x"}])]
     else:
-        said, role, text = row[column], *(("role", "content") if form == "messages" else ("from", "value"))
+        said, role, text = (
+            row[column],
+            *(("role", "content") if form == "messages" else ("from", "value")),
+        )
         changes += [
-            ("an unknown role", [*said, {role: rng.choice(["me", "", 3, None, ["user"]]), text: "x"}]),
+            (
+                "an unknown role",
+                [*said, {role: rng.choice(["me", "", 3, None, ["user"]]), text: "x"}],
+            ),
             ("no role", [{text: "x"}, *said]),
-            ("content of a wrong type", [{role: said[0][role], text: rng.choice([5, True, {"a": 1}])}]),
-            ("an empty turn", [{role: said[0][role], text: rng.choice(["", "  ", None])}, *said[1:]]),
+            (
+                "content of a wrong type",
+                [{role: said[0][role], text: rng.choice([5, True, {"a": 1}])}],
+            ),
+            (
+                "an empty turn",
+                [{role: said[0][role], text: rng.choice(["", "  ", None])}, *said[1:]],
+            ),
             ("no mappings", [words(rng), said]),
             ("a text that is no JSON", words(rng)),
             ("a text nested too deeply", deep(rng.randint(2_000, 9_000))),
             ("a text with a number too long", f"[{many_digits(rng)}]"),
         ]
         if rng.random() < 0.2:
-            return "tools of a wrong type", row | {"tools": rng.choice([5, "x", {"a": 1}, deep(5000)])}
+            return "tools of a wrong type", row | {
+                "tools": rng.choice([5, "x", {"a": 1}, deep(5000)])
+            }
     if rng.random() < 0.1:
         return "a missing field", {"other": 1, **{k: v for k, v in row.items() if k != column}}
     label, value = rng.choice(changes)

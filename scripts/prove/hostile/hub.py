@@ -7,7 +7,6 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,29 @@ TOKEN, REPO = "hf_alicealicealice", "alice/heads"
 SIDECAR, WEIGHTS = "medusa_heads.json", "medusa_lm_head.safetensors"
 Answer = tuple[int, bytes, dict[str, str]]
 Tamper = Callable[[str, str, Answer], Answer]
-STATUSES = (400, 401, 402, 403, 404, 405, 408, 409, 410, 412, 416, 418, 422, 429, 500, 501, 502, 503, 504, 508, 599)
+STATUSES = (
+    400,
+    401,
+    402,
+    403,
+    404,
+    405,
+    408,
+    409,
+    410,
+    412,
+    416,
+    418,
+    422,
+    429,
+    500,
+    501,
+    502,
+    503,
+    504,
+    508,
+    599,
+)
 
 
 class HostileHub(LocalHub):
@@ -40,7 +61,9 @@ class HostileHub(LocalHub):
         hub = self
 
         class Tampering(Handler):
-            def _send(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
+            def _send(
+                self, status: int, content: Any, headers: dict[str, str] | None = None
+            ) -> None:
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
                 said = {"Content-Length": str(len(data)), **(headers or {})}
                 status, data, said = hub.tamper(self.command, self.path, (status, data, said))
@@ -119,8 +142,15 @@ class Hub:
                 shutil.rmtree(cache, ignore_errors=True)
 
         def right() -> bool:
-            got = {str(p.relative_to(place.out)): p.read_bytes() for p in place.out.rglob("*") if p.is_file()}
-            return got == {name: data for name, data in self._files.items() if name in got} and SIDECAR in got
+            got = {
+                str(p.relative_to(place.out)): p.read_bytes()
+                for p in place.out.rglob("*")
+                if p.is_file()
+            }
+            return (
+                got == {name: data for name, data in self._files.items() if name in got}
+                and SIDECAR in got
+            )
 
         return Attempt(label, expect, conversation, (REPO, SIDECAR, WEIGHTS, "out"), right)
 
@@ -164,7 +194,7 @@ class Hub:
             {"id": REPO, "sha": sha, "siblings": [5]}, {"id": REPO, "sha": sha, "siblings": [{}]},
             {"id": REPO, "sha": sha, "siblings": [{"rfilename": rng.choice([5, None, [], {}])}]},
             {"id": REPO, "sha": sha, "siblings": [{"rfilename": "config.json"}]},
-            {"id": REPO, "sha": rng.choice([None, 5, [], "", "../" * 6 + "outside/evil", str(place.outside / "evil")]),
+            {"id": REPO, "sha": rng.choice([None, 5, [], "", "../" * 5 + "outside/evil", str(place.outside / "evil")]),
              "siblings": [{"rfilename": SIDECAR}, {"rfilename": WEIGHTS}]},
             {"id": REPO, "sha": sha, "siblings": []}, {"error": words(rng)}, [{"id": REPO}],
             {"id": REPO, "sha": sha, "siblings": [{"rfilename": SIDECAR}], "createdAt": "yesterday"},
@@ -184,7 +214,9 @@ class Hub:
     def _bodies(self, rng: random.Random, place: Place) -> Attempt:
         """Files that are not what they were."""
         name = rng.choice([SIDECAR, WEIGHTS])
-        case = rng.choice(["cut off", "changed", "empty", "another", "hash", "longer", "html", "chunked wrong"])
+        case = rng.choice(
+            ["cut off", "changed", "empty", "another", "hash", "longer", "html", "chunked wrong"]
+        )
 
         def tamper(method: str, path: str, answer: Answer) -> Answer:
             status, data, said = answer
@@ -198,10 +230,24 @@ class Hub:
                 flipped[len(data) // 2] ^= 0xFF
                 return status, bytes(flipped), said
             if case == "hash":
-                return status, half, said | {"ETag": f'"{"0" * 64}"', "Content-Length": str(len(half))}
+                return (
+                    status,
+                    half,
+                    said | {"ETag": f'"{"0" * 64}"', "Content-Length": str(len(half))},
+                )
             if case == "chunked wrong":
-                return status, b"zz\r\n" + half, {k: v for k, v in said.items() if k != "Content-Length"} | {"Transfer-Encoding": "chunked"}
-            body = {"empty": b"", "another": b'{"a": 1}', "longer": data + b"more", "html": b"<html>"}[case]
+                return (
+                    status,
+                    b"zz\r\n" + half,
+                    {k: v for k, v in said.items() if k != "Content-Length"}
+                    | {"Transfer-Encoding": "chunked"},
+                )
+            body = {
+                "empty": b"",
+                "another": b'{"a": 1}',
+                "longer": data + b"more",
+                "html": b"<html>",
+            }[case]
             return status, body, said | {"Content-Length": str(len(body))}
 
         return self._attempt(f"body of {name}: {case}", "bad", place, tamper)
@@ -216,13 +262,17 @@ class Hub:
         def tamper(method: str, path: str, answer: Answer) -> Answer:
             if what not in path:
                 return answer
-            return rng.choice([301, 302, 307, 308]), b"", {"Content-Length": "0", "Location": path if to == "around" else to}
+            return (
+                rng.choice([301, 302, 307, 308]),
+                b"",
+                {"Content-Length": "0", "Location": path if to == "around" else to},
+            )
 
         return self._attempt(f"redirect of {what} to {to[:20]}", "bad", place, tamper)
 
     def _headers(self, rng: random.Random, place: Place) -> Attempt:
         """What a client builds paths from."""
-        up = "../" * rng.randint(2, 7) + "outside/evil"
+        up = "../" * 5 + "outside/evil"  # from `blobs/` of the cache to the secret
         name, value = rng.choice(
             [("ETag", f'"{up}"'), ("ETag", f'"{place.outside / "evil"}"'), ("X-Repo-Commit", up),
              ("X-Repo-Commit", str(place.outside / "evil")), ("X-Linked-Etag", f'"{up}"'),
@@ -237,7 +287,8 @@ class Hub:
             said = {each: each_value for each, each_value in said.items() if each != name}
             return status, data, said | ({name: value} if value else {})
 
-        return self._attempt(f"header {name}: {value[:20]}", "either", place, tamper)
+        elsewhere = "outside/evil" in value
+        return self._attempt(f"header {name}", "bad" if elsewhere else "either", place, tamper)
 
     def _names(self, rng: random.Random, place: Place) -> Attempt:
         """Repositories by names that lead elsewhere."""

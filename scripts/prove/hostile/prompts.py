@@ -6,7 +6,6 @@ import io
 import json
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 from scripts.prove.hostile.attempt import Attempt
@@ -39,7 +38,11 @@ class Prompts:
 
     def _read(self, path: str, into: list[Any]) -> Any:
         def call() -> Any:
-            from medusa_heads.inference.prompts import choose_prompts, encode_questions, read_questions
+            from medusa_heads.inference.prompts import (
+                choose_prompts,
+                encode_questions,
+                read_questions,
+            )
 
             questions = read_questions(path)
             encoded = encode_questions(questions, self._workshop.tokenizer)
@@ -130,11 +133,15 @@ class Prompts:
         path.write_bytes(mutated("\n".join(lines).encode(), rng))
 
         def right() -> bool:
-            kept = [line for line in path.read_bytes().decode("utf-8-sig").split("\n") if line.strip()]
+            kept = [
+                line for line in path.read_bytes().decode("utf-8-sig").split("\n") if line.strip()
+            ]
             said = kept if suffix == ".txt" else [_asked(json.loads(line)) for line in kept]
             return [question.turns[0] for question in read[0][1]] == said
 
-        return Attempt(f"bytes of {suffix}", "either", self._read(str(path), read), (STEM, "prompt"), right)
+        return Attempt(
+            f"bytes of {suffix}", "either", self._read(str(path), read), (STEM, "prompt"), right
+        )
 
     def _generate(self, rng: random.Random, place: Place) -> Attempt:
         """A prompt of a command; what is refused before a model is loaded is cheap to try often."""
@@ -142,7 +149,14 @@ class Prompts:
         start += ["--device", "cpu", "--max_new_tokens", "2"]
         label = draw(
             rng,
-            [(4, "empty"), (3, "no UTF-8"), (3, "half a character"), (2, "not decodable"), (1, "too long"), (1, "good")],
+            [
+                (4, "empty"),
+                (3, "no UTF-8"),
+                (3, "half a character"),
+                (2, "not decodable"),
+                (1, "too long"),
+                (1, "good"),
+            ],
         )
         stdin: Any = None
         prompt: str | None = ""
@@ -156,17 +170,23 @@ class Prompts:
         elif label == "too long":
             prompt = words(rng, 300, 900)
         elif label == "good":
-            prompt = words(rng) + rng.choice(["", "\0", "\x07", "\N{SNOWMAN}", "\u202e", "<|endoftext|>"])
+            prompt = words(rng) + rng.choice(
+                ["", "\0", "\x07", "\N{SNOWMAN}", "\u202e", "<|endoftext|>"]
+            )
         elif rng.random() < 0.5:
             prompt, stdin = None, io.StringIO(rng.choice(["", "\ufeff"]))
         argv = [*start, "--prompt", prompt] if prompt is not None else start
         if label == "good":
             return Attempt("good prompt", "good", command("generate", argv))
-        return Attempt(f"generate: {label}", "bad", command("generate", argv), ("prompt",), stdin=stdin)
+        return Attempt(
+            f"generate: {label}", "bad", command("generate", argv), ("prompt",), stdin=stdin
+        )
 
 
 def _row(rng: random.Random, text: str) -> dict[str, Any]:
-    return rng.choice([{"prompt": text}, {"text": text, "category": "code"}, {"turns": [text, "and"]}])
+    return rng.choice(
+        [{"prompt": text}, {"text": text, "category": "code"}, {"turns": [text, "and"]}]
+    )
 
 
 def _asked(row: Any) -> Any:

@@ -17,7 +17,18 @@ from scripts.prove.hostile.workshop import Place, Workshop
 
 SIDECAR = "medusa_heads.json"
 WRONG: list[Any] = [None, True, -1, 2.5, "x", [], {}, float("nan"), 10**30, [None], "\N{SNOWMAN}"]
-NO_JSON = (b"", b"[]", b"null", b"7", b'"x"', b"{", b"\xff\xfe{", b"\0" * 20, b'{"a": 1}}', b"{'a': 1}")
+NO_JSON = (
+    b"",
+    b"[]",
+    b"null",
+    b"7",
+    b'"x"',
+    b"{",
+    b"\xff\xfe{",
+    b"\0" * 20,
+    b'{"a": 1}}',
+    b"{'a': 1}",
+)
 KINDS: list[dict[str, Any]] = [
     {"vocab_matrix": "shared"},
     {"vocab_matrix": "own", "draft_vocab_size": 20},
@@ -51,7 +62,9 @@ def _drop(*path: str) -> Change:
 
 def _counts(sidecar: dict[str, Any], rng: random.Random) -> None:
     hits = sidecar["statistics"]["top_k_hits"]
-    hits[rng.randrange(len(hits))][rng.randrange(16)] = rng.choice([10**6, -1, 2.5, "3", None, True])
+    hits[rng.randrange(len(hits))][rng.randrange(16)] = rng.choice(
+        [10**6, -1, 2.5, "3", None, True]
+    )
 
 
 def _falling(sidecar: dict[str, Any], rng: random.Random) -> None:
@@ -198,7 +211,11 @@ class Records:
         """`run.yaml` in a checkpoint that a run is to go on from."""
         from medusa_heads.training.run_record import RUN_FILE, check_same_run, to_yaml
 
-        record = {"heads": {"num_heads": 2}, "loss": {"cross_entropy": 1.0}, "target_weights_sha256": "a"}
+        record = {
+            "heads": {"num_heads": 2},
+            "loss": {"cross_entropy": 1.0},
+            "target_weights_sha256": "a",
+        }
         path = place.inputs / RUN_FILE
         run = read_by(lambda: check_same_run(place.inputs, record), [])
         if rng.random() < 0.1:
@@ -242,7 +259,16 @@ class Records:
         from medusa_heads.hub.push import prepare_push
 
         folder, made = self._copy(rng, place, kind=0), []
-        name = rng.choice(["report.json", "benchmark.json", "config.json", "README.md", "report.md", "accuracy.png"])
+        name = rng.choice(
+            [
+                "report.json",
+                "benchmark.json",
+                "config.json",
+                "README.md",
+                "report.md",
+                "accuracy.png",
+            ]
+        )
         path = folder / name
         run = read_by(lambda: prepare_push(folder, "me/heads", base_model="me/target"), made)
         if name.endswith(".json") and rng.random() < 0.6:
@@ -254,7 +280,7 @@ class Records:
             return Attempt(f"push: {name} is a link", "bad", run, (name,))
         content = {key: rng.choice(WRONG) for key in _REPORT if rng.random() < 0.7}
         path.write_bytes(mutated(json.dumps(content).encode(), rng))
-        right = lambda: "somebody else" not in str(made[0].files.get("README.md"))  # noqa: E731
+        right = lambda: "somebody else" not in str(made[0].files.get("README.md"))
         return Attempt(f"push: {name} at random", "either", run, right=right)
 
 

@@ -75,15 +75,21 @@ def broken_header(path: Path, rng: random.Random) -> tuple[str, bytes]:
         case 3:
             entry["data_offsets"] = [end, begin]
         case 4:
-            entry["data_offsets"] = rng.choice([[-4, end], [begin], [], "x", [0.5, 1], None, [2**70, 2**71]])
+            entry["data_offsets"] = rng.choice(
+                [[-4, end], [begin], [], "x", [0.5, 1], None, [2**70, 2**71]]
+            )
         case 5:
             at = rng.choice([each for each in names if header[each]["data_offsets"][0]] or [name])
             first, last = header[at]["data_offsets"]
             header[at]["data_offsets"] = [first - 4, last - 4]
         case 6:
-            entry["shape"] = rng.choice([[2**40, 2**40], [0], [-1, 4], [], "x", None, [1.5], [2**63], [[1]]])
+            entry["shape"] = rng.choice(
+                [[2**40, 2**40], [0], [-1, 4], [], "x", None, [1.5], [2**63], [[1]]]
+            )
         case 7:
-            entry["dtype"] = rng.choice(["F64", "I8", "U8", "BOOL", "F8_E4M3", "X", "", None, 5, "C64"])
+            entry["dtype"] = rng.choice(
+                ["F64", "I8", "U8", "BOOL", "F8_E4M3", "X", "", None, 5, "C64"]
+            )
         case 8:
             header[words(rng, 1, 1) + name] = header.pop(name)
         case 9:
@@ -93,7 +99,9 @@ def broken_header(path: Path, rng: random.Random) -> tuple[str, bytes]:
         case 11:
             del entry[rng.choice(sorted(entry))]
         case 12:
-            return "no object", raw(rng.choice([b"[]", b"null", b"7", b"{", b"", b"\xff" * 9]), body)
+            return "no object", raw(
+                rng.choice([b"[]", b"null", b"7", b"{", b"", b"\xff" * 9]), body
+            )
         case 13:
             return "a name given twice", raw(text[:-1] + b', "%s": {}}' % other.encode(), body)
         case 14:
@@ -108,7 +116,17 @@ def no_safetensors(path: Path, rng: random.Random, marker: Path) -> str:
     tensors = load_file(path)
     path.unlink()
     case = rng.choice(
-        ["a pickle", "a hostile pickle", "a zip", "nothing", "noise", "a folder", "a FIFO", "a link", "text"]
+        [
+            "a pickle",
+            "a hostile pickle",
+            "a zip",
+            "nothing",
+            "noise",
+            "a folder",
+            "a FIFO",
+            "a link",
+            "text",
+        ]
     )
     match case:
         case "a pickle":
@@ -160,7 +178,9 @@ class Tensors:
 
     def _heads(self, rng: random.Random, place: Place) -> Path:
         folder = place.inputs / "heads"
-        kind: dict[str, Any] = rng.choice([{"vocab_matrix": "shared"}, {"kind": "hydra", "prefix_attention": True}])
+        kind: dict[str, Any] = rng.choice(
+            [{"vocab_matrix": "shared"}, {"kind": "hydra", "prefix_attention": True}]
+        )
         shutil.copytree(self._workshop.heads(**kind), folder)
         return folder
 
@@ -174,14 +194,18 @@ class Tensors:
         if rng.random() < 0.5:
             folder = self._heads(rng, place)
             tensors = {
-                name: torch.randn(tensor.shape).to(tensor.dtype) if tensor.is_floating_point() else tensor
+                name: torch.randn(tensor.shape).to(tensor.dtype)
+                if tensor.is_floating_point()
+                else tensor
                 for name, tensor in load_file(folder / WEIGHTS_FILE).items()
             }
             save_file(tensors, folder / WEIGHTS_FILE)
             vouch(folder)
             expected = _file(folder / WEIGHTS_FILE)
             run = self._load(folder, read)
-            return Attempt("good", "good", run, right=lambda: _same(read[0].heads.state_dict(), expected))
+            return Attempt(
+                "good", "good", run, right=lambda: _same(read[0].heads.state_dict(), expected)
+            )
         layout = rng.choice(sorted(self._foreign))
         run = self._convert(self._foreign[layout], place, read)
         return Attempt(f"good {layout}", "good", run, right=lambda: _is_whole(read[0]))
@@ -224,7 +248,9 @@ class Tensors:
     def _source(self, layout: str, place: Place) -> tuple[Path, Path]:
         source = place.inputs / "source"
         shutil.copytree(self._foreign[layout], source)
-        return source, next(path for path in source.iterdir() if path.suffix in (".pt", ".safetensors"))
+        return source, next(
+            path for path in source.iterdir() if path.suffix in (".pt", ".safetensors")
+        )
 
     def _pickled(self, rng: random.Random, place: Place) -> Attempt:
         """A torch file with something else in it."""
@@ -241,10 +267,16 @@ class Tensors:
             ("a number", good | {name: 5}),
             ("a name that is none", {5: tensor}),
             ("nothing", {}),
-            ("a view beyond its storage", good | {name: torch.zeros(1).expand(10**6, tensor.shape[-1])}),
+            (
+                "a view beyond its storage",
+                good | {name: torch.zeros(1).expand(10**6, tensor.shape[-1])},
+            ),
             ("sparse", good | {name: torch.zeros(4, 4).to_sparse()}),
             ("NaN", good | {name: torch.full_like(tensor, float("nan"))}),
-            ("another dtype", good | {name: tensor.to(rng.choice([torch.int8, torch.float64, torch.bool]))}),
+            (
+                "another dtype",
+                good | {name: tensor.to(rng.choice([torch.int8, torch.float64, torch.bool]))},
+            ),
             ("another shape", good | {name: tensor.unsqueeze(0)}),
             ("a tensor too many", good | {f"{words(rng, 1, 1)}.weight": tensor}),
             ("a tensor too few", {each: value for each, value in good.items() if each != name}),

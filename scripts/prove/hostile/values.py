@@ -48,7 +48,9 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
             case 3:
                 changed[at:at] = changed[at : at + rng.choice([1, 8, 64])]
             case 4:
-                changed[at:at] = rng.choice([b"\0", b"\xff", b"\n", b'"', b"[", b"{", b"\xef\xbb\xbf"])
+                changed[at:at] = rng.choice(
+                    [b"\0", b"\xff", b"\n", b'"', b"[", b"{", b"\xef\xbb\xbf"]
+                )
             case 5:
                 if rng.random() < 0.3:
                     del changed[at:]
@@ -57,7 +59,20 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 def words(rng: random.Random, least: int = 4, most: int = 20) -> str:
     """A text of ordinary words."""
-    known = ("def", "return", "the", "heads", "draft", "import", "x", "=", "1", "tree", "é", "naïve")
+    known = (
+        "def",
+        "return",
+        "the",
+        "heads",
+        "draft",
+        "import",
+        "x",
+        "=",
+        "1",
+        "tree",
+        "é",
+        "naïve",
+    )
     return " ".join(rng.choice(known) for _ in range(rng.randint(least, most)))
 
 
