@@ -184,7 +184,11 @@ DAMAGE = {
 }
 
 
-BOTH = {"float32 1": 12.5, "bfloat16 1": 12.5}
+WHOLE = {
+    "seconds": {"float32 1": 12.5, "bfloat16 1": 12.5},
+    "spread": 0.1,
+    "attempts": 1,
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
@@ -209,8 +213,8 @@ def test_a_damaged_file_is_no_measurement(damage: str | None, tmp_path: Path) ->
         {"seconds": {}},
         {"seconds": {"float32 1": "x"}},
         {"seconds": None, "spread": 1},
-        *({"seconds": BOTH, "spread": 0.1, "attempts": wrong} for wrong in (0, -1, 2.5, True, "1")),
-        *({"seconds": BOTH, "spread": wrong, "attempts": 1} for wrong in (-1, float("nan"), "x")),
+        *({**WHOLE, "attempts": wrong} for wrong in (0, -1, 2.5, "1", 99, float("inf"))),
+        *({**WHOLE, "spread": wrong} for wrong in (-1, float("nan"), "x", 10**400)),
     ],
 )
 def test_values_of_another_version_are_measured_anew(

@@ -96,7 +96,7 @@ def _from_plain(
         spread, attempts = as_seconds(values["spread"], least=0), values["attempts"]
     except (KeyError, TypeError, ValueError):
         return None
-    if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
+    if isinstance(attempts, bool) or attempts not in range(1, _ATTEMPTS + 1):
         return None
     return Measured(seconds, spread, attempts)
 

@@ -3,9 +3,9 @@
 python -m scripts.prove.inputs --out runs/prove/inputs.jsonl
 
 Inputs of eight kinds are drawn from a seed and given to the program's own commands and readers:
-nine in ten are bad by construction or changed at random, one in ten is good. Counted are tracebacks,
-bad inputs taken, good ones refused, files written elsewhere, and code run. Each input becomes a line
-of the record; a run that finds lines there goes on behind them.
+nine in ten are bad by construction or changed at random, one in ten is good. Counted are
+tracebacks, bad inputs taken, good ones refused, files written elsewhere, and code run. Each input
+becomes a line of the record; a run that finds lines there goes on behind them.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
         ]
         rows.append(f"| {kind} | " + " | ".join(f"{count:,}" for count in counts) + " |")
     titles = (
-        "kind | inputs | refused | skipped | measured anew | good, accepted | either | tracebacks | "
-        "silent acceptance | good, refused | files outside | code run"
+        "kind | inputs | refused | skipped | measured anew | good, accepted | either | "
+        "tracebacks | silent acceptance | good, refused | files outside | code run"
     )
     return "\n".join([f"| {titles} |", "|" + "---|" * 12, *rows])
 

@@ -1,1 +1,1 @@
-"""Inputs that nobody should have to trust, by kinds; `scripts.prove.inputs` gives them to the program."""
+"""Inputs that nobody should have to trust, by kinds; `scripts.prove.inputs` tries them."""

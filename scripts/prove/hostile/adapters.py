@@ -18,8 +18,8 @@ from medusa_heads.adapter import ADAPTER_FOLDER, ADAPTER_WEIGHTS, load_adapter, 
 from medusa_heads.adapter_config import ADAPTER_CONFIG
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import read_by
-from scripts.prove.hostile.records import NO_JSON
-from scripts.prove.hostile.tensors import broken_header, no_safetensors
+from scripts.prove.hostile.sidecars import NO_JSON
+from scripts.prove.hostile.tensor_files import broken_header, no_safetensors
 from scripts.prove.hostile.values import change_one, deep, draw, many_digits, words
 from scripts.prove.hostile.workshop import Place, Workshop
 
@@ -41,7 +41,8 @@ ASKING: dict[str, list[Any]] = {
     "layer_replication": [[[0, 2], [0, 2]], 5],
     "trainable_token_indices": [[1], {"embed_tokens": [1]}],
     "target_parameters": [["mlp.experts"], "x"],
-    "target_modules": [PATTERN, [PATTERN], [["q_proj"]], 5, {"a": 1}, "q_proj", [], [5], ["../x"], ["none_such"]],
+    "target_modules": [PATTERN, [PATTERN], [["q_proj"]], 5, {"a": 1}, "q_proj", [], [5], ["../x"],
+        ["none_such"]],
     "exclude_modules": [".*", [PATTERN], 5],
     "rank_pattern": [{PATTERN: 2}, {"q_proj": -1}, {"q_proj": "x"}, {"q_proj": 10**8}, 5, [1]],
     "alpha_pattern": [{PATTERN: 2}, {"q_proj": float("nan")}, {"q_proj": "x"}, 5],
@@ -106,7 +107,8 @@ class Adapters:
     def _sound(self, rng: random.Random, place: Place) -> Attempt:
         from medusa_heads.adapter import adapter_digest
 
-        folder, read = self._copy(place), []
+        folder = self._copy(place)
+        read: list[Any] = []
         tensors = {
             name: torch.randn(value.shape)
             for name, value in load_file(folder / ADAPTER_WEIGHTS).items()
@@ -157,7 +159,8 @@ class Adapters:
 
     def _fuzzed(self, rng: random.Random, place: Place) -> Attempt:
         """A value changed at random: refused, or the adapter is put in with its own matrices."""
-        folder, read = self._copy(place), []
+        folder = self._copy(place)
+        read: list[Any] = []
         file = folder / ADAPTER_CONFIG
         file.write_text(json.dumps(change_one(json.loads(file.read_text()), rng)))
         tensors = load_file(folder / ADAPTER_WEIGHTS)
@@ -265,6 +268,6 @@ class Adapters:
             (source / ADAPTER_FOLDER / ADAPTER_CONFIG).symlink_to(place.outside / "secret.txt")
         else:
             path = source / "report.md"
-            with path.open("wb") as file:
-                file.truncate((64 << 20) + 1 + rng.randrange(99))
+            with path.open("wb") as report:
+                report.truncate((64 << 20) + 1 + rng.randrange(99))
         return Attempt(f"folder: {case}", "bad", run, ("heads",))

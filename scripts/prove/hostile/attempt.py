@@ -77,7 +77,10 @@ def attempt(made: Attempt, workshop: Workshop, place: Place) -> Outcome:
     code: int | None = None
     with workshop.watched(place) as seen:
         try:
-            out, err = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(printed)
+            out, err = (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(printed),
+            )
             with _given(made.stdin), _patience(), out, err:
                 code = made.run()
         except KeyboardInterrupt:

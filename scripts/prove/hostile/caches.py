@@ -16,12 +16,13 @@ from typing import Any
 
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import read_by
-from scripts.prove.hostile.records import NO_JSON
+from scripts.prove.hostile.sidecars import NO_JSON
 from scripts.prove.hostile.values import HUGE, deep, draw, many_digits, mutated
 from scripts.prove.hostile.workshop import Place, Workshop
 
 NO_SECONDS: list[Any] = [
-    0, -1, -0.5, float("nan"), float("inf"), -HUGE, HUGE, None, "", "fast", "0.5", [], [1], {}, True,
+    0, -1, -0.5, float("nan"), float("inf"), -HUGE, HUGE, None, "", "fast", "0.5", [], [1], {},
+    True,
 ]  # fmt: skip
 # Another process that writes the same file again and again, never whole at once.
 WRITER = """
@@ -52,6 +53,9 @@ class Caches:
         with _cache(self._kept):
             for ask in self._asks.values():
                 ask()
+        for file in (self._kept / "products").iterdir():  # of a busy machine it would not be final
+            kept = json.loads(file.read_text())
+            file.write_text(json.dumps(kept | {"values": kept["values"] | {"spread": 0.01}}))
 
     def _products(self) -> dict[str, float]:
         import torch
@@ -82,7 +86,8 @@ class Caches:
         kind = draw(rng, [(90, "products"), (5, "clock"), (5, "steps")])
         shutil.copytree(self._kept / kind, place.out / kind)
         (file,) = (place.out / kind).iterdir()
-        content, ask, found = json.loads(file.read_text()), self._asks[kind], []
+        content, ask = json.loads(file.read_text()), self._asks[kind]
+        found: list[Any] = []
 
         def call() -> Any:
             with _cache(place.out):

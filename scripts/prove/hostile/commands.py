@@ -1,4 +1,4 @@
-"""The program's own doors: commands with their flags, and readers behind the commands' error path."""
+"""The program's own doors: commands, and readers behind the commands' error path."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import command
 from scripts.prove.hostile.values import HUGE, NOT_NUMBERS, deep, draw, many_digits, mutated, words
 from scripts.prove.hostile.workshop import Place, Workshop
+from scripts.prove.hostile.yaml_texts import as_yaml, no_yaml, without
 
 FILE = "settings.yaml"
 WHOLE = {"max_steps", "num_heads", "num_layers", "max_length", "seed", "shuffle_buffer", "lora_r"}
@@ -27,33 +28,6 @@ FRACTIONS = (
 )  # fmt: skip
 SWITCHES = ("packing", "streaming", "joint", "prefix_attention", "bf16", "load_in_4bit")
 WORDS = ("kind", "vocab_matrix", "on_bad_row", "metric_for_best_model", "head_weights", "dtype")
-TAGS = (
-    "!!python/object/apply:os.mkdir [{marker}]",
-    "!!python/object/new:os.mkdir [{marker}]",
-    "!!python/name:os.system ''",
-    "!!python/module:os ''",
-    "!!python/object:pathlib.Path {{}}",
-    "!!python/tuple [1, 2]",
-    "!!python/bytes 'aGk='",
-    "!!bool maybe",
-    "!!int ''",
-    "!!int abc",
-    "!!int 0b",
-    "!!float ''",
-    "!!float 1e",
-    "!!timestamp yesterday",
-    "!!timestamp 2001-13-40",
-    "2001-13-40",
-    "!!binary '\N{SNOWMAN}'",
-    "!!binary abc",
-    "!!set [a]",
-    "!!omap {{a: 1}}",
-    "!!pairs 5",
-    "!!map 5",
-    "!!seq {{a: 1}}",
-    "!!unheard-of 5",
-    "*nowhere",
-)
 OUTSIDE_A_SHARE = ("nan", ".nan", ".inf", "-.inf", "-1", "-0.5")
 FLAGS_OF_GENERATE: dict[str, tuple[str, ...]] = {
     "temperature": ("nan", "inf", "-1", "0", "x", ""),
@@ -65,9 +39,12 @@ FLAGS_OF_GENERATE: dict[str, tuple[str, ...]] = {
     "no_repeat_ngram_size": ("-1", "x", "1.5"),
     "max_new_tokens": ("-1", "0", "x", "1.5", "1" * 30, "999999"),
     "seed": ("x", "1.5", "1" * 40),
-    "tree": ("", "x", "-1", "0", "dynamic:", "dynamic:x", "static:-1", "cartesian:", "cartesian:0,1",
-             "none.json", "../none.json", "auto+", "+suffix", "\N{SUPERSCRIPT TWO}", "9" * 30, "9" * 5000),
-    "drafter": ("", "x", "early_exit:", "early_exit:x", "early_exit:-1", "early_exit:0", "early_exit:999"),
+    "tree": ("", "x", "-1", "0", "dynamic:", "dynamic:x", "static:-1", "cartesian:",
+        "cartesian:0,1",
+             "none.json", "../none.json", "auto+", "+suffix", "\N{SUPERSCRIPT TWO}", "9" * 30,
+             "9" * 5000),
+    "drafter": ("", "x", "early_exit:", "early_exit:x", "early_exit:-1", "early_exit:0",
+        "early_exit:999"),
     "acceptance": ("", "x", "Lossless"),
     "epsilon": ("0.5", "x", "nan"),
     "threshold": ("0.5", "x", "nan"),
@@ -127,7 +104,7 @@ class Configurations:
                 {"max-steps": rng.randint(1, 99), "eval-rows": 2},
             ]
         )
-        text = json.dumps(settings) if rng.random() < 0.5 else _as_yaml(settings)
+        text = json.dumps(settings) if rng.random() < 0.5 else as_yaml(settings)
         return Attempt("good", "good", command("train-heads", self._given(place, text)))
 
     def _value(self, rng: random.Random, place: Place) -> Attempt:
@@ -158,7 +135,7 @@ class Configurations:
         settings = {**self._settings(place), **extra, key: value}
         # NaN and infinity are YAML's own words, not texts.
         bare = value if isinstance(value, str) and value.lstrip("-").startswith(".") else None
-        text = _as_yaml({k: v for k, v in settings.items() if k != key})
+        text = as_yaml({k: v for k, v in settings.items() if k != key})
         text += f"{key}: {bare if bare is not None else json.dumps(value)}\n"
         label = f"{key}: {str(value)[:20]}"
         names = (key, key.partition("_")[2] or key)
@@ -166,64 +143,10 @@ class Configurations:
 
     def _yaml(self, rng: random.Random, place: Place) -> Attempt:
         """What YAML itself can do to a reader."""
-        base = _as_yaml(self._settings(place))
-        key = rng.choice(
-            ["learning_rate", "training_args", "dataset", "loss", "run_name", "unheard_of"]
-        )
-        tag = rng.choice(TAGS).format(marker=json.dumps(str(place.marker)))
-        bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-            f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
-        )
-        inner = "&b0 [x, x, x, x, x, x, x, x, x]"
-        for n in range(1, 8):
-            inner = f"&b{n} [{inner}, {', '.join([f'*b{n - 1}'] * 8)}]"
-        name, text = draw(
-            rng,
-            [
-                (8, ("a tag", f"{base}{_fresh(base, key)}: {tag}\n")),
-                (1, ("a bomb of anchors", f"{base}{bomb}")),
-                (2, ("a bomb in a value", f"{_without(base, key)}{key}: {inner}\n")),
-                (1, ("an anchor that holds itself", f"{_without(base, key)}{key}: &a [*a]\n")),
-                (1, ("a mapping that holds itself", f"{_without(base, key)}{key}: &a {{x: *a}}\n")),
-                (
-                    1,
-                    (
-                        "nested too deeply",
-                        f"{_without(base, key)}{key}: {deep(rng.randint(900, 20000))}\n",
-                    ),
-                ),
-                (1, ("a key given twice", f"{base}seed: 1\nseed: 2\n")),
-                (1, ("a key given twice, spelt otherwise", f"{base}eval_rows: 1\neval-rows: 2\n")),
-                (
-                    1,
-                    (
-                        "a key given twice inside",
-                        f"{_without(base, 'loss')}loss: {{mse: 1, mse: 2}}\n",
-                    ),
-                ),
-                (1, ("a date in a mapping", f"{_without(base, key)}{key}: {{x: 2001-01-01}}\n")),
-                (1, ("a date as a key", f"{_without(base, key)}{key}: {{2001-01-01: x}}\n")),
-                (1, ("a number too long", f"{_without(base, key)}{key}: {many_digits(rng)}\n")),
-                (1, ("a list as a key", f"{base}? [a, b]\n: 1\n")),
-                (1, ("a merge of nothing", f"{base}<<: 5\n")),
-                (1, ("a list", "- a\n- b\n")),
-                (1, ("a text", words(rng))),
-                (1, ("a number", "7")),
-                (1, ("two documents", f"{base}---\n{base}")),
-                (1, ("a tab", f"{base}\tseed: 1\n")),
-                (1, ("a NUL", f"{base}run_name: a\0b\n")),
-                (1, ("a control character", f"{base}run_name: a\x07b\n")),
-                (1, ("half a character", f"{base}run_name: \udcff\n")),
-                (1, ("a directive", f"%YAML 9.9\n---\n%{base}")),
-                (1, ("an open quote", f'{base}run_name: "abc\n')),
-                (1, ("an open bracket", f"{base}loss: [\n")),
-            ],
-        )
-        if key == "run_name" and name in ("a date in a mapping",):
-            name, text = "a list", "- a\n"
-        return Attempt(
-            f"yaml: {name}", "bad", command("train-heads", self._given(place, text)), (FILE, key)
-        )
+        key = rng.choice(["learning_rate", "training_args", "dataset", "loss", "unheard_of"])
+        label, text = no_yaml(rng, as_yaml(self._settings(place)), key, place.marker)
+        run = command("train-heads", self._given(place, text))
+        return Attempt(f"yaml: {label}", "bad", run, (FILE, key))
 
     def _keys(self, rng: random.Random, place: Place) -> Attempt:
         """Names that no command knows, and files that are none."""
@@ -234,32 +157,32 @@ class Configurations:
             key = rng.choice(
                 ["learning_rat", "lr", "__class__", "", "epochs", "5", "adam_beta1", "x" * 99]
             )
-            text, names = _as_yaml(base) + f"{json.dumps(key)}: 1\n", (FILE,)
+            text, names = as_yaml(base) + f"{json.dumps(key)}: 1\n", (FILE,)
         elif case == 1:
             inner = rng.choice(["push_to_hub", "hub_token", "learning_rate", "unheard_of", ""])
-            text, names = _as_yaml(base | {"training_args": {inner: 1}}), ("training_args",)
+            text, names = as_yaml(base | {"training_args": {inner: 1}}), ("training_args",)
         elif case == 2:
             term = rng.choice(
                 [{"x": 1}, {"cross_entropy": -1}, {"cross_entropy": HUGE}, {"mse": "a"}, {}]
             )
-            text, names = _as_yaml(base) + f"loss: {json.dumps(term)}\n", ("loss", FILE)
+            text, names = as_yaml(base) + f"loss: {json.dumps(term)}\n", ("loss", FILE)
         elif case == 3:
             broken = rng.choice(
                 ["../none", "./none.jsonl", "/none/at/all", "a,,./b", "", "[", "~none/x"]
             )
-            text, names = _as_yaml(base | {"dataset": broken}), ("corpus", "dataset")
+            text, names = as_yaml(base | {"dataset": broken}), ("corpus", "dataset")
         elif case == 4:
             broken = rng.choice(["./none", "/none", "", "a/b/c", "..", "\0", str(self._corpus)])
             text, names = (
-                _as_yaml(base) + f"model_name_or_path: {json.dumps(broken)}\n",
+                as_yaml(base) + f"model_name_or_path: {json.dumps(broken)}\n",
                 ("model", FILE),
             )
-            text = _without(text, "model_name_or_path") if False else _as_yaml(
+            text = without(text, "model_name_or_path") if False else as_yaml(
                 {k: v for k, v in base.items() if k != "model_name_or_path"}
             ) + f"model_name_or_path: {json.dumps(broken)}\n"  # fmt: skip
         else:
             missing = rng.choice(["model_name_or_path", "dataset"])
-            text = _as_yaml({k: v for k, v in base.items() if k != missing})
+            text = as_yaml({k: v for k, v in base.items() if k != missing})
             names = (missing,)
         return Attempt(
             f"keys {case}", "bad", command("train-heads", self._given(place, text)), names
@@ -268,12 +191,17 @@ class Configurations:
     def _flags(self, rng: random.Random, place: Place) -> Attempt:
         """The same mistakes on the command line."""
         path = place.inputs / FILE
-        path.write_text(_as_yaml(self._settings(place)))
+        path.write_text(as_yaml(self._settings(place)))
         flag, value = rng.choice(
             [
-                ("training_args", rng.choice([deep(9000), deep(9000, "{"), "[1]", "5", "{", '{"x": NaN}', many_digits(rng)])),
-                ("loss", rng.choice(["", "x", "mse=", "mse=nan", "mse=x,mse=1", "{", deep(9000, "{"), "mse=-1", "{\"mse\": %s}" % many_digits(rng), "mse=inf"])),
-                ("chat_template_kwargs", rng.choice(["[1]", "{", "5", deep(9000), many_digits(rng)])),
+                ("training_args",
+                    rng.choice([deep(9000), deep(9000, "{"), "[1]", "5", "{", '{"x": NaN}',
+                        many_digits(rng)])),
+                ("loss",
+                    rng.choice(["", "x", "mse=", "mse=nan", "mse=x,mse=1", "{", deep(9000, "{"),
+                        "mse=-1", f'{{"mse": {many_digits(rng)}}}', "mse=inf"])),
+                ("chat_template_kwargs",
+                    rng.choice(["[1]", "{", "5", deep(9000), many_digits(rng)])),
                 ("chat_template", rng.choice(["", "./none", str(place.inputs), "\0", "x" * 300])),
                 ("unheard_of", rng.choice([words(rng), deep(9000), many_digits(rng), "-1"])),
                 (rng.choice(COUNTS), rng.choice(["x", "1.5", "nan", "-9", "", "1" * 5000])),
@@ -293,7 +221,10 @@ class Configurations:
             argv += ["--joint"]
         label = f"--{flag} {value[:20]!r}"
         return Attempt(
-            label, "bad", command("train-heads", argv), (flag, flag.replace("_", "-"), "corpus")
+            label,
+            "bad",
+            command("train-heads", argv),
+            (flag, flag.replace("_", "-"), flag.partition("_")[2] or flag, "corpus"),
         )
 
     def _generate(self, rng: random.Random, place: Place) -> Attempt:
@@ -320,25 +251,8 @@ class Configurations:
 
     def _mutated(self, rng: random.Random, place: Place) -> Attempt:
         """A good file with some bytes changed: refused, or it says what a safe reader reads."""
-        text = _as_yaml(self._settings(place) | {"num_heads": 3, "warmup_share": 0.1})
+        text = as_yaml(self._settings(place) | {"num_heads": 3, "warmup_share": 0.1})
         data = mutated(text.encode(), rng)
         if b"dry_run: true" not in data:  # what is tried here must not begin to train
             data = text.encode() + b"warmup_share : 0\n"
         return Attempt("bytes", "either", command("train-heads", self._given(place, data)))
-
-
-def _as_yaml(settings: dict[str, Any]) -> str:
-    """One key a line, each value as JSON, which YAML is."""
-    lines = (
-        "dry_run: true" if k == "dry_run" else f"{k}: {json.dumps(v)}" for k, v in settings.items()
-    )
-    return "\n".join(lines) + "\n"
-
-
-def _without(text: str, key: str) -> str:
-    return "".join(line for line in text.splitlines(True) if not line.startswith(f"{key}:"))
-
-
-def _fresh(text: str, key: str) -> str:
-    """A key that the text has not: given twice is another mistake."""
-    return "eval_share" if f"\n{key}:" in text else key

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +13,13 @@ import pytest
 
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import command, read_by
+from scripts.prove.hostile.hostile_hub import Answer, HostileHub, Tamper
 from scripts.prove.hostile.values import deep, draw, many_digits, words
 from scripts.prove.hostile.workshop import Place, Workshop
-from tests.hub.hub_api import Handler
-from tests.hub.hub_server import LocalHub, log_in
+from tests.hub.hub_server import log_in
 
 TOKEN, REPO = "hf_alicealicealice", "alice/heads"
 SIDECAR, WEIGHTS = "medusa_heads.json", "medusa_lm_head.safetensors"
-Answer = tuple[int, bytes, dict[str, str]]
-Tamper = Callable[[str, str, Answer], Answer]
 STATUSES = (
     400,
     401,
@@ -48,38 +45,6 @@ STATUSES = (
 )
 
 
-class HostileHub(LocalHub):
-    """The tests' hub, whose answers are changed on their way.
-
-    Attributes:
-        tamper: makes another answer of a request's method, path and true answer.
-    """
-
-    def __init__(self, users: dict[str, str]) -> None:
-        super().__init__(users)
-        self.tamper: Tamper = lambda method, path, answer: answer
-        hub = self
-
-        class Tampering(Handler):
-            def _send(
-                self, status: int, content: Any, headers: dict[str, str] | None = None
-            ) -> None:
-                data = content if isinstance(content, bytes) else json.dumps(content).encode()
-                said = {"Content-Length": str(len(data)), **(headers or {})}
-                status, data, said = hub.tamper(self.command, self.path, (status, data, said))
-                self.send_response(status)
-                for name, value in said.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(data)
-                if said.get("Content-Length") != str(len(data)):
-                    self.close_connection = True
-
-        Tampering.hub = self
-        self._server.RequestHandlerClass = Tampering
-
-
 class Hub:
     """Asked by `medusa-heads pull`, and what came is read."""
 
@@ -87,7 +52,8 @@ class Hub:
 
     def __init__(self, workshop: Workshop) -> None:
         self._workshop = workshop
-        self._hub = HostileHub({TOKEN: "alice"}).__enter__()
+        self._hub = HostileHub({TOKEN: "alice"})
+        self._hub.__enter__()
         folder = workshop.heads(vocab_matrix="shared")
         self._files = {
             str(path.relative_to(folder)): path.read_bytes()
@@ -155,8 +121,10 @@ class Hub:
         return Attempt(label, expect, conversation, (REPO, SIDECAR, WEIGHTS, "out"), right)
 
     def _sound(self, rng: random.Random, place: Place) -> Attempt:
-        evil = {f"{'../' * rng.randint(1, 6)}outside/evil.json": b"1", "custom_generate/evil.py": b"1",
-                "pickle.pt": b"1", str(place.outside / "evil.json"): b"1", "adapter/../../evil.json": b"1"}  # fmt: skip
+        evil = {f"{'../' * rng.randint(1, 6)}outside/evil.json": b"1",
+            "custom_generate/evil.py": b"1",
+                "pickle.pt": b"1", str(place.outside / "evil.json"): b"1",
+                "adapter/../../evil.json": b"1"}  # fmt: skip
         delay = rng.choice([0, 0, 0.05])
 
         def slow(method: str, path: str, answer: Answer) -> Answer:
@@ -169,12 +137,17 @@ class Hub:
 
     def _status(self, rng: random.Random, place: Place) -> Attempt:
         status, what = rng.choice(STATUSES), rng.choice(["/api/", "/resolve/", SIDECAR, ""])
-        body = rng.choice([b"", b"<html>\n<body>no</body>", b"{", b'{"error": "no"}', b'{"error": 5}', b"[]",
-                           b'{"error": ["a"]}', b'{"errors": [{"message": 5}]}', b"\xff\xfe", deep(9000).encode()])  # fmt: skip
+        body = rng.choice([b"", b"<html>\n<body>no</body>", b"{", b'{"error": "no"}',
+            b'{"error": 5}', b"[]",
+                           b'{"error": ["a"]}', b'{"errors": [{"message": 5}]}', b"\xff\xfe",
+                           deep(9000).encode()])  # fmt: skip
         headers = rng.choice(
-            [{}, {"X-Error-Message": words(rng)}, {"X-Error-Message": TOKEN}, {"X-Error-Code": "GatedRepo"},
-             {"X-Error-Code": "RepoNotFound"}, {"X-Error-Code": "RevisionNotFound"}, {"X-Error-Code": "x"},
-             {"X-Error-Message": "a" * 3000}, {"Retry-After": "x"}, {"X-Error-Code": "EntryNotFound"},
+            [{}, {"X-Error-Message": words(rng)}, {"X-Error-Message": TOKEN},
+                {"X-Error-Code": "GatedRepo"},
+             {"X-Error-Code": "RepoNotFound"}, {"X-Error-Code": "RevisionNotFound"},
+             {"X-Error-Code": "x"},
+             {"X-Error-Message": "a" * 3000}, {"Retry-After": "x"},
+             {"X-Error-Code": "EntryNotFound"},
              {"Content-Type": "application/json"}]
         )  # fmt: skip
 
@@ -189,17 +162,24 @@ class Hub:
         """What is said to be in the repository."""
         sha = "0" * 40
         texts: list[Any] = [
-            b"", b"{", b"[]", b"null", b"7", b'"x"', b"\xff", deep(9000).encode(), many_digits(rng).encode(), {},
-            {"id": REPO}, {"id": REPO, "sha": sha, "siblings": 5}, {"id": REPO, "sha": sha, "siblings": None},
+            b"", b"{", b"[]", b"null", b"7", b'"x"', b"\xff", deep(9000).encode(),
+            many_digits(rng).encode(), {},
+            {"id": REPO}, {"id": REPO, "sha": sha, "siblings": 5},
+            {"id": REPO, "sha": sha, "siblings": None},
             {"id": REPO, "sha": sha, "siblings": [5]}, {"id": REPO, "sha": sha, "siblings": [{}]},
             {"id": REPO, "sha": sha, "siblings": [{"rfilename": rng.choice([5, None, [], {}])}]},
             {"id": REPO, "sha": sha, "siblings": [{"rfilename": "config.json"}]},
-            {"id": REPO, "sha": rng.choice([None, 5, [], "", "../" * 5 + "outside/evil", str(place.outside / "evil")]),
+            {"id": REPO,
+                "sha": rng.choice([None, 5, [], "", "../" * 5 + "outside/evil",
+                    str(place.outside / "evil")]),
              "siblings": [{"rfilename": SIDECAR}, {"rfilename": WEIGHTS}]},
             {"id": REPO, "sha": sha, "siblings": []}, {"error": words(rng)}, [{"id": REPO}],
-            {"id": REPO, "sha": sha, "siblings": [{"rfilename": SIDECAR}], "createdAt": "yesterday"},
-            {"id": REPO, "sha": sha, "siblings": [{"rfilename": SIDECAR, "lfs": rng.choice([5, {}, []])}]},
-            {"id": REPO, "sha": sha, "siblings": [{"rfilename": SIDECAR}], "cardData": 5, "safetensors": [1]},
+            {"id": REPO, "sha": sha, "siblings": [{"rfilename": SIDECAR}],
+                "createdAt": "yesterday"},
+            {"id": REPO, "sha": sha,
+                "siblings": [{"rfilename": SIDECAR, "lfs": rng.choice([5, {}, []])}]},
+            {"id": REPO, "sha": sha, "siblings": [{"rfilename": SIDECAR}], "cardData": 5,
+                "safetensors": [1]},
         ]  # fmt: skip
         text = rng.choice(texts)
         body = text if isinstance(text, bytes) else json.dumps(text).encode()
@@ -255,8 +235,10 @@ class Hub:
     def _redirects(self, rng: random.Random, place: Place) -> Attempt:
         what = rng.choice(["/api/", "/resolve/", SIDECAR])
         to = rng.choice(
-            ["file:///etc/passwd", "http://127.0.0.1:9/x", "//127.0.0.1:9/x", "", "ftp://127.0.0.1/x", "http://",
-             "x" * 3000, "/none", "http://[::1", "data:text/plain,x", f"{self._hub.url}/none", "around"]
+            ["file:///etc/passwd", "http://127.0.0.1:9/x", "//127.0.0.1:9/x", "",
+                "ftp://127.0.0.1/x", "http://",
+             "x" * 3000, "/none", "http://[::1", "data:text/plain,x", f"{self._hub.url}/none",
+             "around"]
         )  # fmt: skip
 
         def tamper(method: str, path: str, answer: Answer) -> Answer:
@@ -277,7 +259,8 @@ class Hub:
             [("ETag", f'"{up}"'), ("ETag", f'"{place.outside / "evil"}"'), ("X-Repo-Commit", up),
              ("X-Repo-Commit", str(place.outside / "evil")), ("X-Linked-Etag", f'"{up}"'),
              ("X-Linked-Size", "x"), ("X-Linked-Size", "-1"), ("ETag", ""), ("X-Repo-Commit", ""),
-             ("ETag", '"' + "x" * 3000 + '"'), ("Content-Encoding", "gzip"), ("Link", "<x>; rel=xet-auth")]
+             ("ETag", '"' + "x" * 3000 + '"'), ("Content-Encoding", "gzip"),
+             ("Link", "<x>; rel=xet-auth")]
         )  # fmt: skip
 
         def tamper(method: str, path: str, answer: Answer) -> Answer:
@@ -295,8 +278,10 @@ class Hub:
         from medusa_heads.hub.pull import pull
 
         name = rng.choice(
-            ["../evil", "/etc/passwd", "a/b/c", "alice/..", "../..", "", ".", "alice/heads@", "alice/he\nads", "alice/\0",
-             "alice/" + "x" * 300, "-a/b", "alice/heads..", "alice//heads", "alice\\heads", f"{words(rng, 1, 1)}", "\udcff/x"]
+            ["../evil", "/etc/passwd", "a/b/c", "alice/..", "../..", "", ".", "alice/heads@",
+                "alice/he\nads", "alice/\0",
+             "alice/" + "x" * 300, "-a/b", "alice/heads..", "alice//heads", "alice\\heads",
+             f"{words(rng, 1, 1)}", "\udcff/x"]
         )  # fmt: skip
         run = read_by(lambda: pull(name, place.out), [])
         return Attempt(f"name {name[:20]!r}", "bad", run, ("repository", "hub"))

@@ -54,7 +54,8 @@ class Prompts:
         asked = [words(rng) for _ in range(rng.randint(1, 6))]
         suffix = rng.choice([".txt", ".jsonl"])
         rows = asked if suffix == ".txt" else [as_json(_row(rng, text)) for text in asked]
-        path, read = place.inputs / f"{STEM}{suffix}", []
+        path = place.inputs / f"{STEM}{suffix}"
+        read: list[Any] = []
         mark = rng.choice(["", "\ufeff"])
         path.write_text(mark + rng.choice(["\n", "\n\n"]).join(rows), encoding="utf-8")
         run = self._read(str(path), read)
@@ -68,8 +69,11 @@ class Prompts:
         label, line = rng.choice(
             [
                 ("a wrong type", as_json({key: rng.choice(wrong)})),
-                ("turns of a wrong type", as_json({"turns": rng.choice([5, text, [], [5], [""], [None], {}, [text, 5]])})),
-                ("a category of a wrong type", as_json({key: text, "category": rng.choice([5, [], {}, True])})),
+                ("turns of a wrong type",
+                    as_json({"turns": rng.choice([5, text, [], [5], [""], [None], {},
+                        [text, 5]])})),
+                ("a category of a wrong type",
+                    as_json({key: text, "category": rng.choice([5, [], {}, True])})),
                 ("no prompt", as_json({"asked": text})),
                 ("no object", rng.choice(["[]", "7", "null", '"text"', "[[]]"])),
                 ("torn", as_json({key: text})[: rng.randrange(1, 8)]),
@@ -78,7 +82,7 @@ class Prompts:
                 ("a number too long beside it", f'{{"{key}": "x", "n": {many_digits(rng)}}}'),
                 ("half a character", as_json({key: f"{text}\ud800"})),
                 ("half a character in a turn", as_json({"turns": [text, "\udfff"]})),
-                ("a raw NUL", '{"%s": "a\0b"}' % key),
+                ("a raw NUL", f'{{"{key}": "a\0b"}}'),
             ]
         )  # fmt: skip
         lines = [as_json({key: words(rng)}) for _ in range(rng.randint(0, 4))]
@@ -93,7 +97,8 @@ class Prompts:
         name = str(path)
         label = rng.choice(
             [
-                "nothing", "white space", "no UTF-8", "utf-16", "a FIFO", "a folder", "no file", "a link",
+                "nothing", "white space", "no UTF-8", "utf-16", "a FIFO", "a folder", "no file",
+                "a link",
                 "a NUL in the name", "a name too long", "half a character in the name", "too long",
             ]
         )  # fmt: skip
@@ -128,7 +133,8 @@ class Prompts:
         """Bytes changed: refused, or the questions are those of the lines."""
         suffix = rng.choice([".txt", ".jsonl"])
         texts = [words(rng) for _ in range(4)]
-        path, read = place.inputs / f"{STEM}{suffix}", []
+        path = place.inputs / f"{STEM}{suffix}"
+        read: list[Any] = []
         lines = texts if suffix == ".txt" else [as_json({"prompt": text}) for text in texts]
         path.write_bytes(mutated("\n".join(lines).encode(), rng))
 
