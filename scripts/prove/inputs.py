@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -66,22 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         lines.extend(prove(arguments))
 
-    root = Path(tempfile.mkdtemp(prefix="bad-inputs-"))
-    _settle(root)
-    try:
-        code = run_command(work, prog=PROG)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    code = run_command(work, prog=PROG)
     return code or int(not verdict(lines))
 
 
 def _settle(root: Path) -> None:
-    """No network, and no cache but one of its own: read where libraries are imported."""
-    os.environ["HF_HOME"] = str(root / "hf")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    """No network, and no cache but one of its own; of no use where the libraries that read this
+    when they are imported are there already."""
+    if "huggingface_hub" not in sys.modules:
+        os.environ["HF_HOME"] = str(root / "hf")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def prove(arguments: ProofArguments) -> list[dict[str, Any]]:
@@ -90,7 +86,6 @@ def prove(arguments: ProofArguments) -> list[dict[str, Any]]:
 
     from rich.console import Console
 
-    from medusa_heads.machine import describe_machine
     from medusa_heads.provenance import provenance
 
     if unknown := [kind for kind in arguments.kinds if kind not in KINDS]:
@@ -102,11 +97,14 @@ def prove(arguments: ProofArguments) -> list[dict[str, Any]]:
     each = -(-arguments.inputs // len(arguments.kinds))
     console = Console()
     with tempfile.TemporaryDirectory() as root, record.open("a", encoding="utf-8") as file:
+        _settle(Path(root))
+        from medusa_heads.machine import describe_machine  # imports libraries
+
         facts = {"provenance": provenance(), "machine": describe_machine(), "seed": arguments.seed}
         lines.append(facts | {"started": datetime.now(timezone.utc).isoformat(timespec="seconds")})
         file.write(json.dumps(lines[-1]) + "\n")
         done = {(line["kind"], line["number"]) for line in lines if "kind" in line}
-        for line in tried(Path(root), arguments.kinds, each, arguments.seed, done):
+        for line in tried(Path(root) / "workshop", arguments.kinds, each, arguments.seed, done):
             lines.append(line)
             file.write(json.dumps(line) + "\n")
             file.flush()
