@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 
 if TYPE_CHECKING:
     from scripts.prove.hostile.attempt import Outcome
@@ -86,7 +86,7 @@ def prove(arguments: ProofArguments) -> list[dict[str, Any]]:
 
     from rich.console import Console
 
-    from medusa_heads.provenance import provenance
+    from medusa_heads.checkpoint.provenance import provenance
 
     if unknown := [kind for kind in arguments.kinds if kind not in KINDS]:
         raise ValueError(f"expected kinds among {', '.join(KINDS)}, got {unknown[0]!r}")

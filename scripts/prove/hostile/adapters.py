@@ -14,8 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from medusa_heads.adapter import ADAPTER_FOLDER, ADAPTER_WEIGHTS, load_adapter, save_adapter
-from medusa_heads.adapter_config import ADAPTER_CONFIG
+from medusa_heads.checkpoint.adapter import (
+    ADAPTER_FOLDER,
+    ADAPTER_WEIGHTS,
+    load_adapter,
+    save_adapter,
+)
+from medusa_heads.checkpoint.adapter_config import ADAPTER_CONFIG
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import read_by
 from scripts.prove.hostile.sidecars import NO_JSON
@@ -105,7 +110,7 @@ class Adapters:
         return read_by(lambda: load_adapter(copy.deepcopy(self._model), folder), into)
 
     def _sound(self, rng: random.Random, place: Place) -> Attempt:
-        from medusa_heads.adapter import adapter_digest
+        from medusa_heads.checkpoint.adapter import adapter_digest
 
         folder = self._copy(place)
         read: list[Any] = []
@@ -166,7 +171,7 @@ class Adapters:
         tensors = load_file(folder / ADAPTER_WEIGHTS)
 
         def right() -> bool:
-            from medusa_heads.adapter import _active_matrices
+            from medusa_heads.checkpoint.adapter import _active_matrices
 
             put_in = [tensor for _, tensor, _ in _active_matrices(read[0])]
             return all(

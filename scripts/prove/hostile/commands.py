@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from medusa_heads.cli.arguments import run_command
+from medusa_heads.cli.flags.arguments import run_command
 from medusa_heads.cli.main import main as medusa_heads
 
 

@@ -47,8 +47,8 @@ class Corpora:
     name = "corpora"
 
     def __init__(self, workshop: Workshop) -> None:
-        from medusa_heads.training.meta_target import meta_target
-        from medusa_heads.training.target_arguments import TargetArguments
+        from medusa_heads.training.arguments.target import TargetArguments
+        from medusa_heads.training.hidden.meta_target import meta_target
 
         self._workshop = workshop
         self._target = meta_target(TargetArguments(str(workshop.target_folder)))
@@ -60,8 +60,8 @@ class Corpora:
         read: list[Any] = []
 
         def call() -> Any:
-            from medusa_heads.training.data import load_corpora, prepare_data
-            from medusa_heads.training.data_arguments import DataArguments
+            from medusa_heads.training.arguments.data import DataArguments
+            from medusa_heads.training.data.prepare import load_corpora, prepare_data
 
             settings = DataArguments(
                 dataset=[given.name],

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from medusa_heads.fingerprint import file_sha256
-from medusa_heads.stored_heads import SIDECAR_FILE, WEIGHTS_FILE
+from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE, WEIGHTS_FILE
+from medusa_heads.target.fingerprint import file_sha256
 from scripts.prove.hostile.values import change_one
 
 

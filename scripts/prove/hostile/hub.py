@@ -85,8 +85,8 @@ class Hub:
         own = {**self._files} if files is None else files
 
         def conversation() -> int:
+            from medusa_heads.checkpoint.stored_heads import read_stored
             from medusa_heads.hub.pull import pull
-            from medusa_heads.stored_heads import read_stored
 
             monkeypatch = pytest.MonkeyPatch()
             cache = self._workshop.root / "caches" / "hub"

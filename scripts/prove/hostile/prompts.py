@@ -38,7 +38,7 @@ class Prompts:
 
     def _read(self, path: str, into: list[Any]) -> Any:
         def call() -> Any:
-            from medusa_heads.inference.prompts import (
+            from medusa_heads.inference.bench.prompts import (
                 choose_prompts,
                 encode_questions,
                 read_questions,

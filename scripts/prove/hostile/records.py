@@ -51,7 +51,7 @@ class Records:
 
     def _load(self, folder: Path, into: list[Any]) -> Callable[[], int]:
         def call() -> Any:
-            from medusa_heads.inference.model import MedusaModel
+            from medusa_heads.inference.models.medusa import MedusaModel
 
             return MedusaModel.from_pretrained(folder, target=self._workshop.target, tree=8)
 
@@ -99,7 +99,7 @@ class Records:
 
     def _story(self, rng: random.Random, place: Place) -> Attempt:
         """`run.yaml` in a checkpoint that a run is to go on from."""
-        from medusa_heads.training.run_record import RUN_FILE, check_same_run, to_yaml
+        from medusa_heads.training.runs.record import RUN_FILE, check_same_run, to_yaml
 
         record = {
             "heads": {"num_heads": 2},
@@ -127,7 +127,11 @@ class Records:
 
     def _draft(self, rng: random.Random, place: Place) -> Attempt:
         """`draft_model.json` beside a draft model."""
-        from medusa_heads.draft_checkpoint import DRAFT_FILE, FORMAT_VERSION, read_draft_sidecar
+        from medusa_heads.checkpoint.draft_checkpoint import (
+            DRAFT_FILE,
+            FORMAT_VERSION,
+            read_draft_sidecar,
+        )
 
         good: dict[str, Any] = {"format_version": FORMAT_VERSION, "target": {"name_or_path": "x"}}
         good |= {"measured": {}, "provenance": {"a": words(rng)}}

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from medusa_heads.stored_heads import WEIGHTS_FILE
+from medusa_heads.checkpoint.stored_heads import WEIGHTS_FILE
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import read_by
 from scripts.prove.hostile.damage import (
@@ -63,7 +63,7 @@ class Tensors:
         return folder
 
     def _load(self, folder: Path, into: list[Any]) -> Callable[[], int]:
-        from medusa_heads.checkpoint import load_heads
+        from medusa_heads.checkpoint.checkpoint import load_heads
 
         return read_by(lambda: load_heads(folder, self._workshop.target), into)
 
@@ -165,7 +165,7 @@ class Tensors:
             path.write_bytes(pickle.dumps(content))
         if rng.random() < 0.2:
             label, path = f"{label} in a .bin", path.rename(path.with_name("pytorch_model.bin"))
-        return Attempt(f"torch: {label}", "bad", self._convert(source, place, []), ("source", name))
+        return Attempt(f"torch: {label}", "bad", self._convert(source, place, []), ("source", name, "head"))
 
     def _mutated(self, rng: random.Random, place: Place) -> Attempt:
         """Bytes of a foreign file changed: refused, or what is written is whole."""
@@ -193,7 +193,7 @@ def _same(got: dict[str, Tensor], expected: dict[str, Tensor] | None) -> bool:
 
 
 def _is_whole(converted: Any) -> bool:
-    from medusa_heads.stored_heads import read_stored
+    from medusa_heads.checkpoint.stored_heads import read_stored
 
     stored = read_stored(converted.folder)
     return all(bool(tensor.isfinite().all()) for tensor in stored.tensors.values())

@@ -185,7 +185,7 @@ class Workshop:
     @cached_property
     def target_folder(self) -> Path:
         """A tiny target with the demo's tokenizer, on disk."""
-        from scripts.random_target import random_target
+        from scripts.measure.random_target import random_target
 
         folder = self.root / "own" / "target"
         target = random_target("32x1x2", 4096)
@@ -205,7 +205,7 @@ class Workshop:
     @cached_property
     def tokenizer(self) -> Any:
         """Its tokenizer."""
-        from medusa_heads.loading import load_tokenizer
+        from medusa_heads.target.loading import load_tokenizer
 
         return load_tokenizer(str(self.target_folder))
 
@@ -221,9 +221,9 @@ class Workshop:
         import torch
 
         from medusa_heads import HeadsConfig
-        from medusa_heads.checkpoint import save_heads
+        from medusa_heads.checkpoint.checkpoint import save_heads
         from medusa_heads.heads import new_heads
-        from medusa_heads.statistics import HeadStatistics
+        from medusa_heads.trees.statistics import HeadStatistics
 
         folder = self.root / "own" / "-".join(["heads", *map(str, config.values())])
         if not folder.exists():
