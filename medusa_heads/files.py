@@ -26,6 +26,18 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
         beside.unlink(missing_ok=True)
 
 
+def expanded(name: str | os.PathLike[str]) -> Path:
+    """A path as a user writes it, `~` being their home.
+
+    Raises:
+        ValueError: nobody is called as it says behind `~`.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"no home is known for the path {str(name)!r}: write it out") from error
+
+
 def check_folder(folder: str | os.PathLike[str]) -> None:
     """See beforehand whether files can be written to a folder; nothing is made.
 

@@ -9,13 +9,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from medusa_heads.files import check_folder, parse_json, parse_yaml, read_json
+from medusa_heads.files import check_folder, expanded, parse_json, parse_yaml, read_json
 
 
 def test_a_folder_that_can_be_written_to_is_not_made_yet(tmp_path: Path) -> None:
     check_folder(tmp_path)
     check_folder(tmp_path / "a" / "b")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_home_that_nobody_has() -> None:
+    assert expanded("~/a") == Path.home() / "a"
+    with pytest.raises(ValueError, match="no home is known for the path '~nobody-here/a'"):
+        expanded("~nobody-here/a")
 
 
 @pytest.mark.parametrize("name", ["taken", "taken/below"])

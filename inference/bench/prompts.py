@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.files import is_encodable, parse_json
+from medusa_heads.files import expanded, is_encodable, parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,7 +71,7 @@ def read_questions(file: str | Path) -> list[Question]:
     Raises:
         ValueError: the file is missing, holds no prompt, or a line that cannot be read.
     """
-    path = Path(file).expanduser()
+    path = expanded(file)
     if not path.is_file():
         raise ValueError(f"expected a file of prompts at {str(file)!r}, found none")
     try:

@@ -6,10 +6,10 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.cli.settled import settle
+from medusa_heads.files import expanded
 
 if TYPE_CHECKING:
     from medusa_heads.inference.engine.stats import GenerationStats
@@ -177,7 +177,7 @@ def load_training_free_model(
 
     if arguments.target is not None:
         raise ValueError("with --drafter, the first argument is the target: leave out --target")
-    if is_heads(Path(arguments.checkpoint).expanduser()):
+    if is_heads(expanded(arguments.checkpoint)):
         raise ValueError(
             f"{arguments.checkpoint!r} holds heads, and --drafter drafts without any: give their "
             "target instead, or leave --drafter out"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from medusa_heads.data.bad_rows import BadRows
 from medusa_heads.data.data_files import SUFFIXES, has_known_suffix
 from medusa_heads.data.formats import CONTEXT_COLUMN, DOCUMENT_COLUMN, Format, recognise
+from medusa_heads.files import expanded
 from medusa_heads.training.data.folders import files_of_split, is_saved_dataset, saved_dataset
 from medusa_heads.training.data.hub_dataset import load_hub_dataset
 from medusa_heads.training.data.readers import (
@@ -148,7 +149,7 @@ def find_names(name: str | Sequence[str]) -> list[str]:
     names = [name] if isinstance(name, str) else list(name)
     found = []
     for one in itertools.chain.from_iterable(_split_list(given) for given in names):
-        path = Path(one).expanduser()
+        path = expanded(one)
         if path.exists():
             found.append(one)
         elif any(sign in one for sign in "*?["):
@@ -168,7 +169,7 @@ def find_names(name: str | Sequence[str]) -> list[str]:
 
 def _split_list(name: str) -> list[str]:
     """`a.jsonl,b.jsonl` and `a.jsonl b.jsonl` are two names, unless a file is called so."""
-    if name.strip() and Path(name).expanduser().exists():
+    if name.strip() and expanded(name).exists():
         return [name]
     names = [part for part in re.split(r"[,\s]+", name) if part]
     if not names:
@@ -185,7 +186,7 @@ def _load_one(
     streaming: bool,
 ) -> Corpus:
     splits = _HELD_OUT_NAMES if split == HELD_OUT else (split,)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name != "stdlib" and path.is_file():
         if not has_known_suffix(path.name):
             raise ValueError(

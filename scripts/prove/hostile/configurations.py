@@ -224,7 +224,7 @@ class Configurations:
             label,
             "bad",
             command("train-heads", argv),
-            (flag, flag.replace("_", "-"), flag.partition("_")[2] or flag, "corpus"),
+            (flag, flag.replace("_", "-"), flag.partition("_")[2] or flag, "corpus", "YAML"),
         )
 
     def _generate(self, rng: random.Random, place: Place) -> Attempt:

@@ -165,7 +165,9 @@ class Tensors:
             path.write_bytes(pickle.dumps(content))
         if rng.random() < 0.2:
             label, path = f"{label} in a .bin", path.rename(path.with_name("pytorch_model.bin"))
-        return Attempt(f"torch: {label}", "bad", self._convert(source, place, []), ("source", name, "head"))
+        return Attempt(
+            f"torch: {label}", "bad", self._convert(source, place, []), ("source", name, "head")
+        )
 
     def _mutated(self, rng: random.Random, place: Place) -> Attempt:
         """Bytes of a foreign file changed: refused, or what is written is whole."""

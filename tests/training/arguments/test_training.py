@@ -65,7 +65,7 @@ def test_trackers_that_cannot_be_used_are_named_before_the_run(name: str, messag
 
 
 def test_a_schedule_that_there_is_not_is_named_by_its_flag() -> None:
-    with pytest.raises(ValueError, match="lr_scheduler_type must be one of .*, got 'x'"):
+    with pytest.raises(ValueError, match=r"lr_scheduler_type must be one of .*, got 'x'"):
         to_training_arguments(OptimisationArguments(lr_scheduler_type="x"), "shared")
 
 
