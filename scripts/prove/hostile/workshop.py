@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,20 @@ TEMPLATE = (
     "{% if m['role'] == 'assistant' %}<|endoftext|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+
+_watching: list[Workshop] = []
+
+
+@cache
+def _listen() -> None:
+    """Once: a hook of the interpreter cannot be taken out again."""
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        for workshop in _watching:
+            workshop._hear(event, arguments)
+
+    sys.addaudithook(hear)
 
 
 @dataclass(frozen=True)
@@ -67,10 +81,9 @@ class Workshop:
             (self.root / name).mkdir(parents=True, exist_ok=True)
         (self.root / "outside" / "secret.txt").write_text("a secret of somebody else's")
         (self.root / "home" / ".netrc").write_text("machine example login me password secret")
-        self._seen: Seen | None = None
+        self._seen = Seen()
         self._allowed: tuple[str, ...] = ()
         self._inputs = ""
-        sys.addaudithook(self._hear)
 
     @contextmanager
     def entered(self) -> Iterator[Workshop]:
@@ -120,10 +133,12 @@ class Workshop:
         allowed = [*map(str, roots), "/dev/"] + ([os.path.realpath(hub)] if hub else [])
         before = self._tree(place)
         self._allowed, self._inputs, self._seen = tuple(allowed), str(place.inputs), seen
+        _listen()
+        _watching.append(self)
         try:
             yield seen
         finally:
-            self._seen = None
+            _watching.clear()
             after = self._tree(place)
             changed = sorted(
                 path for path in {*before, *after} if before.get(path) != after.get(path)
@@ -152,10 +167,8 @@ class Workshop:
         return found | {str(path): (0,) for path in beside}
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """What the interpreter itself reports; cheap where nothing is watched."""
+        """What the interpreter itself reports."""
         seen = self._seen
-        if seen is None:
-            return
         if event == "open":
             path, _, flags = arguments
             if isinstance(flags, int) and flags & _WRITING:
