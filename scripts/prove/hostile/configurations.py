@@ -170,7 +170,7 @@ class Configurations:
             broken = rng.choice(
                 ["../none", "./none.jsonl", "/none/at/all", "a,,./b", "", "[", "~none/x"]
             )
-            text, names = as_yaml(base | {"dataset": broken}), ("corpus", "dataset")
+            text, names = as_yaml(base | {"dataset": broken}), ("corpus", "dataset", broken or FILE)
         elif case == 4:
             broken = rng.choice(["./none", "/none", "", "a/b/c", "..", "\0", str(self._corpus)])
             text, names = (
