@@ -114,8 +114,9 @@ class Adapters:
 
         folder = self._copy(place)
         read: list[Any] = []
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
         tensors = {
-            name: torch.randn(value.shape)
+            name: torch.randn(value.shape, generator=generator)
             for name, value in load_file(folder / ADAPTER_WEIGHTS).items()
         }
         save_file(tensors, folder / ADAPTER_WEIGHTS)

@@ -11,7 +11,7 @@ from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import command
 from scripts.prove.hostile.values import HUGE, NOT_NUMBERS, deep, draw, many_digits, mutated, words
 from scripts.prove.hostile.workshop import Place, Workshop
-from scripts.prove.hostile.yaml_texts import as_yaml, no_yaml, without
+from scripts.prove.hostile.yaml_texts import as_yaml, no_yaml
 
 FILE = "settings.yaml"
 WHOLE = {"max_steps", "num_heads", "num_layers", "max_length", "seed", "shuffle_buffer", "lora_r"}
@@ -173,13 +173,7 @@ class Configurations:
             text, names = as_yaml(base | {"dataset": broken}), ("corpus", "dataset", broken or FILE)
         elif case == 4:
             broken = rng.choice(["./none", "/none", "", "a/b/c", "..", "\0", str(self._corpus)])
-            text, names = (
-                as_yaml(base) + f"model_name_or_path: {json.dumps(broken)}\n",
-                ("model", FILE),
-            )
-            text = without(text, "model_name_or_path") if False else as_yaml(
-                {k: v for k, v in base.items() if k != "model_name_or_path"}
-            ) + f"model_name_or_path: {json.dumps(broken)}\n"  # fmt: skip
+            text, names = as_yaml(base | {"model_name_or_path": broken}), ("model", FILE)
         else:
             missing = rng.choice(["model_name_or_path", "dataset"])
             text = as_yaml({k: v for k, v in base.items() if k != missing})
@@ -210,12 +204,9 @@ class Configurations:
                 ("config", rng.choice(["./none", str(place.inputs), "", "\0", "x" * 300])),
                 ("report_to", rng.choice(["x", "wandb,x", "os.system"])),
                 ("lr_scheduler_type", rng.choice(["x", "__class__", ""])),
-                ("resume_from_checkpoint", rng.choice(["./none", "/none"])),
-                ("output_dir", str(path)),
+                ("dtype", rng.choice(["int8", "x", "", "__class__"])),
             ]
         )  # fmt: skip
-        if flag in ("resume_from_checkpoint", "output_dir"):  # looked at when a run begins
-            flag, value = "dtype", rng.choice(["int8", "x", "", "__class__"])
         argv = ["--config", str(path), f"--{flag}", value]
         if flag.startswith(("lora", "joint")) and flag != "joint":
             argv += ["--joint"]

@@ -71,8 +71,9 @@ class Tensors:
         read: list[Any] = []
         if rng.random() < 0.5:
             folder = self._heads(rng, place)
+            generator = torch.Generator().manual_seed(rng.randrange(2**31))
             tensors = {
-                name: torch.randn(tensor.shape).to(tensor.dtype)
+                name: torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
                 if tensor.is_floating_point()
                 else tensor
                 for name, tensor in load_file(folder / WEIGHTS_FILE).items()
