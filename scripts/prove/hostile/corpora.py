@@ -94,7 +94,10 @@ def _sound(rng: random.Random, place: Place) -> Given:
         suffixes += [".csv", ".csv.gz"]
     suffix, count = rng.choice(suffixes), rng.randint(3, 8)
     path = place.inputs / f"{STEM}{suffix}"
-    write(path, [good_row(rng, form) for _ in range(count)])
+    rows = [good_row(rng, form) for _ in range(count)]
+    if form == "prompt/completion" and rng.random() < 0.1:  # far more than a row holds: cut
+        rows[0]["completion"] *= 5_000
+    write(path, rows)
     if suffix in (".jsonl", ".json", ".csv") and rng.random() < 0.3:  # as some editors write
         path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     if rng.random() < 0.2:  # a folder, and a glob
