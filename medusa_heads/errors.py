@@ -32,7 +32,7 @@ def at_least(arguments: object, least: int, *names: str) -> None:
     """
     for name in names:
         value = getattr(arguments, name)
-        if value < least:
+        if not value >= least:  # NaN is neither
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 

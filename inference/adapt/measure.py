@@ -5,7 +5,6 @@ Shapes: B batch, T tokens, N nodes.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.machine import Measurements
+from medusa_heads.machine import Measurements, as_seconds
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree, TreeShape, cartesian_choices
@@ -95,11 +94,10 @@ def target_clock(
 def _kept_steps(kept: Mapping[str, Any] | None) -> dict[int, float] | None:
     """Seconds by tokens; None where nothing was kept, or it was damaged."""
     try:
-        steps = {int(size): float(seconds) for size, seconds in (kept or {})["step"].items()}
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        steps = {int(size): as_seconds(seconds) for size, seconds in (kept or {})["step"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    sound = steps and min(steps) > 0 and all(0 < each < math.inf for each in steps.values())
-    return steps if sound else None
+    return steps if steps and min(steps) > 0 else None
 
 
 def _measure_steps(target: TargetModel) -> dict[int, float]:
@@ -123,9 +121,10 @@ def _drafting_seconds(
     target: TargetModel, drafter: Drafter, facts: Mapping[str, Any], store: Measurements
 ) -> float:
     """Seconds of a draft, from the store where they were measured before; no step is made."""
-    kept = (store.read("drafting", facts) or {}).get("seconds")
-    if isinstance(kept, float) and 0 < kept < math.inf:
-        return kept
+    try:
+        return as_seconds((store.read("drafting", facts) or {})["seconds"])
+    except (KeyError, ValueError):
+        pass  # nothing there, or damaged: measured anew
     with _eager(target):
         bench = _Bench(target, _fitting(target, _SHORT_CONTEXT, 1), 1)
         bench.draft(drafter)
@@ -256,10 +255,13 @@ def _usual(times: Sequence[StepSeconds]) -> StepSeconds:
 
 def _known(stored: Mapping[str, Any] | None) -> dict[str, StepSeconds] | None:
     try:
-        known = {name: StepSeconds(*map(float, each)) for name, each in (stored or {}).items()}
-    except (OverflowError, TypeError, ValueError):
+        known = {
+            name: StepSeconds(as_seconds(step), as_seconds(drafting, least=0))
+            for name, (step, drafting) in (stored or {}).items()
+        }
+    except (TypeError, ValueError):
         return None
-    return known if known and all(0 < each.step < math.inf for each in known.values()) else None
+    return known or None
 
 
 def _eager(target: TargetModel) -> Any:

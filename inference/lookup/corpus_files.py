@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.data.data_files import has_known_suffix, read_rows
 from medusa_heads.errors import MedusaWarning, first_line
+from medusa_heads.files import expanded
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.machine.measurements import measurement_folder
 from medusa_heads.target.fingerprint import file_sha256
@@ -52,7 +53,7 @@ def find_corpus(
     if isinstance(corpus, str | os.PathLike):
         if not os.fspath(corpus):
             raise ValueError("expected a corpus, a file or a folder, got an empty path")
-        index = _find_files(Path(corpus).expanduser(), target, trust_remote_code)
+        index = _find_files(expanded(corpus), target, trust_remote_code)
     elif isinstance(corpus, CorpusIndex):
         index = corpus
     else:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import expanded, replace_file
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.prompts import stop_ids
 
@@ -93,7 +92,7 @@ class Conversation:
     def save(self, file: str) -> None:
         """Write the messages as JSON, beside the place first."""
         content = json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False)
-        replace_file(Path(file).expanduser(), content + "\n")
+        replace_file(expanded(file), content + "\n")
 
     def _render(self, messages: list[dict[str, str]], text: str) -> list[int]:
         """Token ids of the whole conversation, ready to be answered."""

@@ -6,7 +6,6 @@ caches do. Shapes: R rows, D hidden, F intermediate.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.machine.facts import usable_cores
-from medusa_heads.machine.measurements import Measurements, measurement_folder
+from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 from medusa_heads.machine.shape import Shape
 
 if TYPE_CHECKING:
@@ -35,9 +34,8 @@ _SECONDS = 0.25  # of all rounds; the first ones are run whatever they take
 _HOPELESS = 2.5  # times the fastest
 # Rounds of what is fastest disagree by at most 0.3 where nothing else runs, else by much more.
 _AGREEING = 0.5
-_WAITING = (
-    0.1  # of the time, that threads may wait for a processor: the least times show none of it
-)
+# Of the time, that threads may wait for a processor: the least times show none of it.
+_WAITING = 0.1
 _SLOW = 0.1  # seconds: compiling a kernel does not take so long
 
 Seconds = dict[tuple[str, int], float]
@@ -85,10 +83,9 @@ def _from_plain(
     wanted = [(dtype, count) for dtype in dtypes for count in threads]
     try:
         kept = values["seconds"]
-        seconds = {(dtype, count): float(kept[f"{dtype} {count}"]) for dtype, count in wanted}
-    except (KeyError, OverflowError, TypeError, ValueError):
+        return {(dtype, n): as_seconds(kept[f"{dtype} {n}"]) for dtype, n in wanted}
+    except (KeyError, TypeError, ValueError):
         return None
-    return seconds if all(0 < taken < math.inf for taken in seconds.values()) else None
 
 
 def thread_counts(device: torch.device) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 
 from medusa_heads.contents import refuse_heads
 from medusa_heads.errors import first_line
+from medusa_heads.files import expanded
 from medusa_heads.machine import Choice, Shape, Use, as_dtype, choose, find_device
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def load_causal_lm(
     """
     refuse_heads(name)
     if is_path(name):
-        name = str(Path(name).expanduser())
+        name = str(expanded(name))
         if not Path(name).is_dir():
             raise ValueError(f"expected a causal language model in a folder {name!r}, found none")
     from huggingface_hub.errors import StrictDataclassError

@@ -284,6 +284,8 @@ def test_a_damaged_file_is_no_measurement(
         {"seconds": {"float32 1": "x"}},
         {"seconds": None},
         {"seconds": {"float32 1": 10**400, "bfloat16 1": 1.0}},
+        {"seconds": {"float32 1": True, "bfloat16 1": 1.0}},
+        {"seconds": {"float32 1": float("nan"), "bfloat16 1": 1.0}},
     ],
 )
 def test_values_of_another_version_are_measured_anew(
@@ -293,11 +295,23 @@ def test_values_of_another_version_are_measured_anew(
     (file,) = (tmp_path / "products").iterdir()
     facts = json.loads(file.read_text())["of"]["facts"]
     store.write("products", facts, values)
-    assert product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, store)["float32", 1] > 0
+    measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, store)
+    assert 0 < measured["float32", 1] < 12
 
 
-@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("inf"), float("nan")])
-def test_times_that_cannot_be_are_measured_anew(seconds: float, tmp_path: Path) -> None:
+def test_what_is_no_file_is_no_measurement(tmp_path: Path) -> None:
+    store = store_of(tmp_path, SLOW_BF16)
+    (file,) = (tmp_path / "products").iterdir()
+    facts = json.loads(file.read_text())["of"]["facts"]
+    file.unlink()
+    os.mkfifo(file)  # whoever opens it waits for a writer
+    assert store.read("products", facts) is None
+
+
+@pytest.mark.parametrize(
+    "seconds", [-1.0, 0.0, float("inf"), float("nan"), 10**400, True, "0.01", None]
+)
+def test_times_that_cannot_be_are_measured_anew(seconds: Any, tmp_path: Path) -> None:
     store = store_of(tmp_path, {"float32 1": seconds, "bfloat16 1": 0.01})
     measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, store)
     assert 0 < measured["float32", 1] < float("inf")
