@@ -57,7 +57,7 @@ def test_a_proof_goes_on_after_the_last_whole_line(tmp_path: Path) -> None:
 
 
 def test_too_few_kills_within_a_write_prove_nothing(tmp_path: Path) -> None:
-    kills = [
+    kills: list[dict[str, Any]] = [
         {"signal": "SIGTERM", "inside": where, "dying": 0.1, "faults": []}
         for where in ("heads", None, None, None)
     ]
