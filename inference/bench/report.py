@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import move_in, replace_file, staging
 from medusa_heads.inference.bench.plots import draw
 from medusa_heads.inference.bench.tables import markdown
 from medusa_heads.trees.statistics import HeadStatistics
@@ -36,12 +36,9 @@ def write_report(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     png_file = path / PNG_FILE
-    staged = path / f".{PNG_FILE}.{os.getpid()}.png"
-    try:
-        draw(report, statistics, staged)
-        os.replace(staged, png_file)
-    finally:
-        staged.unlink(missing_ok=True)
+    with staging(path) as made:
+        draw(report, statistics, made / PNG_FILE)
+        move_in(made, path, [PNG_FILE])
     # The numbers last: where they are, the rest is too.
     json_file, markdown_file = write_numbers(path, report)
     return json_file, markdown_file, png_file

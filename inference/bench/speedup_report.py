@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import move_in, staging
 from medusa_heads.inference.bench.plots import COLOURS
 
 if TYPE_CHECKING:
@@ -128,14 +128,11 @@ def write_analysis(folder: str | os.PathLike[str], report: Mapping[str, Any]) ->
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    staged = path / f".{PNG_FILE}.{os.getpid()}.png"
-    try:
-        _draw(report, staged)
-        os.replace(staged, path / PNG_FILE)
-    finally:
-        staged.unlink(missing_ok=True)
-    # The numbers last: where they are, the picture is too.
-    replace_file(path / JSON_FILE, json.dumps(report, indent=2) + "\n")
+    with staging(path) as made:
+        _draw(report, made / PNG_FILE)
+        (made / JSON_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        # The numbers last: where they are, the picture is too.
+        move_in(made, path, [PNG_FILE, JSON_FILE])
     return path / JSON_FILE, path / PNG_FILE
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from medusa_heads.files import move_in, staging
 
 # Okabe and Ito's palette: told apart with every kind of colour vision, and in grey.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f")
@@ -32,12 +33,9 @@ def _save(
 
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     draw(figure, report)
-    staged = path.with_name(f".{path.stem}.{os.getpid()}.png")
-    try:
-        figure.savefig(staged, dpi=150)
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
+    with staging(path.parent) as made:
+        figure.savefig(made / path.name, dpi=150)
+        move_in(made, path.parent, [path.name])
     return path
 
 
