@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 SOURCES = [
     *(ROOT / "medusa_heads" / "cli").glob("*.py"),
-    *(ROOT / "scripts").glob("*.py"),
+    *(ROOT / "scripts").rglob("*.py"),
 ]
 COMMANDS = {
     "train-heads": "medusa_heads.cli.train_heads",
@@ -33,7 +33,7 @@ COMMANDS = {
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`([^`]+)`")
 LAUNCHED = re.compile(r"^accelerate launch .*-m medusa_heads\.cli\.(train_heads|train_draft)\b")
-PYTHON = re.compile(r"^python (?:-m (scripts)\.(\w+)|(scripts)/(\w+)\.py)")
+PYTHON = re.compile(r"^python (?:-m (scripts)\.([\w.]+)|(scripts)/(\w+)\.py)")
 # Flags of vLLM, of argparse and of Python's own launchers.
 FOREIGN = {
     "additional_config",

@@ -15,7 +15,7 @@ from transformers import EvalPrediction, TrainingArguments
 from medusa_heads.heads import DraftHeads
 from medusa_heads.statistics import MAX_RANK
 from medusa_heads.target import TargetModel
-from medusa_heads.training.fresh_heads import Comparison
+from medusa_heads.training.fresh_heads import Comparison, FreshHeads, plain_loss
 from medusa_heads.training.hidden_states import HiddenStates
 from medusa_heads.training.loss_config import LossConfig
 from medusa_heads.training.metrics import describe, rank_metrics
@@ -77,6 +77,7 @@ class HeadsTrainer(TaughtTrainer):
         kwargs: further arguments of transformers.Trainer.
     """
 
+    rates = "learning_rate"  # settings of what learns
     unusable: ClassVar[Mapping[str, Any]] = {
         **TaughtTrainer.unusable,
         "neftune_noise_alpha": None,
@@ -98,13 +99,13 @@ class HeadsTrainer(TaughtTrainer):
         **kwargs: Any,
     ) -> None:
         self.hidden_states = hidden_states or HiddenStates(target)
-        self._comparison = None
+        self._comparison = Comparison("the heads worse than fresh ones", self.rates)
+        self._compared = (heads, FreshHeads.beside(heads, target))  # no parts of what learns
         if trained is None:
             target.freeze()  # before the teacher is read off it
             objective = objective or LossConfig()
             teacher = Teacher.from_target(target) if objective.needs_teacher else None
             trained = HeadsObjective(heads, objective, teacher)
-            self._comparison = Comparison(heads, target)
         super().__init__(
             trained,
             target,
@@ -138,12 +139,28 @@ class HeadsTrainer(TaughtTrainer):
             ValueError: training makes the heads worse than they began.
         """
         loss, hidden_BTD, rows = self._measure(model, inputs, items)
-        step = self.state.global_step
-        if self._comparison is not None and self._comparison.is_due(step):
-            losses = self._comparison.losses(hidden_BTD, inputs, rows)
-            losses = self.accelerator.reduce(losses, reduction="mean")  # so that all stop together
-            self._comparison.check(losses, step, self.args.learning_rate)
+        self._compare(lambda: (hidden_BTD, hidden_BTD), inputs, rows)
         return loss
+
+    def _compare(
+        self,
+        hidden: Callable[[], tuple[Tensor, Tensor]],
+        inputs: Mapping[str, Tensor],
+        rows: SupervisedRows,
+    ) -> None:
+        """Where it is time, compare the heads with fresh ones on a batch.
+
+        Args:
+            hidden: gives hidden_BTD that the heads read, and those that fresh ones would.
+            inputs, rows: the batch, and where heads learn in it.
+
+        Raises:
+            ValueError: training makes the heads worse than they began.
+        """
+        if self._comparison.is_due(self.state.global_step):
+            pairs = zip(self._compared, hidden(), strict=True)
+            losses = [plain_loss(heads, read_BTD, inputs, rows) for heads, read_BTD in pairs]
+            self._check_progress(self._comparison, torch.stack(losses)[:, None])
 
     def _judge(
         self, model: nn.Module, inputs: dict[str, Any], items: Any
