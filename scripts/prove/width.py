@@ -1,13 +1,16 @@
 """Proof that default learning rates hold at the widths of real models.
 
 python -m scripts.prove.width --report runs/width/report.json
-python -m scripts.prove.width --kinds medusa hydra prefix --num_prompts 128 --seeds 0
+python -m scripts.prove.width --kinds hydra prefix --num_prompts 96 --seeds 0 --tolerance 0.1
 
 The demo's target is grown to 2,048 channels and turned into a random basis: another width, every
 channel in use, the same logits and so the same text. Heads learn from that text at both widths, at
-the default rate of each: as many passes, steps and tokens, in the same order. Both then draft for
-their targets, greedily and with the best static tree of 15 nodes that their own ranks imply, on
-held-out prompts. Tokens per step may differ by the tolerance.
+the default rate of each: as many passes, steps and tokens, in the same order. The best static tree
+of 15 nodes that their ranks on one half of held-out texts imply is then walked, greedily, on the
+other half. Tokens per step may differ by the tolerance.
+
+The small target runs once over each text. What the wide one makes of it follows from that by one
+matrix, which is compared with what the wide one itself makes of a text.
 
 Two more runs say what else a difference could come from: other seeds at the small width, and the
 small target turned into a random basis at its own width, which folds its norms as the wide one's.
@@ -18,17 +21,38 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import set_seed
+
+from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.cli.arguments import parse_arguments, run_command
+from medusa_heads.files import replace_file
+from medusa_heads.heads import new_heads
+from medusa_heads.machine.facts import describe_machine
+from medusa_heads.provenance import provenance
+from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
+from medusa_heads.training.cache_arguments import CacheArguments
+from medusa_heads.training.cache_setup import open_hidden_states
+from medusa_heads.training.hidden_states import HiddenStates
+from medusa_heads.training.rates import fit_rate
+from medusa_heads.training.run_setup import prepare_sets
+from medusa_heads.training.trainer import HeadsTrainer
+from scripts.compare_recipes import measure
+from scripts.demo_texts import windows, written
+from scripts.grown_model import grow, load_small
+from scripts.grown_shape import Shape
+from scripts.rotated_llama import random_basis
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-    from medusa_heads import TargetModel
 
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {},
@@ -36,7 +60,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "prefix": {"prefix_attention": True},
 }
 NODES = 15
-CHOOSING = 32  # held-out texts that the best heads and their tree are chosen by; not decoded
+BASIS = 0  # seed of it
 
 
 @dataclass
@@ -50,16 +74,16 @@ class Arguments:
     kinds: list[str] = field(
         default_factory=lambda: ["medusa"], metadata={"help": f"of {', '.join(KINDS)}"}
     )
-    num_heads: int = field(default=4, metadata={"help": "heads, as in the demo"})
+    num_heads: int = field(default=2, metadata={"help": "heads of each kind"})
     num_prompts: int = field(default=768, metadata={"help": "texts to learn from"})
     num_train_epochs: float = field(default=2.0, metadata={"help": "passes over them"})
-    num_eval_prompts: int = field(default=64, metadata={"help": "held-out prompts to decode"})
+    num_eval_prompts: int = field(default=192, metadata={"help": "held-out texts to walk"})
     seeds: list[int] = field(
         default_factory=lambda: [0, 1, 2],
         metadata={"help": "orders of the text at the small width; the first is the wide one's too"},
     )
     tolerance: float = field(default=0.02, metadata={"help": "of the ratio of tokens per step"})
-    output_dir: Path = field(default=Path("runs/width"), metadata={"help": "texts, states, heads"})
+    output_dir: Path = field(default=Path("runs/width"), metadata={"help": "texts and states"})
     report: str | None = field(default=None, metadata={"help": "JSON file to write"})
 
     def __post_init__(self) -> None:
@@ -70,40 +94,29 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A run of training.
+class Outcome:
+    """What a run of training came to.
 
     Attributes:
         kind: of heads.
         target: `own`, `rotated` at the small width, or `wide`.
         seed: of the order of the text.
+        width: of the target.
+        learning_rate: the default's peak.
+        losses: of training, by step.
+        tokens_per_step: on held-out text.
+        top_1: likewise, of each head.
+        cpu_seconds: of training and measuring.
     """
 
     kind: str
     target: str
     seed: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run came to.
-
-    Attributes:
-        case: see Case.
-        width: of the target.
-        learning_rate: peak, by default.
-        steps: of the optimiser.
-        losses: of training, first to last.
-        tokens_per_step: in decoding.
-        cpu_seconds: of training.
-    """
-
-    case: Case
     width: int
     learning_rate: float
-    steps: int
-    losses: list[float]
+    losses: Mapping[int, float]
     tokens_per_step: float
+    top_1: Sequence[float]
     cpu_seconds: float
 
 
@@ -120,133 +133,148 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prove(arguments: Arguments) -> int:
-    """Train, decode, compare and report; returns the exit code."""
-    from rich.console import Console
-
-    from medusa_heads.files import replace_file
-    from medusa_heads.machine.facts import describe_machine
-    from medusa_heads.provenance import provenance
-    from scripts.demo_texts import windows, written
-    from scripts.grown_model import load_small
-
+    """Train, measure, compare and report; returns the exit code."""
     console = Console(soft_wrap=True, highlight=False)
     small = load_small(arguments.target)
-    prompts = windows("held_out", CHOOSING + arguments.num_eval_prompts)
-    rows = written(small, windows("train", arguments.num_prompts), 0.5, arguments.output_dir, 1)
-    held_out = written(small, prompts, 1.0, arguments.output_dir, 1)
+    texts = [
+        written(small, windows(part, count), greedy_share, arguments.output_dir, 1)  # type: ignore[arg-type]
+        for part, count, greedy_share in (
+            ("train", arguments.num_prompts, 0.5),
+            ("held_out", arguments.num_eval_prompts, 1.0),
+        )
+    ]
     outcomes: list[Outcome] = []
-    for name in ("own", "rotated", "wide"):
-        target = small if name == "own" else turned(small, arguments.width if name == "wide" else 0)
-        for kind in arguments.kinds:
-            for seed in arguments.seeds if name == "own" else arguments.seeds[:1]:
-                outcomes.append(run(Case(kind, name, seed), target, rows, held_out, arguments))
-                console.print(line(outcomes[-1]))
-                if arguments.report:
-                    story = provenance({"machine": describe_machine()})
-                    content = {"settings": asdict(arguments), "outcomes": map(asdict, outcomes)}
-                    text = json.dumps({**story, **content}, indent=2, default=_plain)
-                    replace_file(Path(arguments.report), text + "\n")
+    first, *others = arguments.seeds
+    for name, seeds in (("own", [first]), ("wide", [first]), ("rotated", [first]), ("own", others)):
+        view = None
+        if name != "own":
+            view = View.of(small, arguments.width if name == "wide" else small.hidden_size)
+        for kind, seed in product(arguments.kinds, seeds):
+            found = run(kind, view, small, texts, seed, arguments)
+            outcomes.append(Outcome(kind=kind, target=name, seed=seed, **found))
+            console.print(line(outcomes[-1]))
+            _write(outcomes, arguments)
     verdicts = [verdict(kind, outcomes, arguments.tolerance) for kind in arguments.kinds]
     for _, sentence in verdicts:
         console.print(sentence)
     return 0 if all(holds for holds, _ in verdicts) else 1
 
 
-def turned(small: TargetModel, width: int) -> TargetModel:
-    """The target in a random basis, grown to `width` channels; 0 leaves its own."""
-    import torch
+@dataclass(frozen=True)
+class View:
+    """A rotated target, and what its hidden states are made of.
 
-    from scripts.grown_model import grow
-    from scripts.grown_shape import Shape
+    Attributes:
+        target: rotated, perhaps grown.
+        matrix_DE: hidden states of the small target times this are those of the rotated one.
+    """
 
-    shape = Shape.of(small.config)
-    if width:
+    target: TargetModel
+    matrix_DE: Tensor
+
+    @classmethod
+    def of(cls, small: TargetModel, width: int) -> View:
+        """The small target in a random basis, grown to `width` channels."""
+        shape = Shape.of(small.config)
         heads, keys = shape.num_attention_heads, shape.num_key_value_heads
         heads = next(n for n in range(heads, width) if width % n == 0 and n % keys == 0)
         shape = shape.with_sizes({"hidden_size": width, "num_attention_heads": heads})
-    grown = grow(small, None, shape, dtype=torch.float32, rotation=0)
-    difference, spread = grown.differences()["target"]
-    assert difference < 1e-3 * spread, "a rotated target has the logits of the small one"
-    return grown.target
+        grown = grow(small, None, shape, dtype=torch.float32, rotation=BASIS)
+        model: Any = small.model
+        basis_DE = random_basis(shape.hidden_size, BASIS)[: small.hidden_size]
+        weights_D = model.model.norm.weight.detach().float() * grown.place.norm_scale
+        view = cls(grown.target, basis_DE / weights_D[:, None])
+        ids_BT = torch.randint(
+            small.vocab_size, (1, 32), generator=torch.Generator().manual_seed(0)
+        )
+        made_BTE = small.hidden(ids_BT) @ view.matrix_DE
+        torch.testing.assert_close(made_BTE, grown.target.hidden(ids_BT), rtol=0, atol=2e-3)
+        difference, spread = grown.differences()["target"]
+        assert difference < 1e-3 * spread, "a rotated target has the logits of the small one"
+        return view
+
+
+class TurnedStates(HiddenStates):
+    """Hidden states of a rotated target, made of those of the small one.
+
+    Args:
+        view: of the rotated target.
+        small: where the small target's come from.
+    """
+
+    def __init__(self, view: View, small: HiddenStates) -> None:
+        super().__init__(view.target)
+        self._small, self._matrix_DE = small, view.matrix_DE
+
+    @property
+    def collate(self) -> Any:
+        return self._small.collate
+
+    @property
+    def callbacks(self) -> list[Any]:
+        return self._small.callbacks
+
+    def of(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return self._small.of(inputs) @ self._matrix_DE
 
 
 def run(
-    case: Case, target: TargetModel, rows: Dataset, held_out: Dataset, arguments: Arguments
-) -> Outcome:
-    """Train one set of heads at its default rate, and decode with them."""
-    import yaml
-
-    from medusa_heads import HeadsConfig, MedusaModel, train_heads
-    from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
-    from medusa_heads.training.cache_arguments import CacheArguments
-
-    folder = arguments.output_dir / "-".join(map(str, asdict(case).values()))
+    kind: str,
+    view: View | None,
+    small: TargetModel,
+    texts: Sequence[Dataset],
+    seed: int,
+    arguments: Arguments,
+) -> dict[str, Any]:
+    """Train one set of heads at its default rate and measure it: the rest of an Outcome."""
+    started = time.process_time()
     optimisation = OptimisationArguments(
+        output_dir=str(arguments.output_dir),
         num_train_epochs=arguments.num_train_epochs,
         per_device_train_batch_size=8,
         per_device_eval_batch_size=8,
         bf16=False,
-        seed=case.seed,
-        save_total_limit=1,
+        seed=seed,
+        load_best_model_at_end=False,
+        training_args={"eval_strategy": "no", "save_strategy": "no", "use_cpu": True},
     )
-    started = time.process_time()
-    train_heads(
-        target,
-        rows,
-        eval_dataset=held_out.select(range(CHOOSING)),
-        config=HeadsConfig(num_heads=arguments.num_heads, **KINDS[case.kind]),
-        output_dir=folder,
-        training_args=to_training_arguments(optimisation, "shared"),
-        overwrite_output_dir=True,
-        # The target runs once over each text; all runs that read the same states share them.
-        hidden_cache=CacheArguments("auto", str(arguments.output_dir / f"states-{case.target}")),
+    args = to_training_arguments(optimisation, "shared")
+    config = HeadsConfig(num_heads=arguments.num_heads, **KINDS[kind])
+    data = prepare_sets(small, *texts, {}, None, config.num_heads, args)
+    states = open_hidden_states(
+        CacheArguments("auto", str(arguments.output_dir / "states")),
+        small,
+        data,
+        config,
+        args,
+        target_weights_sha256=small.weights_digest(),
+        resumed=False,
     )
-    seconds = time.process_time() - started
-    model = MedusaModel.from_pretrained(folder, target=target, tree=NODES)
-    story = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
-    steps, losses = loss_curve(folder)
-    return Outcome(
-        case,
-        target.hidden_size,
-        story["training_arguments"]["learning_rate"],
-        steps,
-        losses,
-        tokens_per_step(model, held_out.select(range(CHOOSING, len(held_out)))),
-        round(seconds, 1),
-    )
-
-
-def loss_curve(folder: Path) -> tuple[int, list[float]]:
-    """Steps of a finished run, and its logged losses."""
-    from medusa_heads.training.resumable import STATE_FILE, last_checkpoint
-
-    last = last_checkpoint(folder)
-    assert last is not None
-    state = json.loads((last / STATE_FILE).read_text(encoding="utf-8"))
-    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
-    return state["global_step"], losses
-
-
-def tokens_per_step(model: Any, held_out: Dataset) -> float:
-    """Of greedy decoding: committed tokens over forwards of the target, over all prompts."""
-    import torch
-
-    from scripts.demo_texts import CONTINUATION, PROMPT
-
-    tokens = steps = 0
-    for ids in held_out["input_ids"]:
-        prompt = torch.tensor([ids[:PROMPT]])
-        model.generate(prompt, max_new_tokens=CONTINUATION, do_sample=False)
-        tokens, steps = tokens + model.last_stats.tokens, steps + model.last_stats.steps
-    return tokens / steps
+    target = small
+    if view is not None:
+        target, states = view.target, TurnedStates(view, states)
+    fit_rate(args, target.hidden_size)
+    set_seed(seed)
+    heads = new_heads(target, config)
+    trainer = HeadsTrainer(heads, target, args, data.rows, data.held_out, hidden_states=states)
+    trainer.train()
+    measured = measure(torch.as_tensor(trainer.predict(data.held_out).predictions), (NODES,))
+    return {
+        "width": target.hidden_size,
+        "learning_rate": args.learning_rate,
+        "losses": {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log},
+        "tokens_per_step": measured["tokens_per_step"][NODES],
+        "top_1": measured["top_1"],
+        "cpu_seconds": round(time.process_time() - started, 1),
+    }
 
 
 def verdict(kind: str, outcomes: Sequence[Outcome], tolerance: float) -> tuple[bool, str]:
     """Whether the wide run is within tolerance of the small one with the same seed, in words."""
-    of_kind = [o for o in outcomes if o.case.kind == kind]
-    own = [o.tokens_per_step for o in of_kind if o.case.target == "own"]
-    (rotated,) = [o.tokens_per_step for o in of_kind if o.case.target == "rotated"]
-    (wide,) = [o for o in of_kind if o.case.target == "wide"]
+    of_kind = [o for o in outcomes if o.kind == kind]
+    own = [o.tokens_per_step for o in of_kind if o.target == "own"]
+    (rotated,) = [o.tokens_per_step for o in of_kind if o.target == "rotated"]
+    (wide,) = [o for o in of_kind if o.target == "wide"]
     ratio = wide.tokens_per_step / own[0]
     holds = abs(ratio - 1) <= tolerance
     return holds, (
@@ -259,17 +287,22 @@ def verdict(kind: str, outcomes: Sequence[Outcome], tolerance: float) -> tuple[b
 
 def line(outcome: Outcome) -> str:
     """A run in words."""
-    case = outcome.case
+    losses = list(outcome.losses.values())
     return (
-        f"{case.kind}, {case.target} target of width {outcome.width}, seed {case.seed}: "
-        f"{outcome.tokens_per_step:.3f} tokens per step, loss {outcome.losses[0]:.3f} to "
-        f"{outcome.losses[-1]:.3f} in {outcome.steps} steps at a peak rate of "
-        f"{outcome.learning_rate:.3g}, {outcome.cpu_seconds:.0f} CPU seconds"
+        f"{outcome.kind}, {outcome.target} target of width {outcome.width}, seed {outcome.seed}: "
+        f"{outcome.tokens_per_step:.3f} tokens per step, loss {losses[0]:.3f} to {losses[-1]:.3f} "
+        f"in {max(outcome.losses)} steps at a peak rate of {outcome.learning_rate:.3g}, "
+        f"{outcome.cpu_seconds:.0f} CPU seconds"
     )
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else list(value)
+def _write(outcomes: Sequence[Outcome], arguments: Arguments) -> None:
+    """The report so far."""
+    if arguments.report is None:
+        return
+    story = provenance({"machine": describe_machine(), "settings": asdict(arguments)})
+    story["outcomes"] = [asdict(outcome) for outcome in outcomes]
+    replace_file(Path(arguments.report), json.dumps(story, indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

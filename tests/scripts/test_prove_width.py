@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts.prove.width import Case, Outcome, main, verdict
+from scripts.prove.width import Outcome, main, verdict
 from tests.conftest import Refused, TinyLlama
 
 
 def outcomes(wide: float) -> list[Outcome]:
     drafted = {("own", 0): 2.0, ("own", 1): 2.04, ("rotated", 0): 2.02, ("wide", 0): wide}
     return [
-        Outcome(Case("medusa", target, seed), 8, 5e-3, 10, [2.0, 1.0], tokens, 1.0)
+        Outcome("medusa", target, seed, 8, 5e-3, {10: 2.0, 20: 1.0}, tokens, [0.5], 1.0)
         for (target, seed), tokens in drafted.items()
     ]
 
@@ -31,7 +31,7 @@ def test_a_small_proof(
 ) -> None:
     tiny_llama(num_layers=1, vocab_size=4096).save_pretrained(tmp_path / "target")
     folders = ["--target", str(tmp_path / "target"), "--output_dir", str(tmp_path / "out")]
-    amounts = "--width 128 --num_heads 1 --num_prompts 16 --num_eval_prompts 2 --num_train_epochs 1"
+    amounts = "--width 128 --num_heads 1 --num_prompts 16 --num_eval_prompts 2 --num_train_epochs 5"
     report = tmp_path / "report.json"
     rest = ["--seeds", "0", "3", "--kinds", "hydra", "--tolerance", "9", "--report"]
     assert main([*folders, *amounts.split(), *rest, str(report)]) == 0
@@ -39,9 +39,9 @@ def test_a_small_proof(
         capsys.readouterr().out.split()
     )
     story = json.loads(report.read_text())
-    runs = [(run["case"]["target"], run["case"]["seed"], run["width"]) for run in story["outcomes"]]
-    assert runs == [("own", 0, 64), ("own", 3, 64), ("rotated", 0, 64), ("wide", 0, 128)]
-    assert {run["steps"] for run in story["outcomes"]} == {2}
+    runs = [(run["target"], run["seed"], run["width"]) for run in story["outcomes"]]
+    assert runs == [("own", 0, 64), ("wide", 0, 128), ("rotated", 0, 64), ("own", 3, 64)]
+    assert {list(run["losses"])[-1] for run in story["outcomes"]} == {"10"}
     assert story["machine"]["instructions"] is not None and story["settings"]["num_prompts"] == 16
     for run in story["outcomes"]:
         assert run["tokens_per_step"] >= 1 and run["losses"]
