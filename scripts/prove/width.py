@@ -33,23 +33,23 @@ from torch import Tensor
 from transformers import set_seed
 
 from medusa_heads import HeadsConfig, TargetModel
-from medusa_heads.cli.arguments import parse_arguments, run_command
+from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.files import replace_file
 from medusa_heads.heads import new_heads
 from medusa_heads.machine.facts import describe_machine
-from medusa_heads.provenance import provenance
-from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
-from medusa_heads.training.cache_arguments import CacheArguments
-from medusa_heads.training.cache_setup import open_hidden_states
-from medusa_heads.training.hidden_states import HiddenStates
-from medusa_heads.training.rates import fit_rate
-from medusa_heads.training.run_setup import prepare_sets
-from medusa_heads.training.trainer import HeadsTrainer
-from scripts.compare_recipes import measure
-from scripts.demo_texts import windows, written
-from scripts.grown_model import grow, load_small
-from scripts.grown_shape import Shape
-from scripts.rotated_llama import random_basis
+from medusa_heads.training.arguments.cache import CacheArguments
+from medusa_heads.training.arguments.rates import fit_rate
+from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.hidden.cache_setup import open_hidden_states
+from medusa_heads.training.hidden.states import HiddenStates
+from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+from medusa_heads.training.runs.setup import prepare_sets
+from scripts.compare.recipes import measure
+from scripts.demo.texts import windows, written
+from scripts.grown.model import grow, load_small
+from scripts.grown.rotated import random_basis
+from scripts.grown.shape import Shape
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -1,0 +1,101 @@
+"""Whether training makes what learns worse than it began.
+
+Heads are compared with fresh ones, which need no weights; a draft model with the losses it had.
+
+Shapes: B batch, T tokens, R supervised rows, K heads, D hidden, F figures.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from medusa_heads.heads import DraftHeads, MedusaHeads
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.loss_config import LossConfig
+from medusa_heads.training.loss.row_blocks import rows_loss
+from medusa_heads.training.loss.rows import SupervisedRows, encode_rows
+
+_EVERY, _SELDOM, _OFTEN_UNTIL = 10, 50, 100  # steps
+_COMPARISONS = 3
+_WORSE = 1.1  # a rate that is just too high recovers; beyond this none did
+
+
+class FreshHeads(MedusaHeads):
+    """Heads without anything learnt, and without weights: each predicts what the lm_head does."""
+
+    @classmethod
+    def beside(cls, heads: DraftHeads, target: TargetModel) -> FreshHeads:
+        """What `heads` were when they were made."""
+        config = replace(heads.config, kind="medusa", vocab_matrix="shared", prefix_attention=False)
+        fresh = cls(config)
+        fresh.draft_tokens = heads.draft_tokens
+        if heads.config.vocab_matrix == "shared":
+            fresh._shared = heads.vocab_matrix(0)  # no second copy of a reduced one
+        else:
+            fresh.share(target)
+        return fresh
+
+    def _blocks(self, head: int) -> list[nn.Module]:
+        return []
+
+    def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
+        """See DraftHeads."""
+        return hidden_RD[..., None, :].expand(*hidden_RD.shape[:-1], self.config.num_heads, -1)
+
+
+@torch.no_grad()
+def plain_loss(
+    heads: DraftHeads, hidden_BTD: Tensor, inputs: Mapping[str, Tensor], rows: SupervisedRows
+) -> Tensor:
+    """Cross-entropy per row: a run's own loss may weigh the heads by how good they are."""
+    return rows_loss(
+        heads,
+        encode_rows(heads, hidden_BTD, inputs, rows),
+        rows,
+        objective=LossConfig(),
+        num_items=max(len(rows.positions_R), 1),
+    ).float()
+
+
+class Comparison:
+    """Losses of what learns and of what it began as on the same text, now and then.
+
+    Args:
+        worse: what a run that is stopped has done, for the sentence.
+        rates: the settings that may be too high.
+    """
+
+    def __init__(self, worse: str, rates: str = "learning_rate") -> None:
+        self._worse, self._rates = worse, rates
+        self._losses: deque[Tensor] = deque(maxlen=_COMPARISONS)
+        self._compared = -1
+
+    def is_due(self, step: int) -> bool:
+        """Whether to compare in a step, once: a step may have several batches."""
+        every = _EVERY if step < _OFTEN_UNTIL else _SELDOM
+        due = step % every == every - 1 and step != self._compared
+        if due:
+            self._compared = step
+        return due
+
+    def check(self, losses: Tensor, step: int, rate: float) -> None:
+        """Take the losses of a comparison, now and in the beginning, [2, F].
+
+        Raises:
+            ValueError: the last few say by each figure that training makes worse what learns.
+        """
+        self._losses.append(losses)
+        if len(self._losses) < _COMPARISONS:
+            return
+        now_F, began_F = torch.stack(tuple(self._losses)).mean(dim=0)
+        if not bool((now_F <= _WORSE * began_F).any()):  # NaN is refused too
+            raise ValueError(
+                f"training has made {self._worse}: by step {step + 1} the loss is "
+                f"{float(now_F[0]):.3g}, in the beginning it was {float(began_F[0]):.3g} on the "
+                f"same text; the learning rate {rate:g} is too high, so give a lower {self._rates}"
+            )
