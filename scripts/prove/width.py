@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 from transformers import set_seed
 
 from medusa_heads import HeadsConfig, TargetModel
@@ -42,14 +41,12 @@ from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.hidden.cache_setup import open_hidden_states
-from medusa_heads.training.hidden.states import HiddenStates
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.setup import prepare_sets
 from scripts.compare.recipes import measure
 from scripts.demo.texts import windows, written
-from scripts.grown.model import grow, load_small
-from scripts.grown.rotated import random_basis
-from scripts.grown.shape import Shape
+from scripts.grown.model import load_small
+from scripts.grown.rotated_states import Rotated, RotatedStates
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -60,7 +57,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "prefix": {"prefix_attention": True},
 }
 NODES = 15
-BASIS = 0  # seed of it
 
 
 @dataclass
@@ -103,6 +99,7 @@ class Outcome:
         seed: of the order of the text.
         width: of the target.
         learning_rate: the default's peak.
+        steps: of the optimiser.
         losses: of training, by step.
         tokens_per_step: on held-out text.
         top_1: likewise, of each head.
@@ -114,6 +111,7 @@ class Outcome:
     seed: int
     width: int
     learning_rate: float
+    steps: int
     losses: Mapping[int, float]
     tokens_per_step: float
     top_1: Sequence[float]
@@ -146,11 +144,11 @@ def prove(arguments: Arguments) -> int:
     outcomes: list[Outcome] = []
     first, *others = arguments.seeds
     for name, seeds in (("own", [first]), ("wide", [first]), ("rotated", [first]), ("own", others)):
-        view = None
+        rotated = None
         if name != "own":
-            view = View.of(small, arguments.width if name == "wide" else small.hidden_size)
+            rotated = Rotated.of(small, arguments.width if name == "wide" else small.hidden_size)
         for kind, seed in product(arguments.kinds, seeds):
-            found = run(kind, view, small, texts, seed, arguments)
+            found = run(kind, rotated, small, texts, seed, arguments)
             outcomes.append(Outcome(kind=kind, target=name, seed=seed, **found))
             console.print(line(outcomes[-1]))
             _write(outcomes, arguments)
@@ -160,67 +158,9 @@ def prove(arguments: Arguments) -> int:
     return 0 if all(holds for holds, _ in verdicts) else 1
 
 
-@dataclass(frozen=True)
-class View:
-    """A rotated target, and what its hidden states are made of.
-
-    Attributes:
-        target: rotated, perhaps grown.
-        matrix_DE: hidden states of the small target times this are those of the rotated one.
-    """
-
-    target: TargetModel
-    matrix_DE: Tensor
-
-    @classmethod
-    def of(cls, small: TargetModel, width: int) -> View:
-        """The small target in a random basis, grown to `width` channels."""
-        shape = Shape.of(small.config)
-        heads, keys = shape.num_attention_heads, shape.num_key_value_heads
-        heads = next(n for n in range(heads, width) if width % n == 0 and n % keys == 0)
-        shape = shape.with_sizes({"hidden_size": width, "num_attention_heads": heads})
-        grown = grow(small, None, shape, dtype=torch.float32, rotation=BASIS)
-        model: Any = small.model
-        basis_DE = random_basis(shape.hidden_size, BASIS)[: small.hidden_size]
-        weights_D = model.model.norm.weight.detach().float() * grown.place.norm_scale
-        view = cls(grown.target, basis_DE / weights_D[:, None])
-        ids_BT = torch.randint(
-            small.vocab_size, (1, 32), generator=torch.Generator().manual_seed(0)
-        )
-        made_BTE = small.hidden(ids_BT) @ view.matrix_DE
-        torch.testing.assert_close(made_BTE, grown.target.hidden(ids_BT), rtol=0, atol=2e-3)
-        difference, spread = grown.differences()["target"]
-        assert difference < 1e-3 * spread, "a rotated target has the logits of the small one"
-        return view
-
-
-class TurnedStates(HiddenStates):
-    """Hidden states of a rotated target, made of those of the small one.
-
-    Args:
-        view: of the rotated target.
-        small: where the small target's come from.
-    """
-
-    def __init__(self, view: View, small: HiddenStates) -> None:
-        super().__init__(view.target)
-        self._small, self._matrix_DE = small, view.matrix_DE
-
-    @property
-    def collate(self) -> Any:
-        return self._small.collate
-
-    @property
-    def callbacks(self) -> list[Any]:
-        return self._small.callbacks
-
-    def of(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self._small.of(inputs) @ self._matrix_DE
-
-
 def run(
     kind: str,
-    view: View | None,
+    rotated: Rotated | None,
     small: TargetModel,
     texts: Sequence[Dataset],
     seed: int,
@@ -251,8 +191,8 @@ def run(
         resumed=False,
     )
     target = small
-    if view is not None:
-        target, states = view.target, TurnedStates(view, states)
+    if rotated is not None:
+        target, states = rotated.target, RotatedStates(rotated, states)
     fit_rate(args, target.hidden_size)
     set_seed(seed)
     heads = new_heads(target, config)
@@ -262,6 +202,7 @@ def run(
     return {
         "width": target.hidden_size,
         "learning_rate": args.learning_rate,
+        "steps": trainer.state.global_step,
         "losses": {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log},
         "tokens_per_step": measured["tokens_per_step"][NODES],
         "top_1": measured["top_1"],
@@ -291,7 +232,7 @@ def line(outcome: Outcome) -> str:
     return (
         f"{outcome.kind}, {outcome.target} target of width {outcome.width}, seed {outcome.seed}: "
         f"{outcome.tokens_per_step:.3f} tokens per step, loss {losses[0]:.3f} to {losses[-1]:.3f} "
-        f"in {max(outcome.losses)} steps at a peak rate of {outcome.learning_rate:.3g}, "
+        f"in {outcome.steps} steps at a peak rate of {outcome.learning_rate:.3g}, "
         f"{outcome.cpu_seconds:.0f} CPU seconds"
     )
 
