@@ -19,7 +19,8 @@ from tests.inference.planted import PlantedDrafter
 
 def random_heads(model: Any, **config: Any) -> DraftHeads:
     size = config.get("draft_vocab_size")
-    tokens_V = None if size is None else torch.randperm(199)[:size]
+    vocab_size = len(model.get_output_embeddings().weight)
+    tokens_V = None if size is None else torch.randperm(vocab_size)[:size]
     heads = new_heads(model, HeadsConfig(num_heads=3, **config), tokens_V)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
