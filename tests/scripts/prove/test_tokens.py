@@ -35,7 +35,7 @@ def test_three_architectures_hold_and_are_not_run_again(tmp_path: Path) -> None:
     summary = records.read()
     assert summary.tokens > 2000 and summary.mismatches == 0 and not summary.failed
     assert len({record.group for record in summary.compared}) == 5
-    assert len(summary.broken) > 40 and not summary.unnoticed
+    assert len(summary.broken) > 30 and not summary.unnoticed
     assert summary.left_out == {"refused": 1}  # mamba
     page = (tmp_path / "page.md").read_text()
     assert f"**{summary.tokens:,} tokens compared, 0 mismatches" in page
