@@ -16,8 +16,8 @@ import torch
 
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
-from medusa_heads.inference.state import DecodingState
-from medusa_heads.tree import TokenTree, TreeShape
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.trees.tree import TokenTree, TreeShape
 
 BUSHY = [
     *[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)],
