@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from transformers import HfArgumentParser
 
-from scripts.architecture_check import one_line
+from scripts.prove.architecture_check import one_line
 from scripts.prove.lossless.cases import Record, run
 from scripts.prove.lossless.page import TITLE, section, write_section
 from scripts.prove.lossless.records import Records, Summary

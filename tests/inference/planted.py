@@ -51,15 +51,12 @@ class Planting:
         in_step: bool = False,
     ) -> None:
         self.drafter = drafter
+        self.reads_prompt = drafter.reads_prompt
         self.references = references
         self.vocab_size = vocab_size
         self.share = share
         self.in_step = in_step
         self.random = torch.Generator().manual_seed(seed)
-
-    @property
-    def reads_prompt(self) -> bool:
-        return self.drafter.reads_prompt
 
     @property
     def num_nodes(self) -> int:

@@ -33,10 +33,9 @@ def random_heads(model: Any, **config: Any) -> DraftHeads:
 class RereadingDrafter(PlantedDrafter):
     """Compares at every step what the prefix layer says with what it says of the whole text."""
 
-    reads_prompt = True
-
     def __init__(self, heads: DraftHeads, target: TargetModel, *args: Any) -> None:
         super().__init__(*args)
+        self.reads_prompt = True
         self.heads, self.target = heads, target
         self.compared = 0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_heads.errors import UnsupportedArchitecture
-from scripts.architecture_check import ATTEMPTS, ROUNDS_TO_HALF, one_line
+from scripts.prove.architecture_check import ATTEMPTS, ROUNDS_TO_HALF, one_line
 from scripts.prove.lossless.comparison import compare
 from scripts.prove.lossless.corpus import texts
 from scripts.prove.lossless.faults import FAULTS, Fault

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
@@ -104,10 +105,8 @@ def _own_draws(seed: int) -> Options:
 
 
 def _processed(target: ProofTarget, seed: int, new_tokens: int) -> Iterator[Text]:
-    made: dict[str, Callable[[int], Options]] = {
-        **kinds(),
-        **{name: (lambda batch, options=options: options) for name, options in FURTHER.items()},
-    }
+    made = kinds() | {name: _always(options) for name, options in FURTHER.items()}
+    warpers = {name: _always(options) for name, options in WARPERS.items()}
     for batch in (1, 2, 4):
         inputs = target.prompts(batch, seed)
         for name, make in made.items():
@@ -115,22 +114,28 @@ def _processed(target: ProofTarget, seed: int, new_tokens: int) -> Iterator[Text
                 f"{name}, greedy, batch of {batch}",
                 f"processors: greedy, batch of {batch}",
                 inputs,
-                lambda make=make, batch=batch: {"do_sample": False, **make(batch)},
+                partial(_with, False, make, batch),
                 new_tokens,
                 seed=seed,
                 reads_text=name not in READ_NO_TEXT,
                 by_row=name in BY_ROW and batch > 1,
             )
-        sampled = {**WARPERS, **(made if batch == 1 else {})}
-        for name in sampled:
-            options = made.get(name, lambda _, name=name: WARPERS[name])
+        for name, make in (warpers | made if batch == 1 else warpers).items():
             yield Text(
                 f"{name}, sampled, batch of {batch}",
                 f"processors: sampled, same seed, batch of {batch}",
                 inputs,
-                lambda make=options, batch=batch: {"do_sample": True, **make(batch)},
+                partial(_with, True, make, batch),
                 new_tokens,
                 seed=seed,
                 in_step=True,
                 reads_text=name in made and name not in READ_NO_TEXT,
             )
+
+
+def _with(drawn: bool, make: Callable[[int], Options], batch: int) -> Options:
+    return {"do_sample": drawn, **make(batch)}
+
+
+def _always(options: Options) -> Callable[[int], Options]:
+    return lambda batch: options

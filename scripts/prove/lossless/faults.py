@@ -14,14 +14,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from medusa_heads.attention import TreeMask
-from medusa_heads.cache import RowCache
 from medusa_heads.inference.acceptance import lossless
 from medusa_heads.inference.acceptance.lossless import SampleThenMatch
 from medusa_heads.inference.acceptance.row_processors import RowProcessors
-from medusa_heads.inference.row import Row, StopCheck
-from medusa_heads.inference.state import DecodingState
-from medusa_heads.tree import TokenTree
+from medusa_heads.inference.engine.rows import Row, StopCheck
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.target.attention import TreeMask
+from medusa_heads.target.cache import RowCache
+from medusa_heads.trees.tree import TokenTree
 from scripts.prove.lossless.targets import ProofTarget
 from scripts.prove.lossless.texts import Reference
 

@@ -19,11 +19,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from medusa_heads import TargetModel
 from medusa_heads.errors import MedusaWarning
-from medusa_heads.inference.capability import capability
-from medusa_heads.inference.prompts import held_out_prompts
-from scripts.architecture_check import ATTEMPTS
-from scripts.tiny_configs import tiny_config
-from scripts.tiny_models import VARIANTS, Widths, builder, random_weights
+from medusa_heads.inference.bench.prompts import held_out_prompts
+from medusa_heads.inference.engine.capability import capability
+from scripts.prove.architecture_check import ATTEMPTS
+from scripts.prove.tiny_configs import tiny_config
+from scripts.prove.tiny_models import VARIANTS, Widths, builder, random_weights
 from tests.inference.processor_kinds import VOCAB
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
@@ -128,7 +128,7 @@ def _pads_rightly(target: ProofTarget) -> bool:
 
 def processors_target() -> ProofTarget:
     """A tiny random Llama with few tokens, as processors that count tokens want them."""
-    config = tiny_config("llama")
+    config: Any = tiny_config("llama")
     config.vocab_size = VOCAB
     model = random_weights(LlamaForCausalLM(config), ATTEMPTS[0][0])
     return ProofTarget(PROCESSORS, model, tree=True, prompts=_random_prompts(VOCAB, unlike=True))

@@ -120,7 +120,8 @@ def two_best(perturbed_V: Tensor, logits_V: Tensor) -> TwoBest:
     """Of scores that the largest of is taken, what is taken and what nearly was."""
     values, tokens = perturbed_V.topk(2)
     scale = float(logits_V[logits_V.isfinite()].std())
-    return TwoBest(*tokens.tolist(), float(values[0] - values[1]) / max(scale, 1e-9))
+    best, second = tokens.tolist()
+    return TwoBest(best, second, float(values[0] - values[1]) / max(scale, 1e-9))
 
 
 @dataclass

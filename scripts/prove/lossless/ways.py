@@ -17,14 +17,14 @@ from torch import Tensor
 
 from medusa_heads import DraftedModel, MedusaModel, TrainingFreeModel
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.inference.assisted import AssistedModel
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.engine import decode
-from medusa_heads.inference.state import DecodingState
-from medusa_heads.inference.stats import GenerationStats
-from medusa_heads.target import TargetModel
-from medusa_heads.tree import TokenTree
-from scripts.architecture_check import CHAIN
+from medusa_heads.inference.engine.decoding import decode
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.inference.models.assisted import AssistedModel
+from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.tree import TokenTree
+from scripts.prove.architecture_check import CHAIN
 from scripts.prove.lossless.targets import ASSETS, ProofTarget
 from scripts.prove.lossless.texts import Reference
 from tests.inference.planted import BUSHY, PlantedDrafter, Planting
@@ -113,7 +113,9 @@ def planted(
             planting = PlantedDrafter(made.rows, target.vocab_size, choices, **known)
         else:
             planting = Planting(drafter, made.rows, target.vocab_size, **known)
-        asked: Drafter = Watched(planting) if watched else planting
+        asked: Drafter = planting
+        if watched:
+            asked = Watched(planting)
         stats = GenerationStats()
 
         def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **given: Any) -> Any:
