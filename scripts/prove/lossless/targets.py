@@ -73,7 +73,7 @@ class ProofTarget:
 
 def all_targets() -> list[str]:
     """Names of all targets, also of those that cannot be built here or are not decoded."""
-    return [DEMO, PROCESSORS, *sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *VARIANTS]
+    return [DEMO, *sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *VARIANTS, PROCESSORS]
 
 
 def demo_target() -> ProofTarget:

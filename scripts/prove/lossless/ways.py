@@ -203,21 +203,18 @@ def demo_ways(target: ProofTarget) -> Iterator[Way]:
     heads = ASSETS / "demo-heads"
     for tree in TRAINED_TREES:
         model = MedusaModel.from_pretrained(heads, target=target.view, tree=tree)
-        yield assisted(model, "trained heads", tree)
+        yield assisted(model, "trained heads", tree, slow=tree != "auto")
         if tree in ("16", "dynamic:16"):
             yield planted(target, model.drafter, "trained heads", f"{tree}, planted")
     model = MedusaModel.from_pretrained(heads, target=target.view, deterministic=True)
-    yield assisted(model, "trained heads", "auto, deterministic")
-    for kind, config in HEADS.items():
-        model = MedusaModel(target.view, random_heads(target.view, **config), tree="dynamic:12")
-        yield planted(target, model.drafter, "random heads", f"{kind}, dynamic:12, planted")
-    for name in (*UNTRAINED, "early_exit"):
-        yield assisted(TrainingFreeModel(target.view, name), "no training", name)
+    yield assisted(model, "trained heads", "auto, deterministic", slow=True)
+    for name in UNTRAINED:
+        yield assisted(TrainingFreeModel(target.view, name), "no training", name, slow=True)
     draft = noisy(target)
     for tree in (*DRAFT_TREES, "auto", "sampled:3x2x1"):
         drawn = tree in ("auto", "sampled:3x2x1")
         drafted = DraftedModel(target.view, draft, tree=tree)
-        yield assisted(drafted, "draft model", tree, draws_drafts=drawn)
+        yield assisted(drafted, "draft model", tree, slow=not drawn, draws_drafts=drawn)
 
 
 def drawn_shape(seed: int, nodes: int = 20) -> list[tuple[int, ...]]:
