@@ -54,17 +54,18 @@ def texts(target: ProofTarget, turn: int, seed: int, new_tokens: int) -> Iterato
     """What is decoded on a target; of sampled batches, which have two kinds, a random target has
     one in turn."""
     if target.name == PROCESSORS:
-        yield from _processed(target, seed, new_tokens)
+        yield from processed(target, seed, new_tokens)
         return
     if target.name == DEMO:
-        yield from _usual(target, "demo", seed, new_tokens * 4 // 3)
+        yield from usual(target, "demo", seed, new_tokens * 4 // 3)
         return
-    for text in _usual(target, "architectures", seed, new_tokens):
+    for text in usual(target, "architectures", seed, new_tokens):
         if not (text.own_draws if turn % 2 else text.in_step and text.batch > 1):
             yield text
 
 
-def _usual(target: ProofTarget, family: str, seed: int, new_tokens: int) -> Iterator[Text]:
+def usual(target: ProofTarget, family: str, seed: int, new_tokens: int) -> Iterator[Text]:
+    """Greedy and sampled, alone and, of a target that verifies trees, in batches."""
     warped = list(WARPERS.values())[seed % len(WARPERS)]
     ends = {"eos_token_id": ENDS.get(target.name, ENDS[""])}
 
@@ -104,7 +105,8 @@ def _own_draws(seed: int) -> Options:
     return {"logits_processor": LogitsProcessorList([OwnDraws(seed, LogitsProcessorList(warpers))])}
 
 
-def _processed(target: ProofTarget, seed: int, new_tokens: int) -> Iterator[Text]:
+def processed(target: ProofTarget, seed: int, new_tokens: int) -> Iterator[Text]:
+    """Under every logits processor and warper, in batches of 1, 2 and 4."""
     made = kinds() | {name: _always(options) for name, options in FURTHER.items()}
     warpers = {name: _always(options) for name, options in WARPERS.items()}
     for batch in (1, 2, 4):
