@@ -99,7 +99,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clone")
     for name in ("configs", "assets", "scripts"):
         (folder / name).symlink_to(ROOT / name)
-    template = folder / "runs" / "corpora" / "chat.jinja"  # docs/corpora.md makes it
+    template = folder / "runs" / "corpora" / "chat.jinja"  # docs/data.md makes it
     template.parent.mkdir(parents=True)
     template.write_text("{{ messages }}")
     return folder
