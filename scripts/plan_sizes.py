@@ -9,6 +9,7 @@ Shapes: D hidden, V vocabulary, K heads, L layers, T tokens of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from medusa_heads.training.dry_run import Plan, TextSize, byte_size, plan_heads
 ROWS, LENGTH = 8, 2048  # of a step's forward, as in configs/llama-3.1-8b.yaml
 HEADS = HeadsConfig(num_heads=4)
 # Sizes by `_NAMES`, and whether embeddings and lm_head are one matrix.
-SHAPES: dict[str, tuple[type[PreTrainedConfig], tuple[int, ...], bool]] = {
+SHAPES: dict[str, tuple[Callable[..., PreTrainedConfig], tuple[int, ...], bool]] = {
     "Llama 3.2 1B": (LlamaConfig, (2048, 8192, 16, 32, 8, 128256), True),
     "Llama 3.2 3B": (LlamaConfig, (3072, 8192, 28, 24, 8, 128256), True),
     "Qwen 2.5 7B": (Qwen2Config, (3584, 18944, 28, 28, 4, 152064), False),
@@ -60,9 +61,10 @@ def training_operations(target: TargetModel, config: HeadsConfig, length: int) -
     2 for each weight of the target but its vocabulary's, 2 L T D of its attention, which sees half
     a row on average, and 4 (V D + D^2) a head: a product forth, and one back.
     """
-    matrices = {id(weight): weight.numel() for weight in target.model.parameters()}
-    ends = (target.model.get_input_embeddings(), target.get_output_embeddings())
-    body = sum(matrices.values()) - sum({id(m.weight): m.weight.numel() for m in ends}.values())
+    ends: tuple[Any, ...] = (target.model.get_input_embeddings(), target.get_output_embeddings())
+    vocabulary = {id(end.weight) for end in ends}
+    matrices = [weight for weight in target.model.parameters() if id(weight) not in vocabulary]
+    body = sum(weight.numel() for weight in matrices)
     width, layers = target.hidden_size, target.config.num_hidden_layers
     heads = 4 * config.num_heads * width * (target.vocab_size + config.num_layers * width)
     return 2 * body + 2 * layers * length * width + heads
@@ -83,8 +85,10 @@ def planned(target: TargetModel) -> Plan:
 
 def table() -> list[str]:
     """Lines of markdown."""
-    columns = "shape of", "weights", "training: memory", "of it the heads", "a checkpoint"
-    columns += "heads on disk, bf16", "KV cache of a token", "operations a token"
+    columns = [
+        *("shape of", "weights", "training: memory", "of it the heads", "a checkpoint"),
+        *("heads on disk, bf16", "KV cache of a token", "operations a token"),
+    ]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in SHAPES:
         target = shaped(name)

@@ -31,7 +31,7 @@ class Links(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Built as `make docs` builds it: strictly, so that a warning ends it."""
-    os.environ["NO_MKDOCS_2_WARNING"] = os.environ["DISABLE_MKDOCS_2_WARNING"] = "true"
+    os.environ["NO_MKDOCS_2_WARNING"] = "true"
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
