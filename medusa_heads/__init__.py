@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from medusa_heads.config import HeadsConfig
     from medusa_heads.heads import HydraHeads, MedusaHeads, new_heads
-    from medusa_heads.inference.draft_model import DraftedModel
-    from medusa_heads.inference.model import MedusaModel, attach
-    from medusa_heads.inference.training_free import TrainingFreeModel
-    from medusa_heads.target import TargetModel
-    from medusa_heads.training.train import train_heads
-    from medusa_heads.training.train_draft import train_draft
+    from medusa_heads.inference.models.drafted import DraftedModel
+    from medusa_heads.inference.models.medusa import MedusaModel, attach
+    from medusa_heads.inference.models.training_free import TrainingFreeModel
+    from medusa_heads.target.target import TargetModel
+    from medusa_heads.training.runs.draft import train_draft
+    from medusa_heads.training.runs.heads import train_heads
 
     __version__: str
 
@@ -34,17 +34,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DraftedModel": "medusa_heads.inference.draft_model",
+    "DraftedModel": "medusa_heads.inference.models.drafted",
     "HeadsConfig": "medusa_heads.config",
     "HydraHeads": "medusa_heads.heads",
     "MedusaHeads": "medusa_heads.heads",
-    "MedusaModel": "medusa_heads.inference.model",
-    "TargetModel": "medusa_heads.target",
-    "TrainingFreeModel": "medusa_heads.inference.training_free",
-    "attach": "medusa_heads.inference.model",
+    "MedusaModel": "medusa_heads.inference.models.medusa",
+    "TargetModel": "medusa_heads.target.target",
+    "TrainingFreeModel": "medusa_heads.inference.models.training_free",
+    "attach": "medusa_heads.inference.models.medusa",
     "new_heads": "medusa_heads.heads",
-    "train_draft": "medusa_heads.training.train_draft",
-    "train_heads": "medusa_heads.training.train",
+    "train_draft": "medusa_heads.training.runs.draft",
+    "train_heads": "medusa_heads.training.runs.heads",
 }
 
 

@@ -57,7 +57,7 @@ part() {
 measure() {
     local name=$1 limit=$2
     shift 2
-    part "$name" "$limit" "$PYTHON" -m scripts.benchmark_grown --heads "$HEADS" --device "$DEVICE" \
+    part "$name" "$limit" "$PYTHON" -m scripts.grown.benchmark --heads "$HEADS" --device "$DEVICE" \
         --num_prompts "$NUM_PROMPTS" --max_new_tokens "$NEW_TOKENS" --report "$OUT/$name" "$@"
 }
 
@@ -75,7 +75,7 @@ measure eager 130 --shape "$SHAPE" --batch_sizes $BATCH_SIZES \
     --methods transformers-prompt-lookup "${ours[@]}"
 grown=()
 [[ $SHAPE == own ]] || grown=(--shape "$SHAPE")
-part profile 60 "$PYTHON" -m scripts.profile_step --checkpoint "$HEADS" "${grown[@]}" \
+part profile 60 "$PYTHON" -m scripts.measure.step --checkpoint "$HEADS" "${grown[@]}" \
     --device "$DEVICE" --contexts 512 1792 --repeats 4 --new_tokens "$NEW_TOKENS" \
     --output "$OUT/profile.json"
 if [[ $COMPILE == 1 ]]; then

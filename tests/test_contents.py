@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
-from medusa_heads.checkpoint import load_heads, save_heads
-from medusa_heads.draft_checkpoint import save_draft
-from medusa_heads.inference.benchmark_source import find_source
-from medusa_heads.loading import load_causal_lm
+from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
+from medusa_heads.checkpoint.draft_checkpoint import save_draft
+from medusa_heads.inference.bench.source import find_source
+from medusa_heads.target.loading import load_causal_lm
 from tests.conftest import TinyLlama
 
 

@@ -59,7 +59,7 @@ print(sorted(set({WITH_A_MODEL}) & (set(sys.modules) - before)))
     assert fresh(program).strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["calibrate", "main", "train_heads", "train_draft"])
+@pytest.mark.parametrize("module", ["verbs.calibrate", "main", "train_heads", "train_draft"])
 def test_help_loads_nothing_heavy(module: str) -> None:
     program = f"""
 import sys

@@ -33,8 +33,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from medusa_heads.inference.row import Row
-from medusa_heads.tree import TokenTree
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.trees.tree import TokenTree
 
 # Warpers look at the scores of one position alone: neither at the text nor at other rows.
 _WARPERS = (

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from medusa_heads.inference.acceptance.lossless import SampleThenMatch
-from medusa_heads.inference.row import Row
-from medusa_heads.tree import TokenTree
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.trees.tree import TokenTree
 
 
 class RejectionSampling(SampleThenMatch):

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from medusa_heads.inference.acceptance.base import look_at_scores_alone
-from medusa_heads.inference.row import Row
-from medusa_heads.tree import TokenTree
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.trees.tree import TokenTree
 
 
 class RelaxedRule(ABC):

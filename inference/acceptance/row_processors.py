@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from medusa_heads.inference.acceptance.base import look_at_one_row
-from medusa_heads.inference.row_copies import row_copies
+from medusa_heads.inference.engine.row_copies import row_copies
 
 
 class RowProcessors:

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from medusa_heads.compiled import CompiledTarget
 from medusa_heads.inference.acceptance import SampleThenMatch
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.row import Row, StopCheck
-from medusa_heads.inference.state import DecodingState
+from medusa_heads.inference.engine.rows import Row, StopCheck
+from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.machine import Measurements
-from medusa_heads.target import TargetModel
-from medusa_heads.tree import TokenTree, TreeShape, cartesian_choices
+from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.tree import TokenTree, TreeShape, cartesian_choices
 
 # With the root a multiple of what matrix units take at a time: a 17th row costs as much as a 32nd.
 SIZES = (1, 3, 7, 11, 15, 23, 31, 47, 63)

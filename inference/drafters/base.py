@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from medusa_heads.inference.state import DecodingState
-    from medusa_heads.tree import TokenTree
+    from medusa_heads.inference.engine.state import DecodingState
+    from medusa_heads.trees.tree import TokenTree
 
 
 class Drafter(Protocol):

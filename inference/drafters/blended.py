@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.adapt.situation import BOUNDS, Situation, Step
 from medusa_heads.inference.drafters.base import Observer
 from medusa_heads.inference.drafters.growing import Proposal, Source, grow
-from medusa_heads.inference.drafters.situation import BOUNDS, Situation, Step
 from medusa_heads.inference.drafters.text import TextSource
-from medusa_heads.prefix_tree import PrefixTree, to_token_tree
-from medusa_heads.tree import TokenTree
+from medusa_heads.trees.prefix_tree import PrefixTree, to_token_tree
+from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.corpus_index import CorpusIndex
-    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.inference.engine.state import DecodingState
+    from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 
 _LONG, _IN_A_ROW = 6, 2  # steps of rest, and those that a source is then asked for besides
 
@@ -120,11 +120,7 @@ class BlendedDrafter:
             size = situation.graphs.pop()
         elif not self._always and (unknown := budget.unknown(draft.expected)) is not None:
             size = unknown
-        if size or self._padded:
-            spare = size + 1 if self._padded else 1
-            tree = to_token_tree(draft.trees, state.roots_B.device, size, spare)
-        else:
-            tree = TokenTree.root_only(state.roots_B)
+        tree = self._tree(state, draft, size)
         active = [b for b, row in enumerate(state.rows) if not row.done]
         self._last = state.memories[self] = Step(
             situation,
@@ -138,6 +134,13 @@ class BlendedDrafter:
             drafting=time.perf_counter() - started,
         )
         return tree
+
+    def _tree(self, state: DecodingState, draft: _Draft, size: int) -> TokenTree:
+        """So many of the draft's nodes; exactly so many where trees are padded."""
+        spare = size + 1 if self._padded else 1
+        if size and draft.trees:
+            return to_token_tree(draft.trees, state.roots_B.device, size, spare)
+        return TokenTree.root_only(state.roots_B).with_spare(spare)
 
     def learn(self, state: DecodingState) -> None:
         """Compare what was drafted last with what was committed since. Before the next proposal
@@ -198,6 +201,8 @@ class BlendedDrafter:
         asked: int,
     ) -> _Draft:
         """The best trees of what is known so far."""
+        if not any(offered):
+            return _Draft([], [0.0], 0)
         budget = situation.budgets[place]
         least = budget.least()
         trees = [
@@ -247,7 +252,7 @@ class _Draft(NamedTuple):
     """What is known before another source is asked.
 
     Attributes:
-        trees: of every row.
+        trees: of every row; none where nothing was offered.
         expected: accepted tokens of a mean row, by nodes verified.
         size: the best of those numbers.
     """

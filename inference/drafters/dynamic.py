@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from medusa_heads.dynamic_tree import DYNAMIC_RANKS, DYNAMIC_WIDTH, best_first_tree
-from medusa_heads.guesses import guesses
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.drafters.prefix import encoded_hidden
-from medusa_heads.tree import TokenTree
+from medusa_heads.trees.dynamic_tree import DYNAMIC_RANKS, DYNAMIC_WIDTH, best_first_tree
+from medusa_heads.trees.guesses import guesses
+from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.inference.engine.state import DecodingState
 
 
 class DynamicDrafter:

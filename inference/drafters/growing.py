@@ -8,10 +8,10 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from medusa_heads.inference.adapt.evidence import Evidence
-from medusa_heads.prefix_tree import PrefixTree
+from medusa_heads.trees.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.inference.engine.state import DecodingState
 
 
 _SUREST = 0.999  # no draft is certain

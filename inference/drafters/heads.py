@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from medusa_heads.guesses import candidates
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
 from medusa_heads.inference.drafters.growing import Proposal
 from medusa_heads.inference.drafters.prefix import encoded_hidden
-from medusa_heads.statistics import HeadStatistics
+from medusa_heads.trees.guesses import candidates
+from medusa_heads.trees.statistics import HeadStatistics
 
 if TYPE_CHECKING:
     from medusa_heads.inference.drafters.base import Drafter
-    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.inference.engine.state import DecodingState
 
 _RANKS = 10  # candidates of each head; deeper ones are verified in very few steps
 _WEIGHT = 12.0  # probabilities were calibrated on held-out text

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from medusa_heads.guesses import best
 from medusa_heads.heads import HydraHeads
 from medusa_heads.inference.drafters.medusa import check_shape
 from medusa_heads.inference.drafters.prefix import encoded_hidden
-from medusa_heads.tree import TokenTree, TreeShape
+from medusa_heads.trees.guesses import best
+from medusa_heads.trees.tree import TokenTree, TreeShape
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.inference.engine.state import DecodingState
 
 
 @dataclass(frozen=True)

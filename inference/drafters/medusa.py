@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from medusa_heads.guesses import candidates
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.drafters.prefix import encoded_hidden
-from medusa_heads.tree import TokenTree, TreeShape
+from medusa_heads.trees.guesses import candidates
+from medusa_heads.trees.tree import TokenTree, TreeShape
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.inference.engine.state import DecodingState
 
 
 class MedusaDrafter:

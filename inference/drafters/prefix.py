@@ -15,8 +15,8 @@ from torch import Tensor
 from medusa_heads.heads import DraftHeads
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.row import Row
-    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.inference.engine.rows import Row
+    from medusa_heads.inference.engine.state import DecodingState
 
 
 def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:

@@ -16,8 +16,8 @@ from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
 from medusa_heads.inference.drafters.growing import Proposal
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.state import DecodingState
-    from medusa_heads.tree import TokenTree
+    from medusa_heads.inference.engine.state import DecodingState
+    from medusa_heads.trees.tree import TokenTree
 
 RANKS = 8  # successors kept of each token, as in the paper
 _UNKNOWN = -1

@@ -12,14 +12,14 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from medusa_heads.inference.adapt.evidence import Evidence
-from medusa_heads.inference.continuation import Continuation
 from medusa_heads.inference.drafters.growing import Proposal
-from medusa_heads.inference.suffix_automaton import SuffixAutomaton
+from medusa_heads.inference.lookup.continuation import Continuation
+from medusa_heads.inference.lookup.suffix_automaton import SuffixAutomaton
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.corpus_index import CorpusIndex
-    from medusa_heads.inference.row import Row
-    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.inference.engine.rows import Row
+    from medusa_heads.inference.engine.state import DecodingState
+    from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 
 _BOUNDS = (2, 3, 4, 6, 10, 16, 32)  # from these lengths of a match on, it is believed more
 _PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)

@@ -26,7 +26,7 @@ from medusa_heads.inference.regeneration.answers import (
 from medusa_heads.inference.regeneration.draws import draw
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.target_backend import TargetBackend, end_tokens
-from medusa_heads.target import TargetModel
+from medusa_heads.target.target import TargetModel
 
 _CPU_PAGE = 32  # tokens
 _GREEDY = -1.0  # instead of a number in [0, 1): take the likeliest token

@@ -195,7 +195,7 @@ def read_dialogues(
     if column is None:
         raise ValueError(f"expected a corpus with one of the columns {list(known)}, got {columns}")
     if column == "text":
-        from medusa_heads.corpus import prompt_windows
+        from medusa_heads.data.corpus import prompt_windows
 
         corpus = prompt_windows(
             corpus,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from medusa_heads.inference.model import MedusaModel
+from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.inference.regeneration.answers import Finished, Sampling
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.target_backend import TargetBackend

@@ -16,7 +16,7 @@ from medusa_heads.files import check_folder, replace_file
 from medusa_heads.masking import masked
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.regenerate import Regenerated
+    from medusa_heads.inference.regeneration.regenerate import Regenerated
 
 RECORD_FILE = "regeneration.json"
 _STATE_FILE = "state.json"  # what datasets looks for: without it, there is no dataset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa_heads.data_files import read_rows
+from medusa_heads.data.data_files import read_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -30,7 +30,7 @@ def read_table(name: str, split: str = "train", *, config: str | None = None) ->
     from datasets.exceptions import DatasetGenerationError
 
     if name == "stdlib":
-        from medusa_heads.corpus import standard_library
+        from medusa_heads.data.corpus import standard_library
 
         if split not in ("train", "held_out"):
             raise ValueError(f"stdlib has the splits train and held_out, got {split!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from medusa_heads.inference.regeneration.answers import Backend
-from medusa_heads.target import TargetModel
+from medusa_heads.target.target import TargetModel
 
 
 class TargetBackend(Backend):

@@ -21,7 +21,7 @@ from medusa_heads.inference.regeneration.answers import Answer, Finished, Sampli
 from medusa_heads.inference.regeneration.draws import RowDraws
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.target_backend import TargetBackend, end_tokens
-from medusa_heads.target import TargetModel
+from medusa_heads.target.target import TargetModel
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads
-from medusa_heads.target import TargetModel
+from medusa_heads.target.target import TargetModel
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from medusa_heads.fingerprint import lm_head_sha256
+from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads, read_stored
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.inference.serving.chain import check_chain
-from medusa_heads.stored_heads import DRAFT_TOKENS, StoredHeads, read_stored
+from medusa_heads.target.fingerprint import lm_head_sha256
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

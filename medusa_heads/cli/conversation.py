@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medusa_heads.cache import RowCache
 from medusa_heads.files import replace_file
+from medusa_heads.target.cache import RowCache
 
 if TYPE_CHECKING:
     from medusa_heads.cli.streaming import StepStreamer
-    from medusa_heads.inference.assisted import AssistedModel
+    from medusa_heads.inference.models.assisted import AssistedModel
 
 
 class Conversation:

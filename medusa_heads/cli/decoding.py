@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from medusa_heads.cli.settled import settle
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.assisted import AssistedModel
-    from medusa_heads.inference.model import MedusaModel
-    from medusa_heads.inference.stats import GenerationStats
-    from medusa_heads.inference.training_free import TrainingFreeModel
+    from medusa_heads.inference.engine.stats import GenerationStats
+    from medusa_heads.inference.models.assisted import AssistedModel
+    from medusa_heads.inference.models.medusa import MedusaModel
+    from medusa_heads.inference.models.training_free import TrainingFreeModel
 
 ACCEPTANCE_SETTINGS = ("epsilon", "delta", "threshold", "tau")
 # Options of generate() that only sampling reads: whoever gives one wants to sample.
@@ -150,7 +150,7 @@ def load_model(arguments: ModelArguments, **options: Any) -> tuple[MedusaModel, 
         ValueError: checkpoint, target or device is unusable.
         OSError: no tokenizer beside the target.
     """
-    from medusa_heads.inference.model import MedusaModel
+    from medusa_heads.inference.models.medusa import MedusaModel
 
     options["target"] = arguments.target
     return load_with_tokenizer(
@@ -172,7 +172,7 @@ def load_training_free_model(
         OSError: no tokenizer beside the target.
     """
     from medusa_heads.contents import is_heads
-    from medusa_heads.inference.training_free import TrainingFreeModel
+    from medusa_heads.inference.models.training_free import TrainingFreeModel
 
     if arguments.target is not None:
         raise ValueError("with --drafter, the first argument is the target: leave out --target")
@@ -195,8 +195,8 @@ def load_with_tokenizer(
     from transformers import logging
     from transformers.utils.logging import disable_progress_bar
 
-    from medusa_heads.loading import load_tokenizer
     from medusa_heads.machine import find_device
+    from medusa_heads.target.loading import load_tokenizer
 
     logging.set_verbosity_error()
     disable_progress_bar()

@@ -13,7 +13,7 @@ from medusa_heads.cli.decoding import (
 )
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.assisted import AssistedModel
+    from medusa_heads.inference.models.assisted import AssistedModel
 
 
 def load_drafting_model(arguments: DecodingArguments) -> tuple[AssistedModel, Any]:
@@ -24,7 +24,7 @@ def load_drafting_model(arguments: DecodingArguments) -> tuple[AssistedModel, An
         OSError: no tokenizer beside the target.
     """
     from medusa_heads.contents import is_draft
-    from medusa_heads.inference.draft_model import DraftedModel
+    from medusa_heads.inference.models.drafted import DraftedModel
 
     options, drafts = decoder_options(arguments), arguments.draft_model
     if arguments.drafter is not None:
@@ -55,7 +55,7 @@ def describe_drafts(model: AssistedModel, names: list[str]) -> str:
         model: that drafts.
         names: of the draft models, as they were given.
     """
-    from medusa_heads.inference.draft_model import DraftedModel
+    from medusa_heads.inference.models.drafted import DraftedModel
 
     if not isinstance(model, DraftedModel) or len(names) < 2:
         return ""

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from medusa_heads.cli.distilling import distilled_prompts
 from medusa_heads.cli.settled import tell_choices
 from medusa_heads.cli.training import Texts, device_to_choose_for
-from medusa_heads.training.draft_arguments import DraftArguments
-from medusa_heads.training.target_arguments import TargetArguments
+from medusa_heads.training.arguments.draft import DraftArguments
+from medusa_heads.training.arguments.target import TargetArguments
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from medusa_heads.config import HeadsConfig
-    from medusa_heads.target import TargetModel
-    from medusa_heads.training.dry_run import TextSize
-    from medusa_heads.training.joint_config import JointConfig
+    from medusa_heads.target.target import TargetModel
+    from medusa_heads.training.arguments.joint_config import JointConfig
+    from medusa_heads.training.runs.dry_run import TextSize
 
 
 def dry_run_heads(
@@ -33,8 +33,8 @@ def dry_run_heads(
     Raises:
         ValueError: the target has no configuration, or the text cannot be used.
     """
-    from medusa_heads.training.dry_run import plan_heads
-    from medusa_heads.training.meta_target import meta_target
+    from medusa_heads.training.hidden.meta_target import meta_target
+    from medusa_heads.training.runs.dry_run import plan_heads
 
     target = meta_target(to_target, device_to_choose_for(args))
     rows, size = _text(target, texts, config.num_heads, args)
@@ -51,10 +51,10 @@ def dry_run_draft(
     Raises:
         ValueError: there is no such target or draft model, or the text cannot be used.
     """
-    from medusa_heads.training.draft_metrics import CHAINS
-    from medusa_heads.training.draft_model import draft_shape
-    from medusa_heads.training.dry_run import plan_draft
-    from medusa_heads.training.meta_target import meta_target
+    from medusa_heads.training.hidden.meta_target import meta_target
+    from medusa_heads.training.measure.draft_metrics import CHAINS
+    from medusa_heads.training.runs.dry_run import plan_draft
+    from medusa_heads.training.runs.pruned_target import draft_shape
 
     target = meta_target(to_target, device_to_choose_for(args))
     draft = draft_shape(
@@ -70,9 +70,9 @@ def _text(
 ) -> tuple[Any, TextSize]:
     """The rows of a run, and how much text they are; of text to be written only its prompts."""
     from medusa_heads.config import IGNORED
-    from medusa_heads.training.data import prepare_data
-    from medusa_heads.training.dry_run import TextSize, text_size
-    from medusa_heads.training.packing import pack_rows
+    from medusa_heads.training.data.pack import pack_rows
+    from medusa_heads.training.data.prepare import prepare_data
+    from medusa_heads.training.runs.dry_run import TextSize, text_size
 
     to_data, to_distill = texts.settings, texts.distillation
     if to_distill.self_distill:
@@ -104,8 +104,8 @@ def _text(
 def _show(rows: Any, texts: Texts, plan: Any, args: TrainingArguments) -> None:
     from rich.console import Console
 
-    from medusa_heads.training.dry_run import show_plan
-    from medusa_heads.training.sample import show_sample
+    from medusa_heads.training.data.sample import show_sample
+    from medusa_heads.training.runs.dry_run import show_plan
 
     if args.process_index == 0:
         tell_choices()

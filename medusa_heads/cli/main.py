@@ -9,21 +9,30 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 
 VERBS = {
-    "generate": ("medusa_heads.cli.generate", "continue a prompt with a heads checkpoint"),
-    "chat": ("medusa_heads.cli.chat", "talk to a target with a heads checkpoint"),
-    "tune": ("medusa_heads.cli.tune", "measure which tree this machine decodes fastest with"),
-    "analyze": ("medusa_heads.cli.analyze", "expected speed-up, break-even batch size, memory"),
+    "generate": ("medusa_heads.cli.verbs.generate", "continue a prompt with a heads checkpoint"),
+    "chat": ("medusa_heads.cli.verbs.chat", "talk to a target with a heads checkpoint"),
+    "tune": ("medusa_heads.cli.verbs.tune", "measure which tree this machine decodes fastest with"),
+    "analyze": (
+        "medusa_heads.cli.verbs.analyze",
+        "expected speed-up, break-even batch size, memory",
+    ),
     "calibrate": (
-        "medusa_heads.cli.calibrate",
+        "medusa_heads.cli.verbs.calibrate",
         "measure heads on text, and store what they guess",
     ),
-    "benchmark": ("medusa_heads.cli.benchmark", "measure a heads checkpoint against transformers"),
-    "regenerate": ("medusa_heads.cli.regenerate", "have the target answer prompts, to train on"),
-    "env": ("medusa_heads.cli.env", "what this machine is, and what is chosen on it"),
-    "push": ("medusa_heads.cli.push", "put a heads checkpoint on a hub, with a model card"),
-    "pull": ("medusa_heads.cli.pull", "bring a heads checkpoint from a hub into a folder"),
-    "convert": ("medusa_heads.cli.convert", "read the heads of another project"),
-    "export": ("medusa_heads.cli.export", "write a heads checkpoint for another engine"),
+    "benchmark": (
+        "medusa_heads.cli.verbs.benchmark",
+        "measure a heads checkpoint against transformers",
+    ),
+    "regenerate": (
+        "medusa_heads.cli.verbs.regenerate",
+        "have the target answer prompts, to train on",
+    ),
+    "env": ("medusa_heads.cli.verbs.env", "what this machine is, and what is chosen on it"),
+    "push": ("medusa_heads.cli.verbs.push", "put a heads checkpoint on a hub, with a model card"),
+    "pull": ("medusa_heads.cli.verbs.pull", "bring a heads checkpoint from a hub into a folder"),
+    "convert": ("medusa_heads.cli.verbs.convert", "read the heads of another project"),
+    "export": ("medusa_heads.cli.verbs.export", "write a heads checkpoint for another engine"),
 }
 
 

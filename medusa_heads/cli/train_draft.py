@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from medusa_heads.cli.arguments import parse_arguments
+from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.cli.training import (
     autocast_for,
     find_texts,
@@ -18,11 +18,11 @@ from medusa_heads.cli.training import (
     prepare_texts,
     run_training,
 )
-from medusa_heads.inference.regenerate_arguments import DistillArguments
-from medusa_heads.training.data_arguments import DataArguments
-from medusa_heads.training.draft_arguments import DraftArguments, DraftOptimisationArguments
-from medusa_heads.training.launched import launched_sharding
-from medusa_heads.training.target_arguments import TargetArguments
+from medusa_heads.inference.regeneration.arguments import DistillArguments
+from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.arguments.draft import DraftArguments, DraftOptimisationArguments
+from medusa_heads.training.arguments.target import TargetArguments
+from medusa_heads.training.hidden.launched import launched_sharding
 
 ARGUMENTS = (
     TargetArguments,
@@ -52,7 +52,7 @@ def _train(argv: Sequence[str] | None) -> None:
         )
     texts = find_texts(to_target, to_data, to_distill)
 
-    from medusa_heads.training.draft_arguments import draft_training_arguments
+    from medusa_heads.training.arguments.draft import draft_training_arguments
 
     given = to_draft.draft_model is not None
     args = draft_training_arguments(to_optimise, given=given, autocast=autocast_for(to_target))
@@ -62,9 +62,9 @@ def _train(argv: Sequence[str] | None) -> None:
         dry_run_draft(to_target, texts, to_draft, args)
         return
 
-    from medusa_heads.training.draft_metrics import CHAINS
-    from medusa_heads.training.draft_model import draft_shape
-    from medusa_heads.training.train_draft import train_draft
+    from medusa_heads.training.measure.draft_metrics import CHAINS
+    from medusa_heads.training.runs.draft import train_draft
+    from medusa_heads.training.runs.pruned_target import draft_shape
 
     target = load_target(to_target, to_optimise, args)
     # Begun when the text is there; refused here, before hours may go into writing it.
@@ -92,8 +92,8 @@ def _report(folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from medusa_heads.draft_checkpoint import read_draft_sidecar
-    from medusa_heads.training.draft_metrics import CHAINS
+    from medusa_heads.checkpoint.draft_checkpoint import read_draft_sidecar
+    from medusa_heads.training.measure.draft_metrics import CHAINS
 
     sidecar = read_draft_sidecar(folder)
     measured, history = sidecar["measured"], sidecar["provenance"]

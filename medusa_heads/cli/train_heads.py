@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from medusa_heads.cli.arguments import parse_arguments
+from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.cli.training import (
     autocast_for,
     find_texts,
@@ -18,15 +18,15 @@ from medusa_heads.cli.training import (
     prepare_texts,
     run_training,
 )
-from medusa_heads.inference.regenerate_arguments import DistillArguments
-from medusa_heads.training.arguments import OptimisationArguments
-from medusa_heads.training.cache_arguments import CacheArguments
-from medusa_heads.training.data_arguments import DataArguments
-from medusa_heads.training.heads_arguments import HeadsArguments
-from medusa_heads.training.joint_arguments import JointArguments
-from medusa_heads.training.launched import Sharding, launched_sharding
-from medusa_heads.training.loss_arguments import LossArguments
-from medusa_heads.training.target_arguments import TargetArguments
+from medusa_heads.inference.regeneration.arguments import DistillArguments
+from medusa_heads.training.arguments.cache import CacheArguments
+from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.arguments.heads import HeadsArguments
+from medusa_heads.training.arguments.joint import JointArguments
+from medusa_heads.training.arguments.loss import LossArguments
+from medusa_heads.training.arguments.target import TargetArguments
+from medusa_heads.training.arguments.training import OptimisationArguments
+from medusa_heads.training.hidden.launched import Sharding, launched_sharding
 
 ARGUMENTS = (
     TargetArguments,
@@ -56,7 +56,7 @@ def _train(argv: Sequence[str] | None) -> None:
     )
     config, joint = to_heads.config(), to_joint.config()
     if to_heads.with_vocab_matrix:
-        from medusa_heads.vocab_matrix import check_takes_matrix
+        from medusa_heads.checkpoint.vocab_matrix import check_takes_matrix
 
         check_takes_matrix(config)
     sharding = launched_sharding() or (Sharding() if to_target.shard_target else None)
@@ -68,7 +68,7 @@ def _train(argv: Sequence[str] | None) -> None:
     to_cache.check(joint=joint is not None, spread=sharding is not None)
     texts = find_texts(to_target, to_data, to_distill)
 
-    from medusa_heads.training.arguments import to_training_arguments
+    from medusa_heads.training.arguments.training import to_training_arguments
 
     autocast = autocast_for(to_target)
     args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=autocast)
@@ -78,7 +78,7 @@ def _train(argv: Sequence[str] | None) -> None:
         dry_run_heads(to_target, texts, config, args, joint=joint)
         return
 
-    from medusa_heads.training.train import train_heads
+    from medusa_heads.training.runs.heads import train_heads
 
     target = load_target(to_target, to_optimise, args, sharding)
     data = prepare_texts(target, texts, to_optimise, args, config.num_heads)
@@ -105,8 +105,8 @@ def _report(folder: Path) -> None:
     """What was learnt: accuracy of each head, the trees that implies, and where it all lies."""
     from rich.console import Console
 
-    from medusa_heads.training.joint import describe_own
-    from medusa_heads.training.report import LEGEND, headline, read_report, tables
+    from medusa_heads.training.measure.report import LEGEND, headline, read_report, tables
+    from medusa_heads.training.runs.joint import describe_own
 
     report = read_report(folder)
     console = Console()

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.arguments import run_command
+from medusa_heads.cli.flags.arguments import run_command
 from medusa_heads.cli.settled import settle, tell_choices
-from medusa_heads.inference.regenerate_arguments import DistillArguments
-from medusa_heads.training.arguments import OptimisationArguments
-from medusa_heads.training.data_arguments import DataArguments
-from medusa_heads.training.target_arguments import TargetArguments
+from medusa_heads.inference.regeneration.arguments import DistillArguments
+from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.arguments.target import TargetArguments
+from medusa_heads.training.arguments.training import OptimisationArguments
 
 if TYPE_CHECKING:
     import torch
     from transformers import TrainingArguments
 
-    from medusa_heads.target import TargetModel
-    from medusa_heads.training.corpora import Corpus
-    from medusa_heads.training.data import TrainingData
-    from medusa_heads.training.launched import Sharding
+    from medusa_heads.target.target import TargetModel
+    from medusa_heads.training.data.prepare import TrainingData
+    from medusa_heads.training.data.sources import Corpus
+    from medusa_heads.training.hidden.launched import Sharding
 
 
 def run_training(train: Callable[[], None], prog: str) -> int:
@@ -60,12 +60,12 @@ def find_texts(
     Raises:
         ValueError: a corpus is not there, or cannot be read.
     """
-    from medusa_heads.training.corpora import find_names
+    from medusa_heads.training.data.sources import find_names
 
     # A mistyped path is answered before torch is loaded, which takes seconds.
     find_names([*to_data.dataset, *(to_data.eval_dataset or [])])
 
-    from medusa_heads.training.data import find_tokenizer, load_corpora
+    from medusa_heads.training.data.prepare import find_tokenizer, load_corpora
 
     corpus, held_out = load_corpora(to_data)
     tokenizer = find_tokenizer(
@@ -88,9 +88,9 @@ def load_target(
         ValueError: the folder holds another run, or nothing to resume; or there is no such target,
             or it cannot be spread.
     """
-    from medusa_heads.target import TargetModel
-    from medusa_heads.training.run_setup import as_target, find_start
-    from medusa_heads.training.sharding import load_to_spread
+    from medusa_heads.target.target import TargetModel
+    from medusa_heads.training.hidden.sharding import load_to_spread
+    from medusa_heads.training.runs.setup import as_target, find_start
 
     # Asked again when training begins; here, before hours may go into the target's own text.
     find_start(
@@ -120,8 +120,8 @@ def autocast_for(to_target: TargetArguments) -> Callable[[str | None], bool]:
     def faster(device: str | None) -> bool:
         import torch
 
-        from medusa_heads.loading import stored_form
         from medusa_heads.machine import choose
+        from medusa_heads.target.loading import stored_form
 
         if _processes() > 1:
             return False
@@ -158,7 +158,7 @@ def prepare_texts(
         ValueError: text that cannot be used.
     """
     from medusa_heads.cli.distilling import distilled_rows
-    from medusa_heads.training.data import prepare_data
+    from medusa_heads.training.data.prepare import prepare_data
 
     if args.process_index == 0:
         tell_choices()
@@ -188,7 +188,7 @@ def prepare_texts(
     if args.process_index == 0:
         from rich.console import Console
 
-        from medusa_heads.training.sample import show_sample
+        from medusa_heads.training.data.sample import show_sample
 
         show_sample(data.rows, texts.tokenizer, Console())
     return data

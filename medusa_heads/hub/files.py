@@ -6,11 +6,11 @@ repository is ever downloaded.
 
 from __future__ import annotations
 
-from medusa_heads.adapter import ADAPTER_FOLDER, ADAPTER_WEIGHTS
-from medusa_heads.adapter_config import ADAPTER_CONFIG
-from medusa_heads.custom_generate import CUSTOM_GENERATE
-from medusa_heads.stored_heads import CONFIG_FILE, SIDECAR_FILE, WEIGHTS_FILE
-from medusa_heads.vocab_matrix import VOCAB_MATRIX_FILE
+from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER, ADAPTER_WEIGHTS
+from medusa_heads.checkpoint.adapter_config import ADAPTER_CONFIG
+from medusa_heads.checkpoint.custom_generate import CUSTOM_GENERATE
+from medusa_heads.checkpoint.stored_heads import CONFIG_FILE, SIDECAR_FILE, WEIGHTS_FILE
+from medusa_heads.checkpoint.vocab_matrix import VOCAB_MATRIX_FILE
 
 CARD_FILE = "README.md"
 REPORT_FILE = "report.json"

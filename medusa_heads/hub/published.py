@@ -10,8 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.adapter import describe_adapter
-from medusa_heads.adapter_config import check_adapter_config
+from medusa_heads.checkpoint.adapter import describe_adapter
+from medusa_heads.checkpoint.adapter_config import check_adapter_config
+from medusa_heads.checkpoint.stored_heads import (
+    CONFIG_FILE,
+    SIDECAR_FILE,
+    StoredHeads,
+    foreign_config,
+)
 from medusa_heads.hub.files import (
     ADAPTER_FILES,
     BENCHMARK_FILE,
@@ -20,13 +26,7 @@ from medusa_heads.hub.files import (
 from medusa_heads.hub.names import check_repo_id, is_local, is_repo_id, split_revision
 from medusa_heads.hub.privacy import without_paths
 from medusa_heads.masking import is_secret_name, masked, shows_secret
-from medusa_heads.statistics import HeadStatistics
-from medusa_heads.stored_heads import (
-    CONFIG_FILE,
-    SIDECAR_FILE,
-    StoredHeads,
-    foreign_config,
-)
+from medusa_heads.trees.statistics import HeadStatistics
 
 LOCAL_DATA = "local data"  # stands for corpora that are no hub's
 _TARGET = ("model_type", "hidden_size", "vocab_size", "lm_head_sha256")

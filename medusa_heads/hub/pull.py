@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.adapter import ADAPTER_FOLDER
-from medusa_heads.custom_generate import write_custom_generate
+from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER
+from medusa_heads.checkpoint.custom_generate import write_custom_generate
+from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE, read_sidecar
 from medusa_heads.files import refuse_link
 from medusa_heads.hub.files import CARD_FILE, KEPT_FILES, LOADED_FILES
 from medusa_heads.hub.folder import own_files
 from medusa_heads.hub.names import check_repo_id, is_repo_id, split_revision
 from medusa_heads.hub.talking import check_token, in_one_sentence
-from medusa_heads.stored_heads import SIDECAR_FILE, read_sidecar
 
 
 def find_checkpoint(

@@ -9,8 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.adapter import ADAPTER_FOLDER, read_adapter
-from medusa_heads.custom_generate import CUSTOM_GENERATE
+from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER, read_adapter
+from medusa_heads.checkpoint.custom_generate import CUSTOM_GENERATE
+from medusa_heads.checkpoint.stored_heads import (
+    SIDECAR_FILE,
+    WEIGHTS_FILE,
+    StoredHeads,
+    read_stored,
+)
+from medusa_heads.checkpoint.tensor_file import check_no_notes
+from medusa_heads.checkpoint.vocab_matrix import VOCAB_MATRIX_FILE, read_vocab_matrix
 from medusa_heads.files import read_json
 from medusa_heads.hub.card import is_generated, make_card
 from medusa_heads.hub.files import (
@@ -27,14 +35,6 @@ from medusa_heads.hub.names import check_repo_id
 from medusa_heads.hub.published import published, published_target
 from medusa_heads.hub.talking import LOG_IN, check_token, in_one_sentence
 from medusa_heads.masking import shows_secret
-from medusa_heads.stored_heads import (
-    SIDECAR_FILE,
-    WEIGHTS_FILE,
-    StoredHeads,
-    read_stored,
-)
-from medusa_heads.tensor_file import check_no_notes
-from medusa_heads.vocab_matrix import VOCAB_MATRIX_FILE, read_vocab_matrix
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

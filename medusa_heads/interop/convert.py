@@ -13,8 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.checkpoint.stored_heads import (
+    DRAFT_TOKENS,
+    SIDECAR_FILE,
+    StoredHeads,
+    write_stored,
+)
+from medusa_heads.checkpoint.vocab_matrix import check_takes_matrix
 from medusa_heads.config import HeadsConfig
-from medusa_heads.fingerprint import lm_head_sha256
 from medusa_heads.interop import ReadFormat
 from medusa_heads.interop.folders import check_empty, staged
 from medusa_heads.interop.formats import READERS, WHOLE_MODELS, detect, find
@@ -22,9 +29,7 @@ from medusa_heads.interop.layout import Layout, heads_config, read_heads, shared
 from medusa_heads.interop.source import Source, open_source
 from medusa_heads.interop.target_files import TargetVocabulary, read_target
 from medusa_heads.interop.whole_model import write_target
-from medusa_heads.provenance import provenance
-from medusa_heads.stored_heads import DRAFT_TOKENS, SIDECAR_FILE, StoredHeads, write_stored
-from medusa_heads.vocab_matrix import check_takes_matrix
+from medusa_heads.target.fingerprint import lm_head_sha256
 
 TARGET_FOLDER = "target"
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from medusa_heads.fingerprint import lm_head_sha256
+from medusa_heads.checkpoint.stored_heads import StoredHeads, read_stored
+from medusa_heads.checkpoint.vocab_matrix import VOCAB_MATRIX_FILE, read_vocab_matrix
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.folders import check_empty, staged
 from medusa_heads.interop.formats import WRITERS
 from medusa_heads.interop.outgoing import Outgoing
 from medusa_heads.interop.target_files import TargetVocabulary, read_target
-from medusa_heads.loading import refuse_code_of
-from medusa_heads.stored_heads import StoredHeads, read_stored
-from medusa_heads.vocab_matrix import VOCAB_MATRIX_FILE, read_vocab_matrix
+from medusa_heads.target.fingerprint import lm_head_sha256
+from medusa_heads.target.loading import refuse_code_of
 
 
 @dataclass(frozen=True)

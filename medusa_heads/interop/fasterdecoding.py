@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from medusa_heads.checkpoint.stored_heads import VOCAB_MATRIX_KEY, WEIGHTS_FILE
 from medusa_heads.interop.layout import OWN_NAME, Layout, claim
 from medusa_heads.interop.outgoing import Outgoing, save
 from medusa_heads.interop.source import Source
-from medusa_heads.stored_heads import VOCAB_MATRIX_KEY, WEIGHTS_FILE
 
 PICKLED_FILE = "medusa_lm_head.pt"
 CONFIG_KEYS = {

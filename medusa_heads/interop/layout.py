@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, expected_shapes
 from medusa_heads.config import MOST, HeadsConfig, HeadsKind
 from medusa_heads.interop.source import Source
-from medusa_heads.stored_heads import DRAFT_TOKENS, expected_shapes
 
 OWN_NAME = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(.+)")
 _PARTS = {"linear.weight", "linear.bias", "res_connection.weight", "res_connection.bias"}

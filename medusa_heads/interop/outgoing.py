@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
 from medusa_heads.config import HeadsConfig
 from medusa_heads.interop.source import CONFIG_FILE
-from medusa_heads.stored_heads import DRAFT_TOKENS, StoredHeads
 
 
 @dataclass

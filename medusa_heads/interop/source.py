@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_heads.checkpoint.vocab_matrix import VOCAB_MATRIX_FILE
 from medusa_heads.files import read_json
 from medusa_heads.hub.names import is_repo_id, split_revision
 from medusa_heads.hub.talking import in_one_sentence
-from medusa_heads.vocab_matrix import VOCAB_MATRIX_FILE
 
 CONFIG_FILE = "config.json"
 HEADS_FILES = (

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_heads.fingerprint import lm_head_sha256
 from medusa_heads.heads.vocabulary import vocabulary
 from medusa_heads.interop.source import Source, open_source
-from medusa_heads.target import TargetModel
+from medusa_heads.target.fingerprint import lm_head_sha256
+from medusa_heads.target.target import TargetModel
 
 
 @dataclass(frozen=True)

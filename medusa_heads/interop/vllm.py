@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS
+from medusa_heads.checkpoint.vocab_matrix import VOCAB_MATRIX_KEY
 from medusa_heads.interop.layout import Layout, claim
 from medusa_heads.interop.outgoing import Outgoing, save
 from medusa_heads.interop.source import Source
-from medusa_heads.stored_heads import DRAFT_TOKENS
-from medusa_heads.vocab_matrix import VOCAB_MATRIX_KEY
 
 WEIGHTS_FILE = "model.safetensors"
 PREFIX = "medusa_heads."

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
-from medusa_heads.checkpoint import save_heads
-from medusa_heads.cli import chat
-from medusa_heads.statistics import HeadStatistics
+from medusa_heads.checkpoint.checkpoint import save_heads
+from medusa_heads.cli.verbs import chat
+from medusa_heads.trees.statistics import HeadStatistics
 from tests.conftest import TinyLlama
 
 SPACE_AND_NEWLINE = ["\u0120", "\u010a"]  # as byte-level tokenizers write them

@@ -10,8 +10,9 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
-from medusa_heads.cli import regenerate, train_draft, train_heads
-from medusa_heads.inference.regenerate_arguments import RegenerateArguments
+from medusa_heads.cli import train_draft, train_heads
+from medusa_heads.cli.verbs import regenerate
+from medusa_heads.inference.regeneration.arguments import RegenerateArguments
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from medusa_heads.cli import arguments
+from medusa_heads.cli.flags import arguments
 from medusa_heads.cli.main import VERBS
 
 COMMANDS = {

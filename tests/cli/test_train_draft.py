@@ -9,9 +9,9 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_heads.cli.arguments import read_config
-from medusa_heads.cli.generate import main as generate
+from medusa_heads.cli.flags.arguments import read_config
 from medusa_heads.cli.train_draft import ARGUMENTS, main
+from medusa_heads.cli.verbs.generate import main as generate
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("draft-*.yaml"))
 

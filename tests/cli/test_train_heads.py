@@ -11,12 +11,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from medusa_heads.checkpoint import load_heads
-from medusa_heads.cli import generate
-from medusa_heads.cli.arguments import read_config
+from medusa_heads.checkpoint.checkpoint import load_heads
+from medusa_heads.cli.flags.arguments import read_config
 from medusa_heads.cli.train_heads import ARGUMENTS, main
+from medusa_heads.cli.verbs import generate
 from medusa_heads.machine import Shape
-from medusa_heads.target import TargetModel
+from medusa_heads.target.target import TargetModel
 from tests.conftest import Refused
 from tests.measured import keep_products
 

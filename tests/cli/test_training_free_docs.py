@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from medusa_heads.cli.main import main
-from medusa_heads.inference.training_free import DRAFTERS
+from medusa_heads.inference.models.training_free import DRAFTERS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training-free.md").read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ def test_the_page_is_true(
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     blocks = {name: re.findall(rf"```{name}\n(.*?)```", PAGE, re.S) for name in ("bash", "python")}
     with monkeypatch.context() as small:
-        small.setattr("medusa_heads.corpus._read_sources", lambda *_, **__: [LIBRARY])
+        small.setattr("medusa_heads.data.corpus._read_sources", lambda *_, **__: [LIBRARY])
         for python in blocks["python"]:
             exec(python, {})
     assert capsys.readouterr().out.strip()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, HydraHeads, new_heads
-from medusa_heads.target import TargetModel
+from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 
 

@@ -7,7 +7,7 @@ import torch
 
 from medusa_heads.config import HeadsConfig, head_offset
 from medusa_heads.heads import MedusaHeads
-from medusa_heads.target import TargetModel
+from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
-from medusa_heads.checkpoint import save_heads
-from medusa_heads.statistics import HeadStatistics
+from medusa_heads.checkpoint.checkpoint import save_heads
+from medusa_heads.trees.statistics import HeadStatistics
 from tests.conftest import TinyLlama
 from tests.hub.hub_server import LocalHub, log_in
 

@@ -12,17 +12,22 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
 
 from medusa_heads import HeadsConfig, TargetModel
-from medusa_heads.adapter import quiet_peft
-from medusa_heads.checkpoint import save_heads
+from medusa_heads.checkpoint.adapter import quiet_peft
+from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.heads import frequent_tokens, new_heads
 from medusa_heads.hub import files
 from medusa_heads.hub.card import MARK
 from medusa_heads.hub.push import prepare_push
-from medusa_heads.inference.report import JSON_FILE as BENCHMARK_JSON
-from medusa_heads.inference.report import PNG_FILE as BENCHMARK_PNG
-from medusa_heads.training.report import JSON_FILE, MARKDOWN_FILE, REPORT_VERSION, write_report
+from medusa_heads.inference.bench.report import JSON_FILE as BENCHMARK_JSON
+from medusa_heads.inference.bench.report import PNG_FILE as BENCHMARK_PNG
+from medusa_heads.training.measure.report import (
+    JSON_FILE,
+    MARKDOWN_FILE,
+    REPORT_VERSION,
+    write_report,
+)
 from tests.conftest import TinyLlama
-from tests.training.test_report import by_hand
+from tests.training.measure.test_report import by_hand
 
 
 def card_of(checkpoint: Path, **options: Any) -> str:

@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel, attach
-from medusa_heads.adapter import quiet_peft
-from medusa_heads.checkpoint import save_heads
+from medusa_heads.checkpoint.adapter import quiet_peft
+from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.hub.pull import find_checkpoint, pull
 from medusa_heads.hub.push import prepare_push, push
 from tests.hub.hub_server import LocalHub

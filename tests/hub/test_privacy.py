@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
-from medusa_heads.checkpoint import save_heads
+from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.hub.privacy import without_paths
 from medusa_heads.hub.push import prepare_push
 

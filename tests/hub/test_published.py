@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from medusa_heads.hub.published import published_story
 from medusa_heads.hub.push import prepare_push
-from medusa_heads.training.report import write_report
-from tests.training.test_report import by_hand
+from medusa_heads.training.measure.report import write_report
+from tests.training.measure.test_report import by_hand
 
 TOKEN = "hf_abcdefghijklmnop"
 W_AND_B = "0123456789abcdef0123456789abcdef01234567"

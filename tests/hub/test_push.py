@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import save_file
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
-from medusa_heads.checkpoint import save_heads
+from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.hub.push import prepare_push, push
 from tests.hub.conftest import ALICE, BOB
 from tests.hub.hub_api import Refusal

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 
 from medusa_heads.inference.drafters.blended import BlendedDrafter
-from medusa_heads.inference.state import DecodingState
-from medusa_heads.tree import TokenTree, TreeShape
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.trees.tree import TokenTree, TreeShape
 
 BUSHY = [
     *[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)],

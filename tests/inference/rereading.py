@@ -11,9 +11,9 @@ from torch import Tensor
 from medusa_heads import HeadsConfig, TargetModel, new_heads
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.drafters.prefix import encoded_hidden
-from medusa_heads.inference.engine import decode
-from medusa_heads.inference.state import DecodingState
-from medusa_heads.tree import TokenTree
+from medusa_heads.inference.engine.decoding import decode
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.trees.tree import TokenTree
 from tests.inference.planted import PlantedDrafter
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from medusa_heads import TargetModel
+from medusa_heads.checkpoint.stored_heads import read_sidecar, read_stored
 from medusa_heads.interop.convert import Converted, convert_heads
-from medusa_heads.stored_heads import read_sidecar, read_stored
 from tests.conftest import TinyLlama
 from tests.interop import layouts
 from tests.interop.conftest import Decodes

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from medusa_heads.checkpoint.stored_heads import read_stored
 from medusa_heads.interop.convert import convert_heads
-from medusa_heads.stored_heads import read_stored
 from tests.interop import layouts
 from tests.interop.layouts import D, native_tensors
 

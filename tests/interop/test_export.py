@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from medusa_heads import HeadsConfig, TargetModel, new_heads
-from medusa_heads.checkpoint import save_heads
+from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.convert import convert_heads
 from medusa_heads.interop.export import export_heads

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from medusa_heads.checkpoint.stored_heads import read_stored
 from medusa_heads.interop.convert import convert_heads
 from medusa_heads.interop.export import export_heads
-from medusa_heads.stored_heads import read_stored
 from tests.hub.hub_server import LocalHub, log_in
 from tests.interop import layouts
 from tests.interop.layouts import assert_same_bits, native_tensors

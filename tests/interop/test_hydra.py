@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads import HeadsConfig, HydraHeads, TargetModel
-from medusa_heads.checkpoint import load_heads
+from medusa_heads.checkpoint.checkpoint import load_heads
+from medusa_heads.checkpoint.stored_heads import read_stored
 from medusa_heads.interop.convert import convert_heads
-from medusa_heads.stored_heads import read_stored
 from tests.interop import layouts
 from tests.interop.conftest import Decodes
 from tests.interop.layouts import hydra_tensors

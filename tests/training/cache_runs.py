@@ -11,11 +11,11 @@ from datasets import Dataset
 from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.target import TargetModel
-from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
-from medusa_heads.training.cache_arguments import CacheArguments
-from medusa_heads.training.loss_config import LossConfig
-from medusa_heads.training.train import train_heads
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.cache import CacheArguments
+from medusa_heads.training.arguments.loss_config import LossConfig
+from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.runs.heads import train_heads
 
 SHAPES = {
     "medusa": HeadsConfig(num_heads=2),

@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa_heads.target import TargetModel
-from medusa_heads.training import report
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.measure import report
 from tests.training.cache_runs import Runs
 
 VOCAB = 61

@@ -14,10 +14,10 @@ from transformers import (
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
-from medusa_heads.target import TargetModel
-from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
-from medusa_heads.training.data import collate
-from medusa_heads.training.joint_config import JointConfig
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.joint_config import JointConfig
+from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.data.prepare import collate
 
 Rows = Callable[..., Dataset]
 SMALL = JointConfig(lora_r=4, lora_alpha=8, warmup_steps=2, learning_rate=5e-3)

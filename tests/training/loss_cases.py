@@ -10,9 +10,9 @@ from torch import Tensor
 
 from medusa_heads.config import IGNORED, HeadsConfig
 from medusa_heads.heads import DraftHeads, new_heads
-from medusa_heads.training.loss_config import LossConfig
-from medusa_heads.training.rows import SupervisedRows
-from medusa_heads.training.teacher import Teacher
+from medusa_heads.training.arguments.loss_config import LossConfig
+from medusa_heads.training.loss.rows import SupervisedRows
+from medusa_heads.training.loss.teacher import Teacher
 
 D, W = 6, 11  # hidden size and the target's vocabulary
 DRAFT_TOKENS = torch.tensor([0, 2, 3, 7, 10])

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from medusa_heads.checkpoint import load_heads
+from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads
-from medusa_heads.inference.prompts import held_out_prompts
+from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.serving.chain import greedy
-from medusa_heads.target import TargetModel
-from medusa_heads.training.arguments import OptimisationArguments, to_training_arguments
-from medusa_heads.training.train import train_heads
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.runs.heads import train_heads
 
 TARGET = Path(__file__).parents[2] / "assets" / "demo-target"
 NUM_HEADS = 4

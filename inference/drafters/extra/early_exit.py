@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from medusa_heads.attention import TreeMask
 from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
 from medusa_heads.inference.adapt.measure import target_clock
 from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
 from medusa_heads.inference.drafters.growing import Proposal
-from medusa_heads.target import TargetModel
-from medusa_heads.tree import TokenTree, TreeShape
+from medusa_heads.target.attention import TreeMask
+from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.tree import TokenTree, TreeShape
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.inference.engine.state import DecodingState
 
 _FIRST_LAYER = "early exit after one layer"
 _USUAL_LENGTH = 3  # tokens of a chain, before any was drafted

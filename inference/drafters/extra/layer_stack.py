@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.target import TargetModel
+from medusa_heads.target.target import TargetModel
 
 _INSTEAD = "use another drafter"
 

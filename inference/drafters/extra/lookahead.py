@@ -38,11 +38,11 @@ from medusa_heads.inference.adapt.evidence import Evidence
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.extra.ngram_pool import NgramPool
 from medusa_heads.inference.drafters.growing import Proposal
-from medusa_heads.tree import TokenTree, TreeShape
+from medusa_heads.trees.tree import TokenTree, TreeShape
 
 if TYPE_CHECKING:
-    from medusa_heads.inference.row import Row
-    from medusa_heads.inference.state import DecodingState
+    from medusa_heads.inference.engine.rows import Row
+    from medusa_heads.inference.engine.state import DecodingState
 
 COLUMNS = 5
 NGRAM = 4

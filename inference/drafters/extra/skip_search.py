@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from medusa_heads.attention import TreeMask
 from medusa_heads.files import replace_file
 from medusa_heads.inference.drafters.extra.early_exit import ExitClock
 from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
 from medusa_heads.machine.measurements import measurement_folder
-from medusa_heads.target import TargetModel
+from medusa_heads.target.attention import TreeMask
+from medusa_heads.target.target import TargetModel
 
 _TEXTS, _TOKENS = 4, 128  # of the target's own, where no text is given
 _PROMISING = 6  # layers that are tried next, of those that cost least agreement before

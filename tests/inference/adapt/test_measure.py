@@ -11,7 +11,7 @@ import pytest
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.inference.adapt import measure
 from medusa_heads.inference.adapt.measure import RandomChain, room, step_seconds, target_clock
-from medusa_heads.inference.capability import capability
+from medusa_heads.inference.engine.capability import capability
 from tests.conftest import TinyLlama
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from medusa_heads.inference.drafters.text import TextSource
-from medusa_heads.inference.row import Row, StopCheck
+from medusa_heads.inference.engine.rows import Row, StopCheck
 
 
 def test_greedy_text_says_nothing_of_drawn_text() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MixtralConfig
 
-from medusa_heads.inference import adaptive_plan
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.extra import early_exit
 from medusa_heads.inference.drafters.extra.early_exit import (
@@ -21,9 +20,10 @@ from medusa_heads.inference.drafters.extra.early_exit import (
 )
 from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
 from medusa_heads.inference.drafters.growing import grow
-from medusa_heads.inference.state import DecodingState
-from medusa_heads.inference.training_free import TrainingFreeModel
-from medusa_heads.target import TargetModel
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.inference.plan import adaptive as adaptive_plan
+from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.inference.drafters.extra.thinned import STEPS, drafted, layered, read_state
 from tests.inference.padded import padded

@@ -9,7 +9,7 @@ from torch import nn
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
-from medusa_heads.target import TargetModel
+from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 
 

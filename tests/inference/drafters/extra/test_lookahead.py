@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from medusa_heads.inference import adaptive_plan, training_free
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import Evidence
 from medusa_heads.inference.drafters.blended import BlendedDrafter
@@ -25,10 +24,12 @@ from medusa_heads.inference.drafters.extra.lookahead import (
 )
 from medusa_heads.inference.drafters.extra.ngram_pool import NgramPool
 from medusa_heads.inference.drafters.growing import grow
-from medusa_heads.inference.row import Row, StopCheck
-from medusa_heads.inference.state import DecodingState
-from medusa_heads.inference.training_free import TrainingFreeModel
-from medusa_heads.tree import TokenTree
+from medusa_heads.inference.engine.rows import Row, StopCheck
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.models import training_free
+from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.inference.plan import adaptive as adaptive_plan
+from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.padded import padded
 

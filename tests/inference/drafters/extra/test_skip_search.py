@@ -20,7 +20,7 @@ from medusa_heads.inference.drafters.extra.skip_search import (
     search,
     skip_sets,
 )
-from medusa_heads.target import TargetModel
+from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.extra.thinned import STEPS, drafted, layered, read_state
 

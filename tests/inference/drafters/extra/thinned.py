@@ -13,9 +13,9 @@ from transformers import StoppingCriteriaList
 
 from medusa_heads.inference.drafters.extra.early_exit import ThinnedTarget
 from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
-from medusa_heads.inference.row import Row, StopCheck
-from medusa_heads.inference.state import DecodingState
-from medusa_heads.target import TargetModel
+from medusa_heads.inference.engine.rows import Row, StopCheck
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
 
 STEPS = {1: 1.0, 2: 1.02, 4: 1.04, 8: 1.1, 16: 1.2}  # seconds by tokens: drafting pays

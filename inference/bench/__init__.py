@@ -1,0 +1,1 @@
+"""Methods measured side by side, what that costs, and what theory expects."""

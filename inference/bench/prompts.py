@@ -1,0 +1,209 @@
+"""Prompts to generate from: a user's file, or windows of the embedded held-out packages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEXT_KEYS = ("prompt", "text")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What somebody asks, before it is made into tokens.
+
+    Attributes:
+        turns: asked one behind the other, each behind the answer to the one before.
+        category: what kind of text it is, where the file says so.
+        chat: asked through the target's chat template, where it has one.
+    """
+
+    turns: tuple[str, ...]
+    category: str | None = None
+    chat: bool = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to generate from.
+
+    Attributes:
+        tokens: the ids.
+        category: see Question.
+        follow_up: makes the next turn's prompt of the tokens that answered this one.
+    """
+
+    tokens: tuple[int, ...]
+    category: str | None = None
+    follow_up: Callable[[list[int]], Prompt] | None = None
+
+
+def held_out_prompts(
+    tokenizer: PreTrainedTokenizerBase, *, num_prompts: int, prompt_length: int, seed: int
+) -> list[list[int]]:
+    """Token ids of prompts from the standard library packages that nothing here trains on.
+
+    Raises:
+        ValueError: more or longer prompts than those packages hold.
+    """
+    from medusa_heads.data.corpus import draw_windows, library_files
+
+    texts = [file["text"] for file in library_files("held_out")]
+    windows = draw_windows(
+        texts, tokenizer, num_prompts=num_prompts, prompt_length=prompt_length, seed=seed
+    )
+    return [input_ids for _, input_ids in windows]
+
+
+def read_questions(file: str | Path) -> list[Question]:
+    """Questions of a file: `.jsonl`, or one a line.
+
+    An object of a `.jsonl` file has a string under `prompt` or `text`, or a list of them under
+    `turns` as in Spec-Bench's `question.jsonl`; `category` may be beside it.
+
+    Raises:
+        ValueError: the file is missing, holds no prompt, or a line that cannot be read.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"expected a file of prompts at {str(file)!r}, found none")
+    try:
+        # Not at every character that str.splitlines() takes for the end of a line.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: save it as UTF-8") from error
+    is_json = path.suffix == ".jsonl"
+    questions = [
+        _json_question(line, f"{path}, line {number}") if is_json else Question((line,))
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not questions:
+        raise ValueError(f"{path} holds no prompts: write one a line")
+    return questions
+
+
+def _json_question(line: str, place: str) -> Question:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON ({error})") from error
+    keys = [key for key in ("turns", *_TEXT_KEYS) if isinstance(row, dict) and key in row]
+    found = row[keys[0]] if keys else None
+    chat = bool(keys) and keys[0] == "turns"
+    turns = found if chat else [found]
+    if not isinstance(turns, list) or not turns or not all(t and isinstance(t, str) for t in turns):
+        raise ValueError(
+            f"{place}: expected an object with a string under 'prompt' or 'text', or a list of "
+            "strings under 'turns'"
+        )
+    category = row.get("category")
+    if category is not None and not isinstance(category, str):
+        raise ValueError(f"{place}: expected a string under 'category', got {category!r}")
+    return Question(tuple(turns), category, chat)
+
+
+def encode_questions(
+    questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """The first turn of each question in tokens, special tokens as the tokenizer adds them.
+
+    Raises:
+        ValueError: a prompt without tokens, or one that the target's chat template refuses.
+    """
+    prompts = []
+    for place, question in enumerate(questions):
+        if question.chat and tokenizer.chat_template:
+            prompt = _in_template(question, tokenizer, ())
+        else:
+            prompt = _one_behind_the_other(question, tokenizer, ())
+        if not prompt.tokens:
+            raise ValueError(f"prompt {place} has no tokens: {question.turns[0]!r}")
+        prompts.append(prompt)
+    return prompts
+
+
+def _in_template(
+    question: Question, tokenizer: PreTrainedTokenizerBase, answers: tuple[str, ...]
+) -> Prompt:
+    turn = len(answers)
+    messages: list[dict[str, str]] = []
+    for asked, answer in zip(question.turns, answers, strict=False):
+        messages += [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": answer},
+        ]
+    messages.append({"role": "user", "content": question.turns[turn]})
+    try:
+        tokens: Any = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    # A template may raise whatever Jinja does, and its own exceptions.
+    except Exception as error:
+        raise ValueError(f"the target's chat template refuses this: {error}") from error
+
+    def follow_up(answer: list[int]) -> Prompt:
+        text = str(tokenizer.decode(answer, skip_special_tokens=True))
+        return _in_template(question, tokenizer, (*answers, text))
+
+    more = turn + 1 < len(question.turns)
+    return Prompt(tuple(tokens), question.category, follow_up if more else None)
+
+
+def _one_behind_the_other(
+    question: Question, tokenizer: PreTrainedTokenizerBase, before: tuple[int, ...], turn: int = 0
+) -> Prompt:
+    """Without a template: question, answer, question, with an empty line between them."""
+    text = f"{question.turns[turn]}\n\n" if question.chat else question.turns[turn]
+    text = f"\n\n{text}" if before else text
+    new = tokenizer(text, add_special_tokens=not before, verbose=False)["input_ids"]
+    tokens = (*before, *new)
+
+    def follow_up(answer: list[int]) -> Prompt:
+        return _one_behind_the_other(question, tokenizer, (*tokens, *answer), turn + 1)
+
+    more = turn + 1 < len(question.turns)
+    return Prompt(tokens, question.category, follow_up if more else None)
+
+
+def choose_prompts(
+    prompts: Sequence[Prompt], num_prompts: int, longest: int | None = None
+) -> tuple[list[Prompt], int]:
+    """So many prompts, from all categories in turn, and how many were too long to be chosen.
+
+    Args:
+        prompts: in the file's order, which is kept within a category.
+        num_prompts: how many at most.
+        longest: in tokens; longer ones are left out.
+
+    Raises:
+        ValueError: all of them are too long.
+    """
+    short = [p for p in prompts if longest is None or len(p.tokens) <= longest]
+    if not short:
+        raise ValueError(f"all {len(prompts)} prompts have more than {longest} tokens")
+    waiting: dict[str | None, list[Prompt]] = {}
+    for prompt in short:
+        waiting.setdefault(prompt.category, []).append(prompt)
+    most = max(map(len, waiting.values()))
+    in_turn = [each[place] for place in range(most) for each in waiting.values() if each[place:]]
+    return in_turn[:num_prompts], len(prompts) - len(short)
+
+
+def batches_of(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+    """Prompts in batches of one category each; a last one is filled up from its category's start,
+    so that all batches cost alike."""
+    by_category: dict[str | None, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    return [
+        [each[place % len(each)] for place in range(start, start + size)]
+        for each in by_category.values()
+        for start in range(0, len(each), size)
+    ]

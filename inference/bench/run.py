@@ -1,0 +1,256 @@
+"""Every method on the same prompts, in one process, each output checked against plain decoding.
+
+Timings on a shared machine drift, so the methods take turns on every batch of prompts, in an order
+that rotates, and what is reported are medians: of each batch's tokens per second, and of each
+batch's ratio to plain decoding moments before or after.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from medusa_heads.inference.bench.methods import (
+    PLAIN,
+    Models,
+    check_methods,
+    make_method,
+    needs_heads,
+)
+from medusa_heads.inference.bench.prompts import Prompt, batches_of
+from medusa_heads.inference.bench.setting import Plan, decoding_options, measure
+from medusa_heads.inference.bench.source import find_source, load_models
+from medusa_heads.inference.bench.timed_run import Method, fastest_threads, run_once
+from medusa_heads.inference.models.drafted import check_once
+from medusa_heads.machine import describe_machine
+
+DEFAULT_PLAN = Plan()
+
+
+def benchmark(
+    checkpoint: str | os.PathLike[str],
+    prompts: Sequence[Prompt | Sequence[int]],
+    plan: Plan = DEFAULT_PLAN,
+    *,
+    target: str | None = None,
+    draft_model: str | Sequence[str] = (),
+    corpus: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+    on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure ways to decode a target.
+
+    Args:
+        checkpoint: heads, as a folder or a hub's repository; or the target itself.
+        prompts: of which a question's further turns are made with plain decoding's greedy answers.
+        plan: what to measure.
+        target: hub id or path of the target; by default the one the heads name.
+        draft_model: hub id or path, for the methods that need one; of several, this engine's
+            methods choose while they decode.
+        corpus: file or folder of text, for the methods that continue one.
+        device: where to run; by default the best device there is.
+        trust_remote_code: run the Python code that the target's repository brings.
+        progress: show progress bars, in generated batches.
+        on_setting: called after each setting with the report so far.
+
+    Returns:
+        The report, plain values for JSON: target, machine, settings with their methods.
+
+    Raises:
+        ValueError: no prompts, a prompt beyond the target's context, an unknown method, one whose
+            draft model, heads or corpus were not given or the other way round, or an unusable
+            checkpoint.
+    """
+    drafts = [draft_model] if isinstance(draft_model, str) else list(draft_model)
+    check_once(drafts)
+    source = find_source(checkpoint, target, heads=needs_heads(plan.methods))
+    check_methods(
+        [setting.methods for setting in plan.settings],
+        heads=source.checkpoint is not None,
+        draft=bool(drafts),
+        corpus=corpus is not None,
+    )
+    asked_for = {
+        "checkpoint": str(checkpoint),
+        "draft_models": drafts,
+        "corpus": None if corpus is None else str(corpus),
+    }
+    options = {"device": device, "trust_remote_code": trust_remote_code}
+    report = measure_models(
+        lambda dtype: load_models(source, drafts, corpus, dtype=dtype, **options),
+        prompts,
+        plan,
+        progress=progress,
+        on_setting=lambda so_far: on_setting(so_far | asked_for),
+    )
+    return report | asked_for
+
+
+def measure_models(
+    load: Callable[[torch.dtype], Models],
+    prompts: Sequence[Prompt | Sequence[int]],
+    plan: Plan,
+    *,
+    progress: bool = True,
+    on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
+) -> dict[str, Any]:
+    """`benchmark` of models that come from anywhere.
+
+    Args:
+        load: called for each dtype; what it returns must have what the settings' methods need.
+        prompts, plan, progress, on_setting: see benchmark.
+
+    Returns:
+        As benchmark, without where the models came from.
+
+    Raises:
+        ValueError: no prompts, or a prompt beyond the target's context.
+    """
+    if not prompts:
+        raise ValueError("a benchmark needs at least one prompt, got none")
+    asked = [p if isinstance(p, Prompt) else Prompt(tuple(p)) for p in prompts]
+    machine = describe_machine()  # before our own work adds to the load
+    loader = _Loader(load, plan, machine["threads"])
+    with _quiet(), _own_threads():
+        models = loader.load(plan.settings[0].dtype, asked)
+        asked, left_out = _with_further_turns(models, asked, plan)
+        _check_length(models, asked, plan.max_new_tokens)
+        report: dict[str, Any] = {
+            "target": models.target.name_or_path,
+            "machine": machine,
+            "settings": [],
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "target_fingerprint": models.target.fingerprint(),
+            "parameters": models.target.model.num_parameters(),
+            "temperature": plan.temperature,
+            "seed": plan.seed,
+            "prompts_left_out": left_out,
+        }
+        for setting in plan.settings:
+            if models.target.dtype != getattr(torch, setting.dtype):
+                del models  # one copy at a time
+                loader.forget()
+                models = loader.load(setting.dtype, asked)
+            most = max(len(prompt.tokens) for prompt in asked) + plan.max_new_tokens
+            methods = loader.methods((PLAIN, *setting.methods), models, most)
+            for size in plan.batch_sizes:
+                rows = f", {size} rows" if size > 1 else ""
+                with tqdm(
+                    total=len(batches_of(asked, size)) * len(methods),
+                    desc=f"{setting.dtype} {setting.name}{rows}",
+                    unit="run",
+                    disable=not progress,
+                ) as bar:
+                    measured = measure(
+                        setting,
+                        methods,
+                        models.target.model,
+                        asked,
+                        batch_size=size,
+                        max_new_tokens=plan.max_new_tokens,
+                        temperature=plan.temperature,
+                        seed=plan.seed,
+                        on_run=bar.update,
+                    )
+                report["settings"].append(measured | {"threads": torch.get_num_threads()})
+                on_setting(report)
+    return report
+
+
+class _Loader:
+    """The models of one dtype after the other, and the methods made of them."""
+
+    def __init__(
+        self, load: Callable[[torch.dtype], Models], plan: Plan, most_threads: int
+    ) -> None:
+        self._load, self._plan, self._most_threads = load, plan, most_threads
+        self._methods: dict[str, Method] = {}
+
+    def load(self, dtype: str, prompts: Sequence[Prompt]) -> Models:
+        torch.set_num_threads(self._most_threads)
+        models = self._load(getattr(torch, dtype))
+        _check_length(models, prompts, self._plan.max_new_tokens)
+        model = models.target.model
+        # Before methods are made: some choose their trees by what steps take.
+        torch.set_num_threads(self._plan.threads or fastest_threads(model, prompts[0].tokens))
+        return models
+
+    def methods(self, names: Sequence[str], models: Models, most_tokens: int) -> list[Method]:
+        for name in dict.fromkeys(names):
+            if name not in self._methods:
+                self._methods[name] = make_method(name, models, most_tokens=most_tokens)
+        return [self._methods[name] for name in dict.fromkeys(names)]
+
+    def forget(self) -> None:
+        """Let the methods and their models go, with the graphs that were compiled of them."""
+        if any(method.compiled for method in self._methods.values()):
+            torch.compiler.reset()
+        self._methods.clear()
+
+
+def _with_further_turns(
+    models: Models, prompts: Sequence[Prompt], plan: Plan
+) -> tuple[list[Prompt], int]:
+    """Each prompt and its question's next turns, asked behind plain decoding's answers; and how
+    many of those were too long."""
+    model: Any = models.target.model
+    longest = plan.max_prompt_length
+    all_turns, left_out = list(prompts), 0
+    turn = list(prompts)
+    while turn := [prompt for prompt in turn if prompt.follow_up is not None]:
+        _check_length(models, turn, plan.max_new_tokens)
+        following = []
+        for prompt in turn:
+            assert prompt.follow_up is not None
+            options = decoding_options("greedy", model, 1.0, plan.max_new_tokens)
+            answered = run_once(Method(PLAIN, model.generate), model, [prompt.tokens], 0, **options)
+            following.append(prompt.follow_up(answered.rows[0]))
+        turn = [p for p in following if longest is None or len(p.tokens) <= longest]
+        left_out += len(following) - len(turn)
+        all_turns += turn
+    return all_turns, left_out
+
+
+@contextmanager
+def _own_threads() -> Iterator[None]:
+    """Behind the block torch works on as many threads as before it, also where it fails."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block, transformers draws no bars of its own through ours, and says nothing of
+    how its own methods call it."""
+    from transformers.utils import logging
+
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _check_length(models: Models, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+    longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
+    limit = models.target.max_positions
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"{longest} tokens (prompt and continuation) do not fit the target's context of "
+            f"{limit}: ask for fewer new tokens or shorter prompts"
+        )

@@ -1,0 +1,1 @@
+"""Drafts of a small model: chains, trees, drawn ones, and whether to ask it at all."""

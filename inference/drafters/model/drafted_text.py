@@ -1,0 +1,219 @@
+"""What a draft model has read of the texts being decoded: its own cache, never taken on trust.
+
+Before each step the nodes written in the last one are walked along the tokens that the target
+really committed; what lies on that path is kept, the rest is rolled back, and what the draft model
+has not read yet is fed to it.
+
+Shapes: B active rows, T tokens, F nodes written at once, P nodes written since the committed text,
+S cache slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.engine.capability import capability
+from medusa_heads.target.attention import TreeMask
+from medusa_heads.target.target import TargetModel
+
+if TYPE_CHECKING:
+    from medusa_heads.inference.engine.state import DecodingState
+
+
+def unread(state: DecodingState, owner: object) -> float:
+    """Tokens of a row, on the mean, that were committed since `owner` last had the text read."""
+    text: DraftedText | None = state.memories.get(owner)
+    read = 0 if text is None else sum(text.lengths) / len(text.lengths)
+    return max(sum(row.length for row in state.rows) / len(state.rows) - read, 0.0)
+
+
+def reads(state: DecodingState, owner: object) -> list[int]:
+    """Nodes of a row that the draft model read in each forward of `owner`'s last draft. Whatever
+    was committed since the draft before counts as one."""
+    text: DraftedText = state.memories[owner]
+    return text.reads
+
+
+def drafted_text(draft: TargetModel, state: DecodingState, owner: object) -> DraftedText:
+    """What `owner`, a drafter, has had the draft model read of these texts; all of it, where it has
+    not begun yet.
+
+    Raises:
+        UnsupportedArchitecture: the draft model reads single texts only, and this is a batch.
+    """
+    text: DraftedText | None = state.memories.get(owner)
+    if text is None:
+        text = state.memories[owner] = DraftedText(draft, state)
+    return text
+
+
+class DraftedText:
+    """What the draft model has read of one batch of texts.
+
+    Row b's committed tokens lie in slots [padding_b, length_b) of the draft's cache, as they do in
+    the target's. Nodes written since then lie behind the longest row, at the same slots for all.
+
+    Attributes:
+        lengths: committed tokens that were read, padding included, by row.
+        reads: nodes of a row in each forward since they were last caught up with; that one is 1.
+        fed: tokens of a row in the last forward.
+    """
+
+    def __init__(self, draft: TargetModel, state: DecodingState) -> None:
+        self._draft = draft
+        self.reads: list[int] = []
+        self.fed = 0
+        self._rows = [row.index for row in state.rows]
+        self._padding = list(state.padding)
+        batched = len(self._rows) > 1 or any(self._padding)
+        if batched and capability(draft) == "chain":
+            raise UnsupportedArchitecture(
+                f"the draft model ({draft.config.model_type}) goes by cache slots, which a batch "
+                "does not keep in step",
+                "decode one unpadded sequence at a time",
+            )
+        # All but the last token of the shortest row: its distribution is asked for.
+        length = min(row.length for row in state.rows) - 1
+        self.lengths = [length] * len(self._rows)
+        self._cache = draft.new_cache(len(self._rows), length)
+        self._prefill(torch.cat([row.ids_1T()[:, :length] for row in state.rows]))
+        self._tokens_BP: Tensor
+        self._parents_BP: Tensor
+        self._positions_BP: Tensor
+        self._last_level: int
+        self._sees_BPP: Tensor  # which of the written nodes each of them sees
+        self._forget_nodes()
+
+    def _prefill(self, ids_BT: Tensor) -> None:
+        """One ordinary forward over the text, without logits."""
+        ids_BT = self._known(ids_BT)
+        padding_B1 = torch.tensor(self._padding, device=ids_BT.device)[:, None]
+        positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) - padding_B1
+        mask_BT = (positions_BT >= 0).long() if any(self._padding) else None
+        self._draft.hidden(ids_BT, mask_BT, self._within(positions_BT), cache=self._cache)
+
+    def catch_up(self, state: DecodingState) -> Tensor:
+        """Read what was committed since; logits [B, V] of every row's next token."""
+        here = {row.index: row for row in state.rows}
+        nodes = zip(self._tokens_BP.tolist(), self._parents_BP.tolist(), strict=True)
+        # A row's last token is fed even where it was written: its logits are wanted.
+        self._keep(
+            [
+                _walk(tokens, parents, here[index].behind(length)[:-1]) if index in here else []
+                for index, length, (tokens, parents) in zip(
+                    self._rows, self.lengths, nodes, strict=True
+                )
+            ]
+        )
+        if len(here) < len(self._rows):
+            self._select([i for i, index in enumerate(self._rows) if index in here])
+        fed = [row.behind(length) for row, length in zip(state.rows, self.lengths, strict=True)]
+        longest = max(len(ids) for ids in fed)
+        # Shorter rows are filled up behind their end, where nothing of theirs looks.
+        filled = [ids + [0] * (longest - len(ids)) for ids in fed]
+        tokens_BF = torch.tensor(filled, device=self._draft.device)
+        order_F = torch.arange(longest, device=tokens_BF.device)
+        sees_BFF = (order_F <= order_F[:, None]).expand(len(fed), -1, -1)
+        logits_BFV = self._read(tokens_BF, sees_BFF, order_F)
+        self.reads = [1]
+        self._keep([list(range(len(ids))) for ids in fed])
+        last_B = torch.tensor([max(len(ids), 1) - 1 for ids in fed], device=tokens_BF.device)
+        return logits_BFV[torch.arange(len(fed), device=tokens_BF.device), last_B]
+
+    def write(self, tokens_BF: Tensor, above_BF: Tensor, level: int) -> Tensor:
+        """Logits [B, F, V] of drafted nodes, `level` tokens behind the committed text.
+
+        `above_BF` says below which of the nodes written in the last call each of them hangs; the
+        first call's all hang at the committed text.
+        """
+        tokens_BF, above_BF = tokens_BF.to(self._draft.device), above_BF.to(self._draft.device)
+        batch, new = tokens_BF.shape
+        self.reads.append(new)
+        written = self._tokens_BP.shape[1]
+        parents_BF = torch.full_like(above_BF, -1) if level == 1 else above_BF + self._last_level
+        own_BFF = torch.eye(new, dtype=torch.bool, device=tokens_BF.device).expand(batch, -1, -1)
+        index_BFP = parents_BF.clamp_min(0)[..., None].expand(-1, -1, written)
+        sees_BFP = torch.cat([self._sees_BPP.gather(1, index_BFP), own_BFF], dim=2)
+        depth_F = torch.full((new,), level - 1, device=tokens_BF.device)
+        logits_BFV = self._read(tokens_BF, sees_BFP, depth_F)
+        self._tokens_BP = torch.cat([self._tokens_BP, tokens_BF], dim=1)
+        self._parents_BP = torch.cat([self._parents_BP, parents_BF], dim=1)
+        self._sees_BPP = torch.cat([F.pad(self._sees_BPP, (0, new)), sees_BFP], dim=1)
+        self._last_level = written
+        return logits_BFV
+
+    def _read(self, tokens_BF: Tensor, sees_BFP: Tensor, depth_F: Tensor) -> Tensor:
+        """Logits [B, F, V] of new nodes, appended to the cache behind the written ones."""
+        new, device = tokens_BF.shape[1], tokens_BF.device
+        self.fed = new
+        past, written = max(self.lengths), sees_BFP.shape[2] - new
+        self._cache.set_length(past + written)
+        lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
+        padding_B1 = torch.tensor(self._padding, device=device)[:, None]
+        slots_S = torch.arange(past, device=device)
+        held_BS = (slots_S >= padding_B1) & (slots_S < lengths_B1)
+        visible_BFS = torch.cat([held_BS[:, None].expand(-1, new, -1), sees_BFP], dim=2)
+        positions_BF = self._within(lengths_B1 - padding_B1 + depth_F)
+        mask = TreeMask(
+            visible_BFS,
+            positions_BF,
+            past + written,
+            padding_B1[:, 0],
+            written_positions_BP=self._positions_BP[:, :written],
+        )
+        self._positions_BP = torch.cat([self._positions_BP[:, :written], positions_BF], dim=1)
+        return self._draft.read(self._known(tokens_BF), self._cache, mask)
+
+    def _keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Of the nodes behind the committed text, each row keeps these; all others are gone."""
+        self.lengths = self._cache.keep_paths(paths, self.lengths)
+        self._forget_nodes()
+
+    def _forget_nodes(self) -> None:
+        batch, device = len(self._rows), self._draft.device
+        self._tokens_BP = torch.empty(batch, 0, dtype=torch.long, device=device)
+        self._parents_BP = self._positions_BP = self._tokens_BP
+        self._sees_BPP = torch.empty(batch, 0, 0, dtype=torch.bool, device=device)
+        self._last_level = 0  # where the nodes of the last call of `write` begin
+
+    def _select(self, rows: list[int]) -> None:
+        """Only these rows go on."""
+        self._cache.select_batch(rows)
+        self._rows = [self._rows[i] for i in rows]
+        self.lengths = [self.lengths[i] for i in rows]
+        self._padding = [self._padding[i] for i in rows]
+        self._forget_nodes()
+
+    def _within(self, positions: Tensor) -> Tensor:
+        """No position that the draft model does not have: padding stands at 0, and beyond its
+        context it guesses, as best it can, from the last one."""
+        limit = self._draft.max_positions
+        return positions.clamp(min=0, max=None if limit is None else limit - 1)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """The target's vocabulary matrix may be padded to more rows than the draft's: no text holds
+        such tokens, but if one did, any token would do to draft from."""
+        return tokens.clamp_max(self._draft.get_input_embeddings().num_embeddings - 1)
+
+
+def _walk(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> list[int]:
+    """The written nodes that spell the beginning of `text`."""
+    path: list[int] = []
+    for token in text:
+        above = path[-1] if path else -1
+        fitting = (
+            node
+            for node in range(above + 1, len(tokens))
+            if parents[node] == above and tokens[node] == token
+        )
+        node = next(fitting, None)
+        if node is None:
+            break
+        path.append(node)
+    return path

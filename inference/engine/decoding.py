@@ -1,0 +1,291 @@
+"""The decoding loop: draft a tree, verify it in one forward, keep the accepted path.
+
+Shapes: B active rows, T tokens, N tree nodes, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.acceptance import AcceptanceRule, make_rule
+from medusa_heads.inference.drafters.base import Drafter, Observer, Timed
+from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.target.cache import RowCache
+from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.tree import TokenTree
+
+if TYPE_CHECKING:
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+_WARM_UP = 3  # forwards of a text, its prompt's included, before steps take what they will
+
+
+@torch.no_grad()
+def decode(
+    target: TargetModel,
+    drafter: Drafter,
+    input_ids_BT: Tensor,
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: Any = None,
+    acceptance: str = "lossless",
+    acceptance_settings: Mapping[str, float] | None = None,
+    stats: GenerationStats | None = None,
+    **model_kwargs: Any,
+) -> GenerateDecoderOnlyOutput | Tensor:
+    """Decode the way transformers' own `_sample` does, several tokens a forward.
+
+    Takes what `generate()` prepares for a decoding method, and returns what it would.
+
+    Raises:
+        ValueError: an option that tree decoding cannot honour, by name.
+    """
+    stats = GenerationStats() if stats is None else stats
+    started = time.perf_counter()
+    refuse_unsupported(generation_config, model_kwargs)
+    padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
+    _check_positions(model_kwargs.get("position_ids"), padding)
+    if capability(target) == "chain" and (len(padding) > 1 or any(padding)):
+        raise UnsupportedArchitecture(
+            f"{target.config.model_type} goes by cache slots, which a batch does not keep in step",
+            "decode one unpadded sequence at a time",
+        )
+    batch = input_ids_BT.shape[0]
+    stop = StopCheck(stopping_criteria, batch)
+    recorder = _recorder(generation_config, batch, acceptance)
+    rows = [
+        Row(i, batch, prompt_T, stop, streamer, recorder) for i, prompt_T in enumerate(input_ids_BT)
+    ]
+    rule = make_rule(
+        acceptance,
+        logits_processor,
+        bool(generation_config.do_sample),
+        **(acceptance_settings or {}),
+    )
+    stats.lossless = rule.lossless
+    if streamer is not None:
+        if len(rows) > 1:
+            raise ValueError("a streamer takes one sequence: pass a batch of 1, or no streamer")
+        streamer.put(input_ids_BT.cpu())
+
+    with target.capture_hidden() as last_hidden:
+        with stats.phase("prefill"):
+            slots = int(generation_config.max_length or 0) + drafter.num_nodes
+            cache = _own_cache(target, model_kwargs, batch, slots)
+            state = DecodingState(
+                rows,
+                cache,
+                padding,
+                generation_config.max_length,
+                keeps_fresh=drafter.reads_prompt,
+            )
+            if generation_config.do_sample:
+                state.warpers = logits_processor
+            reading: AbstractContextManager[list[Tensor]] = nullcontext([])
+            if drafter.reads_prompt:
+                reading = target.capture_prompt()
+            with reading as prompt_hidden:
+                if drafter.reads_prompt:
+                    model_kwargs.pop("logits_to_keep", None)
+                logits_BV = _prefill(target, input_ids_BT, generation_config, model_kwargs)
+            # Read at once: a logits processor may run the model itself.
+            hidden_B1D = last_hidden()[:, -1:]
+            if cache.get_seq_length() != input_ids_BT.shape[1]:
+                raise ValueError(
+                    f"the given cache and the {input_ids_BT.shape[1]} given tokens make "
+                    f"{cache.get_seq_length()} tokens: pass the whole text, not only what is new"
+                )
+        with stats.phase("walk"):
+            # The prompt's last token is a tree of one node, verified by the prefill.
+            prompt = TokenTree.root_only(input_ids_BT[:, -1])
+            if isinstance(drafter, Observer):
+                drafter.observe(prompt, logits_BV[:, None])
+            _finish_step(state, rule(prompt, logits_BV[:, None], rows), hidden_B1D, stats)
+            if prompt_hidden:
+                state.take_prompt(torch.cat(prompt_hidden, dim=1))
+        # Cheaper than no_grad by several percent of a small target's step. Not where accelerate
+        # moves weights in the middle of a forward: they would be left as inference tensors.
+        with torch.inference_mode(not hasattr(target.model, "_hf_hook")):
+            while state.rows:
+                _step(target, drafter, rule, state, last_hidden, stats)
+
+    if streamer is not None:
+        streamer.end()
+    stats.tokens = sum(len(row.tokens) for row in rows)
+    stats.total_seconds = time.perf_counter() - started
+    sequences_BT = _sequences(input_ids_BT, rows, generation_config)
+    cache.set_length(max(state.lengths))  # also a caller's own cache ends with what was committed
+    if not generation_config.return_dict_in_generate:
+        return sequences_BT
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+    output: Any = GenerateDecoderOnlyOutput(
+        sequences=sequences_BT,  # type: ignore[arg-type]
+        # Rows of a batch end at different lengths and leave the cache as they end.
+        past_key_values=cache.handed_out(target.config) if len(rows) == 1 else None,
+        scores=recorder.given("scores") if recorder and generation_config.output_scores else None,  # type: ignore[arg-type]
+        logits=recorder.given("logits") if recorder and generation_config.output_logits else None,  # type: ignore[arg-type]
+    )
+    return output
+
+
+def _step(
+    target: TargetModel,
+    drafter: Drafter,
+    rule: AcceptanceRule,
+    state: DecodingState,
+    last_hidden: Any,
+    stats: GenerationStats,
+) -> None:
+    with stats.phase("draft"):
+        tree = drafter.propose(state)
+    started = time.perf_counter()
+    with stats.phase("target"):
+        logits_BNV = target.verify(tree, state.cache, state.tree_mask(tree))
+        hidden_BND = last_hidden()
+    verified = time.perf_counter()
+    with stats.phase("walk"):
+        paths = rule(tree, logits_BNV, state.rows)
+        walked = time.perf_counter()
+        if isinstance(drafter, Observer):
+            drafter.observe(tree, logits_BNV)
+    with stats.phase("cache"):
+        state.keep(paths)
+        _finish_step(state, paths, hidden_BND, stats)
+    if stats.forwards > _WARM_UP and isinstance(drafter, Timed):
+        seconds = time.perf_counter() - started
+        if logits_BNV.device.type == "cpu":  # elsewhere the walk also waits for the target
+            # What every token takes is no reason to commit fewer of them.
+            seconds -= (walked - verified) * (1 - 1 / max(map(len, paths)))
+        drafter.took(tree.num_nodes - 1, seconds)
+
+
+def _finish_step(
+    state: DecodingState, paths: list[list[int]], hidden_BND: Tensor, stats: GenerationStats
+) -> None:
+    for row, path in zip(state.rows, paths, strict=True):
+        if path:
+            row.end_step()
+    stats.steps += sum(1 for path in paths if path)
+    stats.accepted.update(len(path) - 1 for path in paths if path)
+    stats.forwards += 1
+    state.advance(hidden_BND, paths)
+
+
+_READ_HERE = ("attention_mask", "position_ids", "cache_position")
+
+
+def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse by name what would otherwise be ignored in silence.
+
+    Raises:
+        ValueError: the option, and what to do.
+    """
+    refusals = {
+        "num_beams > 1": (config.num_beams or 1) > 1,
+        "use_cache=False": config.use_cache is False,
+        "output_attentions=True": bool(config.output_attentions),
+        "output_hidden_states=True": bool(config.output_hidden_states),
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        f"cache_implementation={config.cache_implementation!r}": config.cache_implementation
+        not in (None, "dynamic", "dynamic_full"),
+        "penalty_alpha": getattr(config, "penalty_alpha", None) is not None,
+        "dola_layers": getattr(config, "dola_layers", None) is not None,
+    }
+    # What the model would read in every forward, but is not handed on with a tree.
+    refusals |= {
+        name: True
+        for name, value in model_kwargs.items()
+        if isinstance(value, Tensor) and name not in _READ_HERE
+    }
+    if refused := [name for name, asked in refusals.items() if asked]:
+        raise ValueError(
+            f"tree decoding does not support {', '.join(refused)}: leave it out, or call the "
+            "target's own generate()"
+        )
+
+
+def _recorder(config: GenerationConfig, batch: int, acceptance: str) -> ScoreRecorder | None:
+    if not config.return_dict_in_generate or not (config.output_scores or config.output_logits):
+        return None
+    if batch > 1 or acceptance != "lossless":
+        raise ValueError(
+            "output_scores and output_logits need a batch of 1 and lossless acceptance: a step "
+            "commits unequal numbers of tokens to the rows of a batch"
+        )
+    return ScoreRecorder()
+
+
+def _own_cache(
+    target: TargetModel, model_kwargs: dict[str, Any], batch: int, slots: int
+) -> RowCache:
+    given = model_kwargs.get("past_key_values")
+    cache = target.new_cache(batch, slots)
+    if type(given) is RowCache and cache.fixed_capacity is None:
+        cache = given
+        cache.announce(slots)
+    elif given is not None:
+        cache.take_over(given)
+    model_kwargs["past_key_values"] = cache
+    return cache
+
+
+def _prefill(
+    target: TargetModel,
+    input_ids_BT: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> Tensor:
+    """Logits [B, V] after the prompt, by transformers' own prefill (chunked, or from a cache)."""
+    model: Any = target.model
+    outputs = model._prefill(input_ids_BT, generation_config, model_kwargs)
+    return outputs.logits[:, -1]
+
+
+def _left_padding(input_ids_BT: Tensor, attention_mask_BT: Tensor | None) -> list[int]:
+    """Padded slots at the left of each row."""
+    if attention_mask_BT is None:
+        return [0] * input_ids_BT.shape[0]
+    mask_BT = attention_mask_BT.bool()
+    padding_B = (~mask_BT).sum(dim=1)
+    if (mask_BT[:, 1:] < mask_BT[:, :-1]).any() or (padding_B == mask_BT.shape[1]).any():
+        raise ValueError(
+            "attention_mask must be 0 only on the left of a row: pad with padding_side='left'"
+        )
+    return padding_B.tolist()
+
+
+def _check_positions(position_ids_BT: Tensor | None, padding: list[int]) -> None:
+    """Positions that generate() makes itself pass; others would be forgotten after the prompt."""
+    if position_ids_BT is None:
+        return
+    positions_T = torch.arange(position_ids_BT.shape[-1], device=position_ids_BT.device)
+    padding_B1 = torch.tensor(padding, device=position_ids_BT.device)[:, None]
+    own_BT = positions_T - padding_B1
+    if position_ids_BT.ndim != 2 or ((position_ids_BT != own_BT) & (own_BT >= 0)).any():
+        raise ValueError(
+            "tree decoding counts positions from the first token of the text: leave position_ids "
+            "out, or call the target's own generate()"
+        )
+
+
+def _sequences(prompt_BT: Tensor, rows: list[Row], config: GenerationConfig) -> Tensor:
+    """All rows, right-padded to the longest, as generate() returns them."""
+    longest = max(len(row.tokens) for row in rows)
+    pad = config._pad_token_tensor
+    fill = int(pad) if pad is not None else 0
+    new = [row.tokens + [fill] * (longest - len(row.tokens)) for row in rows]
+    return torch.cat([prompt_BT, torch.tensor(new, device=prompt_BT.device)], dim=1)

@@ -1,0 +1,181 @@
+"""One sequence of a batch: its tokens, when it ends, and who is told of them.
+
+Shapes: T tokens, C slots of a buffer, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from medusa_heads.inference.engine.row_copies import row_copies
+
+# These look at a row's own text, and keep no state of it.
+_OF_ONE_ROW = (MaxTimeCriteria, StopStringCriteria)
+
+
+class StopCheck:
+    """transformers' stopping criteria, asked of one row after each of its tokens.
+
+    Length and end-of-sequence, which nearly every call has, are answered on the host. Whatever else
+    the user passed is called as generate() calls it: with a whole batch, in which every row is the
+    one asked about, and once a token of it. Each row asks a copy of its own; a criterion with a
+    method `of_row(row)` says itself what stands for it in a row, and is then shown that row alone.
+
+    Args:
+        criteria: as generate() hands them on.
+        batch_size: rows of the batch.
+
+    Raises:
+        ValueError: a criterion that may keep a state, and cannot be copied for each row.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, batch_size: int = 1) -> None:
+        self._max_length: int | None = None
+        self._eos: set[int] = set()
+        # Those shown the row alone, and those shown a whole batch.
+        self._alone = [StoppingCriteriaList() for _ in range(batch_size)]
+        others = []
+        for criterion in criteria:
+            if type(criterion) is MaxLengthCriteria:
+                limit = int(criterion.max_length)
+                self._max_length = min(limit, self._max_length or limit)
+            elif type(criterion) is EosTokenCriteria:
+                self._eos.update(criterion.eos_token_id.flatten().tolist())
+            elif batch_size == 1 or type(criterion) in _OF_ONE_ROW:
+                for alone in self._alone:
+                    alone.append(criterion)
+            elif hasattr(criterion, "of_row"):
+                for row, alone in enumerate(self._alone):
+                    alone.append(criterion.of_row(row))
+            else:
+                others.append(row_copies(criterion, batch_size))
+        self._others_of_row = list(zip(*others, strict=True))
+
+    def __call__(self, row: Row) -> bool:
+        """Whether the row ends with its newest token.
+
+        Raises:
+            ValueError: a criterion gives one answer for all rows of a batch.
+        """
+        if row.tokens[-1] in self._eos:
+            return True
+        if self._max_length is not None and row.length >= self._max_length:
+            return True
+        # All are asked, whatever one of them says, as generate() asks them.
+        alone = self._alone[row.index] if self._alone[0] else None
+        ends = alone is not None and bool(alone(row.ids_1T(), None).all())
+        if self._others_of_row:
+            ids_BT = row.ids_1T().repeat(row.batch_size, 1)
+            for criterion in self._others_of_row[row.index]:
+                answer = criterion(ids_BT, None)
+                if not isinstance(answer, Tensor) or answer.shape != (row.batch_size,):
+                    raise ValueError(
+                        f"{type(criterion).__name__} answers for all rows of the batch together: "
+                        "let it return a tensor with one answer a row, or decode one row at a time"
+                    )
+                ends = ends or bool(answer[row.index])
+        return ends
+
+
+class ScoreRecorder:
+    """Scores and logits of the committed tokens, each [1, V], as generate() returns them.
+
+    Attributes:
+        scores: after the logits processors.
+        logits: as the target gave them, in fp32.
+    """
+
+    def __init__(self) -> None:
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+
+    def record(self, scores_1V: Tensor, logits_1V: Tensor) -> None:
+        """Note what one token was drawn from."""
+        self.scores.append(scores_1V)
+        self.logits.append(logits_1V)
+
+    def given(self, name: Literal["scores", "logits"]) -> tuple[Tensor, ...]:
+        """One tensor a token, to hand out: no longer inference tensors."""
+        return tuple(tensor.clone() for tensor in getattr(self, name))
+
+
+class Row:
+    """One sequence of the batch.
+
+    Args:
+        index: its place in the batch that the user gave.
+        batch_size: how many rows that batch has.
+        prompt_T: its prompt, left padding included, as generate() would see it.
+        stop: when it ends.
+        streamer: receives every token as it is committed; if it has a method `end_step`, that is
+            called after the tokens of each step.
+        recorder: receives scores and logits of every token, where the user asked for them.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        batch_size: int,
+        prompt_T: Tensor,
+        stop: StopCheck,
+        streamer: Any = None,
+        recorder: ScoreRecorder | None = None,
+    ) -> None:
+        self.index = index
+        self.batch_size = batch_size
+        self.tokens: list[int] = []
+        self.done = False
+        self.recorder = recorder
+        self._stop = stop
+        self._streamer = streamer
+        self._prompt_length = prompt_T.shape[0]
+        self._ids_1C = prompt_T[None].clone()
+        self._written = self._prompt_length
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row so far, padding included."""
+        return self._prompt_length + len(self.tokens)
+
+    def ids_1T(self) -> Tensor:
+        """The row's token ids so far, as logits processors and stopping criteria read them."""
+        if self.length > self._ids_1C.shape[1]:
+            room = self._ids_1C.new_zeros(1, self.length + 256)
+            room[:, : self._written] = self._ids_1C[:, : self._written]
+            self._ids_1C = room
+        if self._written < self.length:
+            fresh = self.tokens[self._written - self._prompt_length :]
+            self._ids_1C[0, self._written : self.length] = torch.tensor(
+                fresh, device=self._ids_1C.device
+            )
+            self._written = self.length
+        return self._ids_1C[:, : self.length]
+
+    def behind(self, length: int) -> list[int]:
+        """The committed tokens after the row's first `length`, which hold at least the prompt."""
+        assert length >= self._prompt_length
+        return self.tokens[length - self._prompt_length :]
+
+    def commit(self, token: int) -> bool:
+        """Append a token of the target; whether the row ends with it."""
+        assert not self.done
+        self.tokens.append(token)
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([token]))
+        self.done = self._stop(self)
+        return self.done
+
+    def end_step(self) -> None:
+        """All tokens of a step are committed."""
+        if hasattr(self._streamer, "end_step"):
+            self._streamer.end_step()

@@ -1,0 +1,177 @@
+"""Where decoding stands: the text of every row, and what the target holds of it.
+
+Shapes: B active rows, T tokens, N tree nodes, S cache slots, A accepted nodes, D hidden.
+
+Cache layout: row b's tokens lie in slots [padding_b, length_b), one slot a token, so that a slot's
+position in its text is slot - padding_b. All rows write a tree at one common slot, the longest
+row's length; accepted rows then move down to their own row's end. Rows so never grow holes,
+however unequal their luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.target.attention import TreeMask, additive
+from medusa_heads.target.cache import RowCache
+from medusa_heads.trees.tree import TokenTree
+
+
+class DecodingState:
+    """The active rows, and what the target holds of them.
+
+    Attributes:
+        rows: the rows still being decoded.
+        cache: the target's cache; holds every committed token but the last.
+        lengths: slots in use, by row.
+        padding: slots of left padding, by row.
+        roots_B: the last committed token, the next tree's node 0.
+        hidden_BD: the target's hidden state that yielded it.
+        memories: what drafters keep of the text between two steps, each under a key of its own.
+        warpers: what the target's logits go through before a token is drawn; None where none is
+            drawn.
+    """
+
+    def __init__(
+        self,
+        rows: list[Row],
+        cache: RowCache,
+        padding: Sequence[int],
+        max_length: int | None = None,
+        *,
+        keeps_fresh: bool = False,
+    ) -> None:
+        self.rows = rows
+        self.cache = cache
+        self.lengths = [row.length for row in rows]
+        self.roots_B: Tensor
+        self.hidden_BD: Tensor
+        self.memories: dict[Any, Any] = {}
+        self.warpers: LogitsProcessorList | None = None
+        self._fresh: list[tuple[Tensor, list[list[int]]]] = []
+        self._fresh_was_read = True
+        self._keeps_fresh = keeps_fresh
+        self.padding = list(padding)
+        # No node beyond the text's last position can be committed, and models that learn their
+        # positions have none there: such nodes are verified at the last one.
+        self._last_position = None if max_length is None else max_length - 1
+        self._buffers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by rows and nodes
+
+    def tree_mask(self, tree: TokenTree) -> TreeMask:
+        """What the tree's nodes see, once they are appended at the common slot."""
+        past, device = max(self.lengths), tree.tokens_BN.device
+        self.cache.set_length(past)
+        capacity = self.cache.fixed_capacity
+        if capacity is None and min(self.lengths) == past and not any(self.padding):
+            return self._mask_in_step(tree, past)
+        # Made on the host: a transfer each, where a device would start a kernel for each operation.
+        padding_B1, lengths_B1 = np.array(self.padding)[:, None], np.array(self.lengths)[:, None]
+        slots_S = np.arange(capacity or past + tree.num_nodes)
+        valid_BS = torch.from_numpy((slots_S >= padding_B1) & (slots_S < lengths_B1)).to(device)
+        visible_BNS = valid_BS[:, None].repeat(1, tree.num_nodes, 1)
+        visible_BNS[:, :, past : past + tree.num_nodes] = tree.ancestors_BNN
+        positions_BN = torch.from_numpy(lengths_B1 - padding_B1).to(device) + tree.depth_BN
+        padding_B = torch.tensor(self.padding, device=device)
+        if self._last_position is not None:
+            positions_BN = positions_BN.minimum((self._last_position - padding_B)[:, None])
+        return TreeMask(visible_BNS, positions_BN, past, padding_B)
+
+    def _mask_in_step(self, tree: TokenTree, past: int) -> TreeMask:
+        """Of unpadded rows of one length."""
+        # One pair of buffers for all steps of a size, the tree's own block at their right edge: a
+        # longer text is a wider slice, and nothing of the past is ever written again.
+        batch, nodes = tree.tokens_BN.shape
+        device = tree.tokens_BN.device
+        known = self._buffers.get((batch, nodes))
+        if known is None or known[0].shape[2] < past + nodes:
+            shape = (batch, nodes, 2 * (past + nodes))
+            known = self._buffers[batch, nodes] = (
+                torch.ones(shape, dtype=torch.bool, device=device),
+                torch.zeros(shape, dtype=self.hidden_BD.dtype, device=device),
+            )
+        visible, bias = known
+        edge = visible.shape[2] - past - nodes
+        if nodes > 1:
+            visible[:, :, -nodes:] = tree.ancestors_BNN
+            bias[:, :, -nodes:] = additive(tree.ancestors_BNN, bias.dtype)
+        bias_BNS = bias[:, :, edge:]
+        if device.type != "cpu":
+            bias_BNS = bias_BNS.clone()  # GPU kernels want an aligned beginning
+        positions_BN = tree.depth_BN + past
+        if self._last_position is not None:
+            positions_BN = positions_BN.clamp_max(self._last_position)
+        return TreeMask(visible[:, :, edge:], positions_BN, past, bias_BNS=bias_BNS)
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Of the tree just verified, keep each row's accepted path (node 0 first)."""
+        self.lengths = self.cache.keep_paths(paths, self.lengths)
+
+    def advance(self, hidden_BND: Tensor, paths: Sequence[Sequence[int]]) -> None:
+        """Take each path's last node as the new state, and let finished rows go; from a cache of
+        fixed shape they go when all are finished."""
+        device = hidden_BND.device
+        # Rows that have ended and stay stand still: what is made of them, nobody reads.
+        nodes_B = [list(path) or [0] for path in paths]
+        if hidden_BND.shape[1] == 1:
+            accepted_BAD = hidden_BND
+        else:
+            # Shorter paths repeat their last node, so that the last column is every row's last.
+            longest = max(map(len, nodes_B))
+            nodes_BA = torch.tensor(
+                [[*nodes, *nodes[-1:] * (longest - len(nodes))] for nodes in nodes_B], device=device
+            )
+            batch_B1 = torch.arange(len(paths), device=device)[:, None]
+            # Taken out at once: kept whole, every tree that is not drafted from would stay in
+            # memory.
+            accepted_BAD = hidden_BND[batch_B1, nodes_BA]
+        # Only a drafter that reads the whole text will ask for what it was not asked to draft from.
+        if self._fresh_was_read or not self._keeps_fresh:
+            self._fresh.clear()
+        self._fresh.append((accepted_BAD, [list(range(len(nodes))) for nodes in nodes_B]))
+        self._fresh_was_read = False
+        self.hidden_BD = accepted_BAD[:, -1].contiguous()
+        self.roots_B = torch.tensor([row.tokens[-1] for row in self.rows], device=device)
+        active = [i for i, row in enumerate(self.rows) if not row.done]
+        if active and self.cache.fixed_capacity is not None:
+            return
+        if active and len(active) < len(self.rows):
+            self.cache.select_batch(active)
+            self._fresh = [
+                (hidden[active], [by_row[i] for i in active]) for hidden, by_row in self._fresh
+            ]
+            self.hidden_BD = self.hidden_BD[active]
+            self.roots_B = self.roots_B[active]
+            self.lengths = [self.lengths[i] for i in active]
+            self.padding = [self.padding[i] for i in active]
+        self.rows = [self.rows[i] for i in active]
+
+    def take_prompt(self, hidden_BTD: Tensor) -> None:
+        """Count the whole prompt as fresh: its hidden states, or those of its end."""
+        if not self.rows:
+            return
+        end = hidden_BTD.shape[1]
+        missing = self.rows[0].length - len(self.rows[0].tokens) - end
+        starts = [max(padding - missing, 0) for padding in self.padding]
+        batch = [row.index for row in self.rows]
+        self._fresh = [(hidden_BTD[batch], [list(range(start, end)) for start in starts])]
+
+    def fresh(self) -> tuple[Tensor, list[list[int]]]:
+        """What was committed since this was last asked: the target's hidden states [B, A, D] of the
+        accepted nodes, and each row's own among them, as many as tokens were committed."""
+        self._fresh_was_read = True
+        if len(self._fresh) > 1:
+            nodes_B: list[list[int]] = [[] for _ in self.rows]
+            offset = 0
+            for hidden_BAD, paths in self._fresh:
+                for nodes, path in zip(nodes_B, paths, strict=True):
+                    nodes += [offset + node for node in path]
+                offset += hidden_BAD.shape[1]
+            self._fresh = [(torch.cat([hidden for hidden, _ in self._fresh], dim=1), nodes_B)]
+        return self._fresh[0]

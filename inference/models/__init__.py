@@ -1,0 +1,1 @@
+"""The public classes: transformers' generate() with drafts."""

@@ -1,0 +1,171 @@
+"""A target with a drafter attached: transformers' `generate()`, several tokens a step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.acceptance import make_rule
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.decoding import decode
+from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.target import TargetModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+
+class AssistedModel:
+    """What every target with a drafter can do; which drafter, the classes below it say.
+
+    Args:
+        target: the causal LM; it is not modified.
+        acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"`, `"log_ratio"`.
+        acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
+        compile: verify through torch.compile: one graph over a cache of fixed size, replayed as a
+            CUDA graph on a GPU. The first text takes the seconds of compiling.
+        compile_backend: of torch.compile.
+
+    Attributes:
+        drafter: proposes the trees; may be exchanged between two calls.
+        last_stats: counts and times of the last call.
+
+    Raises:
+        UnsupportedArchitecture: the target cannot be decoded exactly with drafts.
+    """
+
+    drafter: Drafter
+
+    def __init__(
+        self,
+        target: TargetModel | PreTrainedModel,
+        *,
+        acceptance: str = "lossless",
+        acceptance_settings: Mapping[str, float] | None = None,
+        compile: bool = False,
+        compile_backend: str | Callable[..., Any] = "inductor",
+    ) -> None:
+        self.target = target if isinstance(target, TargetModel) else TargetModel(target)
+        if compile and not isinstance(self.target, CompiledTarget):
+            self.target = CompiledTarget(self.target.model, compile_backend)
+        devices = set((getattr(self.target.model, "hf_device_map", None) or {}).values())
+        if len(devices) > 1:
+            raise UnsupportedArchitecture(
+                f"the target is spread over {sorted(map(str, devices))}, drafts follow one device",
+                "load it on one device, without device_map",
+            )
+        self._lock = Lock()
+        self._chain_only = capability(self.target) == "chain"
+        self.acceptance = acceptance
+        self.acceptance_settings = dict(acceptance_settings or {})
+        make_rule(acceptance, LogitsProcessorList(), False, **self.acceptance_settings)
+        self.last_stats = GenerationStats()
+        self._fresh: Callable[[], Drafter] | None = None  # a drafter that knows of no text yet
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        *,
+        assistant_model: Any = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        """transformers' `generate()`: its arguments, its return types, the same tokens.
+
+        Raises:
+            ValueError: an option that tree decoding cannot honour, by name.
+        """
+        if assistant_model is not None:
+            raise ValueError("drafts come from elsewhere here: leave assistant_model out")
+        model: Any = self.target.model
+        # generate() hands neither streamer nor tokenizer to a custom decoding method: the one is
+        # bound below, the other is needed for stop strings alone.
+        strings = _stop_strings(kwargs, generation_config, model.generation_config)
+        if strings:
+            if tokenizer is None:
+                raise ValueError("stop_strings need the tokenizer: pass tokenizer= as well")
+            stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
+            stopping_criteria.append(StopStringCriteria(tokenizer, strings))
+            if (generation_config or model.generation_config).stop_strings:
+                generation_config = copy.deepcopy(generation_config or model.generation_config)
+                generation_config.stop_strings = None
+        return model.generate(
+            inputs,
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            custom_generate=partial(self.decode, streamer=streamer),
+            **kwargs,
+        )
+
+    def decode(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        """The decoding method for transformers' own door:
+        `target.generate(**inputs, custom_generate=model.decode)`.
+
+        Raises:
+            ValueError: called through another model than this one's target.
+        """
+        if synced_gpus:
+            raise ValueError("tree decoding does not keep sharded processes in step: gather first")
+        if model is not self.target.model:
+            raise ValueError(
+                "this decoder is attached to another model: call generate() on its own target"
+            )
+        # One text at a time: hidden states are read off the target as it runs.
+        with self._lock:
+            self.last_stats = GenerationStats()
+            return decode(
+                self.target,
+                self._drafter_for(input_ids.shape[0]),
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                streamer=streamer,
+                acceptance=self.acceptance,
+                acceptance_settings=self.acceptance_settings,
+                stats=self.last_stats,
+                **model_kwargs,
+            )
+
+    def _drafter_for(self, batch_size: int) -> Drafter:
+        """The drafter of a call with so many rows."""
+        return self.drafter if self._fresh is None else self._fresh()
+
+
+def _stop_strings(
+    kwargs: dict[str, Any], given: GenerationConfig | None, default: GenerationConfig
+) -> str | list[str] | None:
+    if "stop_strings" in kwargs:
+        named: str | list[str] | None = kwargs.pop("stop_strings")
+        return named
+    return (given or default).stop_strings

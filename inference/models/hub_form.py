@@ -1,0 +1,137 @@
+"""The hub form: a checkpoint folder or repository given to transformers' generate() by name.
+
+    model.generate(**inputs, custom_generate="runs/demo/heads", trust_remote_code=True)
+    model.generate(**inputs, custom_generate="user/heads", trust_remote_code=True, revision="main")
+
+transformers imports `custom_generate/generate.py` from there (every checkpoint folder has one) and
+calls what this file defines. The decoding loop is the one behind MedusaModel.generate().
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE
+from medusa_heads.hub.pull import find_checkpoint
+from medusa_heads.inference.models.medusa import MedusaModel
+from medusa_heads.inference.plan.trees import TreeSpec
+from medusa_heads.target.target import TargetModel
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from transformers import PreTrainedModel
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+# Arguments of generate() that say where and how transformers finds the repository.
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+
+
+def generate(
+    model: PreTrainedModel,
+    *,
+    heads: str | os.PathLike[str] | None = None,
+    tree: TreeSpec = "auto",
+    acceptance: str = "lossless",
+    acceptance_settings: Mapping[str, float] | None = None,
+    **arguments: Any,
+) -> GenerateDecoderOnlyOutput | Tensor:
+    """What transformers calls for `model.generate(custom_generate=FOLDER_OR_REPOSITORY)`.
+
+    Args:
+        model: the model whose generate() was called.
+        heads: folder or repository of the heads; by default the one given as `custom_generate`.
+        tree, acceptance, acceptance_settings: see MedusaModel.
+        arguments: of generate() as the user gave them; `revision`, `token` and their like apply to
+            the repository.
+
+    Raises:
+        ValueError: heads missing, damaged or another model's, or an option tree decoding cannot
+            honour.
+    """
+    name = heads if heads is not None else _asked_for(model)
+    where = {key: arguments.pop(key) for key in _HUB_OPTIONS if key in arguments}
+    medusa = attached(
+        model,
+        find_checkpoint(name, **where),
+        tree=tree,
+        acceptance=acceptance,
+        acceptance_settings=acceptance_settings,
+    )
+    return medusa.generate(**arguments)
+
+
+def attached(
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    *,
+    tree: TreeSpec = "auto",
+    acceptance: str = "lossless",
+    acceptance_settings: Mapping[str, float] | None = None,
+) -> MedusaModel:
+    """The model with a folder's heads; attached once, and kept as long as the model lives.
+
+    Its `last_stats` tells of the latest call through the hub form. Heads that were trained anew in
+    the same folder, or a model moved to another device or dtype, are attached anew.
+
+    Raises:
+        ValueError: heads missing, damaged or another model's.
+    """
+    sidecar = Path(folder).resolve() / SIDECAR_FILE
+    written = sidecar.stat().st_mtime_ns if sidecar.is_file() else 0
+    options: dict[str, Any] = {
+        "tree": tree,
+        "acceptance": acceptance,
+        "acceptance_settings": acceptance_settings,
+    }
+    state = (written, options, model.device, model.dtype)
+    kept = _attachments.setdefault(model, {})
+    if str(sidecar) not in kept or kept[str(sidecar)][0] != state:
+        # Fresh heads draw numbers before their weights are loaded: not from the user's seed.
+        with torch.random.fork_rng(devices=[]):
+            medusa = MedusaModel.from_pretrained(folder, target=_HeldWeakly(model), **options)
+        kept[str(sidecar)] = (state, medusa)
+    return kept[str(sidecar)][1]
+
+
+class _HeldWeakly(TargetModel):
+    """A target that does not keep its model alive, as what is kept by model must not."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        model = self._model()
+        assert model is not None, "the model is gone"
+        return model
+
+    @model.setter
+    def model(self, model: PreTrainedModel) -> None:
+        self._model = weakref.ref(model)
+
+
+_attachments: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, MedusaModel]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _asked_for(model: PreTrainedModel) -> str:
+    """What the user gave as `custom_generate`. transformers keeps it from the function it loads,
+    and imports a copy of the file, so it is read off the generate() that is calling us."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model:
+            given = frame.f_locals.get("custom_generate")
+            if isinstance(given, str):
+                return given
+        frame = frame.f_back
+    raise ValueError(
+        "expected to be called by transformers' generate(custom_generate=FOLDER_OR_REPOSITORY): "
+        "where the call comes another way, name the heads with heads="
+    )

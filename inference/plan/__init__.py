@@ -1,0 +1,1 @@
+"""The user's words, made into drafters."""

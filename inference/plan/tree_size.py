@@ -1,0 +1,105 @@
+"""How large a fixed tree pays on this machine: expected tokens a step over a step's measured time.
+
+A tree of n nodes commits E(n) tokens a step, known from the heads' statistics, and a step takes
+t(n) seconds, measured here on the very target, dtype and device, once, and kept on disk. The tree
+that maximises E(n) / t(n) decodes fastest; on a GPU that may be 64 nodes, on two CPU cores eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from medusa_heads.heads import DraftHeads
+from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, SIZES, room, step_seconds
+from medusa_heads.inference.plan.trees import make_drafter
+from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.statistics import HeadStatistics
+
+_MOST_NODES = 1024
+_AS_FAST = 0.98  # closer than this, measured times do not tell two trees apart
+
+
+@dataclass(frozen=True)
+class TreeSize:
+    """One size of tree on this machine.
+
+    Attributes:
+        tree: in the words of trees.py.
+        step_seconds: measured time of a step.
+        tokens_per_step: expected at a random position.
+        drafting_seconds: of the step's, those of the draft.
+    """
+
+    tree: str
+    step_seconds: float
+    tokens_per_step: float
+    drafting_seconds: float = 0.0
+
+    @property
+    def nodes(self) -> int:
+        """Drafted nodes."""
+        return int(self.tree.partition(":")[2] or 0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """What the size is chosen by."""
+        return self.tokens_per_step / self.step_seconds
+
+
+def best_tree(target: TargetModel, heads: DraftHeads, statistics: HeadStatistics) -> str:
+    """The tree that this machine decodes fastest with, in the words of trees.py."""
+    return fastest(tune(target, heads, statistics)).tree
+
+
+def fastest(sizes: Sequence[TreeSize]) -> TreeSize:
+    """Of measured trees the one to draft: the smallest among the fastest."""
+    best = max(size.tokens_per_second for size in sizes)
+    as_fast = (size for size in sizes if size.tokens_per_second >= _AS_FAST * best)
+    return min(as_fast, key=lambda size: size.nodes)
+
+
+def tune(
+    target: TargetModel,
+    heads: DraftHeads,
+    statistics: HeadStatistics,
+    *,
+    context: int = DEFAULT_CONTEXT,
+    batch_size: int = 1,
+    refresh: bool = False,
+) -> list[TreeSize]:
+    """Every tree worth considering, with its measured step time.
+
+    Args:
+        target: the target.
+        heads: attached to it.
+        statistics: measured ranks of the heads.
+        context: tokens in the cache while measuring.
+        batch_size: sequences decoded together.
+        refresh: measure even if an earlier measurement is on disk.
+
+    Raises:
+        ValueError: the context does not fit the target.
+    """
+    expected = expected_tokens(statistics)
+    # More nodes than this in all rows together pay on no machine, and take long to measure.
+    most = min(max(_MOST_NODES // batch_size, 1), room(target))
+    expected = {
+        tree: tokens for tree, tokens in expected.items() if int(tree.partition(":")[2] or 0) < most
+    }
+    drafters = {tree: make_drafter(tree, heads, statistics) for tree in expected}
+    kind = heads.config.to_dict() | {"preview": heads.previews is not None}
+    seconds = step_seconds(target, drafters, kind, context, batch_size, refresh=refresh)
+    return [
+        TreeSize(tree, seconds[tree].step, tokens, seconds[tree].drafting)
+        for tree, tokens in expected.items()
+    ]
+
+
+def expected_tokens(statistics: HeadStatistics) -> dict[str, float]:
+    """Expected tokens a step of each tree considered."""
+    largest = len(statistics.paths)
+    static = {f"static:{n}": statistics.expected_tokens_per_step(n) for n in SIZES if n <= largest}
+    dynamic = {f"dynamic:{n}": e for n, e in statistics.dynamic_tokens_per_step.items()}
+    # Drafting nothing is a choice too: on some machines every tree costs more than it brings.
+    return {"none": 1.0} | static | dynamic

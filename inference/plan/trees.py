@@ -1,0 +1,133 @@
+"""Which tree to draft: the user's words for it, made into a drafter.
+
+16, static:16   the best static tree of 16 drafted nodes, from the heads' measured ranks
+dynamic:16      16 drafted nodes, shaped anew at every step
+none            no drafts: plain decoding, one token a step
+chain, chain:3  each head's best token, in a row
+cartesian:3,2,1 every combination of 3, 2 and 1 candidates of the first heads
+FILE.json       a list of rank paths, as FasterDecoding's medusa_choices
+suffix:10       no heads: up to 10 tokens that followed where the text last ended as it does now
+auto, 16+suffix heads and text together, see adaptive.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from medusa_heads.files import replace_file
+from medusa_heads.heads import DraftHeads, HydraHeads
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.blended import text_drafter
+from medusa_heads.inference.drafters.dynamic import DynamicDrafter
+from medusa_heads.inference.drafters.hydra import HydraDrafter
+from medusa_heads.inference.drafters.medusa import MedusaDrafter
+from medusa_heads.inference.lookup.corpus_index import CorpusIndex
+from medusa_heads.trees.statistics import HeadStatistics
+from medusa_heads.trees.tree import TreeShape, cartesian_choices
+
+SUFFIX_TOKENS = 10  # as many as transformers' prompt lookup drafts
+Choices = Sequence[Sequence[int]]
+TreeSpec = int | str | Choices
+
+
+def make_drafter(
+    tree: TreeSpec,
+    heads: DraftHeads,
+    statistics: HeadStatistics | None,
+    *,
+    chain_only: bool = False,
+    with_log_probs: bool = False,
+    corpus: CorpusIndex | None = None,
+) -> Drafter:
+    """The drafter that `tree` asks for; every form but those of adaptive.py.
+
+    Args:
+        tree: see the head of this file; choices may also be given as a list.
+        heads: attached to their target.
+        statistics: measured ranks and temperatures of the heads.
+        chain_only: the target verifies chains alone; of any tree its best chain is taken.
+        with_log_probs: the acceptance rule compares with draft probabilities.
+        corpus: continued by `suffix` where it promises more than the text itself; None for none.
+
+    Raises:
+        ValueError: an unknown form, or a tree that does not fit the heads.
+    """
+    temperatures = statistics.temperatures if statistics else None
+    words = str(tree) if isinstance(tree, int | str) else ""
+    # A path may hold a colon too.
+    kind, _, argument = (words, "", "") if words.endswith(".json") else words.partition(":")
+    if kind == "dynamic" and not chain_only:
+        nodes = _count(tree, argument)
+        return DynamicDrafter(heads, nodes, temperatures=temperatures)
+    if kind == "suffix":
+        most = _count(tree, argument) if argument else SUFFIX_TOKENS
+        return text_drafter(most, corpus)
+    shape = TreeShape.from_choices(_choices(tree, kind, argument, heads, statistics))
+    if chain_only:
+        shape = shape.chain()
+    if isinstance(heads, HydraHeads):
+        return HydraDrafter(heads, shape, temperatures=temperatures, with_log_probs=with_log_probs)
+    return MedusaDrafter(heads, shape, temperatures=temperatures, with_log_probs=with_log_probs)
+
+
+def read_choices(path: str | os.PathLike[str]) -> list[list[int]]:
+    """Rank paths from a JSON file: a list of lists, FasterDecoding's medusa_choices.
+
+    Raises:
+        ValueError: not such a file.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"expected a JSON list of rank paths at {str(path)!r}: {error}") from error
+    if not isinstance(content, list) or not all(
+        isinstance(choice, list) and all(type(rank) is int for rank in choice) for choice in content
+    ):
+        raise ValueError(f"{path} must hold a list of lists of ranks, such as [[0], [0, 1]]")
+    return content
+
+
+def write_choices(path: str | os.PathLike[str], choices: Choices) -> None:
+    """Write rank paths as FasterDecoding reads them; beside the place first, then renamed."""
+    replace_file(path, json.dumps([list(choice) for choice in choices]) + "\n")
+
+
+def _choices(
+    tree: TreeSpec, kind: str, argument: str, heads: DraftHeads, statistics: HeadStatistics | None
+) -> Choices:
+    depth = heads.config.num_heads
+    if not isinstance(tree, int | str):
+        return tree
+    if isinstance(tree, int) or kind.isdigit():
+        return _best_static(_count(tree, kind), depth, statistics)
+    if kind in ("static", "dynamic"):
+        return _best_static(_count(tree, argument), depth, statistics)
+    if kind == "none":
+        return []
+    if kind == "chain":
+        return cartesian_choices([1] * (_count(tree, argument) if argument else depth))
+    if kind == "cartesian":
+        return cartesian_choices([_count(tree, part) for part in argument.split(",")])
+    if kind.endswith(".json"):
+        return read_choices(str(tree))
+    raise ValueError(
+        "tree must be auto, none, a number of nodes, static:N, dynamic:N, chain, cartesian:A,B,.., "
+        f"a FILE.json, one of them +suffix, or suffix, got {tree!r}"
+    )
+
+
+def _best_static(nodes: int, depth: int, statistics: HeadStatistics | None) -> Choices:
+    if statistics is not None:
+        return statistics.choices(nodes)
+    # Unmeasured heads: their best guesses in a row, then the first head's next best ones.
+    chain = cartesian_choices([1] * depth)[:nodes]
+    return chain + [(rank,) for rank in range(1, nodes - len(chain) + 1)]
+
+
+def _count(tree: TreeSpec, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"a tree has at least 1 drafted node or candidate, got {tree!r}")
+    return int(text)

@@ -1,0 +1,154 @@
+"""A draft model on disk: an ordinary transformers folder, and beside it a file that says whose
+drafts it makes.
+
+config.json, model.safetensors, tokenizer files   what transformers reads, and writes
+draft_model.json                                  target fingerprint, measured figures, provenance
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from medusa_heads.contents import DRAFT_FILE
+from medusa_heads.files import read_json, replace_file
+from medusa_heads.masking import masked
+from medusa_heads.target.loading import load_tokenizer
+from medusa_heads.target.target import TargetModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+FORMAT_VERSION = 1
+
+
+def save_draft(
+    folder: str | os.PathLike[str],
+    draft: PreTrainedModel,
+    target: TargetModel,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    measured: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a draft model, beside its place first and then renamed, file by file.
+
+    Weights are stored in the target's dtype.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    sidecar = {
+        "format_version": FORMAT_VERSION,
+        "target": {
+            "name_or_path": target.name_or_path,
+            "revision": target.revision,
+            **target.fingerprint(),
+        },
+        "measured": dict(measured or {}),
+        "provenance": masked(provenance or {}),
+    }
+    stored: Any = copy.deepcopy(draft).to(target.dtype)  # type: ignore[arg-type]
+    staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+    try:
+        stored.save_pretrained(staging)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        for file in sorted(staging.iterdir()):
+            os.replace(file, folder / file.name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    # Last: a folder with this file is whole.
+    replace_file(folder / DRAFT_FILE, json.dumps(sidecar, indent=2) + "\n")
+    return folder
+
+
+def read_draft_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `save_draft` wrote beside the model.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    path = Path(folder) / DRAFT_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"the draft model {str(folder)!r} does not name its target (it has no {DRAFT_FILE}): "
+            "pass target= (--target)"
+        )
+    sidecar = read_json(path)
+    if sidecar.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {sidecar.get('format_version')!r}, this package reads "
+            f"{FORMAT_VERSION}: upgrade medusa-heads"
+        )
+    for part in ("target", "measured", "provenance"):
+        if not isinstance(sidecar.get(part), dict):
+            raise ValueError(f"{path} has no {part!r} part: it is damaged")
+    return sidecar
+
+
+def load_draft(
+    name_or_path: str | os.PathLike[str],
+    target: TargetModel,
+    *,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> TargetModel:
+    """Load a causal LM that is to draft for the target, on its device.
+
+    Args:
+        name_or_path: hub id or folder.
+        target: in memory.
+        dtype: of the weights; by default the target's.
+        trust_remote_code: run the code that comes with the draft model.
+
+    Raises:
+        ValueError: nothing loadable, or its tokens are not the target's.
+    """
+    draft = TargetModel.from_pretrained(
+        str(name_or_path),
+        dtype=dtype or target.dtype,
+        device=target.device,
+        trust_remote_code=trust_remote_code,
+    )
+    check_vocabulary(draft, target)
+    return draft
+
+
+def check_vocabulary(draft: TargetModel, target: TargetModel) -> None:
+    """The draft model's token ids must be the target's. Vocabulary matrices may be padded to
+    different sizes (as those of Qwen2.5 are) if the tokenizers are known and equal.
+
+    Raises:
+        ValueError: they are not.
+    """
+    own, others = _vocabulary(draft.name_or_path), _vocabulary(target.name_or_path)
+    if own is not None and others is not None:
+        if own != others:
+            raise ValueError(
+                f"the draft model {draft.name_or_path!r} has another vocabulary ({len(own)} "
+                f"tokens) than the target {target.name_or_path!r} ({len(others)} tokens): give "
+                "one with the target's tokenizer"
+            )
+    elif draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the draft model has a vocabulary of {draft.vocab_size} tokens, the target one of "
+            f"{target.vocab_size}: give one with the target's tokenizer"
+        )
+
+
+def _vocabulary(name_or_path: str) -> dict[str, int] | None:
+    """Token ids of the tokenizer beside a model; None where there is none."""
+    if not name_or_path:
+        return None
+    try:
+        return load_tokenizer(name_or_path).get_vocab()
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,1 @@
+"""The verbs of `medusa-heads`, one file each."""

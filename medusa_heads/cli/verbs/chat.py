@@ -1,0 +1,259 @@
+"""`medusa-heads chat CHECKPOINT`: a conversation with a target that drafts."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from medusa_heads.cli.decoding import (
+    DecodingArguments,
+    ModelArguments,
+    check_encodable,
+    decoder_options,
+    describe,
+    generation_options,
+    warn_if_lossy,
+)
+from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
+from medusa_heads.cli.flags.arguments import coerce, parse_arguments, run_command
+from medusa_heads.cli.settled import tell_choices
+
+if TYPE_CHECKING:
+    from medusa_heads.cli.conversation import Conversation
+    from medusa_heads.inference.models.assisted import AssistedModel
+
+HELP = """\
+/stats             counts and times of the last answer
+/reset             forget the conversation
+/save FILE         write the conversation as JSON
+/set NAME VALUE    change a setting, such as temperature 0.7 (none: as if not given)
+/set               list the settings
+/help              this list
+/quit              leave, as does Ctrl-D; Ctrl-C stops an answer"""
+
+
+@dataclass
+class ChatArguments(DecodingArguments):
+    """Whom to talk to."""
+
+    system: str | None = field(default=None, metadata={"help": "System message."})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+
+    def work() -> None:
+        (arguments,) = parse_arguments(
+            (ChatArguments,),
+            argv,
+            prog="medusa-heads chat",
+            description=f"{__doc__}\n\n{HELP}",
+            positional="checkpoint",
+        )
+        chat(arguments)
+
+    return run_command(work)
+
+
+def chat(arguments: ChatArguments) -> None:
+    """Read lines and answer them until the input ends.
+
+    Raises:
+        ValueError: checkpoint, target or an option is unusable.
+    """
+    from medusa_heads.cli.conversation import Conversation
+
+    model, tokenizer = load_drafting_model(arguments)
+    generation_options(arguments, tokenizer)  # refuses before the first line is typed
+    tell_choices()
+    warn_if_lossy(model)
+    session = Session(arguments, tokenizer, Conversation(model, tokenizer, arguments.system))
+    terminal = sys.stdin.isatty()
+    if terminal:
+        _start_history()
+        say(f"Talking to {model.target.name_or_path}. /help lists the commands, Ctrl-D leaves.")
+    if not session.conversation.has_template:
+        say("The target has no chat template: it continues the text, line after line.")
+    while not session.done:
+        try:
+            line = input("> " if terminal else "")
+        except EOFError:
+            if terminal:
+                say("")
+            break
+        except KeyboardInterrupt:  # at the prompt: begin the line anew
+            say("")
+            continue
+        try:
+            session.take(line)
+        except (ValueError, OSError) as error:
+            say("error: " + " ".join(str(error).split()))
+
+
+class Session:
+    """The commands and settings around a conversation."""
+
+    def __init__(
+        self, arguments: ChatArguments, tokenizer: Any, conversation: Conversation
+    ) -> None:
+        self.arguments = arguments
+        self.conversation = conversation
+        self.done = False
+        self._tokenizer = tokenizer
+        self._turns = 0
+
+    def take(self, line: str) -> None:
+        """Answer a line, or follow it if it is a command.
+
+        Raises:
+            ValueError: an unknown command, a setting or an option that cannot be.
+            OSError: the conversation cannot be saved there.
+        """
+        if not line.strip():
+            return
+        if not line.startswith("/"):
+            self._answer(line)
+            return
+        command, _, rest = line.strip().partition(" ")
+        actions = {
+            "/stats": self._show_stats,
+            "/reset": self.conversation.reset,
+            "/help": lambda: say(HELP),
+            "/quit": self._quit,
+        }
+        if command == "/save":
+            if not rest:
+                raise ValueError("/save needs the name of a file")
+            self.conversation.save(rest.strip())
+            say(f"Written: {rest.strip()}")
+        elif command == "/set":
+            self._set(*rest.split(maxsplit=1))
+        elif command in actions:
+            actions[command]()
+        else:
+            raise ValueError(f"unknown command {command}; /help lists them")
+
+    def _answer(self, text: str) -> None:
+        check_encodable(text)
+        import torch
+
+        from medusa_heads.cli.streaming import StepStreamer
+
+        streamer = StepStreamer(
+            self._tokenizer,
+            skip_prompt=True,
+            group=self.arguments.group,
+            skip_special_tokens=True,
+        )
+        # A turn of its own seed can be had again, whatever was drawn before it.
+        torch.manual_seed(self.arguments.seed + self._turns)
+        options = generation_options(self.arguments, self._tokenizer)
+        if not self.conversation.ask(text, streamer, options):
+            streamer.end()
+            say("(stopped)")
+        self._turns += 1
+        if self.arguments.stats:
+            self._show_stats()
+
+    def _show_stats(self) -> None:
+        if not self._turns:
+            raise ValueError("nothing has been answered yet")
+        conversation = self.conversation
+        stats = conversation.model.last_stats
+        if stats.total_seconds:  # an answer that was stopped has no total
+            say(describe(stats))
+            if drafts := describe_drafts(conversation.model, self.arguments.draft_model):
+                say(drafts)
+        say(
+            f"prompt: {conversation.prompt_tokens} tokens, {conversation.cached_tokens} of them "
+            "in the cache already"
+        )
+
+    def _set(self, name: str = "", value: str = "") -> None:
+        fixed = {"system", "compile", "draft_model"}
+        fixed |= {known.name for known in fields(ModelArguments)}
+        hints = {
+            key: hint for key, hint in get_type_hints(ChatArguments).items() if key not in fixed
+        }
+        if not name:
+            say("\n".join(f"{key} {getattr(self.arguments, key)}" for key in hints))
+            return
+        name = name.replace("-", "_")
+        if name not in hints:
+            close = difflib.get_close_matches(name, hints, n=1)
+            raise ValueError(
+                f"unknown setting {name!r}; "
+                + (f"did you mean {close[0]!r}?" if close else "/set lists them")
+            )
+        changed = replace(self.arguments, **{name: read_value(value, hints[name], name)})
+        generation_options(changed, self._tokenizer)  # refuses at once, not in the next answer
+        if decoder_options(changed) != decoder_options(self.arguments):
+            self.conversation.model = self._rebuilt(decoder_options(changed))
+            warn_if_lossy(self.conversation.model)
+        self.arguments = changed
+
+    def _rebuilt(self, options: dict[str, Any]) -> AssistedModel:
+        """The same target, with what drafts for it made anew."""
+        from medusa_heads.inference.lookup.corpus_files import find_corpus
+        from medusa_heads.inference.models.drafted import DraftedModel
+        from medusa_heads.inference.models.medusa import MedusaModel
+        from medusa_heads.inference.models.training_free import TrainingFreeModel
+
+        model = self.conversation.model
+        kinds = {
+            MedusaModel: "heads draft",
+            DraftedModel: "a draft model drafts",
+            TrainingFreeModel: "a drafter drafts",
+        }
+        if isinstance(model, TrainingFreeModel) == ("tree" in options):
+            raise ValueError(f"{kinds[type(model)]} in this chat: begin another one to change that")
+        if isinstance(model, DraftedModel):
+            if "corpus" in options:
+                raise ValueError("a corpus is of heads or a drafter, and here a model drafts")
+            if options.pop("deterministic"):
+                raise ValueError("deterministic is of heads or a drafter, and here a model drafts")
+            return DraftedModel(model.target, model.drafts, **options)
+        trusted = self.arguments.trust_remote_code
+        corpus = find_corpus(options.get("corpus"), model.target, trust_remote_code=trusted)
+        options = options | {"corpus": corpus}
+        if isinstance(model, MedusaModel):
+            return MedusaModel(model.target, model.heads, statistics=model.statistics, **options)
+        return TrainingFreeModel(model.target, **options)
+
+    def _quit(self) -> None:
+        self.done = True
+
+
+def read_value(text: str, hint: Any, name: str) -> Any:
+    """What was typed, as a value of the setting's type.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    import yaml
+
+    try:
+        value = None if text.lower() == "none" else yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    if hint == list[str] and not isinstance(value, list):
+        value = [] if value is None else [text]
+    if hint is str or not isinstance(value, int | float | list | None):
+        value = text
+    return coerce(value, hint, name)
+
+
+def say(text: str) -> None:
+    """What the program itself has to tell goes to standard error, apart from the answers."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _start_history() -> None:
+    """Arrow keys and history at the prompt, where Python has them."""
+    try:
+        import readline  # noqa: F401
+    except ImportError:
+        return

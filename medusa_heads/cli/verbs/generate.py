@@ -1,0 +1,87 @@
+"""`medusa-heads generate CHECKPOINT --prompt TEXT`: text from a target that drafts, streamed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from medusa_heads.cli.decoding import (
+    NOT_UTF8,
+    DecodingArguments,
+    check_encodable,
+    describe,
+    generation_options,
+    warn_if_lossy,
+)
+from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.settled import tell_choices
+
+
+@dataclass
+class GenerateArguments(DecodingArguments):
+    """What to generate."""
+
+    prompt: str | None = field(
+        default=None, metadata={"help": "Text to continue. Default: standard input."}
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+
+    def work() -> None:
+        (arguments,) = parse_arguments(
+            (GenerateArguments,),
+            argv,
+            prog="medusa-heads generate",
+            description=__doc__ or "",
+            positional="checkpoint",
+        )
+        generate(arguments)
+
+    return run_command(work)
+
+
+def generate(arguments: GenerateArguments) -> None:
+    """Stream the continuation to standard output, the statistics to standard error."""
+    prompt = _from_standard_input() if arguments.prompt is None else arguments.prompt
+    if not prompt:
+        raise ValueError("the prompt is empty: give --prompt TEXT, or text on standard input")
+    check_encodable(prompt)
+    import torch
+
+    from medusa_heads.cli.streaming import StepStreamer
+
+    model, tokenizer = load_drafting_model(arguments)
+    options = generation_options(arguments, tokenizer)
+    warn_if_lossy(model)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    length, limit = inputs["input_ids"].shape[1], model.target.max_positions
+    if limit is not None and length + arguments.max_new_tokens > limit:
+        raise ValueError(
+            f"{length} tokens of prompt and {arguments.max_new_tokens} new ones do not fit the "
+            f"target's context of {limit}: shorten the prompt, or lower --max_new_tokens"
+        )
+    torch.manual_seed(arguments.seed)
+    model.generate(
+        **inputs.to(model.target.device),
+        streamer=StepStreamer(tokenizer, group=arguments.group),
+        **options,
+    )
+    tell_choices()  # here, because generate() has mistakes of its own to refuse
+    if arguments.stats:
+        print(describe(model.last_stats), file=sys.stderr)
+        if drafts := describe_drafts(model, arguments.draft_model):
+            print(drafts, file=sys.stderr)
+
+
+def _from_standard_input() -> str:
+    """What stands there, without a mark of the byte order; how a system ends its lines is no part
+    of the text."""
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{NOT_UTF8} ({error})") from error
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")

@@ -1,0 +1,135 @@
+"""`medusa-heads tune CHECKPOINT`: which tree this machine decodes fastest with, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.settled import tell_choices
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from medusa_heads.inference.plan.tree_size import TreeSize
+
+
+@dataclass
+class TuneArguments(ModelArguments):
+    """What to measure."""
+
+    context: list[int] = field(
+        default_factory=list,
+        metadata={"help": "Tokens in the cache while measuring. Several give a table each."},
+    )
+    batch_size: int = field(default=1, metadata={"help": "Sequences decoded together."})
+    refresh: bool = field(
+        default=False, metadata={"help": "Measure anew, whatever was measured earlier."}
+    )
+    write: str | None = field(
+        default=None,
+        metadata={
+            "help": "Write the best static tree to this .json file, as a list of medusa_choices."
+        },
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+
+    def work() -> None:
+        (arguments,) = parse_arguments(
+            (TuneArguments,),
+            argv,
+            prog="medusa-heads tune",
+            description=__doc__ or "",
+            positional="checkpoint",
+        )
+        tune(arguments)
+
+    return run_command(work)
+
+
+def tune(arguments: TuneArguments) -> None:
+    """Measure, or read what was measured earlier, and show every tree considered.
+
+    Raises:
+        ValueError: checkpoint, target or a setting is unusable.
+    """
+    if any(context < 1 for context in arguments.context) or arguments.batch_size < 1:
+        raise ValueError("expected a context and a batch size of at least 1")
+    if arguments.write is not None and len(arguments.context) > 1:
+        raise ValueError("--write takes the tree of one context: give one --context")
+    if arguments.write is not None and not Path(arguments.write).parent.is_dir():
+        raise ValueError(f"expected a folder at {str(Path(arguments.write).parent)!r}, found none")
+    from rich.console import Console
+
+    # "chain": attaching must not measure already.
+    model, _ = load_model(arguments, tree="chain")
+    if model.statistics is None:
+        raise ValueError(
+            f"the heads in {arguments.checkpoint!r} carry no statistics, which say what a tree is "
+            "worth: measure them with medusa-heads calibrate"
+        )
+    from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, SIZES
+    from medusa_heads.inference.plan import tree_size
+    from medusa_heads.inference.plan.trees import write_choices
+    from medusa_heads.machine.measurements import measurement_folder
+
+    limit = model.target.max_positions
+    most = None if limit is None else limit - max(SIZES)
+    if most is not None and (beyond := [n for n in arguments.context if n > most]):
+        raise ValueError(
+            f"a context of {beyond[0]} and a tree do not fit the target's {limit} positions: "
+            f"{most} at most"
+        )
+    tell_choices()
+    console = Console()
+    for context in arguments.context or [min(DEFAULT_CONTEXT, most or 1 << 30)]:
+        with console.status(f"measuring at a context of {context}"):
+            sizes = tree_size.tune(
+                model.target,
+                model.drafting,
+                model.statistics,
+                context=context,
+                batch_size=arguments.batch_size,
+                refresh=arguments.refresh,
+            )
+        dtype = str(model.target.dtype).removeprefix("torch.")
+        batch = f", batch of {arguments.batch_size}" if arguments.batch_size > 1 else ""
+        title = f"{dtype}, {context} tokens of context{batch}"
+        console.print(make_table(sizes, title))
+    kept = measurement_folder()
+    console.print(f"Measurements are kept in {kept}", soft_wrap=True, highlight=False)
+    if arguments.write is not None:
+        static = [size for size in sizes if size.tree.startswith("static:")]
+        best = max(static, key=lambda size: size.tokens_per_second)
+        nodes = int(best.tree.partition(":")[2])
+        write_choices(arguments.write, model.statistics.choices(nodes))
+        console.print(f"{best.tree} written to {arguments.write}", soft_wrap=True, highlight=False)
+
+
+def make_table(sizes: Sequence[TreeSize], title: str) -> Table:
+    """Every tree in the order given; the fastest is marked."""
+    from rich.table import Table
+
+    from medusa_heads.inference.plan.tree_size import fastest
+
+    table = Table(title=title)
+    table.add_column("tree", no_wrap=True)
+    for column in ("step ms", "tokens per step", "tokens/s", ""):
+        table.add_column(column, justify="right")
+    chosen = fastest(sizes)
+    for size in sizes:
+        table.add_row(
+            size.tree,
+            f"{1e3 * size.step_seconds:.2f}",
+            f"{size.tokens_per_step:.2f}",
+            f"{size.tokens_per_second:.1f}",
+            "<- fastest" if size is chosen else "",
+            style="bold" if size is chosen else "",
+        )
+    return table

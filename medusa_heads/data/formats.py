@@ -1,0 +1,236 @@
+"""The forms in which a corpus holds its text, recognised by their columns.
+
+Whatever the form, a row becomes one of four things: a `Document`, a `Completion` of a prompt, a
+`Conversation`, or `Tokens` that are ready.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_heads.data.bad_rows import BadRow
+
+CONTEXT_COLUMN = "_context"
+"""Of a table of conversations: how many messages at the start are not learnt from."""
+
+DOCUMENT_COLUMN = "document"
+"""Of a table of tokens: which rows are parts of one document, and are held out together."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of a `messages` column, as chat templates know them."""
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    **{role: role for role in ROLES},
+}
+_LARGEST_TOKEN = 2**31 - 1  # tables of tokens have 32 bits for each
+# Without these a message says nothing; a tool may answer with nothing, a system may be left empty.
+_SPEAKERS = ("user", "assistant")
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain text: every token is learnt."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt, and the text after it that is learnt."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for a chat template; what the assistant says after the first `context` of them is
+    learnt."""
+
+    messages: list[dict[str, Any]]
+    context: int = 0
+    tools: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids, labels of the same length, and the document they are a part of, where it has a
+    number or a name."""
+
+    input_ids: list[int]
+    labels: list[int]
+    document: int | str | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """One form: what it holds, and the columns it is read from."""
+
+    name: str
+    columns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " + ".join(self.columns)
+
+    def read(self, row: Mapping[str, Any]) -> Document | Completion | Conversation | Tokens:
+        """What a row says.
+
+        Raises:
+            BadRow: a column is missing, empty or of another type, or a role is unknown.
+        """
+        for column in self.columns:
+            if row.get(column) is None:
+                raise BadRow(f"no {column!r}")
+        if self.name == "tokens":
+            ids, labels = (_token_ids(row[column], column) for column in self.columns)
+            return Tokens(ids, labels, row.get(DOCUMENT_COLUMN))
+        if self.name == "prompt/completion":
+            return _completion(row)
+        if self.name == "text":
+            return Document(_text(row[self.columns[0]], self.columns[0]))
+        messages = _messages(row[self.columns[0]], self.columns[0])
+        tools = row.get("tools") or None
+        return Conversation(
+            messages,
+            context=row.get(CONTEXT_COLUMN) or 0,
+            tools=None if tools is None else _list(tools, "tools"),
+        )
+
+
+FORMATS = (
+    Format("tokens", ("input_ids", "labels")),
+    Format("messages", ("messages",)),
+    Format("messages", ("conversations",)),
+    Format("prompt/completion", ("prompt", "completion")),
+    Format("text", ("text",)),
+)
+
+
+def recognise(columns: Collection[str], text_column: str | None = None) -> Format:
+    """The format of a corpus with these columns; of several, the one that says most.
+
+    Raises:
+        ValueError: none of the formats.
+    """
+    if text_column is not None:
+        if text_column not in columns:
+            raise ValueError(
+                f"expected a column {text_column!r} (text_column), got {sorted(columns)}"
+            )
+        return Format("text", (text_column,))
+    for known in FORMATS:
+        if set(known.columns) <= set(columns):
+            return known
+    raise ValueError(
+        "expected a corpus with a column 'messages', 'conversations' or 'text', or with 'prompt' "
+        f"and 'completion', or with 'input_ids' and 'labels', got {sorted(columns)}: rename a "
+        "column, or name the one that holds plain text with text_column"
+    )
+
+
+def plain_columns(content: Document | Completion | Conversation | Tokens) -> dict[str, Any]:
+    """The same as columns whose types are equal in every row, as tables need it."""
+    if isinstance(content, Document):
+        return {"text": content.text}
+    if isinstance(content, Completion):
+        return {"prompt": content.prompt, "completion": content.completion}
+    if isinstance(content, Tokens):
+        plain = {"input_ids": content.input_ids, "labels": content.labels}
+        if content.document is None:
+            return plain
+        return plain | {DOCUMENT_COLUMN: str(content.document)}
+    return {
+        "messages": json.dumps(content.messages, ensure_ascii=False),
+        CONTEXT_COLUMN: content.context,
+        "tools": json.dumps(content.tools, ensure_ascii=False) if content.tools else None,
+    }
+
+
+def _completion(row: Mapping[str, Any]) -> Completion | Conversation:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Completion(prompt, _text(completion, "completion"))
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise BadRow("'prompt' and 'completion' are of two kinds, a text and a list of messages")
+    context = _messages(prompt, "prompt")
+    tools = row.get("tools") or None
+    return Conversation(
+        context + _messages(completion, "completion"),
+        context=len(context),
+        tools=None if tools is None else _list(tools, "tools"),
+    )
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise BadRow(f"{column!r} is of type {type(value).__name__}, expected a text")
+    if not value.strip():
+        raise BadRow(f"{column!r} is empty")
+    return value
+
+
+def _token_ids(value: Any, column: str) -> list[int]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise BadRow(f"{column!r} is of type {type(value).__name__}, expected a list of integers")
+    if any(not isinstance(token, int) or isinstance(token, bool) for token in value):
+        raise BadRow(f"{column!r} holds something else than integers")
+    if not value:
+        raise BadRow(f"{column!r} is empty")
+    for token in value:
+        if abs(token) > _LARGEST_TOKEN:
+            raise BadRow(f"{column!r} holds {token}, which no vocabulary reaches")
+    return list(value)
+
+
+def _list(value: Any, column: str) -> list[Any]:
+    """A list, or a text that is one in JSON (tables cannot hold lists of mixed things)."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise BadRow(f"{column!r} is a text and not a list in JSON") from error
+    if not isinstance(value, list):
+        raise BadRow(f"{column!r} is of type {type(value).__name__}, expected a list")
+    return value
+
+
+def _messages(value: Any, column: str) -> list[dict[str, Any]]:
+    messages = [_message(message, i, column) for i, message in enumerate(_list(value, column))]
+    if not messages:
+        raise BadRow(f"{column!r} is empty")
+    return messages
+
+
+def _message(message: Any, index: int, column: str) -> dict[str, Any]:
+    where = f"message {index} of {column!r}"
+    if not isinstance(message, Mapping):
+        raise BadRow(f"{where} is of type {type(message).__name__}, expected a mapping")
+    # Tables fill what a message lacks with None, which templates would take for a value.
+    found = {key: value for key, value in message.items() if value is not None}
+    roles: Mapping[str, str] = {role: role for role in ROLES}
+    if "from" in found and "role" not in found:
+        found = {"role": found.pop("from"), "content": found.pop("value", None), **found}
+        roles = _SHAREGPT_ROLES
+    role, content = found.get("role"), found.get("content")
+    if not isinstance(role, str) or role not in roles:
+        raise BadRow(f"{where} has the role {role!r}, expected one of {list(roles)}")
+    if content is not None and not isinstance(content, str | list):
+        raise BadRow(f"{where} has content of type {type(content).__name__}, expected a text")
+    found["role"] = roles[role]
+    blank = not content or (isinstance(content, str) and not content.strip())
+    if blank and found["role"] in _SPEAKERS and not found.get("tool_calls"):
+        raise BadRow(f"{where} ({role}) is empty")
+    # Calls come without content, and templates write out what is given: None as 'None'.
+    found["content"] = "" if content is None else content
+    return found

@@ -1,0 +1,305 @@
+"""The target: a thin view over an UNMODIFIED transformers causal LM.
+
+Shapes: B batch, T tokens, N tree nodes, S cache slots, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.target.attention import (
+    SUPPORTED_ATTENTION,
+    TreeMask,
+    take_tree_masks,
+    tree_attention,
+)
+from medusa_heads.target.cache import RowCache
+from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
+from medusa_heads.target.loading import load_placed
+from medusa_heads.trees.tree import TokenTree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+    from medusa_heads.machine import Choice, Use
+
+
+class TargetModel:
+    """The frozen causal LM whose output must not change.
+
+    Hidden states are read where the lm_head reads them (a forward pre-hook on the output
+    embeddings), after the final norm; logits come from the model's own forward, because some
+    architectures scale or cap them behind the lm_head (Gemma 2, Cohere, Granite).
+
+    Raises:
+        ValueError: the model has no lm_head, or its peft adapter adds prompt tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        model = _without_adapter_wrapper(model)
+        if model.get_output_embeddings() is None:
+            raise ValueError(
+                f"{type(model).__name__} has no lm_head: a causal language model is needed"
+            )
+        self.model = model
+        take_tree_masks()  # before the model is compiled: graphs would not outlive it
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        trust_remote_code: bool = False,
+        use: Use | None = "tree",
+        on_choice: Callable[[Choice], object] | None = None,
+        **kwargs: Any,
+    ) -> TargetModel:
+        """Load a causal LM by hub id or local path; further arguments go to transformers.
+
+        Args:
+            name_or_path: hub id or folder.
+            dtype: of the weights; "auto": the fastest here that holds them exactly.
+            device: where to; by default the best there is, unless a `device_map` says.
+            trust_remote_code: run the Python code that the repository brings.
+            use: what the choice is made for; None: as stored, where transformers puts it.
+            on_choice: told what was chosen before anything is loaded; threads are chosen for it
+                alone, and it may set them.
+            kwargs: of transformers.
+
+        Raises:
+            ValueError: nothing loadable stands at `name_or_path`, or there is no such device.
+        """
+        given: Any = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+        model = load_placed(str(name_or_path), use, on_choice=on_choice, **given, **kwargs)
+        target = cls(model)
+        target.freeze()
+        return target
+
+    def freeze(self) -> None:
+        """Evaluation mode, no gradients: the target is never trained by heads."""
+        self.model.eval()
+        self.model.requires_grad_(False)
+        for module in self.model.modules():
+            if hasattr(getattr(module, "weight", None), "quant_state"):
+                # Says nothing, but to bitsandbytes: told of evaluation on a CPU, it packs its 4-bit
+                # matrices, unpacks them whenever they are read, and rounds them each time.
+                module.training = True
+
+    def get_output_embeddings(self) -> Any:
+        """The model's lm_head, a linear module."""
+        return self.model.get_output_embeddings()
+
+    def get_input_embeddings(self) -> Any:
+        """The model's token embeddings."""
+        return self.model.get_input_embeddings()
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the text decoder (of a multimodal model, its text part)."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def hidden_size(self) -> int:
+        """D: the width of what the lm_head reads."""
+        return int(self.get_output_embeddings().weight.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        """V: the rows of the lm_head, which may be padded beyond the tokenizer's size."""
+        return int(self.get_output_embeddings().weight.shape[0])
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest context the target was made for, where its configuration says so."""
+        value = getattr(self.config, "max_position_embeddings", None)
+        return value if isinstance(value, int) and value > 0 else None
+
+    def check_length(self, tokens: int, what: str = "text") -> None:
+        """Raises ValueError where so many tokens of `what` do not fit the target's context."""
+        limit = self.max_positions
+        if limit is not None and tokens > limit:
+            raise ValueError(
+                f"{tokens} tokens ({what}) do not fit the target's context of {limit}: ask for "
+                "fewer new tokens or shorter text"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the input goes; weights that accelerate keeps elsewhere come there to be used."""
+        hook = getattr(self.get_input_embeddings(), "_hf_hook", None)
+        execution = getattr(hook, "execution_device", None)
+        return self.model.device if execution is None else torch.device(execution)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the target computes in."""
+        return self.model.dtype
+
+    @property
+    def name_or_path(self) -> str:
+        """The hub id or path the target was loaded from; empty for a model made in memory."""
+        return str(self.model.config._name_or_path or "")
+
+    @property
+    def revision(self) -> str | None:
+        """The commit of the hub that the target was loaded from, where it came from there."""
+        return getattr(self.model.config, "_commit_hash", None)
+
+    @contextmanager
+    def capture_hidden(self) -> Iterator[Callable[[], Tensor]]:
+        """Within the block, the returned function gives what the lm_head last read [B, T, D]."""
+        last: list[Tensor] = []
+
+        def remember(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            last[:] = [_dense(args[0])]
+            return (last[0], *args[1:])
+
+        hook = self.get_output_embeddings().register_forward_pre_hook(remember)
+        try:
+            yield lambda: last[0]
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def capture_prompt(self) -> Iterator[list[Tensor]]:
+        """Within the block, the list collects what the lm_head would read at every position of each
+        forward [B, T, D], while it is run at the last one alone."""
+        seen: list[Tensor] = []
+
+        def take(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            seen.append(args[0])
+            return (_dense(args[0][:, -1:]), *args[1:])
+
+        hook = self.get_output_embeddings().register_forward_pre_hook(take)
+        try:
+            yield seen
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def instead_of_logits(self) -> Iterator[Callable[[], Tensor]]:
+        """Within the block the lm_head is handed zero positions, so that forwards make no logits;
+        the returned function gives what it would have read [B, T, D], with its gradients."""
+        last: list[Tensor] = []
+
+        def take(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            last[:] = [args[0]]
+            return (args[0][:, :0], *args[1:])
+
+        hook = self.get_output_embeddings().register_forward_pre_hook(take)
+        try:
+            yield lambda: last[0]
+        finally:
+            hook.remove()
+
+    def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
+        """An empty cache for this target, which grows as needed: up to `slots`, or beyond.
+
+        Raises:
+            UnsupportedArchitecture: the target cannot be decoded with a tree, and why.
+        """
+        attention = self.config._attn_implementation
+        if attention not in SUPPORTED_ATTENTION:
+            raise UnsupportedArchitecture(
+                f"attention implementation {attention!r} takes no tree mask",
+                "load the target with attn_implementation='sdpa'",
+            )
+        if self.model.config.is_encoder_decoder:
+            raise UnsupportedArchitecture(f"{self.config.model_type} is an encoder-decoder")
+        return RowCache(self.config, slots)
+
+    def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
+        """Logits [B, N, V] of every node, in ONE forward. The nodes' rows are appended to the cache
+        in node order; the caller keeps the accepted ones."""
+        return self.read(tree.tokens_BN, cache, mask)
+
+    def read(self, tokens_BN: Tensor, cache: RowCache, mask: TreeMask) -> Tensor:
+        """Logits [B, N, V] of new tokens that see what the mask says; their rows are appended to
+        the cache."""
+        with tree_attention(mask):
+            return self.model(
+                input_ids=tokens_BN,
+                position_ids=mask.query_positions_BN,
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
+
+    @torch.no_grad()
+    def hidden(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor | None = None,
+        position_ids_BT: Tensor | None = None,
+        cache: RowCache | None = None,
+    ) -> Tensor:
+        """What the lm_head would read at every position, [B, T, D], without running it.
+
+        Where a cache is given, the text is appended to it.
+        """
+        return self.hidden_with_grad(input_ids_BT, attention_mask_BT, position_ids_BT, cache)
+
+    def hidden_with_grad(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor | None = None,
+        position_ids_BT: Tensor | None = None,
+        cache: RowCache | None = None,
+    ) -> Tensor:
+        """`hidden` through which gradients flow, to an adapter that learns within the target."""
+        inputs: dict[str, Any] = {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT}
+        if position_ids_BT is not None:
+            inputs["position_ids"] = position_ids_BT
+        if cache is not None:
+            inputs["past_key_values"] = cache
+        with self.instead_of_logits() as hidden:
+            self.model(**inputs, use_cache=cache is not None)
+        return hidden()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Which target heads belong to: sizes and a hash of the lm_head."""
+        return {
+            "model_type": self.config.model_type,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "lm_head_sha256": lm_head_sha256(self.get_output_embeddings().weight),
+        }
+
+    def weights_digest(self, *, with_adapter: bool = True) -> str:
+        """sha256 over every weight and buffer, bit for bit: equal before and after training.
+
+        Without the adapter it is that of the target before a LoRA adapter was put into it.
+        """
+        return weights_sha256(self.model, with_adapter=with_adapter)
+
+
+def _without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:
+    """The transformers model inside a peft wrapper; its adapter layers stay active within it."""
+    if not hasattr(model, "peft_config"):
+        return model
+    active = getattr(model, "active_peft_config", None)
+    if getattr(active, "is_prompt_learning", False):
+        raise ValueError(
+            f"the target's adapter ({type(active).__name__}) adds prompt tokens, which heads "
+            "cannot follow: merge it or use a LoRA-style adapter"
+        )
+    base: Any = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
+def _dense(hidden_BTD: Tensor) -> Tensor:
+    """Without gaps between rows, such as the last position of a prompt has: torch would multiply
+    each row for itself, with a copy of the whole vocabulary matrix."""
+    batch_stride, stride, _ = hidden_BTD.stride()
+    if batch_stride == stride * hidden_BTD.shape[1]:
+        return hidden_BTD
+    return hidden_BTD.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,125 @@
+"""The best tree for this very step: best-first expansion over the heads' probabilities.
+
+Shapes: B batch, F frontier, J tokens of a path, R ranks, N tree nodes (root included), C all
+candidates, S measured positions, K heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from medusa_heads.trees.tree import TokenTree
+
+DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
+DYNAMIC_SIZES = (3, 7, 11, 15, 23, 31, 47, 63)  # drafted nodes measured when heads are trained
+DYNAMIC_WIDTH = 10  # paths that sequential heads are asked to continue at each level
+
+
+def best_first_tree(
+    roots_B: Tensor,
+    guess: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+    num_drafted: int,
+    num_levels: int,
+    width: int | None = None,
+) -> TokenTree:
+    """The tree of `num_drafted` nodes with the largest expected number of accepted tokens.
+
+    A path's probability is the product of its nodes'. A child is never likelier than its parent,
+    hence the likeliest `num_drafted` paths form a tree, and each level need keep no more than that
+    many. All rows are expanded at once, level by level: no loop over nodes.
+
+    Args:
+        roots_B: last committed token of each row.
+        guess: see guesses.py.
+        num_drafted: nodes besides the root; at most as many as the guesses make.
+        num_levels: the deepest path.
+        width: of each level only so many paths, the likeliest, are asked to go on; where asking
+            costs, little is lost by it. Default: all that could matter.
+
+    Returns:
+        A tree per row, all of the same size; nodes in order of depth.
+    """
+    batch, device = len(roots_B), roots_B.device
+    scores_BF = torch.zeros(batch, 1, device=device)
+    places_BF = torch.zeros(batch, 1, dtype=torch.long, device=device)  # among all candidates
+    paths_BFJ = roots_B[:, None, None]
+    scores, parents, tokens, depths = [scores_BF], [places_BF - 1], [roots_B[:, None]], [0]
+    added = 1
+    for level in range(num_levels):
+        tokens_BFR, log_probs_BFR = guess(level, paths_BFJ)
+        ranks = tokens_BFR.shape[2]
+        expanded_BFR = scores_BF[:, :, None] + log_probs_BFR.float()
+        kept = min(num_drafted, expanded_BFR.shape[1] * ranks)
+        scores_BF, flat_BF = expanded_BFR.flatten(1).topk(kept, dim=1)
+        above_BF = flat_BF // ranks
+        parents.append(places_BF.gather(1, above_BF))
+        tokens_BF = tokens_BFR.flatten(1).gather(1, flat_BF)
+        tokens.append(tokens_BF)
+        scores.append(scores_BF)
+        depths += [level + 1] * kept
+        # topk sorts: the likeliest come first.
+        wide = min(width or kept, kept)
+        places_BF = torch.arange(added, added + wide, device=device).expand(batch, -1)
+        scores_BF = scores_BF[:, :wide]
+        index_BFJ = above_BF[:, :wide, None].expand(-1, -1, level + 1)
+        paths_BFJ = torch.cat([paths_BFJ.gather(1, index_BFJ), tokens_BF[:, :wide, None]], dim=2)
+        added += kept
+    depth_C = torch.tensor(depths, device=device)
+    # Where a child is as likely as its parent (probability 1), the parent must come first.
+    ranked_BC = torch.cat(scores, dim=1) - 1e-6 * depth_C
+    chosen_BN = ranked_BC.topk(num_drafted + 1, dim=1).indices.sort(dim=1).values
+    places_BC = torch.zeros(batch, added, dtype=torch.long, device=device)
+    places_BC.scatter_(1, chosen_BN, torch.arange(num_drafted + 1, device=device).expand(batch, -1))
+    old_parents_BN = torch.cat(parents, dim=1).gather(1, chosen_BN)
+    above_BN = places_BC.gather(1, old_parents_BN.clamp_min(0))  # the root stands above itself
+    path_scores_BN = torch.cat(scores, dim=1).gather(1, chosen_BN)
+    parents_BN = above_BN.clone()
+    parents_BN[:, 0] = -1
+    return TokenTree(
+        tokens_BN=torch.cat(tokens, dim=1).gather(1, chosen_BN),
+        parents_BN=parents_BN,
+        depth_BN=depth_C[chosen_BN],
+        ancestors_BNN=_ancestors(above_BN, num_levels),
+        log_probs_BN=path_scores_BN - path_scores_BN.gather(1, above_BN),
+    )
+
+
+def _ancestors(above_BN: Tensor, max_depth: int) -> Tensor:
+    """The ancestor mask, by doubling the distance looked back."""
+    batch, nodes = above_BN.shape
+    ancestors_BNN = torch.eye(nodes, dtype=torch.bool, device=above_BN.device).repeat(batch, 1, 1)
+    jump_BN, reach = above_BN, 1
+    while reach <= max_depth:
+        ancestors_BNN = ancestors_BNN | ancestors_BNN.gather(
+            1, jump_BN[:, :, None].expand(-1, -1, nodes)
+        )
+        jump_BN = jump_BN.gather(1, jump_BN)
+        reach *= 2
+    return ancestors_BNN
+
+
+def accepted_by_size(tree: TokenTree, true_BK: Tensor, sizes: Sequence[int]) -> list[int]:
+    """How many drafted nodes of best-first trees of each size would have been accepted.
+
+    The likeliest n nodes of a larger tree are the tree of n nodes, so one proposal answers for all
+    sizes.
+
+    Args:
+        tree: the largest tree.
+        true_BK: the tokens that did follow the root.
+        sizes: drafted nodes.
+
+    Returns:
+        Accepted nodes of all rows together, by size.
+    """
+    assert tree.log_probs_BN is not None
+    right_BN = tree.tokens_BN == true_BK.gather(1, (tree.depth_BN - 1).clamp_min(0))
+    right_BN[:, 0] = True
+    kept_BN = ~(~right_BN[:, None] & tree.ancestors_BNN).any(-1)
+    path_scores_BN = (tree.log_probs_BN[:, None] * tree.ancestors_BNN).sum(-1)
+    order_BN = (path_scores_BN - 1e-6 * tree.depth_BN).argsort(dim=1, descending=True, stable=True)
+    kept_by_rank_BN = kept_BN.gather(1, order_BN)
+    return [int(kept_by_rank_BN[:, 1 : size + 1].sum()) for size in sizes]

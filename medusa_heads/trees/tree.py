@@ -1,0 +1,202 @@
+"""Token trees: what a drafter proposes and one forward of the target verifies.
+
+Shapes: B batch, N tree nodes, K heads, V vocabulary.
+
+Node 0 is the last committed token; every other node's parent has a smaller index. Here is a tree of
+seven nodes, drawn with the token of each node, and its ancestor mask (a row sees its own path):
+
+    0:the --- 1:cat --- 3:sat --- 6:on          0 1 2 3 4 5 6
+          |         `-- 4:ran                 0 x
+          `-- 2:dog --- 5:sat                 1 x x
+                                              2 x . x
+                                              3 x x . x
+                                              4 x x . . x
+                                              5 x . x . . x
+                                              6 x x . x . . x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medusa_heads.config import RankPath
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """N draft nodes for every row of a batch.
+
+    Attributes:
+        tokens_BN: token id of each node; node 0 is the last committed token.
+        parents_BN: index of each node's parent; -1 for node 0.
+        depth_BN: distance from node 0.
+        ancestors_BNN: True where the column is the row's node itself or one of its ancestors.
+        log_probs_BN: the draft's log-probability of each node after its parent, where the drafter
+            knows it; only lossy acceptance rules ask for it.
+        drawn_from: of nodes whose children were drawn rather than chosen: the distribution [B, V]
+            they were drawn from, one after the other and none twice, in the order of their indices.
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    depth_BN: Tensor
+    ancestors_BNN: Tensor
+    log_probs_BN: Tensor | None = None
+    drawn_from: Mapping[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root included."""
+        return self.tokens_BN.shape[1]
+
+    @classmethod
+    def root_only(cls, tokens_B: Tensor) -> TokenTree:
+        """A tree without drafts: verifying it is one step of plain decoding."""
+        certain_B1 = torch.zeros(len(tokens_B), 1, device=tokens_B.device)
+        return _without_drafts().tree(tokens_B[:, None], certain_B1)
+
+    def with_spare(self, num_nodes: int) -> TokenTree:
+        """As a tree of so many nodes: behind its own the root stands again and again, which is
+        nobody's child, and so is verified and never walked to."""
+        spare = num_nodes - self.num_nodes
+        if spare <= 0:
+            return self
+        known = self.log_probs_BN
+        ancestors_BNN = F.pad(self.ancestors_BNN, (0, spare, 0, spare))
+        own_N = torch.arange(self.num_nodes, num_nodes, device=ancestors_BNN.device)
+        ancestors_BNN[:, own_N, own_N] = True
+        return replace(
+            self,
+            tokens_BN=_root_again(self.tokens_BN, spare),
+            parents_BN=_root_again(self.parents_BN, spare),
+            depth_BN=_root_again(self.depth_BN, spare),
+            ancestors_BNN=ancestors_BNN,
+            log_probs_BN=None if known is None else _root_again(known, spare),
+        )
+
+
+def _root_again(of_nodes_BN: Tensor, times: int) -> Tensor:
+    return torch.cat([of_nodes_BN, of_nodes_BN[:, :1].expand(-1, times)], dim=1)
+
+
+class TreeShape:
+    """The topology of a static tree, named by paths of ranks as FasterDecoding's medusa_choices:
+    (0,) is the first head's best token, (0, 2) that followed by the second head's third best.
+
+    Attributes:
+        choices: the path of each node but the root, in node order.
+        parents: index of each node's parent; -1 for node 0.
+        depth: length of each node's path.
+    """
+
+    def __init__(self, choices: Sequence[RankPath]) -> None:
+        self.choices = list(choices)
+        index = {(): 0} | {path: i for i, path in enumerate(self.choices, start=1)}
+        self.parents = [-1] + [index[path[:-1]] for path in self.choices]
+        self.depth = [0] + [len(path) for path in self.choices]
+
+    @classmethod
+    def from_choices(cls, choices: Sequence[Sequence[int]]) -> TreeShape:
+        """Order the paths so that the chain of best ranks comes first, parents before children.
+
+        The likeliest path then lies in consecutive nodes, whose cache rows need not move.
+
+        Raises:
+            ValueError: a path without its parent, twice, empty, or with a negative rank.
+        """
+        paths = [tuple(int(rank) for rank in path) for path in choices]
+        known = set(paths)
+        if len(known) < len(paths):
+            raise ValueError("tree choices name the same path twice: every path once")
+        for path in paths:
+            if not path or min(path) < 0:
+                raise ValueError(
+                    f"a tree choice is a non-empty list of ranks of at least 0, got {list(path)}"
+                )
+            if len(path) > 1 and path[:-1] not in known:
+                raise ValueError(
+                    f"tree choice {list(path)} has no parent {list(path[:-1])}: add it"
+                )
+        return cls(sorted(paths, key=lambda path: (any(path), len(path), path)))
+
+    def chain(self) -> TreeShape:
+        """Of this tree only the path of best ranks."""
+        return TreeShape([path for path in self.choices if not any(path)])
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root included."""
+        return len(self.parents)
+
+    @property
+    def max_depth(self) -> int:
+        """How many heads the tree uses."""
+        return max(self.depth)
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank any node asks of its head; -1 for a tree without drafts."""
+        return max((max(path) for path in self.choices), default=-1)
+
+    @cached_property
+    def ancestors_NN(self) -> Tensor:
+        """True where the column is the row's node or one of its ancestors."""
+        ancestors_NN = np.eye(self.num_nodes, dtype=bool)  # a torch operation a node takes longer
+        for node, parent in enumerate(self.parents[1:], start=1):
+            ancestors_NN[node] |= ancestors_NN[parent]
+        return torch.from_numpy(ancestors_NN)
+
+    def tree(self, tokens_BN: Tensor, log_probs_BN: Tensor | None = None) -> TokenTree:
+        """This shape filled with tokens, the same topology in every row."""
+        parents_N, depth_N, ancestors_NN = self._on(tokens_BN.device)
+        batch = tokens_BN.shape[0]
+        return TokenTree(
+            tokens_BN,
+            parents_N.expand(batch, -1),
+            depth_N.expand(batch, -1),
+            ancestors_NN.expand(batch, -1, -1),
+            log_probs_BN,
+        )
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        if device not in self._tensors:
+            self._tensors[device] = (
+                torch.tensor(self.parents, device=device),
+                torch.tensor(self.depth, device=device),
+                self.ancestors_NN.to(device),
+            )
+        return self._tensors[device]
+
+    @cached_property
+    def _tensors(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
+        return {}
+
+
+@cache
+def _without_drafts() -> TreeShape:
+    return TreeShape.from_choices([])
+
+
+def cartesian_choices(ranks_per_head: Sequence[int]) -> list[RankPath]:
+    """Every combination of the first `ranks_per_head[i]` candidates of each head i.
+
+    Source: Medusa (arXiv:2401.10774), section 2.1.2.
+
+    Raises:
+        ValueError: a count below one.
+    """
+    if any(count < 1 for count in ranks_per_head):
+        raise ValueError(f"every head needs at least 1 candidate, got {list(ranks_per_head)}")
+    choices: list[RankPath] = []
+    level: list[RankPath] = [()]
+    for count in ranks_per_head:
+        level = [(*path, rank) for path in level for rank in range(count)]
+        choices += level
+    return choices

@@ -1,0 +1,225 @@
+"""What each ingredient of a recipe is worth, at equal training tokens, on the demo target.
+
+    python -m scripts.compare.recipes
+    python -m scripts.compare.recipes --recipes plain together --num_prompts 1024
+
+Every recipe trains on as many tokens, in the same order of prompts, from pieces of the standard
+library; all are measured on the target's own continuations of held-out prompts: tokens per step, by
+walking each text with the best static tree that the other half of the texts implies.
+
+Shapes: B texts, T tokens, K heads.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import HfArgumentParser
+
+from medusa_heads import HeadsConfig, TargetModel, train_heads
+from medusa_heads.config import IGNORED
+from medusa_heads.files import replace_file
+from medusa_heads.heads import DraftHeads
+from medusa_heads.training.arguments.loss_config import LossConfig
+from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.measure.metrics import complete_runs, rank_statistics
+from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+from medusa_heads.trees.statistics import simulate_tokens_per_step
+from scripts.demo.texts import CONTINUATION, PROMPT, TARGET, check_recipes, windows, written
+
+NODES = (16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one set of heads is made.
+
+    Attributes:
+        name: of the row in the table.
+        heads: arguments of HeadsConfig.
+        self_distilled: learn from the target's own text instead of the corpus's.
+        loss: weights of LossConfig's terms.
+        learning_rate: peak.
+    """
+
+    name: str
+    heads: Mapping[str, Any]
+    self_distilled: bool = False
+    loss: Mapping[str, float] = field(default_factory=lambda: {"cross_entropy": 1.0})
+    learning_rate: float = 5e-3
+
+
+FORWARD_KL = {"forward_kl": 1.0}
+TOGETHER = {"kind": "hydra", "num_heads": 5, "prefix_attention": True}
+RECIPES = {
+    "plain-own": Recipe("plain: corpus text, own matrices", {"vocab_matrix": "own"}, False),
+    "plain": Recipe("plain: corpus text, shared matrix", {}),
+    "distilled": Recipe("plain + self-distilled text", {}, True),
+    "kl": Recipe("plain + KL to the target", {}, False, FORWARD_KL),
+    "sequential": Recipe("plain + sequential heads", {"kind": "hydra"}, False, learning_rate=3e-3),
+    "prefix": Recipe(
+        "plain + prefix attention", {"prefix_attention": True}, False, learning_rate=3e-3
+    ),
+    "together": Recipe("all together, cross-entropy", TOGETHER, True, learning_rate=3e-3),
+    "together-kl": Recipe("all together, KL", TOGETHER, True, FORWARD_KL, learning_rate=3e-3),
+}
+
+
+@dataclass
+class CompareArguments:
+    """How much text, and where the results go."""
+
+    recipes: list[str] = field(
+        default_factory=lambda: list(RECIPES), metadata={"help": f"Of {', '.join(RECIPES)}."}
+    )
+    num_prompts: int = field(default=6144, metadata={"help": "Prompts to learn from."})
+    num_eval_prompts: int = field(default=256, metadata={"help": "Held-out prompts."})
+    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the text."})
+    workers: int = field(default=2, metadata={"help": "Processes that generate text."})
+    output_dir: Path = field(default=Path("runs/recipes"), metadata={"help": "Results and caches."})
+
+    def __post_init__(self) -> None:
+        check_recipes(self.recipes, RECIPES)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train and measure the recipes, and print the table."""
+    parser = HfArgumentParser(CompareArguments)  # type: ignore[arg-type]
+    (arguments,) = parser.parse_args_into_dataclasses(argv)
+    target = TargetModel.from_pretrained(str(TARGET))
+    texts = Texts(target, arguments)
+    results = []
+    for name in arguments.recipes:
+        results.append(run(RECIPES[name], target, texts, arguments))
+        replace_file(arguments.output_dir / "recipes.json", json.dumps(results, indent=2) + "\n")
+    show(results)
+
+
+class Texts:
+    """The rows that recipes learn from, and those that all are measured on."""
+
+    def __init__(self, target: TargetModel, arguments: CompareArguments) -> None:
+        self._target, self._arguments = target, arguments
+        pieces = windows("train", arguments.num_prompts, PROMPT + CONTINUATION)
+        prompts = pieces.map(lambda row: {"input_ids": row["input_ids"][:PROMPT]})
+        self.corpus = pieces.map(
+            lambda row: {
+                "input_ids": row["input_ids"],
+                "labels": [IGNORED] * PROMPT + row["input_ids"][PROMPT:],
+            },
+            remove_columns=pieces.column_names,
+        )
+        self.distilled = self._written(prompts, greedy_share=0.5)
+        held_out = windows("held_out", arguments.num_eval_prompts)
+        self.measured = {
+            "greedy": self._written(held_out, greedy_share=1.0),
+            "T = 0.7": self._written(held_out, greedy_share=0.0),
+        }
+
+    def _written(self, prompts: Dataset, greedy_share: float) -> Dataset:
+        output, workers = self._arguments.output_dir, self._arguments.workers
+        return written(self._target, prompts, greedy_share, output, workers)
+
+
+def run(
+    recipe: Recipe, target: TargetModel, texts: Texts, arguments: CompareArguments
+) -> dict[str, Any]:
+    """Train one recipe's heads, and measure them."""
+    config = HeadsConfig(**recipe.heads)
+    rows = texts.distilled if recipe.self_distilled else texts.corpus
+    optimisation = OptimisationArguments(
+        learning_rate=recipe.learning_rate if config.vocab_matrix == "shared" else 1e-3,
+        num_train_epochs=arguments.num_train_epochs,
+        bf16=True,
+        per_device_eval_batch_size=32,
+        logging_steps=50,
+    )
+    training_args = to_training_arguments(optimisation, config.vocab_matrix)
+    started = time.perf_counter()
+    folder = arguments.output_dir / "heads"
+    heads = train_heads(
+        target,
+        rows,
+        eval_dataset=texts.measured["greedy"].select(range(8)),  # measured in full below
+        config=config,
+        output_dir=folder,
+        training_args=training_args,
+        objective=LossConfig(recipe.loss),
+    )
+    seconds = time.perf_counter() - started
+    shutil.rmtree(folder)
+    trainer = HeadsTrainer(heads, target, training_args, rows, texts.measured["greedy"])
+    figures = {
+        setting: measure(torch.as_tensor(trainer.predict(text).predictions))
+        for setting, text in texts.measured.items()
+    }
+    return {
+        "recipe": recipe.name,
+        **asdict(recipe),
+        "training_tokens": sum(label != IGNORED for row in rows["labels"] for label in row)
+        * arguments.num_train_epochs,
+        "parameters": trainable(heads),
+        "seconds": round(seconds),
+        "measured": figures,
+    }
+
+
+def measure(ranks_BTK: Tensor) -> dict[str, Any]:
+    """Top-1 accuracies, and tokens per step by nodes: each half's tree walked on the other half."""
+    halves = ranks_BTK[::2], ranks_BTK[1::2]
+    tokens_per_step = {}
+    for nodes in NODES:
+        walked = [
+            simulate_tokens_per_step(
+                complete_runs(walked_BTK), rank_statistics(chosen_BTK).choices(nodes)
+            )
+            for chosen_BTK, walked_BTK in (halves, halves[::-1])
+        ]
+        tokens_per_step[nodes] = sum(walked) / 2
+    return {
+        "top_1": rank_statistics(ranks_BTK).top_k_accuracy(1),
+        "tokens_per_step": tokens_per_step,
+    }
+
+
+def trainable(heads: DraftHeads) -> int:
+    """Parameters that were learnt."""
+    return sum(parameter.numel() for parameter in heads.parameters())
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """The table, with each recipe as a ratio to the plain one with a shared matrix."""
+    table = Table(title="Tokens per step on held-out prompts (static tree)")
+    for column in ("recipe", "parameters", "top-1 by head, greedy", "greedy: 16", "32", "64"):
+        table.add_column(column, justify="left" if column == "recipe" else "right")
+    for column in ("over plain at 32", "T = 0.7: 32", "seconds"):
+        table.add_column(column, justify="right")
+    plain = next((r for r in results if r["recipe"] == RECIPES["plain"].name), results[0])
+    base = plain["measured"]["greedy"]["tokens_per_step"][32]
+    for result in results:
+        greedy, sampled = result["measured"]["greedy"], result["measured"]["T = 0.7"]
+        table.add_row(
+            result["recipe"],
+            f"{result['parameters'] / 1e6:.1f} M",
+            " ".join(f"{accuracy:.2f}" for accuracy in greedy["top_1"]),
+            *(f"{greedy['tokens_per_step'][nodes]:.2f}" for nodes in NODES),
+            f"{greedy['tokens_per_step'][32] / base:.2f}x",
+            f"{sampled['tokens_per_step'][32]:.2f}",
+            str(result["seconds"]),
+        )
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The demo: train heads for the small embedded model, then measure what they are worth.
+
+python -m scripts.demo            (or: make demo)
+
+It tries for some seconds how fast this machine is, plans as much text and as many prompts as fit
+into a few minutes, and does what two public commands do: `train-heads --config configs/demo.yaml`
+and `medusa-heads benchmark runs/demo/heads`. What they make is kept in `runs/demo`; a stage whose
+inputs have not changed since it last finished is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Waiting threads sleep instead of spinning; read when torch is loaded, so set before it is.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from rich.console import Console
+
+from medusa_heads.cli import train_heads
+from medusa_heads.cli.flags.arguments import run_command
+from medusa_heads.files import replace_file
+from scripts.demo.plan import Plan
+from scripts.demo.recipe import Recipe
+from scripts.demo.screen import show_plan, show_result
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the demo.
+
+    Attributes:
+        name: of it.
+        purpose: what it does, for the screen.
+        seconds: that it is expected to take.
+        made: what it leaves behind.
+        key: stands for everything that decides the result.
+        run: does it; returns an exit code.
+    """
+
+    name: str
+    purpose: str
+    seconds: float
+    made: tuple[Path, ...]
+    key: Callable[[], str]
+    run: Callable[[], int]
+
+
+def main() -> int:
+    """Run the demo; returns the exit code."""
+    os.chdir(ROOT)  # the paths of the configuration are relative to the repository
+    codes: list[int] = []
+    failed = run_command(lambda: codes.append(run_demo(Recipe(), Console())), prog="demo")
+    return failed or codes[0]
+
+
+def run_demo(recipe: Recipe, console: Console) -> int:
+    """Run the stages that are needed; returns the exit code.
+
+    Raises:
+        ValueError: the configuration or the target cannot be used.
+    """
+    console.print("Trying how fast this machine is ...")
+    plan = recipe.plan()
+    stages = stages_of(recipe, plan)
+    reused = [stage for stage in stages if is_done(stage, recipe)]
+    # Heads that are trained anew make any report an old one.
+    if stages[0] not in reused:
+        reused = []
+    show_plan(
+        console,
+        recipe,
+        plan,
+        [
+            (stage.name, stage.purpose, None if stage in reused else stage.seconds)
+            for stage in stages
+        ],
+    )
+    for number, stage in enumerate(stages, start=1):
+        if stage in reused:
+            continue
+        console.rule(f"{number} of {len(stages)}: {stage.name}")
+        started = time.perf_counter()
+        code = stage.run()
+        if code != 0:
+            return code
+        remember(stage, recipe)
+        console.print(f"{stage.name}: {time.perf_counter() - started:.0f} seconds")
+    console.rule("result")
+    show_result(console, recipe, reread=stages[1] in reused)
+    return 0
+
+
+def stages_of(recipe: Recipe, plan: Plan) -> tuple[Stage, Stage]:
+    """What there is to do, as much of it as was planned."""
+    rows, prompts = plan.amounts.rows, plan.amounts.prompts
+    dtype = recipe.decode.dtype_name
+    proof = "their texts compared, too" if dtype == "float32" else "and their texts in float32"
+    return (
+        Stage(
+            "train",
+            f"The target continues {rows:,} pieces of Python's standard library itself; "
+            f"{recipe.heads_config.num_heads} heads learn from that text to guess its next tokens.",
+            plan.train_seconds,
+            (recipe.heads / "medusa_heads.json", recipe.heads / "medusa_lm_head.safetensors"),
+            lambda: recipe.heads_key(plan),
+            lambda: train_heads.main(recipe.train_flags(plan)),
+        ),
+        Stage(
+            "measure",
+            f"{prompts} prompts from packages that neither has seen: heads against transformers' "
+            f"own decoding and against copying from the text, speed in {dtype}, {proof}.",
+            plan.measure_seconds,
+            (recipe.folder / "report.json", recipe.folder / "report.png"),
+            lambda: recipe.report_key(plan),
+            lambda: run_command(lambda: recipe.measure(plan), prog="demo"),
+        ),
+    )
+
+
+def is_done(stage: Stage, recipe: Recipe) -> bool:
+    """Whether the stage finished before, from the same inputs, and its files are still there."""
+    if not all(path.is_file() for path in (*stage.made, recipe.heads / recipe.weights_file)):
+        return False
+    return bool(_done(recipe).get(stage.name) == stage.key())
+
+
+def remember(stage: Stage, recipe: Recipe) -> None:
+    """Note that the stage has finished."""
+    content = _done(recipe) | {stage.name: stage.key()}
+    replace_file(recipe.stages_file, json.dumps(content, indent=2) + "\n")
+
+
+def _done(recipe: Recipe) -> dict[str, Any]:
+    try:
+        content = json.loads(recipe.stages_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

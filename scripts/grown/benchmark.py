@@ -1,0 +1,188 @@
+"""Benchmark a trained small Llama and its heads at a large model's cost, without writing the large
+model anywhere.
+
+python -m scripts.grown.benchmark --shape 0.1b --report runs/grown
+python -m scripts.grown.benchmark --shape 7b --device cuda --batch_sizes 1 8 32 --report runs/7b
+
+The target is grown as grow_target.py does it, on the device where it is measured. The methods are
+those of `medusa-heads benchmark`, and so is the report, without the picture. With
+`--must_be_identical` the exit code is 1 where a method of this engine wrote other text than plain
+decoding: to be asked for in float32, where rounding cannot tip a choice.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.verbs.benchmark import DECODINGS
+from medusa_heads.machine import find_device
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from medusa_heads.inference.bench.methods import Models
+
+
+@dataclass
+class Arguments:
+    """What to grow, and what to measure on it."""
+
+    heads: str = field(
+        default="assets/demo-heads",
+        metadata={"help": "heads checkpoint, which names the small Llama that it belongs to"},
+    )
+    shape: Literal["own", "0.1b", "1b", "7b"] = field(
+        default="own", metadata={"help": "what they are grown to; own: measured as they are"}
+    )
+    methods: list[str] = field(
+        default_factory=lambda: ["plain", "transformers-prompt-lookup", "heads:auto"],
+        metadata={"help": "as of medusa-heads benchmark, without those of a draft model"},
+    )
+    dtype: Literal["bfloat16", "float32"] = field(
+        default="bfloat16", metadata={"help": "of the weights"}
+    )
+    decodings: list[str] = field(
+        default_factory=lambda: ["greedy"], metadata={"help": "greedy, sampled, or both"}
+    )
+    batch_sizes: list[int] = field(
+        default_factory=lambda: [1], metadata={"help": "prompts decoded together"}
+    )
+    num_prompts: int = field(
+        default=8, metadata={"help": "prompts for each batch size, and two batches at least"}
+    )
+    prompt_length: int = field(default=64, metadata={"help": "tokens in each prompt"})
+    max_new_tokens: int = field(default=128, metadata={"help": "tokens after each prompt"})
+    device: str | None = field(
+        default=None, metadata={"help": "such as cuda; default: the best there is"}
+    )
+    report: str | None = field(
+        default=None, metadata={"help": "folder for report.json and report.md"}
+    )
+    must_be_identical: bool = field(
+        default=False, metadata={"help": "exit code 1 where the text is not plain decoding's"}
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure as the flags say; returns the exit code."""
+    prog = "benchmark_grown"
+    different: list[str] = []
+
+    def work() -> None:
+        (arguments,) = parse_arguments((Arguments,), argv, prog=prog, description=__doc__ or "")
+        report = run(arguments)
+        if arguments.must_be_identical:
+            different.extend(other_texts(report))
+
+    code = run_command(work, prog=prog)
+    for line in different:
+        print(line, file=sys.stderr)
+    return code or int(bool(different))
+
+
+def run(arguments: Arguments) -> dict[str, Any]:
+    """Grow, measure, show the tables, write the report and return it.
+
+    Raises:
+        ValueError: a setting, the checkpoint or its target is unusable.
+    """
+    if min(arguments.batch_sizes, default=0) < 1 or arguments.num_prompts < 1:
+        raise ValueError("batch_sizes and num_prompts must be at least 1")
+    if unknown := [name for name in arguments.decodings if name not in DECODINGS]:
+        raise ValueError(f"expected decodings among {', '.join(DECODINGS)}, got {unknown[0]!r}")
+    device = find_device(arguments.device)
+    from rich.console import Console
+    from transformers import AutoTokenizer, logging
+    from transformers.utils.logging import disable_progress_bar
+
+    from medusa_heads.hub.pull import find_checkpoint
+    from medusa_heads.inference.bench.methods import check_methods
+    from medusa_heads.inference.bench.prompts import held_out_prompts
+    from medusa_heads.inference.bench.report import write_numbers
+    from medusa_heads.inference.bench.run import measure_models
+    from medusa_heads.inference.bench.setting import Plan, Setting
+    from medusa_heads.inference.bench.tables import tables
+    from medusa_heads.inference.models.named_target import named_target
+
+    check_methods([arguments.methods], heads=True, draft=False)
+    logging.set_verbosity_error()
+    disable_progress_bar()
+    console = Console(highlight=False)
+    models = _models(arguments, device, console)
+    name, revision = named_target(find_checkpoint(arguments.heads))
+    prompts = held_out_prompts(
+        AutoTokenizer.from_pretrained(name, revision=revision or "main"),
+        num_prompts=max(arguments.num_prompts, 2 * max(arguments.batch_sizes)),
+        prompt_length=arguments.prompt_length,
+        seed=1,  # train-heads draws the text it measures heads on with seed 0
+    )
+    settings = [
+        Setting(name, arguments.dtype, tuple(arguments.methods)) for name in arguments.decodings
+    ]
+    whole: dict[str, Any] = {}
+    measured: list[dict[str, Any]] = []
+    for size in arguments.batch_sizes:
+
+        def keep(report: dict[str, Any]) -> None:
+            whole.update(report | {"settings": [*measured, *report["settings"]]})
+            if arguments.report is not None:
+                write_numbers(arguments.report, whole)
+
+        report = measure_models(
+            lambda _: models,
+            prompts[: max(arguments.num_prompts // size, 2) * size],
+            Plan(settings, batch_sizes=[size], max_new_tokens=arguments.max_new_tokens),
+            progress=sys.stderr.isatty(),
+            on_setting=keep,
+        )
+        measured.extend(report["settings"])
+        for table in tables(report):
+            console.print(table)
+    return whole
+
+
+def _models(arguments: Arguments, device: torch.device, console: Console) -> Models:
+    import torch
+
+    from medusa_heads.inference.bench.methods import Models
+    from medusa_heads.inference.models.medusa import MedusaModel
+    from scripts.grown.model import grown_medusa
+
+    where: dict[str, Any] = {"dtype": getattr(torch, arguments.dtype), "device": device}
+    if arguments.shape == "own":
+        medusa = MedusaModel.from_pretrained(arguments.heads, tree="none", **where)
+        return Models(medusa.target, medusa)
+    started = time.perf_counter()
+    medusa, grown = grown_medusa(arguments.heads, arguments.shape, **where)
+    differences = grown.differences()
+    seconds = time.perf_counter() - started
+    model: Any = medusa.target.model
+    console.print(
+        f"Grown to {model.num_parameters() / 1e6:.0f} M parameters: {seconds:.0f} seconds"
+    )
+    for what, (difference, spread) in differences.items():
+        console.print(f"{what}: logits differ by {difference:.2g} at most, spread {spread:.2g}")
+    return Models(medusa.target, medusa)
+
+
+def other_texts(report: Mapping[str, Any]) -> list[str]:
+    """A line for every method of this engine that wrote anything but plain decoding's text."""
+    return [
+        f"{method['name']} wrote other text than plain decoding ({setting['name']}, "
+        f"{setting['batch_size']} rows): {method['identical']:.0%} of {setting['prompts']} the same"
+        for setting in report["settings"]
+        # Sampled rows of a batch draw from one stream: the order of steps makes their text.
+        if setting["name"] == "greedy" or setting["batch_size"] == 1
+        for method in setting["methods"]
+        if "accepted_by_depth" in method and method["identical"] < 1.0
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

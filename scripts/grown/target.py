@@ -1,0 +1,150 @@
+"""Grow a trained small Llama, and heads trained on it, to the size of a large one: the same text at
+a large model's cost.
+
+python -m scripts.grown.target assets/demo-target runs/0.1b --shape 0.1b --heads runs/demo/heads
+python -m scripts.grown.target assets/demo-target runs/grown --shape 1b --num_hidden_layers 12
+
+Speed can so be measured at a size that nothing needs to be downloaded for, with the acceptance that
+trained heads really have. What is written says that it was grown (`grown_from` in config.json), and
+whatever is reported of it must say so too. The matrices are stored and multiplied in full: what was
+added costs what any weights cost, zeros or not. Zeros alone might still be cheaper to move or draw
+less power, so noise stands wherever nothing reads it. Two things are unlike a model that was
+trained at that size: layers and heads that were added do nothing, so that leaving out layers says
+nothing of real models, and acceptance is the small model's.
+
+OUTPUT/target is an ordinary transformers model, OUTPUT/heads a checkpoint for it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+
+
+@dataclass
+class Arguments:
+    """What to grow, and to which size."""
+
+    target: str = field(metadata={"help": "hub id or folder of a Llama"})
+    output: str = field(metadata={"help": "folder for target/ and heads/"})
+    shape: Literal["0.1b", "1b", "7b"] | None = field(
+        default=None, metadata={"help": "sizes of a Llama; by default the target's own"}
+    )
+    hidden_size: int | None = field(default=None, metadata={"help": "instead of the shape's"})
+    intermediate_size: int | None = field(default=None, metadata={"help": "instead of the shape's"})
+    num_hidden_layers: int | None = field(default=None, metadata={"help": "instead of the shape's"})
+    num_attention_heads: int | None = field(
+        default=None, metadata={"help": "instead of the shape's"}
+    )
+    num_key_value_heads: int | None = field(
+        default=None, metadata={"help": "instead of the shape's"}
+    )
+    head_dim: int | None = field(default=None, metadata={"help": "instead of the shape's"})
+    vocab_size: int | None = field(default=None, metadata={"help": "instead of the shape's"})
+    heads: str | None = field(
+        default=None, metadata={"help": "heads checkpoint of the target, to be grown with it"}
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = field(
+        default="auto",
+        metadata={
+            "help": "of what is written; auto: the fastest on this machine; in bfloat16 rescaled "
+            "weights are rounded anew"
+        },
+    )
+    seed: int = field(default=0, metadata={"help": "of the noise in weights that nothing reads"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Grow as the flags say; returns the exit code."""
+    prog = "grow_target"
+
+    def work() -> None:
+        (arguments,) = parse_arguments(
+            (Arguments,),
+            argv,
+            prog=prog,
+            description=__doc__ or "",
+            positional=("target", "output"),
+        )
+        grow(arguments)
+
+    return run_command(work, prog=prog)
+
+
+def grow(arguments: Arguments) -> None:
+    """Grow target and heads, compare them with the small ones, and write them.
+
+    Raises:
+        ValueError: target, heads or shape cannot be grown, or something stands at the output.
+    """
+    output = Path(arguments.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"expected no folder, or an empty one, at {str(output)!r}")
+    from rich.console import Console
+
+    from medusa_heads.checkpoint.checkpoint import save_heads
+    from medusa_heads.machine import Shape as Sizes
+    from medusa_heads.machine import choose
+    from scripts.grown.heads import provenance_of_grown
+    from scripts.grown.model import grow as grow_in_memory
+    from scripts.grown.model import load_small
+    from scripts.grown.shape import SHAPES, Shape
+
+    console = Console(soft_wrap=True, highlight=False)
+    small = load_small(arguments.target)
+    own = Shape.of(small.config)
+    shape = own if arguments.shape is None else SHAPES[arguments.shape]
+    shape = shape.with_sizes({name: getattr(arguments, name) for name in own.names()})
+    if shape == own:
+        raise ValueError("nothing would grow: give --shape or sizes above the target's")
+    choice = choose("tree", device="cpu", dtype=arguments.dtype, shape=Sizes.of(shape))
+    dtype = choice.dtype
+    grown = grow_in_memory(small, arguments.heads, shape, dtype=dtype, seed=arguments.seed)
+    model: Any = grown.target.model
+    model.config._name_or_path = str(output / "target")
+    for what, (difference, spread) in grown.differences().items():
+        console.print(f"{what}: logits differ by {difference:.2g} at most, spread {spread:.2g}")
+    output.mkdir(parents=True, exist_ok=True)
+    _write_target(model, arguments.target, output / "target")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    written = f"Written: {output / 'target'}, {count / 1e6:.1f} M parameters"
+    console.print(f"{written}, {choice.reason}")
+    if grown.loaded is not None and grown.heads is not None:
+        save_heads(
+            output / "heads",
+            grown.heads,
+            grown.target,
+            statistics=grown.loaded.statistics,
+            provenance=provenance_of_grown(grown.loaded, grown.place),
+            dtype=dtype,
+        )
+        console.print(f"Written: {output / 'heads'}")
+
+
+def _write_target(model: Any, came_from: str, folder: Path) -> None:
+    """Beside its place first, with the tokenizer of the model it was made of, if that has one."""
+    from transformers import AutoTokenizer
+
+    staging = Path(tempfile.mkdtemp(prefix=".growing-", dir=folder.parent))
+    try:
+        model.save_pretrained(staging)
+        try:
+            AutoTokenizer.from_pretrained(came_from).save_pretrained(staging)
+        except (OSError, ValueError):
+            print("no tokenizer lies beside the target: none is written", file=sys.stderr)
+        staging.chmod(0o755)
+        os.replace(staging, folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

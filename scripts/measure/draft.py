@@ -1,0 +1,127 @@
+"""What a draft model gains its target: tokens per step and tokens per second, in turns.
+
+python -m scripts.measure.draft runs/demo/draft
+python -m scripts.measure.draft runs/demo/draft --dtype float32 --trees chain:2 chain:4 dynamic:12
+
+Prompts are those of `medusa-heads benchmark`: windows of the standard library packages that nothing
+here trains on. transformers' own assisted decoding with the same draft model is measured beside.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+
+PLAIN = "transformers generate"
+ASSISTED = "transformers assisted"
+
+
+@dataclass
+class Arguments:
+    """What to measure."""
+
+    draft: str = field(metadata={"help": "a folder written by train-draft"})
+    target: str | None = field(default=None, metadata={"help": "default: the one the draft names"})
+    trees: list[str] = field(
+        default_factory=lambda: ["chain:1", "chain:2", "chain:4", "chain:6", "dynamic:12"],
+        metadata={"help": "drafts to compare"},
+    )
+    dtype: Literal["bfloat16", "float32"] = field(
+        default="bfloat16", metadata={"help": "of both models"}
+    )
+    num_prompts: int = field(default=20, metadata={"help": "prompts"})
+    prompt_length: int = field(default=64, metadata={"help": "tokens in each"})
+    max_new_tokens: int = field(default=128, metadata={"help": "tokens after each"})
+    temperature: float = field(default=0.7, metadata={"help": "of the sampled texts"})
+    seed: int = field(default=1, metadata={"help": "of the prompts and the sampling"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure as the flags say; returns the exit code."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    prog = "measure_draft"
+
+    def work() -> None:
+        (arguments,) = parse_arguments(
+            (Arguments,), argv, prog=prog, description=__doc__ or "", positional="draft"
+        )
+        measure(arguments)
+
+    return run_command(work, prog=prog)
+
+
+def measure(arguments: Arguments) -> None:
+    """Print a table for greedy and one for sampled text."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+    from transformers import AutoTokenizer, logging
+    from transformers.utils.logging import disable_progress_bar
+
+    from medusa_heads.inference.bench.prompts import held_out_prompts
+    from medusa_heads.inference.bench.summary import summarise
+    from medusa_heads.inference.bench.timed_run import WARM_UP_TOKENS, Method, Run, run_once
+    from medusa_heads.inference.models.drafted import DraftedModel
+
+    logging.set_verbosity_error()
+    disable_progress_bar()
+    first = DraftedModel.from_pretrained(
+        arguments.draft, target=arguments.target, dtype=getattr(torch, arguments.dtype)
+    )
+    target: Any = first.target.model
+    tokenizer = AutoTokenizer.from_pretrained(first.target.name_or_path)
+    prompts = held_out_prompts(
+        tokenizer,
+        num_prompts=arguments.num_prompts,
+        prompt_length=arguments.prompt_length,
+        seed=arguments.seed,
+    )
+    methods = [
+        Method(PLAIN, target.generate),
+        Method(ASSISTED, partial(target.generate, assistant_model=first.draft.model), one_row=True),
+    ]
+    for tree in arguments.trees:
+        model = DraftedModel(first.target, first.draft, tree=tree)
+        methods.append(Method(tree, model.generate, lambda model=model: model.last_stats))  # type: ignore[misc]
+    sampled = {"do_sample": True, "temperature": arguments.temperature, "top_k": 0}
+    for name, how in (("greedy", {"do_sample": False}), ("sampled", sampled)):
+        options: dict[str, Any] = {"pad_token_id": 0, **how}
+        for method in methods:
+            run_once(method, target, [prompts[0]], 0, max_new_tokens=WARM_UP_TOKENS, **options)
+        runs: dict[str, list[Run]] = {method.name: [] for method in methods}
+        for index, prompt in enumerate(prompts):
+            turn = index % len(methods)
+            for method in [*methods[turn:], *methods[:turn]]:
+                runs[method.name].append(
+                    run_once(
+                        method,
+                        target,
+                        [prompt],
+                        arguments.seed + index,
+                        max_new_tokens=arguments.max_new_tokens,
+                        **options,
+                    )
+                )
+        table = Table(title=f"{arguments.dtype}, {name}, {len(prompts)} prompts")
+        for column in ("drafts", "tokens per step", "tokens/s", "speed-up", "identical"):
+            table.add_column(column, justify="right")
+        for method in methods:
+            figures = summarise(runs[method.name], runs[PLAIN])
+            table.add_row(
+                method.name,
+                f"{figures['tokens_per_step']:.2f}",
+                f"{figures['tokens_per_second']:.1f}",
+                f"{figures['speedup']:.2f}",
+                f"{round(figures['identical'] * len(prompts))} of {len(prompts)}",
+            )
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""What training heads costs, beside the target's own forward, and how much memory it takes.
+
+python -m scripts.measure.training --dtype bfloat16
+python -m scripts.measure.training --measure memory --memory_heads 1 5
+
+Rate: in one process and in turns, the frozen target's forward (its logits included), the same
+forward up to the last hidden state, and a whole step of training: that forward, the heads, their
+loss, its gradients, and the optimiser. Ratios are medians of the turns' ratios.
+
+Memory: a fresh process for each number of heads. Counted is what a step takes at most beyond what
+stands before it begins: the target's weights, the heads' and the optimiser's numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+# Waiting threads sleep instead of spinning; read when torch is loaded, so set before it is.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from medusa_heads import HeadsConfig, TargetModel
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.errors import at_least
+from medusa_heads.files import replace_file
+from medusa_heads.heads import new_heads
+from medusa_heads.machine import describe_machine
+from medusa_heads.training.arguments.loss import LossArguments
+from medusa_heads.training.arguments.loss_config import LossConfig
+from medusa_heads.training.loss.row_blocks import rows_loss
+from medusa_heads.training.loss.rows import encode_rows, supervised_rows
+from medusa_heads.training.loss.teacher import Teacher
+from scripts.measure.random_target import random_target
+
+MEBIBYTE = 1 << 20
+
+
+@dataclass
+class MeasureArguments:
+    """What to measure, on what."""
+
+    measure: Literal["all", "rate", "memory", "peak"] = field(
+        default="all",
+        metadata={"help": "peak: one number of heads in this process, printed as JSON"},
+    )
+    random_target: str = field(
+        default="1024x12x16", metadata={"help": "WIDTHxLAYERSxHEADS[xKV_HEADS] of a random Llama"}
+    )
+    vocabulary: int = field(default=4096, metadata={"help": "of the random target, in tokens"})
+    dtype: Literal["float32", "bfloat16"] = field(
+        default="float32",
+        metadata={"help": "of the target; with bfloat16 the heads, kept in fp32, run in autocast"},
+    )
+    device: str | None = field(default=None, metadata={"help": "such as cuda"})
+    kind: Literal["medusa", "hydra"] = field(default="medusa", metadata={"help": "of heads"})
+    vocab_matrix: Literal["shared", "own"] = field(default="shared", metadata={"help": "of heads"})
+    num_heads: int = field(default=4, metadata={"help": "heads trained for the rate"})
+    batch_size: int = field(default=8, metadata={"help": "rows of text in a step"})
+    length: int = field(default=512, metadata={"help": "tokens of a row, all supervised"})
+    repeats: int = field(default=6, metadata={"help": "turns; the first warms up"})
+    memory_heads: list[int] = field(
+        default_factory=lambda: [1, 5], metadata={"help": "numbers of heads for the memory"}
+    )
+    output: str = field(default="runs/measure_training.json", metadata={"help": "the numbers"})
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "vocabulary", "num_heads", "batch_size")
+        at_least(self, 2, "repeats")
+        at_least(self, 3, "length")
+        if min(self.memory_heads, default=0) < 1:
+            raise ValueError(f"expected memory_heads of at least 1, got {self.memory_heads}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure as the flags say; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+
+    def work() -> None:
+        arguments, to_loss = parse_arguments(
+            (MeasureArguments, LossArguments),
+            given,
+            prog="measure_training",
+            description=__doc__ or "",
+        )
+        if arguments.measure == "peak":
+            print(json.dumps(peak(Training(arguments, to_loss.config()))))
+            return
+        report: dict[str, Any] = {"machine": describe_machine(), "arguments": vars(arguments)}
+        if arguments.measure in ("all", "rate"):
+            report["rate"] = rate(Training(arguments, to_loss.config()), arguments.repeats)
+        if arguments.measure in ("all", "memory"):
+            report["memory"] = [peak_of(given, heads) for heads in arguments.memory_heads]
+        path = Path(arguments.output)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(report, indent=2) + "\n")
+        console = Console()
+        for table in tables_of(report):
+            console.print(table)
+        console.print(f"Written: {path}", soft_wrap=True, highlight=False)
+
+    return run_command(work, prog="measure_training")
+
+
+class Training:
+    """A random target, fresh heads, an optimiser, and one batch of random text."""
+
+    def __init__(self, arguments: MeasureArguments, objective: LossConfig) -> None:
+        self.objective = objective
+        self.target = random_target(
+            arguments.random_target,
+            arguments.vocabulary,
+            dtype=arguments.dtype,
+            device=arguments.device,
+        )
+        config = HeadsConfig(
+            kind=arguments.kind,
+            num_heads=arguments.num_heads,
+            vocab_matrix=arguments.vocab_matrix,
+        )
+        self.heads = new_heads(self.target, config)
+        self.optimiser = torch.optim.AdamW(self.heads.parameters(), lr=1e-3, fused=True)
+        self.teacher = Teacher.from_target(self.target) if objective.needs_teacher else None
+        self.low = arguments.dtype != "float32"
+        self.ids_BT = self.text(arguments.batch_size, arguments.length)
+
+    def text(self, batch: int, length: int) -> Tensor:
+        """Random tokens; they cost what any others do."""
+        generator = torch.Generator().manual_seed(0)
+        ids_BT = torch.randint(self.target.vocab_size, (batch, length), generator=generator)
+        return ids_BT.to(self.target.device)
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        """The target's own forward, as it is without any heads."""
+        self.target.model(input_ids=self.ids_BT, use_cache=False)
+
+    def hidden(self) -> None:
+        """The same up to the last hidden state."""
+        self.target.hidden(self.ids_BT)
+
+    def step(self, ids_BT: Tensor | None = None) -> None:
+        """One optimiser step, on the same batch unless another is given."""
+        ids_BT = self.ids_BT if ids_BT is None else ids_BT
+        with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=self.low):
+            hidden_BTD = self.target.hidden(ids_BT)
+            rows = supervised_rows(ids_BT, ids_BT, self.heads.config.num_heads)
+            hidden_RD = encode_rows(self.heads, hidden_BTD, {"input_ids": ids_BT}, rows)
+            loss = rows_loss(
+                self.heads,
+                hidden_RD,
+                rows,
+                objective=self.objective,
+                num_items=ids_BT.numel(),
+                teacher=None if self.teacher is None else self.teacher.reading(hidden_BTD),
+            )
+        loss.backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+
+
+def rate(training: Training, repeats: int) -> dict[str, Any]:
+    """Tokens a second of the three, and training's share of the others."""
+    ways: dict[str, Callable[[], None]] = {
+        "forward": training.forward,
+        "hidden": training.hidden,
+        "training": training.step,
+    }
+    turns = []
+    for _ in range(repeats):
+        turn = {}
+        for name, way in ways.items():
+            _wait(training.target)
+            start = time.perf_counter()
+            way()
+            _wait(training.target)
+            turn[name] = time.perf_counter() - start
+        turns.append(turn)
+    turns = turns[1:]  # the first warmed up
+    tokens = training.ids_BT.numel()
+    matrix = training.target.get_output_embeddings().weight
+    return {
+        "parameters": training.target.model.num_parameters(),
+        "vocab_matrix_share": matrix.numel() / training.target.model.num_parameters(),
+        "tokens_per_second": {name: tokens / median(t[name] for t in turns) for name in ways},
+        "training_over_forward": median(t["forward"] / t["training"] for t in turns),
+        "training_over_hidden": median(t["hidden"] / t["training"] for t in turns),
+    }
+
+
+def peak_of(flags: list[str], num_heads: int) -> dict[str, Any]:
+    """`peak` in a process of its own."""
+    command = [sys.executable, "-m", "scripts.measure.training", *flags]
+    command += ["--measure", "peak", "--num_heads", str(num_heads)]
+    # Freed memory goes back at once, so that the peak is that of what is in use.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+    )
+    if run.returncode:
+        last = (run.stderr.strip().splitlines() or ["no word"])[-1]
+        raise ValueError(f"measuring {num_heads} heads failed: {last}")
+    return {"num_heads": num_heads, **json.loads(run.stdout.splitlines()[-1])}
+
+
+def peak(training: Training) -> dict[str, float]:
+    """Mebibytes that stand before a step, and that it takes beyond them at most."""
+    training.step(training.text(1, 3))  # the optimiser's numbers come with its first step
+    training.step(training.text(1, 3))
+    if training.target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        training.step()
+        most = torch.cuda.max_memory_allocated()
+    else:
+        reset = Path("/proc/self/clear_refs")
+        if not reset.exists():
+            raise ValueError("memory on a CPU can be measured on Linux alone")
+        reset.write_text("5", encoding="ascii")  # the high-water mark starts anew
+        before = _resident("VmRSS")
+        training.step()
+        most = _resident("VmHWM")
+    return {"standing_mib": before / MEBIBYTE, "step_mib": (most - before) / MEBIBYTE}
+
+
+def tables_of(report: dict[str, Any]) -> list[Table]:
+    """What was measured, for the screen."""
+    tables = []
+    if "rate" in report:
+        row = report["rate"]
+        size, share = row["parameters"] / 1e6, row["vocab_matrix_share"]
+        table = Table(title=f"{size:.0f}M parameters, {share:.1%} of them the vocabulary matrix")
+        table.add_column("")
+        table.add_column("tokens/s", justify="right")
+        table.add_column("training runs at", justify="right")
+        for name in ("forward", "hidden"):
+            rate_of, ratio = row["tokens_per_second"][name], row[f"training_over_{name}"]
+            table.add_row(f"target: {name}", f"{rate_of:.0f}", f"{ratio:.3f}")
+        table.add_row("training", f"{row['tokens_per_second']['training']:.0f}", "")
+        tables.append(table)
+    if "memory" in report:
+        table = Table(title="memory, MiB")
+        for title in ("heads", "standing", "a step beyond it"):
+            table.add_column(title, justify="right")
+        for row in report["memory"]:
+            numbers = (row["standing_mib"], row["step_mib"])
+            table.add_row(str(row["num_heads"]), *(f"{number:.0f}" for number in numbers))
+        tables.append(table)
+    return tables
+
+
+def _wait(target: TargetModel) -> None:
+    """Until a GPU has done what it was given."""
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _resident(which: str) -> int:
+    """Bytes of this process in memory: VmRSS now, VmHWM at most."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{which}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status does not tell {which}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

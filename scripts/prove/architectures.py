@@ -1,0 +1,232 @@
+"""Which of transformers' causal-LM architectures decode token-exactly: every one is tried.
+
+    python -m scripts.prove.architectures
+    python -m scripts.prove.architectures --types llama gemma3_text --output runs/some.md
+
+Every type in transformers' causal-LM mapping is built tiny, examined by the capability gate and, if
+trusted, decoded against `generate()` (see architecture_check.py). Results are kept as JSON lines,
+so that an interrupted sweep goes on where it stopped; a worker that hangs or dies costs its own
+type only. The table is written when the sweep ends.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import platform
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import version
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import HfArgumentParser
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from scripts.prove.architecture_check import Result, check, one_line
+from scripts.prove.tiny_models import VARIANTS
+
+LIBRARIES = ("torch", "transformers", "peft", "torchao", "bitsandbytes")
+MEMORY_LIMIT = 8 << 30
+MEANING = {
+    "exact tree": "a token tree is verified exactly, at batch 1 and in a left-padded batch of 8",
+    "exact chain": "a chain of drafts is verified exactly, one unpadded sequence at a time",
+    "half precision": "its kernels round to bf16 whatever the dtype; differs at near ties only",
+    "refused": "with the reason, before anything is decoded",
+    "not buildable": "no tiny model could be made here",
+    "unproven": "no difference seen, but its check could not be finished or trusted",
+    "MISMATCH": "decoded differently: a defect",
+}
+VERDICTS = tuple(MEANING)
+HOW = """Every causal-LM type of transformers, built tiny with random fp32 weights, and what
+decoding with a token tree makes of it. Each trusted type decodes greedily with the true
+continuation planted on random branches of a 17-node tree, and is compared token by token with
+`generate()`; windows and chunks are 16 tokens, so that trees straddle their edges. Each is also
+decoded where it must go wrong (a tree with a plain causal mask, a chain whose nodes do not see
+each other), and that has to be noticed."""
+
+
+@dataclass
+class MatrixArguments:
+    """What is swept, and where the result goes."""
+
+    types: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Model types or variants to run again; all that lack a result if empty."},
+    )
+    new_tokens: int = field(
+        default=224, metadata={"help": "Tokens generated per sequence; 9 sequences a type."}
+    )
+    time_limit: int = field(default=180, metadata={"help": "Seconds a type may take."})
+    results: Path = field(
+        default=Path("runs/architectures.jsonl"),
+        metadata={"help": "JSON lines, one a type; the last line of a type counts."},
+    )
+    output: Path = field(
+        default=Path("docs/architectures.md"), metadata={"help": "The table, as markdown."}
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Sweep, then write the table."""
+    parser = HfArgumentParser(MatrixArguments)  # type: ignore[arg-type]
+    (arguments,) = parser.parse_args_into_dataclasses(argv)
+    results = _read(arguments.results)
+    for kind, result in _sweep(arguments, results):
+        results[kind] = result
+    _write_beside(arguments.output, table(results, arguments.new_tokens))
+
+
+def _read(path: Path) -> dict[str, Result]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {(row := Result(**json.loads(line))).kind: row for line in lines}
+
+
+def _sweep(arguments: MatrixArguments, known: dict[str, Result]) -> Iterator[tuple[str, Result]]:
+    """Check what was asked for, or what has no result yet; each result is kept at once."""
+    kinds = arguments.types or [kind for kind in _all_kinds() if kind not in known]
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    with _Worker(arguments.time_limit) as worker, arguments.results.open("a") as lines:
+        for kind in (bar := tqdm(kinds, unit="type")):
+            bar.set_postfix_str(kind)
+            result = worker.check(kind, arguments.new_tokens)
+            lines.write(json.dumps(asdict(result)) + "\n")
+            lines.flush()
+            if result.verdict in ("MISMATCH", "unproven"):
+                bar.write(f"{kind}: {result.verdict}: {result.note}")
+            yield kind, result
+
+
+def _all_kinds() -> list[str]:
+    return [*sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *VARIANTS]
+
+
+class _Worker:
+    """A process that checks types, and is replaced when one hangs or kills it."""
+
+    def __init__(self, time_limit: int) -> None:
+        self._time_limit = time_limit
+        self._context = multiprocessing.get_context("spawn")
+        self._process: Any = None
+        self._pipe: Any = None
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._process is not None and self._process.is_alive():
+            self._pipe.send(None)
+            self._process.join(timeout=10)
+        self._stop()
+
+    def check(self, kind: str, new_tokens: int) -> Result:
+        if self._process is None:
+            self._start()
+        self._pipe.send((kind, new_tokens))
+        try:
+            if self._pipe.poll(self._time_limit):
+                result: Result = self._pipe.recv()
+                return result
+            failure = f"took more than {self._time_limit} s"
+        except (EOFError, ConnectionError):
+            failure = "the process died (out of memory, or a crash)"
+        self._stop()
+        return Result(kind, "unproven", note=failure)
+
+    def _start(self) -> None:
+        self._pipe, theirs = self._context.Pipe()
+        self._process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+
+def _work(pipe: Connection) -> None:
+    import resource
+
+    import torch
+    from transformers.utils import logging
+
+    # A type whose fixture leaves it at full size shall fail to build, not fill the machine.
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    while (task := pipe.recv()) is not None:
+        kind, new_tokens = task
+        try:
+            result = check(kind, new_tokens)
+        except Exception as error:
+            result = Result(kind, "unproven", note=f"the check failed: {one_line(error)}")
+        pipe.send(result)
+
+
+def table(results: dict[str, Result], new_tokens: int) -> str:
+    """The markdown page."""
+    rows = sorted(results.values(), key=lambda row: row.kind)
+    types = [row for row in rows if row.kind not in VARIANTS]
+    variants = [row for row in rows if row.kind in VARIANTS]
+    counts = Counter(row.verdict for row in types)
+    exact = [row for row in rows if row.verdict.startswith("exact")]
+    command = f"python -m scripts.prove.architectures --new_tokens {new_tokens}"
+    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES if find_spec(name))
+    differed = sum(row.mismatches for row in rows if row.verdict != "half precision")
+    today = datetime.now(timezone.utc).date().isoformat()
+    return "\n".join(
+        [
+            "# Architectures",
+            "",
+            HOW,
+            "",
+            f"    {command}",
+            "",
+            f"{today}, {versions}, Python {platform.python_version()}, CPU, fp32. Of "
+            f"{len(types)} types in transformers' causal-LM mapping:",
+            "",
+            *(f"- {counts[verdict]} {verdict}: {MEANING[verdict]}" for verdict in VERDICTS),
+            "",
+            f"{sum(row.tokens for row in exact):,} tokens of exact types and variants were "
+            f"compared with `generate()`; {differed:,} differed.",
+            "",
+            "## Types",
+            "",
+            *_markdown(types),
+            "",
+            "## Adapters, quantised weights, attention implementations",
+            "",
+            *_markdown(variants),
+            "",
+        ]
+    )
+
+
+def _markdown(rows: list[Result]) -> list[str]:
+    cells = (
+        (row.kind, row.verdict, f"{row.tokens:,}" if row.tokens else "", row.note.replace("|", "/"))
+        for row in rows
+    )
+    return [
+        "| type | verdict | tokens | note |",
+        "|---|---|---:|---|",
+        *(f"| {' | '.join(row)} |" for row in cells),
+    ]
+
+
+def _write_beside(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    main()

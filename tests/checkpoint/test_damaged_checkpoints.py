@@ -1,0 +1,225 @@
+"""300 damaged checkpoints: each is refused in one sentence, or what is loaded is what was saved."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
+from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE, WEIGHTS_FILE
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import DraftHeads, new_heads
+from medusa_heads.inference.models.medusa import MedusaModel
+from medusa_heads.target.fingerprint import file_sha256
+from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.statistics import HeadStatistics
+from tests.conftest import TinyLlama
+
+KINDS: list[dict[str, Any]] = [
+    {"vocab_matrix": "shared"},
+    {"vocab_matrix": "own"},
+    {"vocab_matrix": "own", "draft_vocab_size": 20},
+    {"kind": "hydra", "prefix_attention": True},
+]
+FOREIGN: list[Any] = [
+    None, True, -1, 0, 1, 3, 10**12, 1e308, float("nan"), "", "medusa", "../../etc", [], [[0]], {},
+    {"x": 1}, [None], "\N{SNOWMAN}" * 50,
+]  # fmt: skip
+
+
+def flip_bit(folder: Path, chance: random.Random) -> None:
+    """Anywhere in the weights file, header or tensors."""
+    data = bytearray((folder / WEIGHTS_FILE).read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    (folder / WEIGHTS_FILE).write_bytes(data)
+
+
+def flip_bit_unnoticed(folder: Path, chance: random.Random) -> None:
+    """The same, and the checksum with it: only what the header says can be compared. In the header
+    the flip is likelier to do harm."""
+    data = bytearray((folder / WEIGHTS_FILE).read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    data[chance.randrange(header)] ^= 1 << chance.randrange(8)
+    (folder / WEIGHTS_FILE).write_bytes(data)
+    vouch(folder)
+
+
+def truncate(folder: Path, chance: random.Random) -> None:
+    name = chance.choice([WEIGHTS_FILE, SIDECAR_FILE])
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: chance.randrange(len(data))])
+
+
+def change_tensor(folder: Path, chance: random.Random) -> None:
+    """Shape, dtype, values, name or presence of one tensor, with the right checksum."""
+    tensors = load_file(folder / WEIGHTS_FILE)
+    name = chance.choice(sorted(tensors))
+    tensor = tensors.pop(name)
+    match chance.randrange(8):
+        case 0:
+            tensors["surplus." + name] = tensor
+        case 1:
+            tensors[name] = tensor.unsqueeze(0)
+        case 2:
+            tensors[name] = tensor[:-1].clone()
+        case 3:
+            tensors[name] = torch.cat([tensor, tensor])
+        case 4:
+            tensors[name] = tensor.double()
+        case 5:
+            tensors[name] = torch.full_like(tensor, -7)
+        case 6:
+            value = chance.choice([float("nan"), float("inf")])
+            tensors[name] = torch.full_like(tensor, value, dtype=torch.float32)
+        case 7:
+            tensors |= {name: tensor, "9.0.linear.weight": torch.zeros(2)}
+    save_file(tensors, folder / WEIGHTS_FILE)
+    vouch(folder)
+
+
+def change_sidecar(folder: Path, chance: random.Random) -> None:
+    """One value of the sidecar, at any depth, replaced or taken away."""
+    sidecar = json.loads((folder / SIDECAR_FILE).read_text())
+    place: Any = sidecar
+    while True:
+        key = (
+            chance.choice(sorted(place))
+            if isinstance(place, dict)
+            else chance.randrange(len(place))
+        )
+        deeper = place[key]
+        if not isinstance(deeper, dict | list) or not deeper or chance.random() < 0.2:
+            break
+        place = deeper
+    if chance.random() < 0.2:
+        del place[key]
+    else:
+        place[key] = chance.choice(FOREIGN)
+    if chance.random() < 0.1:
+        sidecar["unheard_of"] = 1
+    (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
+
+
+def change_sidecar_bytes(folder: Path, chance: random.Random) -> None:
+    data = bytearray((folder / SIDECAR_FILE).read_bytes())
+    data[chance.randrange(len(data))] = chance.randrange(256)
+    (folder / SIDECAR_FILE).write_bytes(data)
+
+
+def vouch(folder: Path) -> None:
+    sidecar = json.loads((folder / SIDECAR_FILE).read_text())
+    sidecar["weights_sha256"] = file_sha256(folder / WEIGHTS_FILE)
+    (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
+
+
+@pytest.mark.parametrize("size", ["hidden_size", "vocab_size", "num_heads", "num_layers"])
+@pytest.mark.parametrize("value", [10**9, 10**12, 10**30])
+def test_sizes_beyond_reason(tiny_llama: TinyLlama, tmp_path: Path, size: str, value: int) -> None:
+    target = TargetModel(tiny_llama())
+    heads = new_heads(target, HeadsConfig(num_heads=2, vocab_matrix="own"))
+    save_heads(tmp_path, heads, target)
+    sidecar = json.loads((tmp_path / SIDECAR_FILE).read_text())
+    sidecar["heads"][size] = value
+    (tmp_path / SIDECAR_FILE).write_text(json.dumps(sidecar))
+    with pytest.raises(ValueError, match=f"{size} must be at most 100000000, got {value}$"):
+        load_heads(tmp_path, target)
+
+
+DAMAGES: list[Callable[[Path, random.Random], None]] = [
+    flip_bit,
+    flip_bit_unnoticed,
+    truncate,
+    change_tensor,
+    change_sidecar,
+    change_sidecar_bytes,
+]
+
+
+# How many of the fifty must be refused: all that a checksum sees. What changes no tensor may load:
+# provenance and the target's name are free text, and a tensor with a checksum of its own is right.
+REFUSED = {
+    "flip_bit": 50,
+    "flip_bit_unnoticed": 45,
+    "truncate": 50,
+    "change_tensor": 44,
+    "change_sidecar": 38,
+    "change_sidecar_bytes": 45,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_fifty_of_each_are_refused_or_right(
+    tiny_llama: TinyLlama, tmp_path: Path, damage: Callable[[Path, random.Random], None]
+) -> None:
+    target = TargetModel(tiny_llama())
+    chance = random.Random(damage.__name__)
+    refused = 0
+    for trial in range(50):
+        folder = tmp_path / str(trial)
+        intact = whole(folder, target, KINDS[trial % len(KINDS)])
+        damage(folder, chance)
+        try:
+            loaded = load_heads(folder, target)
+            MedusaModel(target, loaded.heads, statistics=loaded.statistics, tree=8)
+        except ValueError as error:
+            assert "\n" not in str(error) and len(str(error)) > 20
+            refused += 1
+        else:
+            assert loaded.heads.config == intact.config
+            tensors = intact.state_dict()
+            if damage is change_tensor:  # with a checksum of its own: what the file holds is right
+                tensors |= load_file(folder / WEIGHTS_FILE)
+            assert_same(loaded.heads.state_dict(), tensors)
+        shutil.rmtree(folder)
+    assert refused >= REFUSED[damage.__name__]
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Names and numbers; not a number is the same as not a number."""
+    assert sorted(got) == sorted(expected)
+    for name, tensor in got.items():
+        torch.testing.assert_close(
+            tensor, expected[name].to(tensor.dtype), rtol=0, atol=0, equal_nan=True
+        )
+
+
+def test_weights_without_a_checksum_are_refused(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    target = TargetModel(tiny_llama())
+    for wrong in ({}, {"weights_sha256": None}, {"weights_sha256": ""}):
+        whole(tmp_path, target, KINDS[0])
+        sidecar = json.loads((tmp_path / SIDECAR_FILE).read_text())
+        del sidecar["weights_sha256"]
+        (tmp_path / SIDECAR_FILE).write_text(json.dumps(sidecar | wrong))
+        with pytest.raises(ValueError, match=r"damaged|checksum"):
+            load_heads(tmp_path, target)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_heads_are_loaded_as_they_were_saved(
+    tiny_llama: TinyLlama, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    target = TargetModel(tiny_llama())
+    saved = whole(tmp_path, target, kind)
+    assert_same(load_heads(tmp_path, target).heads.state_dict(), saved.state_dict())
+
+
+def whole(folder: Path, target: TargetModel, kind: dict[str, Any]) -> DraftHeads:
+    """Save heads that differ in every tensor, and return them."""
+    tokens_V = torch.arange(0, 40, 2) if "draft_vocab_size" in kind else None
+    heads = new_heads(target, HeadsConfig(num_heads=2, **kind), tokens_V)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    ranks_RK = torch.randint(0, 4, (40, 2), generator=generator)
+    save_heads(folder, heads, target, statistics=HeadStatistics.from_ranks(ranks_RK))
+    return heads

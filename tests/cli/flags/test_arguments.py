@@ -1,0 +1,179 @@
+"""Flags, the YAML file underneath them, and errors in one sentence."""
+
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from medusa_heads.cli.flags.arguments import coerce, parse_arguments, read_config, run_command
+from medusa_heads.errors import MedusaWarning
+
+
+@dataclass
+class Model:
+    """A required field and a choice."""
+
+    name: str = field(metadata={"help": "required"})
+    kind: Literal["small", "large"] = "small"
+
+
+@dataclass
+class Run:
+    """One field of every other type."""
+
+    learning_rate: float | None = None
+    num_steps: int = 5
+    loud: bool = False
+    tags: list[str] = field(default_factory=list)
+    extra: dict | str | None = None
+
+
+def parse(*argv: str) -> tuple[Any, ...]:
+    return parse_arguments((Model, Run), argv, prog="tool", description="A tool.")
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_alone() -> None:
+    model, run = parse("--name", "a", "--num-steps", "7", "--learning_rate", "1e-4", "--loud")
+    assert (model.name, model.kind, run.num_steps, run.learning_rate) == ("a", "small", 7, 1e-4)
+    assert run.loud and run.tags == []
+
+
+def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        "name: b\nkind: large\nlearning_rate: 1e-4\nnum-steps: 9\nloud: true\ntags: [x, y]\n"
+        "extra: {deep: 1}\n",
+    )
+    model, run = parse("--config", config, "--num_steps", "3")
+    assert (model.name, model.kind) == ("b", "large")
+    assert run == Run(1e-4, 3, True, ["x", "y"], '{"deep": 1}')
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert parse("--config", write(tmp_path, ""), "--name", "a") == (Model("a"), Run())
+
+
+def test_the_first_arguments_need_no_flags() -> None:
+    def given(*argv: str) -> tuple[Any, ...]:
+        names = ("name", "num_steps")
+        return parse_arguments((Model, Run), argv, prog="tool", description="", positional=names)
+
+    assert given("a", "7") == (Model("a"), Run(num_steps=7))
+    assert given("a", "--loud") == (Model("a"), Run(loud=True))
+    assert given("--name", "a", "--num_steps", "7") == given("a", "7")
+    with pytest.raises(ValueError, match="unknown argument 'b'; text of several words needs quo"):
+        given("a", "7", "b")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "--name is missing"),
+        (
+            ("--name", "a", "--num_stepz", "3"),
+            "unknown argument '--num_stepz'; did you mean '--num",
+        ),
+        (("--num_stepz", "3"), "unknown argument '--num_stepz'"),
+        (("--name", "a", "--num_steps", "x"), "invalid int value: 'x'"),
+        (("--name", "a", "--kind", "medium"), "invalid choice: 'medium'"),
+        (("--name", "a", "--config", "nowhere.yaml"), "expected a YAML file at 'nowhere.yaml'"),
+        (("--name", "a", "--config"), "expected one argument"),
+    ],
+)
+def test_flags_that_do_not_fit(argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(*argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_stpes: 3", "unknown key 'num_stpes'; did you mean 'num_steps'"),
+        ("zzz: 3", "unknown key 'zzz'; known: extra, kind,"),
+        ("num_steps: many", "num_steps must be of type int, got 'many'"),
+        ("num_steps: true", "num_steps must be of type int, got True"),
+        ("learning_rate: fast", "learning_rate must be of type float, got 'fast'"),
+        ("kind: medium", "kind must be one of"),
+        ("tags: 3", "tags must be a list, got 3"),
+        ("- a\n- b", "must hold 'key: value' lines, got a YAML list"),
+        ("a: [", "not valid YAML"),
+        ("num_steps: 3\nnum_steps: 4", r"the key 'num_steps' is given twice\s+in .* line 2"),
+        ("num_steps: 3\nnum-steps: 4", "the key 'num-steps' is given twice"),
+        ("extra:\n  a: 1\n  a: 2", "the key 'a' is given twice"),
+    ],
+)
+def test_files_that_do_not_fit(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_config(write(tmp_path, text), (Model, Run))
+
+
+def test_yaml_reads_a_bare_exponent_as_a_string_and_it_becomes_a_float() -> None:
+    assert coerce("1e-4", float, "x") == 1e-4
+    assert coerce(5, float | None, "x") == 5.0 and coerce(None, float | None, "x") is None
+
+
+@pytest.mark.parametrize("error", [ValueError("bad\n  thing"), FileNotFoundError("bad thing")])
+def test_a_users_mistake_is_one_sentence(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise error
+
+    assert run_command(fail) == 2
+    assert capsys.readouterr().err == "medusa-heads: error: bad thing\n"
+    monkeypatch.setenv("MEDUSA_HEADS_TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        run_command(fail)
+
+
+def test_interruption_and_faults_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def fault() -> None:
+        raise RuntimeError("a bug")
+
+    assert run_command(lambda: None) == 0
+    assert run_command(interrupt, prog="tool") == 130
+    assert capsys.readouterr().err == "tool: interrupted\n"
+    with pytest.raises(RuntimeError):
+        run_command(fault)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no disk that is always full")
+def test_a_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    def save() -> None:
+        Path("/dev/full").write_bytes(b"x")
+
+    def save_tensors() -> None:
+        # In the words of safetensors, which writes to no device.
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    def save_optimiser() -> None:
+        torch.save({"a": torch.zeros(100_000)}, "/dev/full")
+
+    for work in (save, save_tensors, save_optimiser):
+        assert run_command(work) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("medusa-heads: error: a file could not be written, is the disk full")
+
+
+def test_own_warnings_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        warnings.warn("one row was left out", MedusaWarning, stacklevel=2)
+        warnings.warn("of others", UserWarning, stacklevel=2)
+
+    with pytest.warns(UserWarning, match="of others") as told:
+        assert run_command(work, prog="tool") == 0
+    assert len(told) == 1
+    assert capsys.readouterr().err == "tool: warning: one row was left out\n"

@@ -1,0 +1,47 @@
+"""`medusa-heads env`: what a report of a bug needs, and nothing that is private."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa_heads.cli.main import main
+from medusa_heads.cli.verbs.env import USES
+from tests.conftest import Refused
+
+
+def test_it_prints_what_a_report_needs(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(cache.parent))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in shown and "transformers " in shown
+    for name in ("cpu", "cores", "capability", "ONEDNN_MAX_CPU_ISA", "devices"):
+        assert f"\n{name}: " in shown
+    for purpose in USES.values():
+        assert f"  {purpose}: " in shown
+    assert "float32 on 1 thread" in shown
+    assert shown.endswith("measurements are kept in ~/cache\n")
+    assert "hf_secret" not in shown and str(cache.parent) not in shown
+    assert main(["env"]) == 0  # from what was kept
+
+
+def test_it_measures_by_the_sizes_of_a_target(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["env", str(checkpoint / "target")]) == 0
+    assert "float32 as its weights are stored" in capsys.readouterr().out
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path, refused: Refused) -> None:
+    def env(flags: list[str]) -> int:
+        return main(["env", *flags])
+
+    assert "expected a device such as cpu or cuda, got 'abacus'" in refused(
+        env, ["--device", "abacus"]
+    )
+    assert "expected a causal language model" in refused(env, [str(tmp_path)])

@@ -1,0 +1,160 @@
+"""The verb regenerate: a dataset that train-heads reads, and a record of where it came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, load_from_disk
+
+from medusa_heads.checkpoint.checkpoint import save_heads
+from medusa_heads.cli import train_heads
+from medusa_heads.cli.verbs.regenerate import main
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import MedusaHeads
+from medusa_heads.target.target import TargetModel
+from tests.conftest import TinyLlama
+from tests.inference.regeneration.completion_server import serving
+from tests.inference.speaking import make_tokenizer, save_speaker
+
+QUESTIONS = [f"what is {word}" for word in ("love", "time", "this", "up", "new", "on")]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, heads for it, and a corpus of conversations."""
+    folder = tmp_path_factory.mktemp("regenerate")
+    save_speaker(folder / "target", tiny_llama)
+    target = TargetModel.from_pretrained(str(folder / "target"))
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    save_heads(folder / "heads", heads, target)
+    talks = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    Dataset.from_dict({"messages": talks}).to_json(folder / "talks.jsonl")
+    return folder
+
+
+def run(folder: Path, output: Path, *more: str) -> int:
+    given = ["--model_name_or_path", str(folder / "target"), "--output_dir", str(output)]
+    return main([*given, "--dataset", str(folder / "talks.jsonl"), "--max_new_tokens", "8", *more])
+
+
+def test_train_heads_learns_from_what_regenerate_wrote(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "own"
+    assert run(folder, output) == 0
+    shown = capsys.readouterr().out
+    assert "asked 6 = done 6 + failed 0 + skipped 0" in shown and str(output) in shown
+    rows = load_from_disk(str(output))
+    assert rows.column_names == ["input_ids", "labels"] and len(rows) == 6
+    record = json.loads((output / "regeneration.json").read_text())
+    assert record["accounting"]["done"] == record["rows"] == 6
+    assert record["settings"]["temperature"] == 0.7 and "transformers" in record["versions"]
+    assert len(record["answers"]["weights_sha256"]) == 64
+    assert record["target"]["model_type"] == "llama"
+
+    given = ["--model_name_or_path", str(folder / "target"), "--dataset", str(output)]
+    given += ["--output_dir", str(tmp_path / "run"), "--num_heads", "2", "--max_steps", "1"]
+    given += ["--eval_share", "0.4", "--training_args", '{"use_cpu": true, "disable_tqdm": true}']
+    assert train_heads.main(given) == 0
+
+
+def test_the_same_command_again_reads_and_more_prompts_go_on(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder, tmp_path, "--num_prompts", "4") == 0
+    first = load_from_disk(str(tmp_path)).to_dict()
+    assert run(folder, tmp_path, "--batch_size", "1") == 0
+    assert "done 6 (4 of them by an earlier run)" in capsys.readouterr().out
+    second = load_from_disk(str(tmp_path)).to_dict()
+    assert second["input_ids"][:4] == first["input_ids"]
+    assert not list(tmp_path.glob(".dataset-*"))
+
+
+@pytest.mark.parametrize("backend", ["heads", "continuous"])
+def test_other_backends_write_the_same_rows(backend: str, folder: Path, tmp_path: Path) -> None:
+    heads = ["--heads", str(folder / "heads")] if backend == "heads" else []
+    assert run(folder, tmp_path / "plain") == 0
+    assert run(folder, tmp_path / backend, "--backend", backend, *heads) == 0
+    expected = load_from_disk(str(tmp_path / "plain")).to_dict()
+    assert load_from_disk(str(tmp_path / backend)).to_dict() == expected
+
+
+def test_a_server_answers_without_the_weights_here(folder: Path, tmp_path: Path) -> None:
+    target = TargetModel.from_pretrained(str(folder / "target"))
+    bare = tmp_path / "bare"  # tokenizer and configuration alone
+    make_tokenizer().save_pretrained(bare)
+    for name in ("config.json", "generation_config.json"):
+        (bare / name).write_bytes((folder / "target" / name).read_bytes())
+    assert run(folder, tmp_path / "plain", "--greedy_share", "1") == 0
+    with serving(target.model, make_tokenizer()) as server:
+        more = ["--backend", "server", "--base_url", server.url, "--greedy_share", "1"]
+        more += ["--model_name_or_path", str(bare), "--model", "served"]
+        assert run(folder, tmp_path / "there", *more) == 0
+    assert {request["model"] for request in server.requests} == {"served"}
+    expected = load_from_disk(str(tmp_path / "plain")).to_dict()
+    assert load_from_disk(str(tmp_path / "there")).to_dict() == expected
+
+
+def test_strict_is_an_error_where_an_answer_is_missing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tmp_path / "prompts.jsonl"
+    corpus.write_text('{"prompt": "fine"}\n{"prompt": ""}\n')
+    given = ["--dataset", str(corpus)]
+    assert run(folder, tmp_path / "a", *given) == 0
+    assert run(folder, tmp_path / "b", *given, "--strict") == 2
+    shown = capsys.readouterr()
+    assert "skipped 1 (1 nothing to answer)" in shown.out
+    assert "1 of 2 answers are missing, and strict was asked for" in shown.err
+    assert len(load_from_disk(str(tmp_path / "b"))) == 1  # what there is, is there
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--backend", "heads"], "the backend heads needs --heads"),
+        (["--backend", "server"], "the backend server needs --base_url"),
+        (["--base_url", "http://x/v1"], "base_url is read by the backend server alone"),
+        (["--num_workers", "2", "--backend", "continuous"], "num_workers is read by"),
+        (["--max_new_tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--temperature", "0"], "temperature must be above 0"),
+        (["--max_new_tokens", "600"], "6 too long for the target's context"),
+        (["--dataset", "./nowhere.jsonl"], "there is nothing"),
+        (["--chat_template_kwargs", "{"], "chat_template_kwargs must be JSON"),
+        (["--output_dir", "TAKEN"], "was not made by regenerate"),
+        (["--frobnicate", "1"], "unknown argument '--frobnicate'"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    more: list[str],
+    sentence: str,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Dataset.from_dict({"a": [1]}).save_to_disk(str(tmp_path / "taken"))
+    given = [str(tmp_path / "taken") if flag == "TAKEN" else flag for flag in more]
+    assert run(folder, tmp_path / "out", *given) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("medusa-heads: error: ") and sentence in message
+    assert not (tmp_path / "out" / "state.json").exists()
+
+
+def test_help_answers_without_the_heavy_imports(tmp_path: Path) -> None:
+    code = (
+        "import sys; from medusa_heads.cli.main import main\n"
+        "try: main(['regenerate', '--help'])\n"
+        "finally: assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    before = os.times().children_user
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--greedy_share" in done.stdout and "--api_key_variable" in done.stdout
+    assert os.times().children_user - before < 1

@@ -1,0 +1,151 @@
+"""The report: tables, JSON, picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from medusa_heads.inference.bench import report as module
+from medusa_heads.inference.bench.report import write_report
+from medusa_heads.inference.bench.tables import identity_cell, markdown, tables
+from medusa_heads.trees.statistics import HeadStatistics
+
+
+def method(name: str, speedup: float, identical: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "tokens_per_second": 100.0 * speedup,
+        "speedup": speedup,
+        "tokens_per_step": 1.4 * speedup,
+        "identical": identical,
+        "speedup_quartiles": [speedup - 0.1, speedup + 0.1],
+    }
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    methods = [method("plain", 1.0, 1.0), method("other", 0.75, 0.85), method("heads", 1.8, 1.0)]
+    common = {"prompts": 20, "new_tokens": 128}
+    return {
+        "target": "some/target",
+        "machine": {"cpu": "A processor", "cores": 2},
+        "settings": [
+            {"name": "greedy", "dtype": "bfloat16", "methods": methods, **common},
+            {"name": "sampled", "dtype": "float32", "methods": [methods[0], methods[2]], **common},
+        ],
+        "temperature": 0.7,
+    }
+
+
+def test_tables_have_the_reports_numbers(report: dict[str, Any]) -> None:
+    first, second = tables(report)
+    columns = ["method", "tokens/s", "speed-up", "tokens per step", "output identical"]
+    assert [column.header for column in first.columns] == columns
+    cells = list(zip(*(column.cells for column in first.columns), strict=True))
+    assert cells == [
+        ("plain", "100.0", "1.00", "1.40", "-"),
+        ("other", "75.0", "0.75", "1.05", "17 of 20"),
+        ("heads", "180.0", "1.80", "2.52", "yes"),
+    ]
+    assert str(first.title).startswith("bf16, greedy: 20 prompts x 128 new tokens")
+    assert str(second.title).startswith("fp32, sampled at temperature 0.7")
+
+
+def test_a_table_fits_an_ordinary_terminal(report: dict[str, Any]) -> None:
+    report["settings"][0]["methods"][1]["name"] = "transformers prompt lookup"
+    console = Console(width=80, record=True, file=None, quiet=False)
+    with console.capture() as captured:
+        console.print(tables(report)[0])
+    assert "transformers prompt lookup" in captured.get()
+
+
+def test_identity_is_never_rounded_up_to_yes() -> None:
+    assert identity_cell(1.0, 20) == "yes"
+    assert identity_cell(0.95, 20) == "19 of 20"
+    assert identity_cell(0.0, 3) == "0 of 3"
+
+
+def test_files_are_written_and_replaced(report: dict[str, Any], tmp_path: Path) -> None:
+    statistics = HeadStatistics.from_ranks(torch.tensor([[0, 0], [0, 3], [7, 1]]))
+    for speed in (1.0, 2.0):
+        report["settings"][0]["methods"][0]["tokens_per_second"] = speed
+        json_file, _, png_file = write_report(tmp_path / "new", report, statistics)
+        assert json.loads(json_file.read_text()) == report
+        assert png_file.read_bytes().startswith(b"\x89PNG")
+    written = sorted(path.name for path in json_file.parent.iterdir())
+    assert written == ["report.json", "report.md", "report.png"]
+    tall = png_file.read_bytes()[20:24]
+    write_report(tmp_path / "new", report)  # unmeasured heads: one row of panels
+    assert png_file.read_bytes()[20:24] < tall
+
+
+def test_a_failure_leaves_the_old_report(
+    report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write_report(tmp_path, report)
+    before = [file.read_bytes() for file in files]
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(module, "draw", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_report(tmp_path, {**report, "target": "another"})
+    assert [file.read_bytes() for file in files] == before
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.fixture
+def detailed(report: dict[str, Any]) -> dict[str, Any]:
+    """One setting with all that can be measured."""
+    setting = report["settings"][0]
+    setting["methods"] = [dict(one) for one in setting["methods"]]
+    for place, one in enumerate(setting["methods"]):
+        one["by_category"] = {"math": {"speedup": 1.0 + place}, "writing": {"speedup": 0.5}}
+        one |= {"first_token_seconds": 0.0125, "peak_memory_bytes": 5_000_000}
+        if place:
+            one |= {"nodes": 8 * place, "accepted_by_depth": [0.75, 0.5]}
+            one["seconds_by_phase"] = {"prefill": 1.0, "target": 3.0}
+    setting["left_out"] = {"plain-compiled": "no compiler"}
+    return report
+
+
+def test_details_are_on_the_page(detailed: dict[str, Any]) -> None:
+    page = markdown(detailed)
+    for line in (
+        "| heads | 180.0 | 1.80 | 2.52 | yes |",
+        "| heads | 1.70 - 1.90 | 12.5 | 5.0 | - |",
+        "| heads | 16 | 0.75 0.50 | 25% | 75% |",
+        "| math | 1.00 | 2.00 | 3.00 |",
+        "plain-compiled left out: no compiler",
+    ):
+        assert f"\n{line}\n" in page
+
+
+def test_a_table_of_categories_cuts_no_name(detailed: dict[str, Any]) -> None:
+    methods = detailed["settings"][0]["methods"]
+    many = [dict(methods[-1], name=f"transformers-number-{i}") for i in range(10)]
+    detailed["settings"][0]["methods"] = many
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(tables(detailed)[1])
+    shown = captured.get()
+    assert "\u2026" not in shown and shown.count("3.00") == 10
+
+
+def test_what_was_measured_is_drawn(detailed: dict[str, Any], tmp_path: Path) -> None:
+    *_, png_file = write_report(tmp_path / "detailed", detailed)
+    detailed["settings"] = detailed["settings"][1:]
+    *_, plain_file = write_report(tmp_path / "plain", detailed)
+    (wide, tall), (narrow, flat) = size(png_file), size(plain_file)
+    assert wide > narrow and tall > 2 * flat  # three rows of two panels, and one panel
+
+
+def size(png_file: Path) -> tuple[int, int]:
+    header = png_file.read_bytes()[16:24]
+    return int.from_bytes(header[:4], "big"), int.from_bytes(header[4:], "big")

@@ -1,0 +1,161 @@
+"""Drafters of every kind of heads: the trees they propose, and texts that stay the target's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads import MedusaModel, TargetModel
+from medusa_heads.heads import DraftHeads, HydraHeads
+from medusa_heads.inference.drafters.dynamic import DynamicDrafter
+from medusa_heads.inference.drafters.hydra import HydraDrafter
+from medusa_heads.inference.plan.trees import make_drafter
+from medusa_heads.trees.tree import TreeShape, cartesian_choices
+from tests.conftest import DEVICE, TinyLlama
+from tests.inference.rereading import RereadingDrafter, random_heads, run
+
+KINDS: dict[str, dict[str, Any]] = {
+    "medusa": {"kind": "medusa"},
+    "medusa, prefix": {"num_layers": 2, "prefix_attention": True},
+    "medusa, own matrix, 50 tokens": {"vocab_matrix": "own", "draft_vocab_size": 50},
+    "hydra": {"kind": "hydra", "num_layers": 2},
+    "hydra, 50 tokens": {"kind": "hydra", "draft_vocab_size": 50},
+    "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
+}
+
+
+@pytest.fixture(params=KINDS)
+def heads(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> DraftHeads:
+    torch.manual_seed(0)
+    return random_heads(tiny_llama().to(DEVICE), **KINDS[request.param])
+
+
+def state_at(hidden_BD: Tensor, roots_B: Tensor) -> Any:
+    """As much of a decoding state as drafters without a memory read."""
+    return SimpleNamespace(hidden_BD=hidden_BD, roots_B=roots_B)
+
+
+@torch.no_grad()
+def test_a_static_hydra_tree_follows_each_path(tiny_llama: TinyLlama) -> None:
+    heads = random_heads(tiny_llama(), kind="hydra")
+    assert isinstance(heads, HydraHeads)
+    shape = TreeShape.from_choices([*cartesian_choices([3, 2, 2]), (3,), (4,), (4, 5)])
+    hidden_BD = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+    roots_B = torch.tensor([17, 99])
+    tree = HydraDrafter(heads, shape, with_log_probs=True).propose(state_at(hidden_BD, roots_B))
+    plain = HydraDrafter(heads, shape).propose(state_at(hidden_BD, roots_B))
+    assert torch.equal(plain.tokens_BN, tree.tokens_BN)
+    for b in range(2):
+        for node, choice in enumerate(shape.choices, start=1):
+            path = [int(roots_B[b])]
+            for depth, rank in enumerate(choice):
+                features_D = heads.head_features(depth, hidden_BD[b], torch.tensor(path))
+                logits_V = heads.project(depth, features_D[None])[0]
+                path.append(int(logits_V.topk(rank + 1).indices[-1]))
+                log_prob = float(logits_V.log_softmax(-1)[path[-1]])
+            assert int(tree.tokens_BN[b, node]) == path[-1]
+            assert tree.log_probs_BN is not None
+            assert float(tree.log_probs_BN[b, node]) == pytest.approx(log_prob, abs=1e-4)
+
+
+@torch.no_grad()
+def test_a_dynamic_hydra_tree_holds_the_likeliest_paths(tiny_llama: TinyLlama) -> None:
+    heads = random_heads(tiny_llama(), kind="hydra", draft_vocab_size=9)
+    assert isinstance(heads, HydraHeads)
+    hidden_1D = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
+    tree = DynamicDrafter(heads, 8).propose(state_at(hidden_1D, torch.tensor([17])))
+    assert heads.draft_tokens is not None
+    vocabulary = heads.draft_tokens.tolist()
+    scores = {}
+    for depth in (1, 2, 3):
+        for path in product(vocabulary, repeat=depth):
+            score = 0.0
+            for level, token in enumerate(path):
+                seen = torch.tensor([17, *path[:level]])
+                logits_V = heads.project(
+                    level, heads.head_features(level, hidden_1D[0], seen)[None]
+                )
+                score += float(logits_V[0].log_softmax(-1)[vocabulary.index(token)])
+            scores[path] = score
+    likeliest = sorted(scores, key=scores.__getitem__, reverse=True)[:8]
+    paths: list[tuple[int, ...]] = [()]
+    for parent, token in zip(
+        tree.parents_BN[0].tolist()[1:], tree.tokens_BN[0].tolist()[1:], strict=True
+    ):
+        paths.append((*paths[parent], token))
+    assert sorted(paths[1:]) == sorted(likeliest)
+
+
+@pytest.mark.parametrize("tree", ["chain", "cartesian:3,2,1", "dynamic:9", "none"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_text_is_the_targets_own(
+    heads: DraftHeads, tiny_llama: TinyLlama, tree: str, do_sample: bool
+) -> None:
+    target = tiny_llama().to(DEVICE)
+    model = MedusaModel(target, heads, tree=tree)
+    ids_BT = torch.randint(199, (1, 9), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": do_sample, "pad_token_id": 0}
+    torch.manual_seed(1)
+    expected_BT = target.generate(ids_BT, **options)
+    torch.manual_seed(1)
+    got_BT: Any = model.generate(ids_BT, **options)
+    assert torch.equal(got_BT, expected_BT)
+
+
+@pytest.mark.parametrize("tree", ["cartesian:3,2,1", "dynamic:9"])
+def test_rows_of_a_padded_batch_are_the_targets_own(
+    heads: DraftHeads, tiny_llama: TinyLlama, tree: str
+) -> None:
+    target = tiny_llama().to(DEVICE)
+    model = MedusaModel(target, heads, tree=tree)
+    generator = torch.Generator().manual_seed(4)
+    ids_BT = torch.randint(199, (4, 9), generator=generator).to(DEVICE)
+    mask_BT = torch.ones_like(ids_BT)
+    for row, padding in enumerate((0, 3, 5, 1)):
+        mask_BT[row, :padding] = 0
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    expected_BT = target.generate(ids_BT, attention_mask=mask_BT, **options)
+    got_BT: Any = model.generate(ids_BT, attention_mask=mask_BT, **options)
+    assert torch.equal(got_BT, expected_BT)
+
+
+def test_a_tree_beyond_the_heads_is_refused(heads: DraftHeads) -> None:
+    with pytest.raises(ValueError, match="only 3 heads"):
+        make_drafter([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], heads, None)
+    with pytest.raises(ValueError, match="asks for rank 199 of"):
+        make_drafter([[199]], heads, None)
+    with pytest.raises(ValueError, match="a dynamic tree here has 1 to"):
+        make_drafter("dynamic:99999", heads, None)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_the_prefix_layer_reads_on_as_if_from_the_start(
+    tiny_llama: TinyLlama, kind: str, chunk: int | None
+) -> None:
+    model = tiny_llama().to(DEVICE)
+    heads = random_heads(model, kind=kind, prefix_attention=True)
+    target = TargetModel(model)
+    generator = torch.Generator().manual_seed(5)
+    ids_BT = torch.randint(199, (3, 9), generator=generator).to(DEVICE)
+    mask_BT = torch.ones_like(ids_BT)
+    mask_BT[1, :4] = 0
+    options: dict[str, Any] = {"attention_mask": mask_BT, "max_new_tokens": 40, "do_sample": False}
+    expected_BT = model.generate(ids_BT, **options, pad_token_id=0)
+    references = expected_BT[:, 9:].tolist()
+    # A token that ends one row early: rows leave the batch at different steps.
+    options |= {"eos_token_id": references[2][11], "pad_token_id": 0}
+    if chunk:
+        options["prefill_chunk_size"] = chunk
+    drafter = RereadingDrafter(heads, target, references, 199)
+    with torch.no_grad():
+        got_BT = model.generate(ids_BT, **options, custom_generate=partial(run, target, drafter))
+    options.pop("prefill_chunk_size", None)
+    assert torch.equal(got_BT, model.generate(ids_BT, **options))
+    assert drafter.compared > 15

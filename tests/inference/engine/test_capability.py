@@ -1,0 +1,272 @@
+"""The capability gate: trees where they are exact, chains where only those are, or a refusal.
+
+Shapes: N tree nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    BloomConfig,
+    GPTNeoConfig,
+    Lfm2Config,
+    MixtralConfig,
+    MoshiConfig,
+    ProphetNetConfig,
+    RobertaConfig,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.drafters.medusa import MedusaDrafter
+from medusa_heads.inference.engine.capability import _PROBE_TREE, capability, probe
+from medusa_heads.target.attention import TreeMask
+from medusa_heads.target.cache import RowCache
+from medusa_heads.trees.tree import TokenTree
+from tests.conftest import TinyLlama
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WIDTHS = [1.0, 0.13]  # of the tiny Llama's matrices; the second is that of fresh models
+
+SLOT_BOUND: dict[str, Any] = {
+    "bloom": BloomConfig(vocab_size=40, hidden_size=64, n_layer=2, n_head=4),
+    "gpt_neo": GPTNeoConfig(
+        vocab_size=40,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        intermediate_size=96,
+        window_size=16,
+        attention_types=[[["global", "local"], 1]],
+    ),
+}
+
+
+def build(config: Any) -> Any:
+    model: Any = AutoModelForCausalLM.from_config(config).float().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def narrow(model: Any, width: float) -> Any:
+    """Its matrices made narrower, so that tokens change each other less."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter *= width
+    return model
+
+
+def test_a_tree_where_it_is_exact(tiny_llama: TinyLlama) -> None:
+    assert capability(TargetModel(tiny_llama())) == "tree"
+
+
+@pytest.mark.parametrize("kind", SLOT_BOUND)
+def test_a_chain_where_only_that_is_exact(kind: str) -> None:
+    model = build(SLOT_BOUND[kind])
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=3))
+    with pytest.warns(UserWarning, match=f"{kind} verifies a chain"):
+        medusa = MedusaModel(model, heads, tree=[(0,), (1,), (0, 0), (1, 0)])
+    assert isinstance(medusa.drafter, MedusaDrafter)
+    assert medusa.drafter.shape.choices == [(0,), (0, 0)]
+    ids = torch.arange(1, 31)[None]
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(**inputs, max_new_tokens=60, do_sample=False)
+    got: Any = medusa.generate(**inputs, max_new_tokens=60, do_sample=False)
+    assert torch.equal(got, expected)
+    assert medusa.last_stats.tokens_per_step > 1
+    batch: dict[str, Any] = {name: tensor.repeat(2, 1) for name, tensor in inputs.items()}
+    with pytest.raises(UnsupportedArchitecture, match="one unpadded sequence at a time"):
+        medusa.generate(**batch, max_new_tokens=4)
+
+
+def test_a_layer_without_rows_is_refused_by_name() -> None:
+    config = Lfm2Config(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    with pytest.raises(UnsupportedArchitecture, match="lfm2 keeps LinearAttention"):
+        capability(TargetModel(build(config)))
+
+
+def test_positions_are_those_of_generate() -> None:
+    """Left to itself, RoBERTa counts positions from its padding id on; generate() does not."""
+    config = RobertaConfig(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        is_decoder=True,
+        tie_word_embeddings=False,
+    )
+    model = build(config)
+    assert capability(TargetModel(model)) == "tree"
+    medusa = MedusaModel(
+        model,
+        MedusaHeads.from_target(model, HeadsConfig(num_heads=2)),
+        tree=[(0,), (1,), (0, 0), (1, 0)],
+    )
+    ids = torch.arange(1, 31)[None]
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    got: Any = medusa.generate(**inputs, max_new_tokens=40, do_sample=False)
+    assert torch.equal(got, expected)
+
+
+def test_a_model_that_takes_one_token_at_a_time_is_refused_by_name() -> None:
+    config = ProphetNetConfig(
+        vocab_size=40,
+        hidden_size=64,
+        encoder_ffn_dim=96,
+        num_encoder_layers=1,
+        num_encoder_attention_heads=4,
+        decoder_ffn_dim=96,
+        num_decoder_layers=2,
+        num_decoder_attention_heads=4,
+        max_position_embeddings=128,
+    )
+    with pytest.raises(UnsupportedArchitecture, match="prophetnet fails on several new tokens"):
+        capability(TargetModel(build(config)))
+
+
+def test_a_cache_that_forgets_what_attention_sees_is_refused_by_name() -> None:
+    config = MoshiConfig(
+        vocab_size=40,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=96,
+        sliding_window=16,
+        audio_vocab_size=40,
+    )
+    with pytest.raises(UnsupportedArchitecture, match="moshi cannot be followed: its cache drops"):
+        capability(TargetModel(build(config)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outliers_sought_in_all_tokens_are_refused_by_name(
+    tiny_llama: TinyLlama, dtype: torch.dtype
+) -> None:
+    """LLM.int8() picks its outlier columns over every token of a forward."""
+    model = tiny_llama().to(dtype)
+    model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(UnsupportedArchitecture, match="llm_int8_threshold=0"):
+        capability(TargetModel(model))
+    model.config.quantization_config.llm_int8_threshold = 0.0
+    assert capability(TargetModel(model)) == "tree"
+
+
+def test_weights_that_processes_share_are_refused_by_name(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    model._tp_size = 1
+    assert capability(TargetModel(model)) == "tree"
+    model = tiny_llama()
+    model._tp_size = 2
+    with pytest.raises(UnsupportedArchitecture, match=r"spread over several processes.*tp_plan"):
+        capability(TargetModel(model))
+
+
+class OneScale(torch.nn.Linear):
+    """Rounds its input to 8 bits, with one scale for all tokens of the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().max().float() / 127
+        return super().forward(((x / scale).round() * scale).to(x.dtype))
+
+
+def with_one_scale(model: Any) -> Any:
+    for module in model.model.modules():
+        if type(module) is torch.nn.Linear:
+            module.__class__ = OneScale
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_one_scale_for_all_tokens_is_refused(
+    tiny_llama: TinyLlama, dtype: torch.dtype, width: float
+) -> None:
+    model = with_one_scale(narrow(tiny_llama(), width).to(dtype))
+    with pytest.raises(UnsupportedArchitecture, match=r"must not see|plain decoding"):
+        capability(TargetModel(model))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_numbers_catch_what_names_do_not(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: float
+) -> None:
+    """Negative control: the same Llama with its tree mask ignored is not trusted with a tree, also
+    where rounding is coarse and attention changes little."""
+    model = narrow(tiny_llama(), width).to(dtype)
+    assert capability(TargetModel(model)) == "tree"
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "sdpa", sdpa_mask)
+    with pytest.warns(UserWarning, match="not a tree: "):
+        assert capability(TargetModel(narrow(tiny_llama(), width).to(dtype))) == "chain"
+
+
+class BySlot(TargetModel):
+    """Counts positions by the slot, not by the depth in the tree."""
+
+    def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
+        first_B1 = mask.query_positions_BN[:, :1]
+        slots_BN = first_B1 + torch.arange(tree.num_nodes)
+        return super().verify(tree, cache, replace(mask, query_positions_BN=slots_BN))
+
+
+class Blind(TargetModel):
+    """Lets every node see the text, the root and itself alone."""
+
+    def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
+        alone_NN = torch.eye(tree.num_nodes, dtype=torch.bool)
+        alone_NN[:, 0] = True
+        visible_BNS = mask.visible_BNS.clone()
+        visible_BNS[:, :, -tree.num_nodes :] = alone_NN
+        return super().verify(tree, cache, replace(mask, visible_BNS=visible_BNS, bias_BNS=None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("wrong", "width"), [(BySlot, 1.0), (Blind, 1.0), (Blind, 0.13)])
+def test_wrong_positions_and_blind_nodes_are_caught_in_any_dtype(
+    tiny_llama: TinyLlama, wrong: type[TargetModel], width: float, dtype: torch.dtype
+) -> None:
+    target = wrong(narrow(tiny_llama(), width).to(dtype))
+    assert probe(target, _PROBE_TREE).fault(dtype) is not None
+
+
+def test_experts_do_not_make_tokens_see_each_other() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 96}
+    config = MixtralConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4
+    )
+    for dtype in DTYPES:
+        assert capability(TargetModel(build(config).to(dtype))) == "tree"
+
+
+def test_tokens_that_were_never_trained_are_no_fault(tiny_llama: TinyLlama) -> None:
+    """A vocabulary may be larger than what was trained: nobody can see such tokens."""
+    model: Any = tiny_llama()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[4:] = 0.0
+    assert capability(TargetModel(model)) == "tree"

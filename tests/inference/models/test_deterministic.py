@@ -1,0 +1,69 @@
+"""Rounding is the same, whatever was written before and however long it took."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads import HeadsConfig, MedusaModel, new_heads
+from medusa_heads.inference.models.assisted import AssistedModel
+from medusa_heads.inference.models.training_free import DRAFTERS, TrainingFreeModel
+from medusa_heads.target.target import TargetModel
+from tests.conftest import DEVICE, TinyLlama
+
+TREES = ("auto", "5+suffix", "suffix:4", "dynamic:6", "chain")
+
+
+def made(tiny_llama: TinyLlama, way: str) -> AssistedModel:
+    model: Any = tiny_llama(num_layers=3, vocab_size=24).to(DEVICE, torch.bfloat16)
+    if not way.startswith("heads:"):
+        return TrainingFreeModel(model, way, deterministic=True)
+    kind, tree = way.removeprefix("heads:").split("/")
+    heads = new_heads(model, HeadsConfig(kind=kind, num_heads=3))  # type: ignore[arg-type]
+    return MedusaModel(model, heads, tree=tree, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    "way", [*DRAFTERS, *(f"heads:medusa/{tree}" for tree in TREES), "heads:hydra/auto"]
+)
+def test_text_depends_on_nothing_else(
+    tiny_llama: TinyLlama, cache: Any, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    drafted = made(tiny_llama, way)
+    widths: list[int] = []
+    verify = TargetModel.verify
+
+    def watched(self: TargetModel, tree: Any, *args: Any) -> Any:
+        widths.append(tree.num_nodes)
+        return verify(self, tree, *args)
+
+    monkeypatch.setattr(TargetModel, "verify", watched)
+    ids_BT = torch.tensor([[5, 6, 7, 5, 6, 9, 5, 6]], device=DEVICE)
+
+    def written(ids_BT: torch.Tensor = ids_BT, **options: Any) -> tuple[list[int], list[int]]:
+        torch.manual_seed(3)
+        widths.clear()
+        text: Any = drafted.generate(ids_BT, max_new_tokens=48, **options)
+        return text[0].tolist(), list(widths)
+
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 1.2, "top_k": 0}):
+        first = written(**options)
+        assert len(set(first[1])) == 1
+        for other in range(2):  # other requests
+            written(ids_BT + 1 + other, do_sample=bool(other))
+        with monkeypatch.context() as perturbed:
+            ticks = itertools.count()
+            perturbed.setattr(time, "perf_counter", lambda: float(next(ticks) ** 1.5))  # noqa: B023
+            assert written(**options) == first
+        assert written(**options) == first
+
+
+def test_without_it_drafters_are_kept(tiny_llama: TinyLlama, cache: Any) -> None:
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    for fresh in (False, True):
+        drafted = TrainingFreeModel(model, "auto", deterministic=fresh)
+        assert (drafted._drafter_for(1) is drafted._drafter_for(1)) != fresh

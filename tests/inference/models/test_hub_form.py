@@ -1,0 +1,140 @@
+"""The hub form: a checkpoint folder or repository given to transformers' own generate()."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import dynamic_module_utils
+from transformers.generation.streamers import BaseStreamer
+
+from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
+from medusa_heads.checkpoint.checkpoint import save_heads
+from medusa_heads.inference.models import hub_form
+from tests.conftest import TinyLlama
+
+INPUTS: dict[str, Any] = {
+    "input_ids": torch.arange(3, 15)[None],
+    "attention_mask": torch.ones(1, 12).long(),
+}
+HUB = {"max_new_tokens": 40, "trust_remote_code": True}
+
+
+@pytest.fixture(autouse=True)
+def module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers copies the files it runs: not into the user's home."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+
+
+@pytest.fixture
+def model(tiny_llama: TinyLlama) -> Any:
+    return tiny_llama(vocab_size=24)
+
+
+@pytest.fixture
+def folder(model: Any, tmp_path: Path) -> str:
+    heads = MedusaHeads.from_target(TargetModel(model), HeadsConfig(num_heads=3))
+    return str(save_heads(tmp_path / "heads", heads, TargetModel(model)))
+
+
+def seeded(model: Any, **options: Any) -> torch.Tensor:
+    torch.manual_seed(5)
+    tokens: torch.Tensor = model.generate(**INPUTS, **options)
+    return tokens
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}])
+def test_equal_to_plain_generate(model: Any, folder: str, options: Any) -> None:
+    expected = seeded(model, max_new_tokens=40, **options)
+    for tree in ("chain", 6, "dynamic:5"):
+        got = seeded(model, **HUB, custom_generate=folder, tree=tree, **options)
+        assert torch.equal(got, expected)
+        medusa = hub_form.attached(model, folder, tree=tree)
+        assert medusa.last_stats.tokens == 40
+        assert 1 < medusa.last_stats.steps < 40  # the heads were at work
+
+
+def test_takes_generates_other_arguments(model: Any, folder: str) -> None:
+    class Collector(BaseStreamer):
+        tokens: list[int] = []  # noqa: RUF012
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens.extend(value.flatten().tolist())
+
+        def end(self) -> None:
+            pass
+
+    streamer = Collector()
+    out = model.generate(
+        **INPUTS, **HUB, custom_generate=folder, streamer=streamer, return_dict_in_generate=True
+    )
+    assert streamer.tokens == out.sequences[0].tolist()
+    with pytest.raises(ValueError, match="num_beams"):
+        model.generate(**INPUTS, **HUB, custom_generate=folder, num_beams=2)
+    with pytest.raises(ValueError, match="acceptance must be one of"):
+        model.generate(**INPUTS, **HUB, custom_generate=folder, acceptance="typcal")
+
+
+def test_attached_once_and_let_go_with_the_model(folder: str, tiny_llama: TinyLlama) -> None:
+    model = tiny_llama(vocab_size=24)
+    medusa = hub_form.attached(model, folder)
+    seeded(model, **HUB, custom_generate=folder)
+    assert hub_form.attached(model, folder) is medusa
+    other = hub_form.attached(model, folder, acceptance="typical")
+    assert other is not medusa and other.acceptance == "typical"
+
+    save_heads(folder, MedusaHeads.from_target(TargetModel(model)), TargetModel(model))
+    assert hub_form.attached(model, folder).heads.config.num_heads == 4
+
+    gone = weakref.ref(model.to(torch.bfloat16))
+    assert hub_form.attached(model, folder).heads.vocab_matrix(0)[0].dtype == torch.bfloat16
+    del model, medusa, other
+    gc.collect()
+    assert gone() is None, "kept alive by what was attached to it"
+
+
+def test_two_folders_of_one_name(model: Any, folder: str, tmp_path: Path) -> None:
+    """transformers copies both to the same place, since their files are the same."""
+    target = TargetModel(model)
+    second = tmp_path / "other" / "heads"
+    save_heads(second, MedusaHeads.from_target(target, HeadsConfig(num_heads=1)), target)
+    for place in (folder, str(second)):
+        seeded(model, **HUB, custom_generate=place)
+    assert hub_form.attached(model, folder).heads.config.num_heads == 3
+    assert hub_form.attached(model, second).heads.config.num_heads == 1
+
+
+def test_a_repository(model: Any, folder: str, tmp_path: Path) -> None:
+    """From a hub cache, as a download leaves it; tests have no network."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--user--my-heads.v2"
+    (repository / "snapshots").mkdir(parents=True)
+    Path(folder).rename(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    hub = {**HUB, "custom_generate": "user/my-heads.v2", "cache_dir": str(tmp_path / "hub")}
+    expected = seeded(model, max_new_tokens=40)
+    assert torch.equal(seeded(model, **hub), expected)
+    assert torch.equal(seeded(model, **hub, revision=commit), expected)
+    with pytest.raises(
+        ValueError, match="expected a heads checkpoint at 'user/none': there is no such folder"
+    ):
+        seeded(model, **hub, heads="user/none")
+
+
+def test_mistakes_are_one_sentence(model: Any, folder: str, tiny_llama: TinyLlama) -> None:
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        model.generate(**INPUTS, custom_generate=folder)
+    other = tiny_llama(vocab_size=24, seed=1)
+    with pytest.raises(ValueError, match="these heads were trained for another target"):
+        other.generate(**INPUTS, **HUB, custom_generate=folder)
+    (Path(folder) / "medusa_heads.json").unlink()
+    with pytest.raises(ValueError, match="expected a heads checkpoint"):
+        model.generate(**INPUTS, **HUB, custom_generate=folder)
+    with pytest.raises(ValueError, match="name the heads with heads="):
+        hub_form.generate(model, **INPUTS)

@@ -1,0 +1,84 @@
+"""MedusaModel and caches: prompts read in parts, texts that go on, a cache of the caller's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads import MedusaModel
+from tests.inference.conftest import INPUTS, plain
+
+
+def test_return_dict_and_continuing_from_its_cache(medusa: MedusaModel) -> None:
+    whole = plain(medusa, max_new_tokens=40, do_sample=False)
+    first: Any = medusa.generate(
+        **INPUTS, max_new_tokens=15, do_sample=False, return_dict_in_generate=True
+    )
+    assert torch.equal(first.sequences, whole[:, :27])
+    assert first.past_key_values.get_seq_length() == 26
+    second = medusa.generate(
+        first.sequences,
+        attention_mask=torch.ones_like(first.sequences),
+        past_key_values=first.past_key_values,
+        max_new_tokens=25,
+        do_sample=False,
+    )
+    assert torch.equal(second, whole)  # type: ignore[arg-type]
+
+
+def test_a_cache_is_as_long_as_its_text_may_become(medusa: MedusaModel) -> None:
+    options: Any = {"do_sample": False, "return_dict_in_generate": True}
+    out: Any = medusa.generate(**INPUTS, max_new_tokens=300, **options)
+    assert out.past_key_values._stacks.capacity == 12 + 300 + medusa.drafter.num_nodes
+    cache = medusa.target.new_cache()
+    for new in (20, 40):
+        medusa.generate(**INPUTS, max_new_tokens=new, past_key_values=cache, **options)
+        assert cache._stacks.capacity == 12 + new + medusa.drafter.num_nodes
+        cache.set_length(0)
+
+
+def test_transformers_goes_on_from_a_cache_that_grew_while_decoding(
+    medusa: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_heads.target.stacks._INITIAL_SLACK", 16)
+    options: Any = {"do_sample": False, "return_dict_in_generate": True}
+    first: Any = medusa.generate(**INPUTS, max_new_tokens=300, **options)
+    assert first.past_key_values._stacks.capacity == 12 + 300 + medusa.drafter.num_nodes
+    model: Any = medusa.target.model
+    second = model.generate(
+        first.sequences,
+        attention_mask=torch.ones_like(first.sequences),
+        past_key_values=first.past_key_values,
+        max_new_tokens=20,
+        do_sample=False,
+    )
+    assert torch.equal(second, plain(medusa, max_new_tokens=320, do_sample=False))
+
+
+def test_a_callers_own_cache_ends_with_what_was_committed(medusa: MedusaModel) -> None:
+    cache = medusa.target.new_cache()
+    options: Any = {"do_sample": False, "past_key_values": cache}
+    first: Any = medusa.generate(**INPUTS, max_new_tokens=15, **options)
+    assert cache.get_seq_length() == first.shape[1] - 1
+    second: Any = medusa.generate(
+        first, attention_mask=torch.ones_like(first), max_new_tokens=25, **options
+    )
+    assert torch.equal(second, plain(medusa, max_new_tokens=40, do_sample=False))
+
+
+def test_only_the_new_tokens_beside_a_cache_are_refused(medusa: MedusaModel) -> None:
+    first: Any = medusa.generate(**INPUTS, max_new_tokens=15, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="pass the whole text"):
+        medusa.generate(
+            first.sequences[:, -1:],
+            attention_mask=torch.ones_like(first.sequences),
+            past_key_values=first.past_key_values,
+            max_new_tokens=5,
+        )
+
+
+def test_chunked_prefill(medusa: MedusaModel) -> None:
+    out: Any = medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False, prefill_chunk_size=5)
+    assert torch.equal(out, plain(medusa, max_new_tokens=20, do_sample=False))

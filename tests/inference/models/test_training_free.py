@@ -1,0 +1,123 @@
+"""A target that drafts for itself untrained: its text stays its own, and drafts are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.drafters.extra.early_exit import ExitClock
+from medusa_heads.inference.drafters.growing import grow
+from medusa_heads.inference.drafters.recycling import RecyclingSource
+from medusa_heads.inference.models import training_free
+from medusa_heads.inference.models.training_free import DRAFTERS, TrainingFreeModel
+from medusa_heads.inference.plan import adaptive as adaptive_plan
+from medusa_heads.trees.tree import TreeShape
+from tests.conftest import DEVICE, TinyLlama
+from tests.inference.padded import padded
+
+
+@pytest.fixture(autouse=True)
+def cheap_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine on which many nodes pay, as they do not on a model this small."""
+    clock = Clock({1: 1.0, 4: 1.02, 8: 1.05, 16: 1.1, 32: 1.3}, learns=False)
+    for module in (training_free, adaptive_plan):
+        monkeypatch.setattr(module, "target_clock", lambda *_: clock)
+    monkeypatch.setattr(ExitClock, "measured", lambda *_: ExitClock(clock, layers=2, first=0.05))
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.3, "top_k": 0},
+        {"do_sample": False, "repetition_penalty": 1.2},
+    ],
+    ids=str,
+)
+def test_equals_generate(tiny_llama: TinyLlama, drafter: str, options: dict[str, Any]) -> None:
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    ids_BT = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]], device=DEVICE)
+    drafted = TrainingFreeModel(model, drafter)
+    for _ in range(2):  # what is recycled is carried from text to text
+        torch.manual_seed(3)
+        expected_BT = model.generate(ids_BT, max_new_tokens=70, **options)
+        torch.manual_seed(3)
+        got_BT: Any = drafted.generate(ids_BT, max_new_tokens=70, **options)
+        assert torch.equal(got_BT, expected_BT)
+    # This text hardly repeats itself, and layers of random weights cannot be left out.
+    if drafter not in ("suffix", "early_exit"):
+        assert drafted.last_stats.tokens_per_step > 1.2
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama, drafter: str) -> None:
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+    options |= padded((0, 3, 7, 1, 5), 10) | {"max_new_tokens": 60}
+    drafted = TrainingFreeModel(model, drafter)
+    got_BT: Any = drafted.generate(**options)
+    assert torch.equal(got_BT, model.generate(**options))
+
+
+def test_recycled_drafts_are_the_latest_successors() -> None:
+    source = RecyclingSource(vocab_size=10)
+    tree = TreeShape.from_choices([(0,)]).tree(torch.tensor([[3, 5]]))
+    logits_BNV = torch.full((1, 2, 10), -9.0)
+    logits_BNV[0, 0, [5, 6]] = torch.tensor([9.0, 8.0])  # behind 3: 5, then 6
+    logits_BNV[0, 1, [3, 7]] = torch.tensor([9.0, 8.0])  # behind 5: 3, then 7
+
+    def grown(root: int) -> list[int]:
+        row = SimpleNamespace(tokens=[1, root])
+        state: Any = SimpleNamespace(rows=[row], warpers=None)
+        return grow(root, source.draft(state), 3).tokens
+
+    source.observe(tree, logits_BNV)
+    assert grown(3) == [3, 5, 3, 6]
+    assert grown(4) == [4]  # never read
+    source.observe(tree, -logits_BNV)
+    assert 5 not in grown(3)[1:2]
+
+
+def test_unknown_drafter(tiny_llama: TinyLlama) -> None:
+    with pytest.raises(ValueError, match=r"drafter must be one of auto, suffix, .* got 'x'"):
+        TrainingFreeModel(tiny_llama(), "x")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "message"),
+    [
+        ("recycling", {}, "a corpus is continued by the drafters auto"),
+        ("auto", {"calibration": torch.tensor([[1, 2]])}, "'auto' tries nothing"),
+        ("early_exit:1+suffix", {"calibration": torch.tensor([[1, 2]])}, "tries nothing"),
+        ("early_exit+suffix", {"compile": True}, "leave compile out"),
+        ("early_exit:99+suffix", {}, "leaves one out, got 'early_exit:99"),
+        ("auto", {"acceptance": "x"}, "acceptance"),
+    ],
+)
+def test_what_is_refused_is_refused_before_a_corpus_is_read(
+    tiny_llama: TinyLlama,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    reads: list[Any] = []
+    monkeypatch.setattr(training_free, "find_corpus", lambda *a, **_: reads.append(a[0]))
+    model = tiny_llama()
+    options |= {"corpus": [[1, 2, 3]]}
+    with pytest.raises(ValueError, match=message):
+        TrainingFreeModel(model, drafter, **options)
+    model.save_pretrained(tmp_path / "target")
+    with pytest.raises(ValueError, match=message):
+        TrainingFreeModel.from_pretrained(tmp_path / "target", drafter, **options)
+    assert not reads
+    TrainingFreeModel.from_pretrained(tmp_path / "target", corpus=options["corpus"])
+    assert reads == [[[1, 2, 3]]]

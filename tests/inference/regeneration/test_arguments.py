@@ -1,0 +1,20 @@
+"""Flags of text that the target writes itself."""
+
+from typing import Any
+
+import pytest
+
+from medusa_heads.inference.regeneration.arguments import DistillArguments
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (DistillArguments, {"num_prompts": 0}, "num_prompts must be at least 1"),
+        (DistillArguments, {"greedy_share": 1.5}, "greedy_share must lie in"),
+        (DistillArguments, {"temperature": 0.0}, "temperature must be above 0"),
+    ],
+)
+def test_values_out_of_range(kind: type, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**values)

@@ -1,0 +1,212 @@
+"""Who answers makes no difference to the answer: not the batch, not the backend, not the order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from datasets import Dataset
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import MedusaHeads
+from medusa_heads.inference.models.medusa import MedusaModel
+from medusa_heads.inference.regeneration import transformers_backend
+from medusa_heads.inference.regeneration.answers import EMPTY, Answer, Backend, Sampling, as_answer
+from medusa_heads.inference.regeneration.continuous_backend import ContinuousBackend
+from medusa_heads.inference.regeneration.dialogues import TokenDialogue
+from medusa_heads.inference.regeneration.draws import draw
+from medusa_heads.inference.regeneration.heads_backend import HeadsBackend
+from medusa_heads.inference.regeneration.prompts import Prompt, PromptMaker
+from medusa_heads.inference.regeneration.regenerate import answer_dialogues, regenerate
+from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
+from medusa_heads.target.target import TargetModel
+from tests.conftest import TinyLlama
+
+SAMPLING = Sampling(max_new_tokens=10, temperature=0.9, seed=3)
+
+
+def prompt_ids(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 199, (3 + i % 4,), generator=generator).tolist() for i in range(count)]
+
+
+def answers(backend: Backend, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+
+    def keep(pairs: Sequence[tuple[Prompt, Answer]]) -> None:
+        for prompt, answer in pairs:
+            assert prompt.key not in found and answer.failure is None
+            found[prompt.key] = [int(token) for token in answer.tokens]
+
+    backend.answer(prompts, SAMPLING, keep, lambda count: None)
+    return found
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama: TinyLlama) -> TargetModel:
+    return TargetModel(tiny_llama())
+
+
+def make_heads(target: TargetModel) -> Backend:
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    return HeadsBackend(MedusaModel(target, heads, tree="cartesian:3,2"), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda target: TransformersBackend(target, batch_size=1),
+        lambda target: TransformersBackend(target, batch_size=7),
+        make_heads,
+        lambda target: ContinuousBackend(target, batch_size=3),
+    ],
+    ids=["one by one", "sevens", "heads", "continuous"],
+)
+def test_every_backend_gives_the_same_text(
+    make: Callable[[TargetModel], Backend], target: TargetModel
+) -> None:
+    maker = PromptMaker(0.4)
+    prompts = [maker(i, ids) for i, ids in enumerate(prompt_ids(12))]
+    expected = answers(TransformersBackend(target, batch_size=12), prompts)
+    assert len(expected) == 12 and len({tuple(text) for text in expected.values()}) == 12
+    assert answers(make(target), prompts[::-1]) == expected
+
+
+def test_equal_prompts_get_unequal_samples_and_equal_greedy_text(target: TargetModel) -> None:
+    for share, different in ((0.0, 4), (1.0, 1)):
+        maker = PromptMaker(share)
+        prompts = [maker(i, [5, 6, 7]) for i in range(4)]
+        texts = answers(TransformersBackend(target), prompts)
+        assert len(texts) == 4 and len({tuple(text) for text in texts.values()}) == different
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits_V = torch.tensor([2.0, -torch.inf, 0.5, 1.0, -torch.inf, 0.0, -torch.inf])
+    count = 20_000
+    numbers = Prompt([1], greedy=False).draws(seed=0, count=count)
+    assert numbers.min() >= 0 and numbers.max() < 1
+    tokens_B = draw(logits_V.expand(count, -1), torch.from_numpy(numbers))
+    expected_V = torch.softmax(logits_V, 0) * count
+    seen_V = torch.bincount(tokens_B, minlength=7)
+    possible_V = expected_V > 0
+    assert not seen_V[~possible_V].any()
+    chi_square = ((seen_V - expected_V) ** 2 / expected_V)[possible_V].sum()
+    assert chi_square < 16.3  # 0.999 quantile at 3 degrees of freedom
+
+
+def test_the_ends_of_the_interval_draw_tokens_that_are_possible() -> None:
+    scores_BV = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(2, -1)
+    largest = 1 - 2**-24
+    assert draw(scores_BV, torch.tensor([0.0, largest])).tolist() == [1, 2]
+
+
+def test_draws_of_other_seeds_prompts_and_occurrences_differ() -> None:
+    prompt = Prompt([1, 2], greedy=False)
+    others = [
+        prompt.draws(1, 4),
+        Prompt([1, 3], False).draws(0, 4),
+        Prompt([1, 2], False, 1).draws(0, 4),
+    ]
+    first = prompt.draws(0, 4).tolist()
+    assert all(other.tolist() != first for other in others)
+    assert prompt.draws(0, 9)[:4].tolist() == first  # longer answers begin with the same numbers
+
+
+def test_the_targets_own_warpers_are_honoured(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    model.generation_config.top_k = 1  # a draw from one token
+    backend = TransformersBackend(TargetModel(model))
+    drawn = [PromptMaker(0.0)(i, ids) for i, ids in enumerate(prompt_ids(3))]
+    greedy = [PromptMaker(1.0)(i, ids) for i, ids in enumerate(prompt_ids(3))]
+    assert list(answers(backend, drawn).values()) == list(answers(backend, greedy).values())
+
+
+def test_offloaded_weights_are_still_usable_afterwards(tiny_llama: TinyLlama) -> None:
+    prompts = [PromptMaker(0.0)(i, ids) for i, ids in enumerate(prompt_ids(3))]
+    expected = answers(TransformersBackend(TargetModel(tiny_llama())), prompts)
+    model = tiny_llama()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert answers(TransformersBackend(TargetModel(model)), prompts) == expected
+    assert not any(weights.is_inference() for weights in model.parameters())
+
+
+def test_a_batch_that_does_not_fit_is_halved(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [PromptMaker(0.0)(i, ids) for i, ids in enumerate(prompt_ids(7))]
+    expected = answers(TransformersBackend(target), prompts)
+    generate, sizes = transformers_backend._generate, []
+
+    def small_memory(model: Any, batch: Sequence[Prompt], *rest: Any) -> list[Answer]:
+        sizes.append(len(batch))
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError
+        return generate(model, batch, *rest)
+
+    monkeypatch.setattr(transformers_backend, "_generate", small_memory)
+    assert answers(TransformersBackend(target), prompts) == expected
+    assert sizes == [7, 3, 1, 2, 4, 2, 2]
+
+
+def test_answers_end_with_the_end_token_and_an_end_alone_is_none() -> None:
+    ends = frozenset({9})
+    assert list(as_answer([1, 2, 9, 0, 0], ends).tokens) == [1, 2, 9]
+    assert list(as_answer([1, 2, 0], ends).tokens) == [1, 2, 0]
+    assert as_answer([9, 0, 0], ends).failure == EMPTY
+    assert as_answer([], ends).failure == EMPTY
+
+
+def test_lossy_heads_are_refused(target: TargetModel) -> None:
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    with pytest.raises(ValueError, match="typical acceptance is lossy"):
+        HeadsBackend(MedusaModel(target, heads, tree="chain", acceptance="typical"))
+
+
+def test_a_killed_run_goes_on_and_gives_the_same_rows(
+    tiny_llama: TinyLlama, target: TargetModel, tmp_path: Path
+) -> None:
+    """SIGKILL after the first part; then larger batches, and rows as if nothing had happened."""
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "target")
+    Dataset.from_dict({"input_ids": prompt_ids(2000)}).save_to_disk(str(tmp_path / "prompts"))
+    script = (
+        "import sys; from datasets import load_from_disk\n"
+        "from medusa_heads.target.target import TargetModel\n"
+        "from medusa_heads.inference.regeneration.regenerate import regenerate\n"
+        "target = TargetModel.from_pretrained(sys.argv[1])\n"
+        "regenerate(target, load_from_disk(sys.argv[2]), max_new_tokens=40, batch_size=16,\n"
+        "           cache_dir=sys.argv[3], progress=False)\n"
+    )
+    store = tmp_path / "answers"
+    paths = [str(tmp_path / name) for name in ("target", "prompts", "answers")]
+    process = subprocess.Popen([sys.executable, "-c", script, *paths], cwd=Path.cwd())
+    deadline = time.monotonic() + 120
+    while not list(store.rglob("part-*.arrow")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    kept = len(list(store.rglob("part-*.arrow")))
+    prompts = Dataset.load_from_disk(str(tmp_path / "prompts"))
+    loaded = TargetModel.from_pretrained(str(tmp_path / "target"))
+    options: dict[str, Any] = {"max_new_tokens": 40, "batch_size": 250, "progress": False}
+    resumed = answer_dialogues(
+        TransformersBackend(loaded, batch_size=250),
+        [TokenDialogue(row, ids) for row, ids in enumerate(prompts["input_ids"])],
+        Sampling(40),
+        cache_dir=store,
+        progress=False,
+    )
+    assert kept >= 1 and 0 < resumed.accounting.reused < 2000
+    assert resumed.accounting.reused >= 64 * kept
+    whole = regenerate(loaded, prompts, cache_dir=tmp_path / "whole", **options)
+    assert resumed.rows.to_dict() == whole.to_dict()

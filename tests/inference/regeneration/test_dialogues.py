@@ -1,0 +1,274 @@
+"""What a corpus asks, turn by turn, and the count of everything that became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from medusa_heads.inference.regeneration.answers import (
+    EARLIER_TURN,
+    EMPTY,
+    NO_QUESTION,
+    TEMPLATE,
+    TOO_LONG,
+    Accounting,
+    Answer,
+    Finished,
+    Sampling,
+)
+from medusa_heads.inference.regeneration.dialogues import ChatDialogue, read_dialogues
+from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.inference.regeneration.regenerate import Regenerated, answer_dialogues, dataset_of
+from medusa_heads.inference.regeneration.store import AnswerStore
+from medusa_heads.inference.regeneration.tables import read_table
+from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
+from medusa_heads.target.target import TargetModel
+from tests.conftest import TinyLlama
+from tests.inference.speaking import END, FORGETFUL, make_speaker, make_tokenizer
+
+SAMPLING = Sampling(max_new_tokens=6)
+TALK = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "from the corpus"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "also from it"},
+]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama: TinyLlama) -> TargetModel:
+    return TargetModel(make_speaker(tiny_llama, make_tokenizer()))
+
+
+def ask(target: TargetModel, corpus: Dataset, folder: Path, **options: Any) -> Regenerated:
+    tokenizer = make_tokenizer(options.pop("template", make_tokenizer().chat_template))
+    return answer_dialogues(
+        TransformersBackend(target),
+        read_dialogues(corpus, tokenizer, **options),
+        SAMPLING,
+        greedy_share=1.0,
+        cache_dir=folder,
+        progress=False,
+    )
+
+
+def read(row: dict[str, Any]) -> tuple[str, list[str]]:
+    """The text of a row, and its supervised stretches."""
+    tokenizer = make_tokenizer()
+    stretches: list[list[int]] = [[]]
+    for token, label in zip(row["input_ids"], row["labels"], strict=True):
+        assert label in (token, -100)
+        if label == -100:
+            stretches.append([])
+        else:
+            stretches[-1].append(token)
+    said = [tokenizer.decode(stretch) for stretch in stretches if stretch]
+    return str(tokenizer.decode(row["input_ids"])), said  # type: ignore[return-value]
+
+
+def test_the_last_turn_is_answered_after_the_corpus_own_words(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    result = ask(target, Dataset.from_dict({"messages": [TALK, TALK[:3]]}), tmp_path)
+    asked = "u:hia:from the corpus<end>u:and?a:"
+    for row in result.rows:
+        text, (answer,) = read(row)
+        assert text == asked + answer and answer != "also from it"
+    assert result.accounting.asked == result.accounting.done == 2
+    assert result.rows[0] == result.rows[1]  # greedy: the same question has one answer
+
+
+def test_all_turns_are_answered_with_the_targets_own_words_before_them(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    result = ask(target, Dataset.from_dict({"messages": [TALK]}), tmp_path, turns="all")
+    ((text, (first, second)),) = map(read, result.rows)
+    first = first.removesuffix(END)  # the template puts one there in any case
+    assert text == f"u:hia:{first}{END}u:and?a:{second}"
+    assert result.accounting.asked == result.accounting.done == 2
+
+
+def words(text: str) -> list[int]:
+    encoded: list[int] = make_tokenizer()(text)["input_ids"]
+    return encoded
+
+
+@pytest.mark.parametrize(("template", "rows"), [(None, 1), (FORGETFUL, 2)])
+def test_a_template_that_rewrites_earlier_answers_makes_rows_of_their_own(
+    template: str | None, rows: int
+) -> None:
+    tokenizer = make_tokenizer() if template is None else make_tokenizer(template)
+    corpus = Dataset.from_dict({"messages": [TALK]})
+    (dialogue,) = read_dialogues(corpus, tokenizer, turns="all")
+    assert isinstance(dialogue, ChatDialogue) and dialogue.turns == 2
+    for turn, answer in enumerate(("hello there<end>", "more<end>")):
+        dialogue.ask(turn)
+        dialogue.take(words(answer))
+    assert len(dialogue.rows()) == rows
+    texts = [read(row) for row in dialogue.rows()]
+    if rows == 1:
+        said = ["hello there<end>", "more<end>"]
+        assert texts == [("u:hia:hello there<end>u:and?a:more<end>", said)]
+    else:
+        assert texts[0] == ("u:hia:hello there<end>", ["hello there<end>"])
+        assert texts[1] == ("u:hia:hel<end>u:and?a:more<end>", ["more<end>"])
+
+
+def test_rows_of_one_conversation_are_one_document() -> None:
+    """Else training would see what is held out: an answer that a later row quotes."""
+    tokenizer = make_tokenizer(FORGETFUL)
+    corpus = Dataset.from_dict({"messages": [TALK, TALK[:1], TALK]})
+    dialogues = read_dialogues(corpus, tokenizer, turns="all")
+    for dialogue in dialogues:
+        for turn in range(dialogue.turns):
+            dialogue.ask(turn)
+            dialogue.take(words("hello there<end>"))
+    assert [len(dialogue.rows()) for dialogue in dialogues] == [2, 1, 2]
+    assert dataset_of(dialogues)["document"][:] == [0, 0, 1, 2, 2]
+    assert dataset_of(dialogues[1:2]).column_names == ["input_ids", "labels"]
+
+
+def test_prompts_are_texts_or_conversations(target: TargetModel, tmp_path: Path) -> None:
+    texts = ask(target, Dataset.from_dict({"prompt": ["x = ", "y"]}), tmp_path)
+    assert [read(row)[0][:4] for row in texts.rows] == ["x = ", "y" + read(texts.rows[1])[0][1:4]]
+    talks = ask(target, Dataset.from_dict({"prompt": [TALK[:1]]}), tmp_path)
+    assert read(talks.rows[0])[0].startswith("u:hia:")
+
+
+def test_everything_asked_is_done_failed_or_skipped(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    """One of each fate, in one corpus."""
+    tokenizer = make_tokenizer()
+    model = make_speaker(tiny_llama, tokenizer)
+    model.config.max_position_embeddings = 64
+    corpus = Dataset.from_dict(
+        {
+            "messages": [
+                TALK,
+                [{"role": "assistant", "content": "nobody asked"}],
+                [{"role": "user", "content": "long " * 20}, *TALK[1:]],
+                [],
+                [{"role": "user", "content": "hush"}],
+            ]
+        }
+    )
+    asked = tokenizer.apply_chat_template(
+        corpus[4]["messages"], add_generation_prompt=True, return_dict=False
+    )
+
+    class Hushed(TransformersBackend):
+        """Has nothing to say to one of the questions."""
+
+        def answer(
+            self,
+            prompts: Sequence[Prompt],
+            sampling: Sampling,
+            finished: Finished,
+            on_tokens: Callable[[int], object],
+        ) -> None:
+            def give(pairs: Sequence[tuple[Prompt, Answer]]) -> None:
+                empty = Answer(failure=EMPTY)
+                finished([(p, empty if list(p.input_ids) == asked else a) for p, a in pairs])
+
+            super().answer(prompts, sampling, give, on_tokens)
+
+    result = answer_dialogues(
+        Hushed(TargetModel(model)),
+        read_dialogues(corpus, tokenizer, turns="all"),
+        SAMPLING,
+        cache_dir=tmp_path,
+        progress=False,
+    )
+    accounting = result.accounting
+    assert (accounting.asked, accounting.done) == (7, 2)
+    assert accounting.skipped == {NO_QUESTION: 2, TOO_LONG: 1, EARLIER_TURN: 1}
+    assert accounting.failed == {EMPTY: 1}
+    assert [p["row"] for p in accounting.problems] == [1, 2, 3, 4, 2]
+    assert str(accounting).startswith("asked 7 = done 2 + failed 1 (1 empty answer) + skipped 4 (")
+    with pytest.raises(AssertionError):
+        Accounting(asked=1).check()
+
+
+def test_a_template_that_refuses_is_a_skipped_row(target: TargetModel, tmp_path: Path) -> None:
+    template = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('never') }}{% endif %}q"
+    corpus = Dataset.from_dict({"prompt": [[{"role": "user", "content": c}] for c in ("no", "go")]})
+    result = ask(target, corpus, tmp_path, template=template)
+    assert result.accounting.skipped == {TEMPLATE: 1} and result.accounting.done == 1
+    assert "never" in result.accounting.problems[0]["detail"]
+
+
+def test_not_one_answer_is_an_error(target: TargetModel, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"not one answer: asked 1 = done 0 .* nothing to answer"):
+        ask(target, Dataset.from_dict({"prompt": [""]}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"question": ["a"]}, "expected a corpus with one of the columns"),
+        ({"prompt": []}, "the corpus is empty"),
+        ({"messages": ["hello"]}, "row 0: expected a text, or a list of messages"),
+    ],
+)
+def test_corpora_that_ask_nothing_are_refused(columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_dialogues(Dataset.from_dict(columns), make_tokenizer())
+
+
+def test_what_a_corpus_needs_of_the_tokenizer() -> None:
+    talks = Dataset.from_dict({"messages": [TALK]})
+    with pytest.raises(ValueError, match="has no chat template"):
+        read_dialogues(talks, make_tokenizer(None))
+    with pytest.raises(ValueError, match="needs the target's tokenizer"):
+        read_dialogues(talks, None)
+    assert len(read_dialogues(Dataset.from_dict({"input_ids": [[1]]}), None)) == 1
+
+
+def test_tables_of_every_kind(tmp_path: Path) -> None:
+    table = Dataset.from_dict({"prompt": ["a", "b"]})
+    table.to_json(tmp_path / "t.jsonl")
+    table.to_parquet(tmp_path / "t.parquet")
+    table.to_csv(tmp_path / "t.csv")
+    table.save_to_disk(str(tmp_path / "saved"))
+    for name in ("t.jsonl", "t.parquet", "t.csv", "saved"):
+        assert read_table(str(tmp_path / name))["prompt"] == ["a", "b"]
+    (tmp_path / "t.txt").write_text("one\ntwo")
+    assert read_table(str(tmp_path / "t.txt"))["text"] == ["one\ntwo"]
+    assert "path" in read_table("stdlib", "held_out").column_names
+    (tmp_path / "q.csv").write_bytes(b'\xef\xbb\xbf"prompt"\r\n7\r\nNA\r\n')
+    assert read_table(str(tmp_path / "q.csv"))["prompt"] == ["7", "NA"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./nowhere", "there is nothing"),
+        ("EMPTY.jsonl", "the file is empty"),
+        ("WRONG.doc", "its suffix is none of"),
+        ("BROKEN.jsonl", "JSON"),
+    ],
+)
+def test_tables_that_cannot_be_read(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "EMPTY.jsonl").touch()
+    (tmp_path / "WRONG.doc").write_text("x")
+    (tmp_path / "BROKEN.jsonl").write_text('{"prompt": ')
+    place = name if name.startswith(".") else str(tmp_path / name)
+    with pytest.raises(ValueError, match=f"expected a corpus of prompts at .*{message}"):
+        read_table(place)
+
+
+def test_a_damaged_part_is_named(tmp_path: Path) -> None:
+    prompt = Prompt([1, 2], greedy=True)
+    store = AnswerStore(tmp_path, {"who": "me"})
+    store.add([(prompt, Answer([5, 6], remarks=("odd",)))])
+    store.flush()
+    again = AnswerStore(tmp_path, {"who": "me"}).get(prompt)
+    assert again is not None and (list(again.tokens), again.remarks) == ([5, 6], ("odd",))
+    assert AnswerStore(tmp_path, {"who": "you"}).get(prompt) is None
+    (part,) = store.folder.glob("part-*")
+    part.write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"part-.* is damaged .*: remove it"):
+        AnswerStore(tmp_path, {"who": "me"})

@@ -1,0 +1,181 @@
+"""The target's own text: equal to generate(), resumable, and made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaForCausalLM
+
+from medusa_heads.inference.regeneration import transformers_backend
+from medusa_heads.inference.regeneration.regenerate import regenerate
+from medusa_heads.target.target import TargetModel
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama: Callable[..., LlamaForCausalLM]) -> TargetModel:
+    return TargetModel(tiny_llama())
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    return Dataset.from_dict(
+        {"input_ids": torch.randint(0, 199, (10, 6), generator=generator).tolist()}
+    )
+
+
+def run(target: TargetModel, prompts: Dataset, folder: Path, **changes: Any) -> Dataset:
+    settings: dict[str, Any] = {
+        "max_new_tokens": NEW,
+        "batch_size": 3,
+        "greedy_share": 0.5,
+        "temperature": 0.7,
+        "seed": 0,
+        "cache_dir": folder,
+        "progress": False,
+    }
+    return regenerate(target, prompts, **(settings | changes))
+
+
+def plain(target: TargetModel, ids: list[int]) -> list[int]:
+    inputs = torch.tensor([ids])
+    model: Any = target.model
+    output: list[int] = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+    )[0].tolist()
+    return output
+
+
+def test_greedy_rows_are_generates_rows_and_labels_cover_the_continuation(
+    target: TargetModel, prompts: Dataset, tmp_path: Path
+) -> None:
+    rows = run(target, prompts, tmp_path, greedy_share=1.0)
+    assert rows.column_names == ["input_ids", "labels"]
+    for row, ids in zip(rows, prompts["input_ids"], strict=True):
+        assert row["input_ids"] == plain(target, ids)
+        assert row["labels"] == [-100] * len(ids) + row["input_ids"][len(ids) :]
+
+
+def test_the_share_of_greedy_rows(target: TargetModel, prompts: Dataset, tmp_path: Path) -> None:
+    rows = run(target, prompts, tmp_path, greedy_share=0.4, temperature=5.0)
+    pairs = zip(rows["input_ids"], prompts["input_ids"], strict=True)
+    greedy = [row == plain(target, ids) for row, ids in pairs]
+    assert [i for i, is_greedy in enumerate(greedy) if is_greedy] == [2, 4, 7, 9]
+
+
+def test_prompts_of_unequal_length_are_padded_left(target: TargetModel, tmp_path: Path) -> None:
+    prompts = Dataset.from_dict({"input_ids": [[5, 6, 7, 8, 9], [10, 11], [12]]})
+    rows = run(target, prompts, tmp_path, greedy_share=1.0)
+    assert [row["input_ids"] for row in rows] == [plain(target, p) for p in prompts["input_ids"]]
+
+
+def test_text_ends_with_the_end_token(
+    tiny_llama: Callable[..., LlamaForCausalLM], prompts: Dataset, tmp_path: Path
+) -> None:
+    model = tiny_llama()
+    free = run(TargetModel(model), prompts, tmp_path, greedy_share=1.0)[0]["input_ids"]
+    end = free[6 + 3]
+    length = free.index(end, 6) + 1
+    model.generation_config.eos_token_id = [end, 198]
+    rows = run(TargetModel(model), prompts, tmp_path, greedy_share=1.0)
+    assert rows[0]["input_ids"] == free[:length]
+    assert rows[0]["labels"] == [-100] * 6 + free[6:length]
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_same_rows(
+    target: TargetModel, prompts: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(target, prompts, tmp_path / "whole")
+    model: Any = target.model
+    generate, calls = model.generate, 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(model, "generate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(target, prompts, tmp_path / "parts")
+    torch.manual_seed(123)  # rows depend on the seed given, not on the global one
+    resumed = run(target, prompts, tmp_path / "parts")
+    assert calls == 3 + 2  # four batches in all, two of them finished before the interruption
+    assert resumed[:] == whole[:]
+
+
+def test_the_second_call_reads_instead_of_generating(
+    target: TargetModel, prompts: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(target, prompts, tmp_path)
+
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the model ran")
+
+    monkeypatch.setattr(transformers_backend, "_generate", never)
+    assert run(target, prompts, tmp_path)[:] == first[:]
+    with pytest.raises(AssertionError, match="the model ran"):
+        run(target, prompts, tmp_path, seed=1)
+    assert not list(tmp_path.rglob(".part-*"))
+
+
+def test_other_weights_are_other_text(
+    tiny_llama: Callable[..., LlamaForCausalLM],
+    target: TargetModel,
+    prompts: Dataset,
+    tmp_path: Path,
+) -> None:
+    other = TargetModel(tiny_llama(seed=1))
+    assert run(target, prompts, tmp_path)[:] != run(other, prompts, tmp_path)[:]
+
+
+def test_the_global_random_state_is_left_alone(
+    target: TargetModel, prompts: Dataset, tmp_path: Path
+) -> None:
+    before = torch.random.get_rng_state()
+    run(target, prompts, tmp_path)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 600}, "606 tokens .* do not fit the target's context of 512"),
+        ({"max_new_tokens": 0}, "at least 1"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"greedy_share": 1.5}, "between 0 and 1"),
+        ({"temperature": 0.0}, "temperature above 0"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    target: TargetModel, prompts: Dataset, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(target, prompts, tmp_path, **changes)
+
+
+def test_empty_prompts_are_refused(target: TargetModel, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one prompt"):
+        run(target, Dataset.from_dict({"input_ids": []}), tmp_path)
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        run(target, Dataset.from_dict({"input_ids": [[1], []]}), tmp_path)
+
+
+def test_two_workers_write_what_one_does(
+    target: TargetModel, prompts: Dataset, tmp_path: Path
+) -> None:
+    alone = run(target, prompts, tmp_path / "alone")
+    together = run(target, prompts, tmp_path / "together", num_workers=2)
+    assert together.to_dict() == alone.to_dict()

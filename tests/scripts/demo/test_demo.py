@@ -1,0 +1,111 @@
+"""The demo on a reduced plan: its stages run, and run again only where their inputs changed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from scripts.demo.__main__ import run_demo
+from scripts.demo.plan import Amounts, Plan
+from scripts.demo.recipe import METHODS, Recipe
+from scripts.demo.screen import findings, shortened
+
+ROOT = Path(__file__).parents[3]
+LEAST = Amounts(rows=16, prompts=1)
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """The demo's recipe, cut to seconds; nothing is compiled."""
+    monkeypatch.chdir(ROOT)
+    settings = yaml.safe_load(Path("configs/demo.yaml").read_text())
+    settings |= {"num_eval_prompts": 4, "continuation_length": 12, "prompt_length": 16}
+    settings |= {"num_train_epochs": 1, "generation_workers": 1, "generation_batch_size": 16}
+    config = tmp_path / "small.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    return Recipe(
+        config=config,
+        folder=tmp_path / "demo",
+        full=Amounts(rows=32, prompts=2),
+        floor=LEAST,
+        budget=1.0,
+        methods=tuple(name for name in METHODS if name != "plain-compiled"),
+        new_tokens=8,
+    )
+
+
+def run(recipe: Recipe) -> str:
+    """What the demo prints."""
+    torch.manual_seed(0)
+    screen = StringIO()
+    assert run_demo(recipe, Console(file=screen, width=200)) == 0
+    return screen.getvalue()
+
+
+def test_stages_run_once(small: Recipe) -> None:
+    first = run(small)
+    assert "1 of 2: train" in first and "2 of 2: measure" in first
+    assert "This is the least text that the heads need (16 pieces of 32, 1 prompts of 2)" in first
+    report = json.loads((small.folder / "report.json").read_text())
+    setting = report["settings"][0]
+    assert [method["name"] for method in setting["methods"]] == list(small.methods)
+    assert setting["prompts"] == 1
+    assert "the heads alone write" in first and "1 of 1 texts are token for token" in first
+    run_file = yaml.safe_load((small.heads / "run.yaml").read_text())
+    assert run_file["distillation"]["num_prompts"] == 16
+
+    # A copy remembers nothing: what it knows, it has read.
+    second = run(replace(small))
+    assert "train and measure reused" in second and "1 of 2: train" not in second
+
+    # A report that is not there is made of the heads that are.
+    (small.folder / "report.json").unlink()
+    third = run(replace(small))
+    assert "train reused" in third and "2 of 2: measure" in third
+
+    # More text by the plan: other heads, and another report. What the target wrote stays.
+    more = replace(small, floor=Amounts(rows=32, prompts=1))
+    plan = more.plan()
+    assert plan.amounts == Amounts(rows=32, prompts=1)
+    assert more.heads_key(plan) != small.heads_key(small.plan())
+    assert more.report_key(plan) != small.report_key(small.plan())
+
+
+def test_an_interrupted_demo_goes_on_with_its_amounts(
+    small: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_heads.cli.train_heads.main", lambda flags: 130)
+    assert run_demo(small, Console(file=StringIO())) == 130
+    assert not small.stages_file.exists()
+    again = replace(small)
+    monkeypatch.setattr("scripts.demo.trials.measure_speeds", pytest.fail)
+    assert again.plan() == small.plan()
+
+
+def test_the_screen_says_what_was_cut() -> None:
+    recipe = Recipe()
+    assert shortened(recipe, Plan(recipe.full, 100, 100)) == []
+    (cut,) = shortened(recipe, Plan(Amounts(1024, 9), 180, 110))
+    assert "1,024 pieces of text in place of 3,072, and 9 prompts" in cut
+    (least,) = shortened(recipe, Plan(recipe.floor, 400, 200))
+    assert least.startswith("This is the least text") and least.endswith("it takes 10 minutes.")
+
+
+def test_the_heads_own_share_is_told_apart() -> None:
+    def method(name: str, speedup: float, tokens: float) -> dict[str, object]:
+        return {"name": name, "speedup": speedup, "tokens_per_step": tokens, "identical": 1.0}
+
+    methods = [method("plain", 1.0, 1.0), method("suffix", 2.0, 3.0)]
+    methods += [method("heads:static:15", 1.5, 2.5), method("heads:auto", 2.5, 4.0)]
+    setting = {"name": "greedy", "dtype": "float32", "prompts": 4, "methods": methods}
+    alone, copying, proof = findings({"settings": [setting | {"reference": "plain"}]})
+    assert "heads alone write 2.50 tokens a step, 1.50x the speed of plain" in alone
+    assert "without heads: 2.00x. Both, chosen at every step: 2.50x" in copying
+    assert "4 of 4 texts are token for token" in proof

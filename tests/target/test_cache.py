@@ -1,0 +1,233 @@
+"""The row-keeping cache: growth, moves, batch selection, and taking over a transformers cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, MistralConfig
+
+from medusa_heads.target.cache import RowCache
+from tests.allocations import Allocations
+from tests.conftest import TinyLlama
+
+
+def config(layers: int = 3) -> LlamaConfig:
+    return LlamaConfig(num_hidden_layers=layers, hidden_size=16, num_attention_heads=2)
+
+
+def rows(start: int, count: int, batch: int = 1) -> torch.Tensor:
+    """[batch, 2 heads, count, 4]: every entry of a row names its row number."""
+    numbers_T = torch.arange(start, start + count, dtype=torch.float)
+    offset_B = 1000 * torch.arange(batch, dtype=torch.float)
+    return (numbers_T + offset_B[:, None])[:, None, :, None].expand(batch, 2, count, 4)
+
+
+def fill(cache: RowCache, start: int, count: int, batch: int = 1) -> None:
+    for layer in range(len(cache.layers)):
+        new = rows(start, count, batch)
+        keys, values = cache.update(new + layer * 0.1, -new - layer * 0.1, layer)
+        assert keys.shape[-2] == values.shape[-2] == cache.get_seq_length(layer)
+
+
+def held(cache: RowCache, layer: int = 0, row: int = 0) -> list[float]:
+    keys = cache.row_layers[layer].keys
+    assert keys is not None
+    return [round(number, 1) for number in keys[row, 0, :, 0].tolist()]
+
+
+def test_rows_survive_growth() -> None:
+    cache = RowCache(config())
+    fill(cache, 0, 5)
+    for start in range(5, 1200, 239):
+        fill(cache, start, 239)
+    assert held(cache) == [float(i) for i in range(cache.get_seq_length())]
+    assert held(cache, layer=2)[-1] == pytest.approx(cache.get_seq_length() - 1 + 0.2)
+
+
+def test_updates_write_in_place() -> None:
+    cache = RowCache(config())
+    fill(cache, 0, 5)
+    keys = cache.row_layers[0].keys
+    assert keys is not None
+    before = keys.data_ptr()
+    fill(cache, 5, 9)
+    keys = cache.row_layers[0].keys
+    assert keys is not None and keys.data_ptr() == before
+
+
+def test_all_layers_lie_in_one_stack() -> None:
+    cache = RowCache(config(layers=4))
+    fill(cache, 0, 5)
+    assert [stack.shape[0] for stack in cache._stacks.stacks] == [8]
+
+
+def test_layers_of_unlike_shape_get_stacks_of_their_own_and_waste_nothing() -> None:
+    cache = RowCache(config(layers=3))
+    for layer, heads in enumerate((2, 1, 2)):
+        cache.update(torch.zeros(1, heads, 5, 4), torch.zeros(1, heads, 5, 6), layer)
+    shapes = sorted((*stack.shape[:3], stack.shape[4]) for stack in cache._stacks.stacks)
+    assert shapes == [(1, 1, 1, 4), (1, 1, 1, 6), (2, 1, 2, 4), (2, 1, 2, 6)]
+
+
+def test_accepted_rows_move_to_the_front_of_the_new_ones() -> None:
+    cache = RowCache(config())
+    fill(cache, 0, 6)
+    fill(cache, 6, 8)  # a tree of eight nodes
+    cache.move_rows(torch.tensor([[6, 8, 11]]), torch.tensor([[6, 7, 8]]))
+    cache.set_length(9)
+    for layer in range(3):
+        expected = [0, 1, 2, 3, 4, 5, 6, 8, 11]
+        assert held(cache, layer) == [pytest.approx(n + layer * 0.1) for n in expected]
+    values = cache.row_layers[1].values
+    assert values is not None and values[0, 0, -1, 0] == pytest.approx(-11.1)
+
+
+def test_rows_of_a_batch_move_independently_even_where_they_overlap() -> None:
+    cache = RowCache(config())
+    fill(cache, 0, 6, batch=2)
+    fill(cache, 6, 4, batch=2)
+    # Row 0 keeps nodes 1 and 3; row 1, shorter by two slots, keeps nodes 0 and 1.
+    cache.move_rows(torch.tensor([[7, 9], [6, 7]]), torch.tensor([[6, 7], [4, 5]]))
+    cache.set_length(8)
+    assert held(cache, row=0) == [0, 1, 2, 3, 4, 5, 7, 9]
+    assert held(cache, row=1)[:6] == [1000, 1001, 1002, 1003, 1006, 1007]
+
+
+def test_finished_rows_leave() -> None:
+    cache = RowCache(config())
+    fill(cache, 0, 6, batch=3)
+    cache.select_batch([0, 2])
+    assert [held(cache, row=row)[0] for row in (0, 1)] == [0, 2000]
+    fill(cache, 6, 2, batch=2)
+    assert cache.get_seq_length() == 8
+
+
+def test_continues_from_a_transformers_cache(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    ids_1T = torch.arange(12)[None]
+    native = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids_1T[:, :8], past_key_values=native, use_cache=True)
+        taken = RowCache(model.config)
+        taken.take_over(native)
+        ours = model(ids_1T[:, 8:], past_key_values=taken, use_cache=True).logits
+        whole = model(ids_1T).logits[:, 8:]
+    torch.testing.assert_close(ours, whole)
+    assert taken.handed_out(model.config) is taken
+
+
+def test_a_cache_that_dropped_rows_is_refused() -> None:
+    sliding = MistralConfig(num_hidden_layers=1, sliding_window=4)
+    native = DynamicCache(config=sliding)
+    native.update(torch.zeros(1, 2, 9, 4), torch.zeros(1, 2, 9, 4), 0)
+    with pytest.raises(ValueError, match="no longer holds every token's row"):
+        RowCache(sliding).take_over(native)
+
+
+def test_an_announced_length_is_never_exceeded() -> None:
+    cache = RowCache(config(), slots=300)
+    fill(cache, 0, 5)
+    assert cache._stacks.capacity == 300  # near enough to be taken at once
+    cache = RowCache(config(), slots=1000)
+    fill(cache, 0, 5)
+    capacities = set()
+    for start in range(5, 1000, 5):
+        fill(cache, start, 5)
+        capacities.add(cache._stacks.capacity)
+    assert sorted(capacities) == [261, 391, 586, 879, 1000]
+    fill(cache, 1000, 3)  # what was announced is no limit
+    assert held(cache) == [float(i) for i in range(1003)]
+
+
+def test_what_was_announced_at_first_can_be_announced_anew() -> None:
+    cache = RowCache(config(), slots=300)
+    fill(cache, 0, 299)
+    cache.announce(320)
+    fill(cache, 299, 5)
+    assert cache._stacks.capacity == 320
+    assert held(cache) == [float(i) for i in range(304)]
+
+
+@pytest.fixture
+def many_stacks(monkeypatch: pytest.MonkeyPatch) -> RowCache:
+    """Sixteen layers of four rows, whose stacks hold an eighth of them each."""
+    monkeypatch.setattr("medusa_heads.target.stacks._STACK_BYTES", 1)
+    return RowCache(config(layers=16))
+
+
+def size(cache: RowCache) -> int:
+    return sum(stack.nbytes for stack in cache._stacks.stacks)
+
+
+def test_growth_holds_little_more_than_the_new_cache(many_stacks: RowCache) -> None:
+    with Allocations() as allocations:
+        fill(many_stacks, 0, 40, batch=4)
+        before = size(many_stacks)
+        allocations.peak = 0
+        many_stacks._stacks.reserve(297)
+    assert len(many_stacks._stacks.stacks) == 8
+    assert size(many_stacks) == before * 3 // 2
+    assert allocations.peak <= 1.1 * size(many_stacks) + before // 8
+    assert all(
+        held(many_stacks, layer, 3)[-1] == pytest.approx(3039 + layer * 0.1) for layer in range(16)
+    )
+
+
+def test_rows_leave_without_a_second_cache(many_stacks: RowCache) -> None:
+    with Allocations() as allocations:
+        fill(many_stacks, 0, 40, batch=4)
+        before = size(many_stacks)
+        allocations.peak = 0
+        many_stacks.select_batch([0, 2, 3])
+        assert allocations.live() == size(many_stacks) == before * 3 // 4
+    assert allocations.peak <= 1.15 * before
+    assert [held(many_stacks, 15, row)[0] for row in range(3)] == [
+        pytest.approx(row + 1.5) for row in (0, 2000, 3000)
+    ]
+
+
+def test_rows_move_in_every_stack(many_stacks: RowCache) -> None:
+    for batch, cache in ((1, RowCache(config(layers=16))), (2, many_stacks)):
+        fill(cache, 0, 6, batch)
+        fill(cache, 6, 4, batch)
+        cache.move_rows(torch.tensor([[7, 9]] * batch), torch.tensor([[6, 7]] * batch))
+        cache.set_length(8)
+        for layer in range(16):
+            kept = [0, 1, 2, 3, 4, 5, 7, 9]
+            assert held(cache, layer) == [pytest.approx(n + layer * 0.1) for n in kept]
+
+
+def unlike(rows: int, start: int, count: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of unlike widths, as latent attention has them, and of unlike heads."""
+    heads = 1 + layer % 2
+    numbers_T = torch.arange(start, start + count, dtype=torch.float) + 0.1 * layer
+    numbers_BT = numbers_T + 1000 * torch.arange(rows)[:, None]
+    keys = numbers_BT[:, None, :, None].expand(rows, heads, count, 4)
+    return keys, -numbers_BT[:, None, :, None].expand(rows, heads, count, 6)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_stacks_of_unlike_shape_move_grow_and_let_rows_go_alike(batch: int) -> None:
+    cache = RowCache(config(layers=4))
+
+    def append(rows: int, start: int, count: int) -> None:
+        for layer in range(4):
+            cache.update(*unlike(rows, start, count, layer), layer)
+
+    append(batch, 0, 6)
+    assert len(cache._stacks.stacks) == 4
+    append(batch, 6, 4)
+    cache.move_rows(torch.tensor([[7, 9]] * batch), torch.tensor([[6, 7]] * batch))
+    cache.set_length(8)
+    append(batch, 10, 400)  # beyond the first capacity
+    kept = [0, 1, 2, 3, 4, 5, 7, 9, *range(10, 410)]
+    rows = list(range(batch))
+    if batch > 1:
+        rows = [0, 2]
+        cache.select_batch(rows)
+    for layer, row_layer in enumerate(cache.row_layers):
+        for place, row in enumerate(rows):
+            for states, sign in ((row_layer.keys, 1), (row_layer.values, -1)):
+                numbers_T = torch.tensor(kept, dtype=torch.float) + 0.1 * layer + 1000 * row
+                for head in range(states.shape[1]):
+                    torch.testing.assert_close(states[place, head, :, 0], sign * numbers_T)

@@ -1,0 +1,67 @@
+"""Hashes read all of what they are of, in however many parts; part sizes change none of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medusa_heads.target.fingerprint import file_sha256, lm_head_sha256, weights_sha256
+
+ROWS, WIDTH = 23, 8
+
+
+@pytest.fixture(params=[1, WIDTH, 5 * WIDTH, 10**6], ids="{} at once".format)
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a number at a time to all at once; the last part is seldom full."""
+    monkeypatch.setattr("medusa_heads.target.fingerprint._NUMBERS_AT_ONCE", request.param)
+    monkeypatch.setattr("medusa_heads.target.fingerprint._BYTES_AT_ONCE", request.param)
+
+
+def matrix() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def one_of_each_part_changed(tensor: Tensor) -> list[Tensor]:
+    """The tensor with its first number changed, one in the middle, and its last."""
+    changed = []
+    for place in (0, tensor.numel() // 2, tensor.numel() - 1):
+        copy = tensor.clone()
+        copy.view(-1)[place] += 1
+        changed.append(copy)
+    return changed
+
+
+def of_module(weight: Tensor) -> str:
+    module = nn.Linear(WIDTH, ROWS, bias=False)
+    module.weight = nn.Parameter(weight)
+    return weights_sha256(module)
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("sha256", [lm_head_sha256, of_module])
+def test_every_part_of_a_tensor_counts(sha256: Callable[[Tensor], str]) -> None:
+    whole = matrix()
+    hashes = {sha256(tensor) for tensor in [whole, *one_of_each_part_changed(whole)]}
+    assert len(hashes) == 4
+    assert sha256(whole.clone()) in hashes
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_tensors_hash_is_that_of_its_bytes() -> None:
+    whole = matrix()
+    rounded = whole.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    assert lm_head_sha256(whole) == hashlib.sha256(rounded).hexdigest()
+    assert of_module(whole) == hashlib.sha256(b"weight" + whole.numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("size", [0, 1, WIDTH, 5 * WIDTH, 5 * WIDTH + 1, 1000])
+def test_a_files_hash_is_that_of_its_bytes(tmp_path: Path, size: int) -> None:
+    data = bytes(i % 251 for i in range(size))
+    (tmp_path / "file").write_bytes(data)
+    assert file_sha256(tmp_path / "file") == hashlib.sha256(data).hexdigest()

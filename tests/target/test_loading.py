@@ -1,0 +1,59 @@
+"""Models and tokenizers by name, where the hub is away or a configuration is damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from medusa_heads.target.loading import load_causal_lm, load_tokenizer
+from tests.conftest import TinyLlama
+
+AWAY = """
+import time
+from medusa_heads.target.loading import load_causal_lm, load_tokenizer
+from medusa_heads.training.hidden.meta_target import meta_target
+from medusa_heads.training.arguments.target import TargetArguments
+import transformers.models.auto
+begun = time.perf_counter()
+for load in (
+    lambda: load_causal_lm("nobody/nothing", dtype="auto", trust_remote_code=False),
+    lambda: load_tokenizer("nobody/nothing"),
+    lambda: meta_target(TargetArguments("nobody/nothing")),
+):
+    try:
+        load()
+    except (OSError, ValueError) as error:
+        print(" ".join(str(error).split()))
+print(time.perf_counter() - begun)
+"""
+
+
+def test_a_hub_that_does_not_answer_is_told_soon() -> None:
+    # Nothing listens at that port; a hub's client would try it five times for each file.
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", AWAY], capture_output=True, text=True, env=environment, check=True
+    )
+    *sentences, seconds = done.stdout.splitlines()
+    assert len(sentences) == 3
+    assert all("couldn't connect to 'http://127.0.0.1:9'" in each for each in sentences)
+    assert "expected a causal language model" in sentences[0] and done.stderr == ""
+    assert float(seconds) < 15
+
+
+def test_a_configuration_that_contradicts_itself_is_one_sentence(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 7}))
+    with pytest.raises(ValueError, match=r"expected a causal .*not a multiple of the number") as e:
+        load_causal_lm(str(tmp_path), dtype="auto", trust_remote_code=False)
+    assert len(str(e.value).splitlines()) == 1
+    with pytest.raises(ValueError, match="not a multiple of the number"):
+        load_tokenizer(str(tmp_path))

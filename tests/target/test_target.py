@@ -1,0 +1,96 @@
+"""The view over a target: hidden states without logits, fingerprints, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
+
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.target import TargetArguments
+from tests.conftest import TinyLlama
+
+
+def test_hidden_is_what_the_lm_head_reads(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    target = TargetModel(model)
+    ids_BT = torch.arange(20).view(2, 10)
+    hidden_BTD = target.hidden(ids_BT, torch.ones_like(ids_BT))
+    torch.testing.assert_close(model.lm_head(hidden_BTD), model(ids_BT).logits)
+
+
+def test_hidden_leaves_logit_scaling_architectures_alone() -> None:
+    config = Gemma2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        final_logit_softcapping=5.0,
+    )
+    target = TargetModel(Gemma2ForCausalLM(config).eval())
+    hidden_BTD = target.hidden(torch.arange(10)[None])
+    assert hidden_BTD.shape == (1, 10, 32)
+
+
+def test_fingerprint_does_not_depend_on_the_dtype(tiny_llama: TinyLlama) -> None:
+    in_fp32 = TargetModel(tiny_llama().to(torch.bfloat16).float()).fingerprint()
+    in_bf16 = TargetModel(tiny_llama().to(torch.bfloat16)).fingerprint()
+    assert in_fp32 == in_bf16
+    assert in_fp32 != TargetModel(tiny_llama(seed=1)).fingerprint()
+
+
+def test_weights_digest_sees_every_weight(tiny_llama: TinyLlama) -> None:
+    target = TargetModel(tiny_llama())
+    before = target.weights_digest()
+    assert before == TargetModel(tiny_llama()).weights_digest()
+    with torch.no_grad():
+        target.model.model.norm.weight[3] += 1e-3
+    assert target.weights_digest() != before
+
+
+def test_missing_model_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a causal language model") as error:
+        TargetModel.from_pretrained(str(tmp_path / "nowhere"))
+    assert "\n" not in str(error.value)
+
+
+def test_recurrent_state_is_refused_by_name() -> None:
+    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
+    with pytest.raises(UnsupportedArchitecture, match="mamba keeps LinearAttentionLayer state"):
+        TargetModel(MambaForCausalLM(config)).new_cache()
+
+
+def test_flash_attention_is_refused_by_name(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(UnsupportedArchitecture, match="attn_implementation='sdpa'"):
+        TargetModel(model).new_cache()
+
+
+def test_a_target_whose_weights_accelerate_keeps_elsewhere(tiny_llama: TinyLlama) -> None:
+    whole, model = TargetModel(tiny_llama()), tiny_llama()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    offloaded = TargetModel(model)
+    assert model.device.type == "meta" and offloaded.device.type == "cpu"
+    assert offloaded.weights_digest() == whole.weights_digest()
+    assert model.device.type == "meta"
+
+
+def test_a_target_in_4_bits_stays_bit_for_bit_what_was_loaded(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    tiny_llama().save_pretrained(tmp_path)
+    placed = TargetArguments(str(tmp_path), load_in_4bit=True).placement("cpu")
+    target = TargetModel.from_pretrained(str(tmp_path), dtype="bfloat16", **placed)
+    loaded, tokens = target.weights_digest(), torch.arange(8)[None]
+    first = target.hidden(tokens)
+    assert target.weights_digest() == loaded
+    assert torch.equal(target.hidden(tokens), first)

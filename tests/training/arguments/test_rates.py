@@ -1,0 +1,127 @@
+"""Default learning rates by width, and runs whose rate is too high."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import new_heads
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments import rates
+from medusa_heads.training.arguments.draft import (
+    DraftOptimisationArguments,
+    draft_training_arguments,
+)
+from medusa_heads.training.arguments.rates import RunArguments, fit_rate
+from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.measure.fresh_heads import FreshHeads
+from medusa_heads.training.runs.heads import train_heads
+from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+
+Rows = Callable[..., Dataset]
+
+
+def arguments(folder: Path, steps: int = 2, rate: float | None = None, **more: Any) -> RunArguments:
+    given = OptimisationArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        learning_rate=rate,
+        per_device_train_batch_size=4,
+        training_args={"use_cpu": True, "disable_tqdm": True},
+        **more,
+    )
+    return to_training_arguments(given, "shared")
+
+
+@pytest.mark.parametrize(("given", "rate"), [(None, 2.5e-3), (4e-3, 4e-3)])
+def test_a_wide_target_gets_a_lower_rate_unless_one_is_given(
+    target: TargetModel,
+    make_rows: Rows,
+    tmp_path: Path,
+    given: float | None,
+    rate: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rates, "TUNED_WIDTH", 8)  # the target is twice as wide
+    args = arguments(tmp_path, rate=given)
+    train_heads(
+        target,
+        make_rows(12),
+        config=HeadsConfig(num_heads=1),
+        output_dir=tmp_path / "run",
+        training_args=args,
+    )
+    story = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert story["training_arguments"]["learning_rate"] == pytest.approx(rate)
+    assert args.learning_rate == (given or 5e-3)  # the caller's own stay as they are
+
+
+@pytest.mark.parametrize("given", [None, 4e-3])
+def test_parts_that_read_more_get_a_lower_rate_unless_one_is_given(
+    target: TargetModel, make_rows: Rows, tmp_path: Path, given: float | None
+) -> None:
+    config = HeadsConfig(kind="hydra", num_heads=2, num_layers=2, prefix_attention=True)
+    heads = new_heads(target, config)
+    args = arguments(tmp_path, rate=given)
+    trainer = HeadsTrainer(heads, target, args, make_rows(4), make_rows(2))
+    found = {
+        id(parameter): group["lr"]
+        for group in trainer.create_optimizer().param_groups
+        for parameter in group["params"]
+    }
+    by_name = {name: found[id(parameter)] for name, parameter in heads.named_parameters()}
+    shares = {"0.0.linear.weight": 1 / 2, "1.0.res_connection.bias": 1 / 3}
+    shares |= {"0.1.linear.weight": 1, "prefix.down.weight": 0.2}
+    for name, share in shares.items():
+        assert by_name[name] == pytest.approx(5e-3 * share if given is None else given)
+
+
+def test_only_a_default_rate_of_a_built_draft_model_is_fitted(tmp_path: Path) -> None:
+    for given, rate, fitted in ((False, None, 5e-4), (True, None, 1e-4), (False, 2e-3, 2e-3)):
+        chosen = DraftOptimisationArguments(output_dir=str(tmp_path), learning_rate=rate)
+        args = draft_training_arguments(chosen, given=given)
+        fit_rate(args, 768)
+        assert args.learning_rate == pytest.approx(fitted)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("draft_vocab_size", [None, 20])
+def test_fresh_heads_are_what_heads_begin_as(
+    target: TargetModel, kind: Any, draft_vocab_size: int | None
+) -> None:
+    own = kind == "medusa"
+    config = HeadsConfig(
+        kind=kind,
+        num_heads=2,
+        vocab_matrix="own" if own else "shared",
+        prefix_attention=True,
+        draft_vocab_size=draft_vocab_size,
+    )
+    tokens = None if draft_vocab_size is None else torch.arange(1, 41, 2)
+    heads = new_heads(target, config, tokens)
+    fresh = FreshHeads.beside(heads, target)
+    hidden_RD, tokens_RK = torch.randn(5, 16), torch.randint(0, 61, (5, 2))
+    torch.testing.assert_close(fresh(hidden_RD, tokens_RK), heads(hidden_RD, tokens_RK))
+    assert not list(fresh.parameters())
+
+
+def test_a_run_that_makes_heads_worse_stops_with_a_sentence(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    rows = make_rows(16)
+    with pytest.raises(ValueError, match=r"worse than fresh ones: by step 30 .* rate 50 is too hi"):
+        train_heads(
+            target,
+            rows,
+            eval_dataset=rows,
+            config=HeadsConfig(num_heads=2),
+            output_dir=tmp_path / "run",
+            training_args=arguments(tmp_path, steps=40, rate=50.0),
+        )

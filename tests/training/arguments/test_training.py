@@ -1,0 +1,98 @@
+"""Flags of training, and how they become transformers' TrainingArguments."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.training.arguments.draft import DraftArguments
+from medusa_heads.training.arguments.heads import HeadsArguments
+from medusa_heads.training.arguments.target import TargetArguments
+from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+
+
+def test_the_run_is_what_the_flags_say(tmp_path: Path) -> None:
+    given = OptimisationArguments(
+        output_dir=str(tmp_path),
+        bf16=True,
+        seed=5,
+        warmup_share=0.1,
+        eval_steps=0.25,
+        report_to="none",
+        training_args={"max_grad_norm": 0.5},
+    )
+    args = to_training_arguments(given, "shared")
+    assert (args.learning_rate, args.lr_scheduler_type, args.weight_decay) == (5e-3, "cosine", 0)
+    assert (args.warmup_steps, args.max_grad_norm, args.optim) == (0.1, 0.5, "adamw_torch_fused")
+    assert (args.seed, args.data_seed, args.bf16, args.disable_tqdm) == (5, 5, True, False)
+    assert (args.eval_strategy, args.eval_steps, args.save_strategy) == ("steps", 0.25, "steps")
+    assert args.save_steps == 0.25  # the best heads are evaluated and saved
+    assert args.report_to == []
+
+
+def test_own_matrices_learn_at_a_lower_rate_unless_one_is_given(tmp_path: Path) -> None:
+    given = OptimisationArguments(output_dir=str(tmp_path))
+    assert to_training_arguments(given, "own").learning_rate == 1e-3
+    given.learning_rate = 3e-4
+    assert to_training_arguments(given, "own").learning_rate == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"max_grad_nrom": 1}, "no field 'max_grad_nrom'; did you mean 'max_grad_norm'"),
+        ({"learning_rate": 1}, "'learning_rate' has a key of its own"),
+        ('{"max_grad_norm"', "must be a JSON object"),
+        ("[1]", "must map names to values"),
+    ],
+)
+def test_further_training_arguments_are_checked_by_name(extra: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_training_arguments(OptimisationArguments(training_args=extra), "shared")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wandbb", "report_to wandbb cannot be used: wandbb is not supported, only azure_ml, "),
+        ("clearml", "report_to clearml cannot be used: .*pip install clearml"),
+    ],
+)
+def test_trackers_that_cannot_be_used_are_named_before_the_run(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_training_arguments(OptimisationArguments(report_to=name), "shared")
+
+
+def test_heads_arguments_make_a_heads_config() -> None:
+    given = HeadsArguments(num_heads=3, num_layers=2, vocab_matrix="own")
+    assert given.config() == HeadsConfig(num_heads=3, num_layers=2, vocab_matrix="own")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (TargetArguments, {"model_name_or_path": "x", "dtype": "half"}, "dtype must be one of"),
+        (HeadsArguments, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        (OptimisationArguments, {"gradient_accumulation_steps": 0}, "must be at least 1"),
+        (OptimisationArguments, {"warmup_share": 1.0}, "warmup_share must lie in"),
+        (OptimisationArguments, {"learning_rate": 0.0}, "learning_rate must be above 0"),
+        (OptimisationArguments, {"learning_rate": float("nan")}, "learning_rate must be above 0"),
+        (OptimisationArguments, {"weight_decay": -0.1}, "weight_decay must be at least 0"),
+        (OptimisationArguments, {"num_train_epochs": 0}, "num_train_epochs must be above 0, got 0"),
+        (OptimisationArguments, {"max_steps": 0}, "max_steps must be above 0, got 0"),
+        (OptimisationArguments, {"max_steps": -2}, "leave it out to count in epochs"),
+        (OptimisationArguments, {"eval_steps": 0.0}, "eval_steps must be above 0"),
+        (OptimisationArguments, {"save_steps": -1.0}, "save_steps must be above 0"),
+        (OptimisationArguments, {"save_total_limit": 0}, "save_total_limit must be at least 1"),
+        (DraftArguments, {"on_policy_temperature": float("inf")}, "on_policy_temperature must be"),
+        (
+            DraftArguments,
+            {"divergence": "cross_entropy", "distillation_temperature": 2.0},
+            "a temperature changes only terms with the target's own distribution",
+        ),
+    ],
+)
+def test_values_out_of_range(kind: type, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**values)

@@ -1,0 +1,81 @@
+"""Forms of a corpus: recognised by their columns, and read whatever holds them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from medusa_heads.data.formats import Conversation, Document, Tokens
+from medusa_heads.training.data.sources import as_corpus, load_corpus
+from tests.training.corpus_files import CHAT, as_lines, contents
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_messages_of_unlike_shapes_stand_in_one_file(streaming: bool, tmp_path: Path) -> None:
+    """A table of Arrow would have one type for all contents."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+    rows = [{"messages": CHAT}, {"messages": [parts, call], "tools": [{"name": "f"}]}]
+    (tmp_path / "a.jsonl").write_text(as_lines(rows))
+    first, second = contents(load_corpus(str(tmp_path / "a.jsonl"), streaming=streaming))
+    assert first == Conversation(CHAT)
+    assert second == Conversation([parts, {**call, "content": ""}], tools=[{"name": "f"}])
+
+
+def test_a_completion_of_messages_keeps_its_prompt_unlearnt(tmp_path: Path) -> None:
+    row = {"prompt": CHAT[:1], "completion": CHAT[1:]}
+    (tmp_path / "a.jsonl").write_text(as_lines([row]))
+    corpus = load_corpus(str(tmp_path / "a.jsonl"))
+    assert contents(corpus) == [Conversation(CHAT, context=1)]
+    assert corpus.found_as == "prompt + completion"
+    table = as_corpus(Dataset.from_list([row]), "table")
+    assert contents(table) == [Conversation(CHAT, context=1)]
+
+
+def test_another_column_can_hold_the_text(tmp_path: Path) -> None:
+    row = {"story": "a", "text": "b", "messages": CHAT}
+    (tmp_path / "a.jsonl").write_text(as_lines([row]))
+    for corpus in (
+        load_corpus(str(tmp_path / "a.jsonl"), text_column="story"),
+        as_corpus(Dataset.from_list([row]), "table", text_column="story"),
+    ):
+        assert contents(corpus) == [Document("a")] and corpus.rows[0]["text"] == "a"
+    with pytest.raises(ValueError, match=r"a column 'tale' \(text_column\), got \['messages', "):
+        load_corpus(str(tmp_path / "a.jsonl"), text_column="tale")
+
+
+def test_ready_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(as_lines([{"input_ids": [1, 2], "labels": [-100, 2]}]))
+    assert contents(load_corpus(str(tmp_path / "a.jsonl"))) == [Tokens([1, 2], [-100, 2])]
+
+
+def test_unknown_columns_are_named_with_what_is_accepted() -> None:
+    with pytest.raises(ValueError, match=r"'messages', .* got \['chosen', 'rejected'\]"):
+        as_corpus(Dataset.from_list([{"chosen": "a", "rejected": "b"}]), "x")
+    with pytest.raises(ValueError, match="the corpus is empty"):
+        as_corpus(Dataset.from_list([]), "x")
+    splits = DatasetDict({"train": Dataset.from_list([{"text": "a"}])})
+    with pytest.raises(ValueError, match=r"x has the splits \['train'\]: give one of them"):
+        as_corpus(splits, "x")
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "pandas", "arrow"])
+def test_rows_are_read_whatever_they_are_formatted_as(kind: str) -> None:
+    tokens = Dataset.from_list([{"input_ids": [1, 2], "labels": [-100, 2]}])
+    assert contents(as_corpus(tokens.with_format(kind), "x")) == [Tokens([1, 2], [-100, 2])]
+
+
+def test_function_calls_and_tools_of_sharegpt() -> None:
+    turns = [("system", ""), ("human", "q"), ("function_call", "f()"), ("observation", "")]
+    rows = [{"conversations": [{"from": role, "value": text} for role, text in turns]}]
+    [found] = contents(as_corpus(Dataset.from_list(rows), "x"))
+    assert [message["role"] for message in found.messages] == [
+        *("system", "user", "assistant", "tool")
+    ]
+    assert all(set(message) == {"role", "content"} for message in found.messages)
+
+
+def test_messages_written_as_json_in_a_table(tmp_path: Path) -> None:
+    table = as_corpus(Dataset.from_list([{"messages": json.dumps(CHAT)}]), "x")
+    assert contents(table) == [Conversation(CHAT)]

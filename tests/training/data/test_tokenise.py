@@ -1,0 +1,162 @@
+"""Rows of tokens from documents, completions and conversations."""
+
+from typing import Any
+
+import pytest
+from datasets import Dataset, Features, List, Value
+
+from medusa_heads.data.chat import ChatTemplate
+from medusa_heads.training.data.row_facts import RowLimits
+from medusa_heads.training.data.sources import as_corpus
+from medusa_heads.training.data.tokenise import Tokeniser, tokenise
+from tests.training import templates
+
+LIMITS = RowLimits(vocab_size=100_000, context=None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return templates.chat_tokenizer()
+
+
+def rows_of(
+    tokenizer: Any, rows: list[dict[str, Any]], max_length: int = 512, template: str | None = None
+) -> tuple[Dataset, int, int]:
+    corpus = as_corpus(Dataset.from_list(rows), "corpus")
+    chat = None if template is None else ChatTemplate(tokenizer, template)
+    made = tokenise(corpus, Tokeniser(corpus.format, tokenizer, max_length, chat), LIMITS)
+    return made.rows, made.cut_documents, made.cut_tokens
+
+
+def test_documents_end_with_the_end_token_and_are_cut_into_rows(tokenizer: Any) -> None:
+    texts = ["def f(x):\n    return x\n", "x"]
+    rows, *cut = rows_of(tokenizer, [{"text": text} for text in texts], max_length=4)
+    end = tokenizer.eos_token_id
+    ids = [tokenizer(text)["input_ids"] + [end] for text in texts]
+    blocks = [ids[0][i : i + 4] for i in range(0, len(ids[0]), 4)]
+    assert rows["input_ids"][:] == rows["labels"][:] == [*blocks, ids[1]]
+    assert rows["document"][:] == [0] * len(blocks) + [1] and cut == [0, 0]
+
+
+def test_a_document_that_ends_already_gets_no_second_end(tokenizer: Any) -> None:
+    rows, *_ = rows_of(tokenizer, [{"text": "x<|endoftext|>"}])
+    assert rows["input_ids"][0].count(tokenizer.eos_token_id) == 1
+
+
+def test_a_tokenizer_without_an_end_token_adds_none(tokenizer: Any) -> None:
+    bare = templates.chat_tokenizer()
+    bare.eos_token = None
+    rows, *_ = rows_of(bare, [{"text": "x = 1"}])
+    assert rows["input_ids"][0] == bare("x = 1")["input_ids"]
+
+
+def test_only_the_completion_is_learnt_with_its_end(tokenizer: Any) -> None:
+    rows, *_ = rows_of(tokenizer, [{"prompt": "def f():\n", "completion": "    pass\n"}])
+    prompt = tokenizer("def f():\n")["input_ids"]
+    [ids], [labels] = rows["input_ids"][:], rows["labels"][:]
+    assert ids[: len(prompt)] == prompt and labels == [-100] * len(prompt) + ids[len(prompt) :]
+    assert tokenizer.decode(ids[len(prompt) :]) == "    pass\n<|endoftext|>"
+
+
+def test_an_end_that_the_tokenizer_adds_does_not_stand_between_prompt_and_completion() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    ending = templates.chat_tokenizer()
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A <|endoftext|>",
+        special_tokens=[
+            (token, ending.convert_tokens_to_ids(token)) for token in ("<s>", "<|endoftext|>")
+        ],
+    )
+    rows, *_ = rows_of(
+        ending, [{"prompt": "a =", "completion": " 1"}, {"prompt": "", "completion": "b"}]
+    )
+    assert [ending.decode(ids) for ids in rows["input_ids"]] == [
+        "<s>a = 1<|endoftext|>",
+        "<s>b<|endoftext|>",
+    ]
+    assert rows["labels"][1] == [-100, *rows["input_ids"][1][1:]]
+
+
+def test_a_completion_that_merges_with_the_prompt_keeps_the_prompts_tokens(tokenizer: Any) -> None:
+    """The model is handed the prompt alone, and goes on from its tokens."""
+    prompt = tokenizer("return ")["input_ids"]
+    assert tokenizer("return self")["input_ids"][: len(prompt)] != prompt
+    rows, *_ = rows_of(tokenizer, [{"prompt": "return ", "completion": "self"}])
+    assert rows["input_ids"][0][: len(prompt)] == prompt
+    assert tokenizer.decode(rows["labels"][0][len(prompt) :]) == "self<|endoftext|>"
+
+
+def conversation(answer: str) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def test_conversations_are_cut_on_the_right_and_what_that_costs_is_counted(tokenizer: Any) -> None:
+    rows = [conversation("x " * 40), conversation("x")]
+    whole, *none = rows_of(tokenizer, rows, template=templates.CHATML)
+    cut, *lost = rows_of(tokenizer, rows, 30, template=templates.CHATML)
+    assert none == [0, 0] and lost == [1, len(whole["input_ids"][0]) - 30]
+    assert cut["input_ids"][:] == [whole["input_ids"][0][:30], whole["input_ids"][1]]
+
+
+def test_a_prompt_that_leaves_no_room_is_a_broken_row(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"corpus row 1: of its \d+ tokens no answer is left"):
+        rows_of(tokenizer, [conversation("x")], 5, template=templates.CHATML)
+
+
+def test_the_turns_of_one_conversation_share_its_document_number(tokenizer: Any) -> None:
+    """Held-out documents are drawn by it: no half of a conversation is trained on."""
+    talk = conversation("x")["messages"] * 2
+    rows, *_ = rows_of(
+        tokenizer, [{"messages": talk}, conversation("x")], template=templates.THINKING
+    )
+    assert rows["document"][:] == [0, 0, 1]
+
+
+def test_answers_lost_with_later_turns_are_counted(tokenizer: Any) -> None:
+    """Of a conversation in two rows, the second is too long by far: its answer is lost."""
+    talk = [*conversation("yes")["messages"], {"role": "user", "content": "x " * 50}]
+    talk.append({"role": "assistant", "content": "no"})
+    whole, *_ = rows_of(tokenizer, [{"messages": talk}], template=templates.THINKING)
+    cut, *lost = rows_of(tokenizer, [{"messages": talk}], 40, template=templates.THINKING)
+    assert len(whole) == 2 and cut["input_ids"][:] == whole["input_ids"][:1]
+    assert lost == [1, sum(label != -100 for label in whole["labels"][1])]
+
+
+def tokens(*rows: tuple[list[int], list[int]]) -> Dataset:
+    kinds = Features({name: List(Value("int32")) for name in ("input_ids", "labels")})
+    return Dataset.from_list([{"input_ids": i, "labels": t} for i, t in rows], features=kinds)
+
+
+def test_rows_that_are_tokens_are_cut_too(caplog: pytest.LogCaptureFixture) -> None:
+    ids = list(range(10))
+    answered = [-100] * 3 + ids[3:]
+    table = tokens((ids, answered), (ids[:3], [-100] * 3), (ids, ids), (ids[:6], answered[:6]))
+    corpus = as_corpus(table, "corpus")
+    made = tokenise(corpus, Tokeniser(corpus.format, None, 6), LIMITS)
+    # Text that is learnt whole is a document, and becomes several rows.
+    assert made.rows["input_ids"][:] == [ids[:6], ids[:3], ids[:6], ids[6:], ids[:6]]
+    assert made.rows["labels"][0] == answered[:6] and made.rows["labels"][1] == [-100] * 3
+    assert made.rows["document"][:] == [0, 1, 2, 2, 3]
+    assert (made.cut_documents, made.cut_tokens) == (1, 4)
+    assert "1 documents of corpus were longer than max_length 6: 4 supervised" in caplog.text
+
+
+def test_tokens_of_which_nothing_learnt_is_left_are_a_broken_row() -> None:
+    corpus = as_corpus(tokens(([1] * 9, [-100] * 8 + [1]), ([1, 2], [1, 2])), "corpus")
+    with pytest.raises(ValueError, match="of its 9 tokens no answer is left within max_length 4"):
+        tokenise(corpus, Tokeniser(corpus.format, None, 4), LIMITS)
+
+
+@pytest.mark.parametrize("max_length", [2, 8])
+def test_rows_of_tokens_keep_the_document_that_they_name(max_length: int) -> None:
+    table = tokens(*[([1, 2, 3], [-100, 2, 3])] * 4).add_column("document", ["a", "b", "a", None])
+    corpus = as_corpus(table, "corpus")
+    made = tokenise(corpus, Tokeniser(corpus.format, None, max_length), LIMITS).rows
+    first, second, third, fourth = made["document"]
+    assert first == third and len({first, second, fourth}) == 3

@@ -1,0 +1,127 @@
+"""Targets that cannot be spread; `test_processes.py` spreads those that can."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from datasets import Dataset
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PhiConfig, PhiForCausalLM, Trainer, TrainingArguments
+
+from medusa_heads.cli.train_draft import main as train_draft
+from medusa_heads.cli.train_heads import main as train_heads
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import MedusaHeads
+from medusa_heads.heads.vocabulary import vocabulary
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.target import TargetArguments
+from medusa_heads.training.hidden.launched import Sharding
+from medusa_heads.training.hidden.sharding import load_to_spread, shard_target
+from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused before the processes talk to one another needs no second one."""
+    monkeypatch.setattr("medusa_heads.training.hidden.sharding.several_processes", lambda: True)
+
+
+def test_one_process_has_nobody_to_share_with(target: TargetModel) -> None:
+    with pytest.raises(ValueError, match="over processes, and there is one: start several with"):
+        shard_target(target, CPU)
+    with pytest.raises(ValueError, match="over processes, and there is one: start several with"):
+        load_to_spread(TargetArguments("nowhere"), Sharding())
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_unknown_layers_are_refused(target: TargetModel) -> None:
+    sharding = Sharding(("LlamaMLP", "GPT2Block"))
+    with pytest.raises(ValueError, match=r"names \['GPT2Block'\], and LlamaForCausalLM has no"):
+        shard_target(target, CPU, sharding)
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_a_model_without_layers_is_refused(target: TargetModel) -> None:
+    target.model.model.layers = nn.Sequential(*target.model.model.layers)
+    with pytest.raises(ValueError, match="expected a list of layers in LlamaForCausalLM"):
+        shard_target(target, CPU)
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_4_bit_matrices_are_not_spread() -> None:
+    with pytest.raises(ValueError, match="4-bit matrices cannot be spread over processes"):
+        load_to_spread(TargetArguments("nowhere", load_in_4bit=True), Sharding())
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_all_that_heads_read_stays_whole() -> None:
+    config = PhiConfig(
+        vocab_size=30,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+    )
+    target = TargetModel(PhiForCausalLM(config))  # its lm_head has a bias
+    target.freeze()
+    before = vocabulary(target)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shard_target(target, CPU)
+        assert isinstance(target.model.model.final_layernorm.weight, DTensor)
+        for kept, whole in zip(vocabulary(target), before, strict=True):
+            assert kept is not None and whole is not None
+            assert not isinstance(kept, DTensor) and torch.equal(kept, whole)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_fsdp_launch_is_refused_by_name_where_it_cannot_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "a b c"}\n' * 20)
+    flags = ["--model_name_or_path", "./nowhere", "--dataset", str(corpus)]
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert train_heads([*flags, "--self_distill"]) == 2
+    assert "an FSDP launch) cannot write text apart" in capsys.readouterr().err
+    assert train_heads([*flags, "--hidden_cache", "auto", "--dry_run"]) == 2
+    assert "a cache would leave some of them out" in capsys.readouterr().err
+    assert train_draft(flags) == 2
+    assert "launch several with configs/accelerate/ddp.yaml" in capsys.readouterr().err
+    assert train_heads(flags) == 2
+    assert "over processes, and there is one" in capsys.readouterr().err
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    assert train_heads([*flags, "--dry_run"]) == 2
+    assert "set fsdp_version: 2" in capsys.readouterr().err
+
+
+def test_accelerate_wraps_only_what_learns_and_as_in_any_launch(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setattr("medusa_heads.training.runs.trainer.is_sharded", lambda _: True)
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    args.device  # noqa: B018  # makes the state that is changed next
+    rows = Dataset.from_list([{"input_ids": [1, 2], "labels": [1, 2]}])
+    on_gpus = {**PartialState._shared_state, "distributed_type": DistributedType.MULTI_GPU}
+    monkeypatch.setattr(PartialState, "_shared_state", on_gpus)
+    try:
+        AcceleratorState._reset_state()
+        assert Trainer(nn.Linear(2, 2), args).is_fsdp_enabled, "what heads are kept from"
+        AcceleratorState._reset_state()
+        on_gpus["distributed_type"] = DistributedType.MULTI_GPU
+        trainer = HeadsTrainer(heads, target, args, rows)
+        assert trainer.accelerator.distributed_type == DistributedType.MULTI_GPU
+        assert not trainer.is_fsdp_enabled
+    finally:
+        AcceleratorState._reset_state()

@@ -1,0 +1,75 @@
+"""Calibration: the true temperature is found, dynamic trees are counted as they are walked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainingArguments
+
+from medusa_heads import HeadsConfig, MedusaHeads, TargetModel, train_heads
+from medusa_heads.checkpoint.stored_heads import read_sidecar
+from medusa_heads.training.hidden.states import HiddenStates
+from medusa_heads.training.measure.calibration import calibrate, measure_heads
+from medusa_heads.trees.statistics import HeadStatistics
+from tests.conftest import TinyLlama
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.6])
+def test_the_true_temperature_is_found(tiny_llama: TinyLlama, temperature: float) -> None:
+    """The head's predictions are constant, and the text is drawn from them at a temperature."""
+    model = tiny_llama(vocab_size=32)
+    target = TargetModel(model)
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=1, vocab_matrix="own"))
+    generator = torch.Generator().manual_seed(1)
+    logits_V = torch.randn(32, generator=generator) * 1.5
+    with torch.no_grad():
+        heads.get_parameter("0.1.weight").zero_()
+        heads.get_submodule("0.1").bias = torch.nn.Parameter(logits_V.clone())
+    probs_V = (logits_V / temperature).softmax(-1)
+    ids = torch.multinomial(probs_V, 120 * 40, replacement=True, generator=generator).view(120, 40)
+    rows = Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()})
+    statistics = HeadStatistics.from_ranks(torch.zeros(4, 1, dtype=torch.long))
+    calibrate(statistics, heads, HiddenStates(target), rows)
+    assert statistics.temperatures[0] == pytest.approx(temperature, rel=0.12)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_measured_from_anywhere_as_after_training(
+    tiny_llama: TinyLlama, kind: Literal["medusa", "hydra"], tmp_path: Path
+) -> None:
+    """`measure_heads` finds what a run of training stores for the same held-out rows."""
+    target = TargetModel(tiny_llama())
+    ids = torch.randint(199, (12, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    config = HeadsConfig(kind=kind, num_heads=2)
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
+    heads = train_heads(
+        target, rows, eval_dataset=rows, config=config, output_dir=tmp_path, training_args=args
+    )
+    stored = read_sidecar(tmp_path)["statistics"]
+    batches: list[range] = []
+
+    def watch(given: Sequence[range]) -> Sequence[range]:
+        batches.extend(given)
+        return given
+
+    measured, calibrations = measure_heads(heads, HiddenStates(target), rows, watch=watch)
+    assert measured.to_dict() == stored
+    assert [calibration.temperature for calibration in calibrations] == measured.temperatures
+    assert batches == [range(0, 8), range(8, 12)]
+
+
+def test_hidden_states_that_are_no_numbers(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    target = TargetModel(model)
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=1))
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]], "labels": [[1, 2, 3, 4]]})
+    with pytest.raises(ValueError, match=r"not finite in torch\.float32"):
+        measure_heads(heads, HiddenStates(target), rows)

@@ -1,0 +1,35 @@
+"""Figures out of ranks, on ranks written by hand."""
+
+import torch
+
+from medusa_heads.training.measure.metrics import complete_runs, describe, rank_metrics
+
+X = -100
+
+
+def test_a_sequence_falls_into_runs_of_complete_positions() -> None:
+    ranks_BTK = torch.tensor(
+        [
+            [[X, X], [0, 1], [2, 0], [3, X], [0, 0]],
+            [[1, 1], [X, 0], [X, X], [X, X], [X, X]],
+        ]
+    )
+    runs = [run.tolist() for run in complete_runs(ranks_BTK)]
+    assert runs == [[[0, 1], [2, 0]], [[0, 0]], [[1, 1]]]
+
+
+def test_heads_that_are_always_right_commit_every_head_and_the_targets_own_token() -> None:
+    metrics = rank_metrics(torch.zeros(2, 12, 3, dtype=torch.long))
+    assert metrics["head2_top1"] == metrics["head0_top5"] == 1
+    assert metrics["tokens_per_step_16"] == metrics["tokens_per_step_32"] == 4
+
+
+def test_the_line_says_what_was_measured() -> None:
+    # Head 0 is right at every second position: there a step commits two tokens and moves on to the
+    # next such position, so every step does.
+    ranks_BTK = torch.tensor([[[0], [20]] * 4])
+    metrics = {f"eval_{name}": value for name, value in rank_metrics(ranks_BTK).items()}
+    assert describe(metrics) == (
+        "held-out top-1 0.500 | top-5 0.500 | "
+        "tokens per step 2.00 with 16 nodes, 2.00 with 32 nodes"
+    )

@@ -1,0 +1,120 @@
+"""Best heads, early stopping, and SIGTERM."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import MedusaHeads
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.runs.callbacks import Interruptions
+from medusa_heads.training.runs.heads import train_heads
+from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+from medusa_heads.training.runs.resumable import is_whole, last_checkpoint
+from tests.training.runs.test_heads import quick
+
+Rows = Callable[..., Dataset]
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
+    return values
+
+
+@pytest.mark.parametrize("metric", ["tokens_per_step_32", "loss"])
+def test_the_final_heads_are_the_best_ones(
+    metric: str, target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    # A rate that soon leads away from what the first steps have found.
+    wild = quick(tmp_path, 12, save_steps=2, metric_for_best_model=metric, learning_rate=3.0)
+    heads = train_heads(
+        target,
+        make_rows(20),
+        eval_dataset=make_rows(20, seed=9),
+        config=HeadsConfig(num_heads=2),
+        output_dir=tmp_path,
+        training_args=wild,
+    )
+    newest = last_checkpoint(tmp_path)
+    assert newest is not None
+    state = json.loads((newest / "trainer_state.json").read_text())
+    name = f"eval_{metric}"
+    curve = {e["step"]: e[name] for e in state["log_history"] if name in e}
+    best = min(curve, key=lambda step: curve[step] * (1 if metric == "loss" else -1))
+    found = measured(tmp_path)
+    assert (found["best_step"], found[name]) == (best, pytest.approx(curve[best]))
+    assert found["steps"] == 12 != best
+    stored = load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors")
+    for key, tensor in heads.state_dict().items():
+        assert torch.equal(stored[f"heads.{key}"], tensor)
+
+
+def test_a_run_without_progress_stops_early_and_stays_stopped(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    def run(patience: int, resume: str | None) -> dict[str, Any]:
+        still = quick(tmp_path, 40, save_steps=2, learning_rate=1e-30, save_total_limit=None)
+        train_heads(
+            target,
+            make_rows(20),
+            config=HeadsConfig(num_heads=2),
+            output_dir=tmp_path,
+            training_args=still,
+            early_stopping_patience=patience,
+            resume_from_checkpoint=resume,
+        )
+        return measured(tmp_path)
+
+    stopped, again, patient = run(2, None), run(2, "last"), run(4, "last")
+    assert (stopped["steps"], stopped["best_step"]) == (6, 2)
+    assert again["steps"] <= 7 and again["best_step"] == 2
+    assert (patient["steps"], patient["best_step"]) == (10, 2)
+
+
+class Tell(TrainerCallback):
+    """Sends SIGTERM to this process in the middle of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_sigterm_ends_with_a_checkpoint_that_goes_on_exactly(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    rows = make_rows(20)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(folder: str, *more: TrainerCallback, resume: Path | None = None) -> Any:
+        heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+        args = quick(tmp_path / folder, 8, save_steps=4, logging_steps=1)
+        callbacks = [Interruptions(), *more]
+        trainer = HeadsTrainer(heads, target, args, rows, make_rows(4), callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        curve = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return curve, heads.state_dict()
+
+    expected_curve, expected = run("whole")
+    with pytest.raises(SystemExit) as stopped:
+        run("told", Tell(5))
+    assert stopped.value.code == 143
+    checkpoint = last_checkpoint(tmp_path / "told")
+    assert checkpoint is not None and checkpoint.name == "checkpoint-5" and is_whole(checkpoint)
+    signal.signal(signal.SIGTERM, handler)
+    # The folder may have been moved meanwhile; the best heads are found all the same.
+    (tmp_path / "told").rename(tmp_path / "moved")
+    curve, found = run("moved", resume=tmp_path / "moved" / "checkpoint-5")
+    assert curve == expected_curve
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert signal.getsignal(signal.SIGTERM) == handler

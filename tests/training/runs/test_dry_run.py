@@ -1,0 +1,45 @@
+"""What a dry run says of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.loss.chunks import LEAST_CHUNK
+from medusa_heads.training.runs.dry_run import TextSize, plan_draft, plan_heads, text_size
+from tests.training.runs.test_heads import quick
+
+
+@pytest.mark.parametrize(("longest_row", "pairs"), [(400, LEAST_CHUNK), (3, 3 * 8)])
+def test_chunks_of_a_large_vocabulary_are_not_cut_short(
+    tmp_path: Path, longest_row: int, pairs: int
+) -> None:
+    """A product has at least so many pairs, if there are, however much memory a pair takes."""
+    vocabulary = 100_000
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    with torch.device("meta"):
+        target = TargetModel(LlamaForCausalLM(config))
+    text = TextSize(rows=64, tokens=9000, learnt=9000, longest_row=longest_row)
+    args = quick(tmp_path)
+    fp32_logits = pairs * vocabulary * 4
+    planned = plan_draft(target, target.model, args, text).memory
+    assert planned["chunks of logits"] == 2 * 3 * fp32_logits
+    heads = plan_heads(target, HeadsConfig(num_heads=1), args, text).memory
+    assert heads["a chunk of logits"] == 3 * fp32_logits
+
+
+def test_the_longest_row_is_the_true_one() -> None:
+    rows = Dataset.from_list([{"input_ids": [1] * n} for n in (3, 9, 4)])
+    assert text_size(rows, learnt=5) == TextSize(3, 16, 5, 9)

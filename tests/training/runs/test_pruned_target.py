@@ -1,0 +1,99 @@
+"""Where a draft model begins, and what is written of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
+
+from medusa_heads.checkpoint.draft_checkpoint import load_draft, read_draft_sidecar, save_draft
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.runs.pruned_target import begin_draft, spread
+
+
+def test_layers_are_taken_evenly() -> None:
+    assert spread(6, 2) == [0, 5]
+    assert spread(6, 3) == [0, 2, 5]
+    assert spread(32, 1) == [0]
+    assert spread(4, 4) == [0, 1, 2, 3]
+
+
+def test_all_layers_make_the_target_itself(target: TargetModel) -> None:
+    draft = begin_draft(target, num_layers=2)
+    ids_1T = torch.arange(9)[None]
+    torch.testing.assert_close(draft(ids_1T).logits, target.model(ids_1T).logits)
+    assert all(parameter.requires_grad for parameter in draft.parameters())
+    own = {tensor.data_ptr() for tensor in draft.state_dict().values()}
+    assert own.isdisjoint(tensor.data_ptr() for tensor in target.model.state_dict().values())
+
+
+def test_a_pruned_draft_is_the_target_without_its_other_layers() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=61, n_embd=16, n_layer=4, n_head=2, n_positions=64)
+    model = GPT2LMHeadModel(config).eval()
+    draft = begin_draft(TargetModel(model), num_layers=2).eval()
+    assert draft.config.n_layer == 2
+    ids_1T = torch.arange(9)[None]
+    got = draft(ids_1T).logits
+    model.transformer.h = torch.nn.ModuleList([model.transformer.h[0], model.transformer.h[3]])
+    torch.testing.assert_close(got, model(ids_1T, use_cache=False).logits)
+
+
+def test_a_fresh_draft_has_the_width_asked_for(target: TargetModel) -> None:
+    draft = begin_draft(target, num_layers=1, hidden_size=8)
+    assert draft.config.hidden_size == 8 and draft.config.num_attention_heads == 1
+    assert draft.config.intermediate_size == 16 and draft.config.vocab_size == 61
+    assert draft(torch.arange(5)[None]).logits.shape == (1, 5, 61)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"num_layers": 3}, "the target has 2 layers, 3 of them"),
+        ({"hidden_size": 12}, "must be a multiple of that, got 12"),
+        ({"draft_model": "./nowhere"}, "expected a causal language model"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    target: TargetModel, settings: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        begin_draft(target, **settings)  # type: ignore[arg-type]
+
+
+def test_a_saved_draft_is_an_ordinary_model_that_names_its_target(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    draft = begin_draft(target, num_layers=1)
+    save_draft(tmp_path / "draft", draft, target, measured={"acceptance": 0.5})
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(plain.state_dict()[name], tensor)
+    sidecar = read_draft_sidecar(tmp_path / "draft")
+    assert sidecar["target"]["lm_head_sha256"] == target.fingerprint()["lm_head_sha256"]
+    assert sidecar["measured"] == {"acceptance": 0.5}
+    assert not list((tmp_path / "draft").glob(".*"))
+    again = load_draft(tmp_path / "draft", target)
+    assert again.model.num_parameters() == draft.num_parameters()
+
+
+def test_saving_in_the_targets_dtype_rounds_a_copy(target: TargetModel, tmp_path: Path) -> None:
+    draft = begin_draft(target, num_layers=1)
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    target.model.to(torch.bfloat16)  # type: ignore[arg-type]
+    save_draft(tmp_path, draft, target)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert all(torch.equal(before[name], tensor) for name, tensor in draft.state_dict().items())
+
+
+def test_another_vocabulary_is_refused(target: TargetModel, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a vocabulary of 50 tokens, the target one of 61"):
+        load_draft(tmp_path, target)

@@ -1,0 +1,149 @@
+"""Checkpoints: whole or known not to be, and never those of another run."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from transformers.trainer_utils import get_last_checkpoint
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import DraftHeads
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.loss_config import LossConfig
+from medusa_heads.training.runs.heads import train_heads
+from medusa_heads.training.runs.resumable import (
+    checkpoints,
+    find_checkpoint,
+    is_whole,
+    last_checkpoint,
+)
+from tests.training.runs.test_heads import quick
+
+Rows = Callable[..., Dataset]
+
+
+@pytest.fixture
+def run(target: TargetModel, make_rows: Rows, tmp_path: Path) -> Callable[..., DraftHeads]:
+    """Six steps with a checkpoint after each second; further arguments are train_heads'."""
+
+    def go(
+        folder: str = "run", rows: Dataset | None = None, steps: int = 6, **more: Any
+    ) -> DraftHeads:
+        settings = {"save_steps": 2, "save_total_limit": None, "load_best_model_at_end": False}
+        return train_heads(
+            target,
+            make_rows(20) if rows is None else rows,
+            eval_dataset=make_rows(4, seed=7),
+            output_dir=tmp_path / folder,
+            training_args=quick(tmp_path, steps, **settings),
+            **{"config": HeadsConfig(num_heads=2), **more},
+        )
+
+    return go
+
+
+def test_a_checkpoint_killed_while_it_is_written_is_passed_over(
+    run: Callable[..., DraftHeads], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = run().state_dict()
+    output = tmp_path / "run"
+    newest = output / "checkpoint-6"
+    assert last_checkpoint(output) == newest
+    state = newest / "trainer_state.json"
+    files = sorted(newest.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    assert files[-1] == state, "what says that a checkpoint is whole must come last"
+    state.write_text(state.read_text()[:-40])  # killed in the middle of the last file
+    assert get_last_checkpoint(str(output)) == str(newest)  # transformers would take it
+    assert find_checkpoint("last", output) == str(output / "checkpoint-4")
+    assert "checkpoint-6 was not written to its end" in caplog.text
+    with pytest.raises(ValueError, match="expected a whole checkpoint"):
+        find_checkpoint(str(newest), output)
+    again = run(resume_from_checkpoint="last").state_dict()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert is_whole(newest)
+
+
+def test_a_finished_run_that_is_resumed_takes_no_further_step(
+    run: Callable[..., DraftHeads], make_rows: Rows, tmp_path: Path
+) -> None:
+    rows = make_rows(36)  # the sixth step is not the end of an epoch
+    whole = run(rows=rows).state_dict()
+    again = run(rows=rows, resume_from_checkpoint="last").state_dict()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert checkpoints(tmp_path / "run")[0].name == "checkpoint-6"
+
+
+def test_a_finished_run_that_is_asked_for_more_goes_on(
+    run: Callable[..., DraftHeads], tmp_path: Path
+) -> None:
+    run()
+    run(steps=10, resume_from_checkpoint="last")
+    assert checkpoints(tmp_path / "run")[0].name == "checkpoint-10"
+
+
+def test_a_checkpoint_that_lacks_any_part_is_not_whole(
+    run: Callable[..., DraftHeads], tmp_path: Path
+) -> None:
+    run()
+    whole = tmp_path / "run" / "checkpoint-6"
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        part = shutil.copytree(whole, tmp_path / name)
+        (part / name).unlink()
+        assert not is_whole(part), name
+
+
+def test_run_yaml_lies_beside_every_checkpoint(
+    run: Callable[..., DraftHeads], tmp_path: Path
+) -> None:
+    run(record={"note": "kept"})
+    final = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    found = checkpoints(tmp_path / "run")
+    assert [checkpoint.name for checkpoint in found] == [f"checkpoint-{n}" for n in (6, 4, 2)]
+    for checkpoint in found:
+        beside = yaml.safe_load((checkpoint / "run.yaml").read_text())
+        assert beside | {"created": 0} == final | {"created": 0}
+    assert final["note"] == "kept" and len(final["training_set"]["sha256"]) == 64
+    assert "argv" not in final and final["versions"]["transformers"]
+    assert final["training_arguments"]["save_steps"] == 2
+    assert "adam_beta1" not in final["training_arguments"]
+
+
+def test_a_run_from_the_start_wants_no_leftovers(
+    run: Callable[..., DraftHeads], make_rows: Rows, tmp_path: Path
+) -> None:
+    run()
+    (tmp_path / "run" / "checkpoint-8").mkdir()
+    with pytest.raises(ValueError, match=r"holds checkpoints of an earlier run \(checkpoint-8\)"):
+        run()
+    with pytest.raises(ValueError, match="65 tokens, more than the target's context"):
+        run(rows=make_rows(20, length=65), overwrite_output_dir=True)
+    assert (tmp_path / "run" / "checkpoint-8").exists(), "removed before anything takes its place"
+    run(overwrite_output_dir=True)
+    assert not (tmp_path / "run" / "checkpoint-8").exists()
+    assert find_checkpoint("auto", tmp_path / "elsewhere") is None
+
+
+def test_another_run_is_not_resumed(run: Callable[..., DraftHeads], make_rows: Rows) -> None:
+    run()
+    with pytest.raises(ValueError, match="was made with another training set"):
+        run(rows=make_rows(20, seed=5), resume_from_checkpoint="last")
+    with pytest.raises(ValueError, match="was made with heads of another shape"):
+        run(config=HeadsConfig(num_heads=3), resume_from_checkpoint="last")
+    with pytest.raises(ValueError, match="was made with another loss"):
+        run(objective=LossConfig({"forward_kl": 1.0}), resume_from_checkpoint="last")
+
+
+def test_a_story_that_cannot_be_read_is_named(
+    run: Callable[..., DraftHeads], tmp_path: Path
+) -> None:
+    run()
+    story = tmp_path / "run" / "checkpoint-6" / "run.yaml"
+    for damaged in ("heads: [", "- heads"):
+        story.write_text(damaged)
+        with pytest.raises(ValueError, match=r"(?s)run.yaml' is damaged .*another checkpoint"):
+            run(resume_from_checkpoint="last")

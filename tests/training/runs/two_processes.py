@@ -1,0 +1,76 @@
+"""Run by two processes at once: `train-heads` several times, each into a folder of its own.
+
+Arguments: a folder for everything, the name of the launch, those of its runs with commas between,
+then the flags that all runs share.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from medusa_heads.cli.train_heads import main
+from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
+from medusa_heads.training.runs.callbacks import Interruptions
+
+FOLDER, LAUNCH, NAMES, FLAGS = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(","), sys.argv[4:]
+OUTPUT = FOLDER / LAUNCH
+CORPUS = ["--dataset", str(FOLDER / "corpus.jsonl"), "--num_prompts", "8"]
+RUNS = {
+    "plain": [],
+    "accumulated": ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"],
+    "resumed": ["--resume_from_checkpoint", str(OUTPUT / "plain" / "checkpoint-4")],
+    "sharded": ["--shard_target"],
+    "distilled": ["--self_distill", *CORPUS, "--num_eval_prompts", "4", "--prompt_length", "6"],
+    "stopped": ["--load_best_model_at_end", "--early_stopping_patience", "1", "--save_steps", "1"],
+    "joint": ["--joint", "--joint_warmup_steps", "2", "--lora_r", "4"],
+    "otherwise": [],
+    "killed": [],
+    "revived": ["--resume_from_checkpoint", "last", "--output_dir", str(OUTPUT / "killed")],
+}
+OTHER_FSDP = {
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer,LlamaMLP",
+    "FSDP_RESHARD_AFTER_FORWARD": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+answered = 0
+
+
+def run() -> None:
+    """All runs; what each process generated is written down."""
+    answer = TransformersBackend.answer
+
+    def counted(self: Any, prompts: Any, *args: Any) -> None:
+        global answered
+        answered += len(prompts)
+        answer(self, prompts, *args)
+
+    TransformersBackend.answer = counted  # type: ignore[method-assign, assignment]
+    for name in NAMES:
+        if name == "killed":
+            die_in_step(6)
+        before = dict(os.environ)
+        os.environ.update(OTHER_FSDP if name == "otherwise" else {})
+        code = main([*FLAGS, "--output_dir", str(OUTPUT / name), *RUNS[name]])
+        assert code == 0, f"{name}: exit code {code}"
+        for changed in OTHER_FSDP:
+            os.environ.pop(changed, None)
+            os.environ.update({changed: before[changed]} if changed in before else {})
+    (OUTPUT / f"answered-{os.environ['RANK']}.json").write_text(json.dumps(answered))
+
+
+def die_in_step(step: int) -> None:
+    """From now on a run is killed when it has made so many steps."""
+    on_step_end = Interruptions.on_step_end
+
+    def dying(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        on_step_end(self, args, state, control, **kwargs)
+        if state.global_step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Interruptions.on_step_end = dying  # type: ignore[method-assign]
+
+
+run()

@@ -1,0 +1,120 @@
+"""Dynamic trees: against exhaustive search, and every row's own."""
+
+from __future__ import annotations
+
+import heapq
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_heads.trees.dynamic_tree import accepted_by_size, best_first_tree
+from medusa_heads.trees.guesses import Guess
+from medusa_heads.trees.tree import TokenTree
+
+
+def random_heads(
+    batch: int, heads: int, ranks: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits_BKV = torch.randn(batch, heads, 4 * ranks, generator=generator) * 2
+    log_probs, tokens = logits_BKV.log_softmax(-1).topk(ranks, dim=-1)
+    return tokens, log_probs
+
+
+def independent(tokens_BKR: torch.Tensor, log_probs_BKR: torch.Tensor) -> Guess:
+    """Heads that do not see the paths."""
+
+    def guess(level: int, paths_BFJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (-1, paths_BFJ.shape[1], -1)
+        return tokens_BKR[:, level, None].expand(shape), log_probs_BKR[:, level, None].expand(shape)
+
+    return guess
+
+
+def paths(tree: TokenTree, row: int) -> set[tuple[int, ...]]:
+    """Token paths of a row's nodes, checking that parents and mask agree on the way."""
+    parents, tokens = tree.parents_BN[row].tolist(), tree.tokens_BN[row].tolist()
+    found: list[tuple[int, ...]] = [()]
+    ancestors: list[set[int]] = [{0}]
+    for node in range(1, tree.num_nodes):
+        assert 0 <= parents[node] < node
+        found.append((*found[parents[node]], tokens[node]))
+        ancestors.append(ancestors[parents[node]] | {node})
+    for node, own in enumerate(ancestors):
+        assert set(tree.ancestors_BNN[row, node].nonzero().flatten().tolist()) == own
+        assert int(tree.depth_BN[row, node]) == len(own) - 1
+    return set(found[1:])
+
+
+def by_heap(tokens: torch.Tensor, log_probs: torch.Tensor, count: int) -> set[tuple[int, ...]]:
+    """The textbook best-first search for one row."""
+    heads, ranks = tokens.shape
+    heap: list[tuple[float, tuple[int, ...]]]
+    heap = [(-float(log_probs[0, r]), (r,)) for r in range(ranks)]
+    heapq.heapify(heap)
+    chosen: set[tuple[int, ...]] = set()
+    while len(chosen) < count:
+        score, path = heapq.heappop(heap)
+        chosen.add(tuple(int(tokens[i, r]) for i, r in enumerate(path)))
+        if len(path) < heads:
+            for r in range(ranks):
+                heapq.heappush(heap, (score - float(log_probs[len(path), r]), (*path, r)))
+    return chosen
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    heads=st.integers(1, 5),
+    ranks=st.integers(2, 6),
+    nodes=st.integers(1, 24),
+    seed=st.integers(0, 99),
+)
+def test_equals_textbook_best_first_search(heads: int, ranks: int, nodes: int, seed: int) -> None:
+    nodes = min(nodes, sum(ranks ** (level + 1) for level in range(heads)))
+    tokens, log_probs = random_heads(3, heads, ranks, seed)
+    tree = best_first_tree(torch.tensor([7, 8, 9]), independent(tokens, log_probs), nodes, heads)
+    assert tree.tokens_BN[:, 0].tolist() == [7, 8, 9]
+    assert tree.num_nodes == nodes + 1
+    for row in range(3):
+        assert paths(tree, row) == by_heap(tokens[row], log_probs[row], nodes)
+
+
+def test_certain_heads_draft_a_chain_with_parents_first() -> None:
+    tokens = torch.arange(12).view(1, 4, 3)
+    log_probs = torch.tensor([0.0, -50.0, -60.0]).expand(1, 4, 3)
+    tree = best_first_tree(torch.tensor([99]), independent(tokens, log_probs), 4, 4)
+    assert tree.tokens_BN.tolist() == [[99, 0, 3, 6, 9]]
+    assert tree.parents_BN.tolist() == [[-1, 0, 1, 2, 3]]
+
+
+def test_accepted_nodes_of_every_size_match_a_walk_by_hand() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_SKV = torch.randn(50, 3, 6, generator=generator) * 2
+    log_probs_SKR, tokens_SKR = logits_SKV.log_softmax(-1).topk(5, dim=-1)
+    true_SK = torch.randint(0, 6, (50, 3), generator=generator)
+    roots_S = torch.zeros(50, dtype=torch.long)
+    guess = independent(tokens_SKR, log_probs_SKR)
+    sizes = (1, 4, 12, 30)
+    largest = best_first_tree(roots_S, guess, sizes[-1], 3)
+    by_hand = []
+    for size in sizes:
+        tree = best_first_tree(roots_S, guess, size, 3)
+        by_hand.append(sum(walk(tree, s, true_SK[s].tolist()) for s in range(50)))
+    assert accepted_by_size(largest, true_SK, sizes) == by_hand
+
+
+def walk(tree: TokenTree, row: int, true: list[int]) -> int:
+    """How many tokens a row's tree has along the truth."""
+    node = accepted = 0
+    for token in true:
+        children = [
+            child
+            for child in range(1, tree.num_nodes)
+            if tree.parents_BN[row, child] == node and tree.tokens_BN[row, child] == token
+        ]
+        if not children:
+            break
+        node = children[0]
+        accepted += 1
+    return accepted

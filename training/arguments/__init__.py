@@ -1,0 +1,1 @@
+"""What a run of training can be told: every field once, with type and default."""

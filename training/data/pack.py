@@ -1,0 +1,145 @@
+"""Several documents in a row, which do not see each other.
+
+A packed row has `position_ids` that start at 0 with each document. By those, and by the absence of
+an attention mask, transformers keeps the documents apart; whether a target really does is measured
+here, never taken on trust. Shapes: B batch, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from medusa_heads.target.target import TargetModel
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# Largest difference of a token's hidden state, relative to its length, that rounding explains.
+# Documents that see each other differ by about 1.
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+_HALF_TOLERANCE = 0.1
+_PROBE_LENGTHS = ((7, 12, 4), (11, 3, 9))
+
+
+def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Put items into bins of `size`, the longest first, each where the least room is left over.
+
+    An item longer than `size` gets a bin of its own. Bins stand in the order of their first items,
+    and items in theirs. Best-fit decreasing needs at most 11/9 of the fewest bins possible, and 1
+    more (Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing
+    algorithms").
+
+    Returns:
+        The indices of the items in each bin.
+    """
+    bins: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(size + 1)]  # bins by the room they have
+    occupied = 0  # bit r says that a bin has room r
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = min(lengths[item], size)
+        fitting = occupied >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                occupied &= ~(1 << room)
+        else:
+            room, chosen = size, len(bins)
+            bins.append([])
+        bins[chosen].append(item)
+        left = room - length
+        if left:
+            with_room[left].append(chosen)
+            occupied |= 1 << left
+    return sorted(sorted(items) for items in bins)
+
+
+def pack_rows(rows: Dataset, max_length: int) -> Dataset:
+    """Rows of up to `max_length` tokens, each of several of the given rows.
+
+    Returns:
+        Columns `input_ids`, `labels` and `position_ids`.
+    """
+    from datasets import Dataset
+
+    lengths = [len(ids) for ids in rows.with_format("numpy")["input_ids"]]
+    bins = Dataset.from_dict({"members": best_fit(lengths, max_length)})
+    tokens = rows.select_columns(["input_ids", "labels"])
+    return bins.map(
+        lambda packed: joined(tokens[packed["members"]]),
+        remove_columns=["members"],
+        features=packed_features(),
+        load_from_cache_file=False,
+        new_fingerprint=uuid4().hex,  # else all rows would be hashed for one
+        desc="Packing",
+    )
+
+
+def pack_batch(batch: Mapping[str, Sequence[Any]], max_length: int) -> dict[str, list[Any]]:
+    """The same for as many rows of a stream as are at hand."""
+    lengths = [len(ids) for ids in batch["input_ids"]]
+    packed = [
+        joined({name: [batch[name][i] for i in members] for name in ("input_ids", "labels")})
+        for members in best_fit(lengths, max_length)
+    ]
+    return {name: [row[name] for row in packed] for name in packed_features()}
+
+
+def joined(rows: Mapping[str, Iterable[Sequence[int]]]) -> dict[str, list[int]]:
+    """Documents one behind the other, with positions that begin anew with each."""
+    return {
+        "input_ids": [token for ids in rows["input_ids"] for token in ids],
+        "labels": [label for labels in rows["labels"] for label in labels],
+        "position_ids": [position for ids in rows["input_ids"] for position in range(len(ids))],
+    }
+
+
+def packed_features() -> Any:
+    """Types of the columns of packed rows."""
+    from datasets import Features, List, Value
+
+    return Features(
+        {name: List(Value("int32")) for name in ("input_ids", "labels", "position_ids")}
+    )
+
+
+@torch.no_grad()
+def check_packing(target: TargetModel) -> None:
+    """Compare hidden states of packed documents with those of each document alone.
+
+    Raises:
+        ValueError: the target lets packed documents see each other.
+    """
+    generator = torch.Generator().manual_seed(0)
+    documents = [
+        [torch.randint(0, target.vocab_size, (n,), generator=generator) for n in lengths]
+        for lengths in _PROBE_LENGTHS
+    ]
+    input_ids_BT = torch.stack([torch.cat(row) for row in documents]).to(target.device)
+    positions = [torch.cat([torch.arange(n) for n in lengths]) for lengths in _PROBE_LENGTHS]
+    position_ids_BT = torch.stack(positions).to(target.device)
+    together_BTD = target.hidden(input_ids_BT, None, position_ids_BT)
+    errors = []
+    for row_TD, row in zip(together_BTD, documents, strict=True):
+        for part_TD, ids in zip(row_TD.split([len(ids) for ids in row]), row, strict=True):
+            alone_TD = target.hidden(ids[None].to(target.device))[0]
+            errors.append(_relative_error(part_TD, alone_TD))
+    tolerance = _TOLERANCE.get(target.dtype, _HALF_TOLERANCE)
+    worst = float(torch.stack(errors).max())
+    if not worst <= tolerance:  # so that NaN is refused as well
+        raise ValueError(
+            f"packed documents would see each other in this target ({target.config.model_type}, "
+            f"attention {target.config._attn_implementation!r}: hidden states differ by "
+            f"{worst:.1e} of their length): leave packing off"
+        )
+
+
+def _relative_error(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
+    found_TD, expected_TD = found_TD.double(), expected_TD.double()
+    errors_T = (found_TD - expected_TD).norm(dim=1) / expected_TD.norm(dim=1)
+    return errors_T.max()

@@ -1,0 +1,286 @@
+"""From corpora to rows: token ids, and labels that say which tokens are learnt.
+
+A row is a document, a part of one, or with packing several: `input_ids`, and `labels` of the same
+length, unshifted, -100 where the text was not generated. Shapes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from medusa_heads.config import IGNORED
+from medusa_heads.data.bad_rows import BadRows
+from medusa_heads.data.chat import ChatTemplate
+from medusa_heads.target.loading import load_tokenizer
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.data import STREAM_EVAL_ROWS, DataArguments
+from medusa_heads.training.data.held_out import hold_out
+from medusa_heads.training.data.pack import check_packing, pack_rows
+from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows
+from medusa_heads.training.data.sources import HELD_OUT, Corpus, as_corpus, is_stream, load_corpus
+from medusa_heads.training.data.stream import stream_rows
+from medusa_heads.training.data.tokenise import TokenisedCorpus, Tokeniser, tokenise
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Rows to train on and rows to measure on, checked.
+
+    Args:
+        rows: a table, or an endless stream; with packing they have `position_ids` too.
+        held_out: one document or part of one a row.
+        known_rows: `rows` before packing; of a stream, its first ones.
+        facts: of `known_rows`.
+        held_out_facts: of `held_out`.
+        corpora: what the rows come from, the corpus to train on first.
+        one_pass: of a stream, all its rows once, not packed.
+    """
+
+    rows: Dataset | IterableDataset
+    held_out: Dataset
+    known_rows: Dataset
+    facts: RowFacts
+    held_out_facts: RowFacts
+    corpora: Sequence[Corpus | TokenisedCorpus]
+    one_pass: IterableDataset | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether `rows` is a stream."""
+        return is_stream(self.rows)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several documents stand in a row."""
+        return "position_ids" in next(iter(self.rows))
+
+    def record(self) -> dict[str, Any]:
+        """For the story of a run. Of a stream, broken rows are counted as far as it was read."""
+        training = asdict(self.facts)
+        if self.is_stream:
+            training = {"first_rows_of_the_stream": training}
+        elif len(self.rows) != self.facts.rows:
+            training["packed_rows"] = len(self.rows)
+        return {
+            "training_set": training,
+            "held_out_set": asdict(self.held_out_facts),
+            "corpora": [_describe(corpus) for corpus in self.corpora],
+        }
+
+
+def load_corpora(
+    settings: DataArguments,
+    dataset: Dataset | IterableDataset | None = None,
+    eval_dataset: Dataset | None = None,
+) -> tuple[Corpus, Corpus | None]:
+    """The corpus to train on and the one to measure on, as far as there is one.
+
+    Args:
+        settings: name the corpora.
+        dataset: in memory, instead of the one that the settings name.
+        eval_dataset: likewise.
+
+    Raises:
+        ValueError: one is not there or cannot be read.
+    """
+    if dataset is not None:
+        if settings.streaming:
+            dataset = dataset if is_stream(dataset) else dataset.to_iterable_dataset()
+        corpus = _in_memory(dataset, "dataset", settings)
+    elif not settings.dataset:
+        raise ValueError("dataset must name at least one corpus, got none")
+    else:
+        corpus = _load(settings, settings.dataset, settings.dataset_split, settings.streaming)
+    if eval_dataset is not None:
+        return corpus, _in_memory(eval_dataset, "eval_dataset", settings)
+    held_out = settings.eval_dataset
+    embedded = dataset is None and settings.dataset == ["stdlib"]
+    if held_out is None and (settings.eval_split is not None or embedded):
+        held_out = settings.dataset
+    if held_out is None:
+        return corpus, None
+    return corpus, _load(settings, held_out, settings.eval_split or HELD_OUT, False)
+
+
+def _load(settings: DataArguments, names: Sequence[str], split: str, streaming: bool) -> Corpus:
+    return load_corpus(
+        names,
+        split,
+        config=settings.dataset_config,
+        text_column=settings.text_column,
+        on_bad_row=settings.on_bad_row,
+        streaming=streaming,
+    )
+
+
+def _in_memory(rows: Dataset | IterableDataset, name: str, settings: DataArguments) -> Corpus:
+    bad_rows = BadRows(settings.on_bad_row, stream=is_stream(rows))
+    return as_corpus(rows, name, text_column=settings.text_column, bad_rows=bad_rows)
+
+
+def prepare_data(
+    target: TargetModel,
+    corpus: Corpus,
+    held_out: Corpus | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    settings: DataArguments,
+    *,
+    num_heads: int,
+    seed: int,
+    max_steps: int = -1,
+) -> TrainingData:
+    """Rows for a target, tokenised, masked, checked and, if wanted, packed.
+
+    Args:
+        target: whose vocabulary and context the rows must fit.
+        corpus: to train on.
+        held_out: to measure on. Default: a part of `corpus`.
+        tokenizer: default: the one beside the target.
+        settings: everything but the names of the corpora.
+        num_heads: so many tokens ahead must be known somewhere in the held-out set.
+        seed: of the draw of the held-out documents, and of a stream's order.
+        max_steps: of the run; a stream needs it.
+
+    Raises:
+        ValueError: something in the corpora or the settings cannot be used.
+    """
+    if held_out is not None and held_out.is_stream:
+        raise ValueError(
+            "the held-out set is a stream, which is never all there: give a table, such as "
+            "datasets.Dataset.from_list(list(stream))"
+        )
+    limits = RowLimits.of(target)
+    parts = [part for part in (corpus, held_out) if part is not None]
+    if any(part.format.name != "tokens" for part in parts):
+        target.check_length(settings.max_length, "max_length")
+        tokenizer = tokenizer or find_tokenizer(target.name_or_path, target.revision)
+    if settings.packing:
+        check_packing(target)
+    makers = [make_tokeniser(part, tokenizer, settings, target) for part in parts]
+    tables = [
+        tokenise(part, maker, limits, settings.dataset_num_proc)
+        for part, maker in zip(parts, makers, strict=True)
+        if not part.is_stream
+    ]
+    rows: Dataset | IterableDataset
+    one_pass = None
+    if corpus.is_stream:
+        if max_steps <= 0:
+            raise ValueError("a stream has no known end: give max_steps to train so many steps")
+        rows, one_pass, first_documents, known = stream_rows(
+            corpus,
+            makers[0],
+            limits,
+            held_out=(settings.eval_rows or STREAM_EVAL_ROWS) if held_out is None else 0,
+            shuffle_buffer=settings.shuffle_buffer,
+            seed=seed,
+            packing=settings.packing,
+        )
+        measured = tables[0].rows if first_documents is None else first_documents
+    else:
+        known, measured = tables[0].rows, tables[-1].rows
+        if held_out is None:
+            known, measured = hold_out(known, settings.eval_share, seed, settings.eval_rows)
+        rows = known
+    facts = check_rows(known, target, name="training set", heads_reached=1)
+    held_out_facts = check_rows(measured, target, name="held-out set", heads_reached=num_heads)
+    if settings.packing and not corpus.is_stream:
+        rows = pack_rows(known, settings.max_length)
+    streams = [part for part in parts if part.is_stream]
+    return TrainingData(rows, measured, known, facts, held_out_facts, [*streams, *tables], one_pass)
+
+
+def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """A batch padded on the right: input_ids_BT, labels_BT, and attention_mask_BT (0 is padding).
+
+    Packed rows have position_ids_BT in place of the mask, which would let documents see each other.
+    There, padding is a document of its own, behind the others.
+    """
+    shape = (len(rows), max(len(row["input_ids"]) for row in rows))
+    packed = "position_ids" in rows[0]
+    batch = {
+        "input_ids": torch.zeros(shape, dtype=torch.long),
+        "labels": torch.full(shape, IGNORED),
+        "position_ids" if packed else "attention_mask": torch.zeros(shape, dtype=torch.long),
+    }
+    for b, row in enumerate(rows):
+        length = len(row["input_ids"])
+        batch["input_ids"][b, :length] = torch.as_tensor(row["input_ids"])
+        batch["labels"][b, :length] = torch.as_tensor(row["labels"])
+        if packed:
+            batch["position_ids"][b, :length] = torch.as_tensor(row["position_ids"])
+            batch["position_ids"][b, length:] = torch.arange(shape[1] - length)
+        else:
+            batch["attention_mask"][b, :length] = 1
+    return batch
+
+
+def find_tokenizer(
+    name_or_path: str | os.PathLike[str],
+    revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that lies beside a target, None where there is none."""
+    if not str(name_or_path):
+        return None
+    try:
+        return load_tokenizer(
+            str(name_or_path), revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError):
+        return None
+
+
+def make_tokeniser(
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase | None,
+    settings: DataArguments,
+    target: TargetModel,
+) -> Tokeniser:
+    """What makes rows of a corpus, for a target.
+
+    Raises:
+        ValueError: there is text but no tokenizer, or the chat template cannot be used.
+    """
+    if corpus.format.name == "tokens":
+        return Tokeniser(corpus.format, None, settings.max_length)
+    if tokenizer is None:
+        raise ValueError("text needs the target's tokenizer, and none was found beside the target")
+    chat = None
+    if corpus.format.name == "messages" or settings.chat_template or tokenizer.chat_template:
+        chat = ChatTemplate(
+            tokenizer, settings.template_text(), settings.template_kwargs(), stop_ids(target.model)
+        )
+    return Tokeniser(corpus.format, tokenizer, settings.max_length, chat)
+
+
+def stop_ids(model: Any) -> tuple[int, ...]:
+    """The tokens at which a model's generate() stops."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+def _describe(source: Corpus | TokenisedCorpus) -> dict[str, Any]:
+    corpus = source.corpus if isinstance(source, TokenisedCorpus) else source
+    facts: dict[str, Any] = {
+        "name": corpus.name,
+        "format": corpus.found_as,
+        "bad_rows": corpus.bad_rows.count,
+        "bad_row_examples": corpus.bad_rows.examples,
+    }
+    if isinstance(source, TokenisedCorpus):
+        facts |= {"cut_documents": source.cut_documents, "cut_tokens": source.cut_tokens}
+    return facts

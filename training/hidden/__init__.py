@@ -1,0 +1,1 @@
+"""The target's hidden states: computed, cached, and spread over processes."""

@@ -1,0 +1,54 @@
+"""A target without its weights: its architecture on torch's meta device, from its configuration."""
+
+from __future__ import annotations
+
+import torch
+
+from medusa_heads.contents import refuse_heads
+from medusa_heads.machine import Shape, choose
+from medusa_heads.target.loading import asking_hub, first_line
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.target import TargetArguments
+
+
+def meta_target(arguments: TargetArguments, device: torch.device | None = None) -> TargetModel:
+    """Make it, frozen.
+
+    Args:
+        arguments: which target, in which dtype.
+        device: for which "auto" chooses a dtype; None: "auto" is as it is stored.
+
+    Raises:
+        ValueError: no configuration of a causal language model stands there.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name = arguments.model_name_or_path
+    refuse_heads(name)
+    try:
+        with asking_hub(name) as options:
+            config = AutoConfig.from_pretrained(name, **arguments.source(), **options)
+        stored = config.dtype or torch.float32
+        dtype = stored if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        if device is not None:
+            dtype = choose(
+                "batch",
+                device=device,
+                dtype=arguments.dtype,
+                stored=stored,
+                shape=Shape.of(config),
+                count_threads=False,
+            ).dtype
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=arguments.trust_remote_code
+            )
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
+        raise ValueError(
+            f"expected the configuration of a causal language model (a hub id or a local folder) "
+            f"at {name!r}: {first_line(error)}"
+        ) from error
+    target = TargetModel(model)
+    target.freeze()
+    return target

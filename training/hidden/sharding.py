@@ -1,0 +1,150 @@
+"""A frozen target spread over the processes of a run, for targets too large for each.
+
+Each process keeps a part of every layer and gathers a layer only while it runs (FSDP2, Zhao et al.
+2023, arXiv:2304.11277). Embeddings and lm_head stay whole in every process: heads read them. All
+processes must run the target together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.target import TargetArguments
+from medusa_heads.training.hidden.launched import Sharding
+from medusa_heads.training.hidden.meta_target import meta_target
+from medusa_heads.training.hidden.processes import anywhere, several_processes
+
+
+def load_to_spread(arguments: TargetArguments, sharding: Sharding) -> TargetModel:
+    """The target on the CPU, for `shard_target`; where it is loaded once, the first process has the
+    weights and the others an empty one.
+
+    Raises:
+        ValueError: there is no such target, it is to be quantised, or there is only one process.
+    """
+    _check_processes()
+    if arguments.load_in_4bit:
+        raise ValueError(
+            "4-bit matrices cannot be spread over processes: leave shard_target out, and launch "
+            "with configs/accelerate/ddp.yaml"
+        )
+    if sharding.load_once and dist.get_rank() > 0:
+        return meta_target(arguments)
+    return TargetModel.from_pretrained(
+        arguments.model_name_or_path, dtype=arguments.dtype, use=None, **arguments.source()
+    )
+
+
+def shard_target(
+    target: TargetModel, device: torch.device, sharding: Sharding | None = None
+) -> None:
+    """Spread a target over all processes, each with its part on `device`. From the CPU, no device
+    ever holds all of it. Where it is empty, the first process's weights come.
+
+    Raises:
+        ValueError: there is only one process, or no such layers are found.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    sharding = sharding or Sharding()
+    _check_processes()
+    layers = _layers(target.model, sharding.layer_classes)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    kept = target.get_input_embeddings(), target.get_output_embeddings()
+    empty = anywhere(any(p.is_meta for p in target.model.parameters()), device)
+    if empty:
+        _take_dtypes(target.model, device)
+    for layer in layers:
+        if empty:
+            _send(layer, device)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
+    if empty:
+        _send(target.model, device)
+    whole = {parameter for module in kept for parameter in module.parameters()}
+    fully_shard(target.model, mesh=mesh, ignored_params=whole)
+    for module in kept:
+        module.to(device)
+
+
+def is_sharded(target: TargetModel) -> bool:
+    """Whether `shard_target` was here: then all processes must run the target together."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(target.model, FSDPModule)
+
+
+def _check_processes() -> None:
+    if not several_processes():
+        raise ValueError(
+            "the target is to be spread over processes, and there is one: start several with "
+            "accelerate launch, or leave shard_target and FSDP out"
+        )
+
+
+def _layers(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
+    """The modules that are gathered one at a time, a part before what it lies in."""
+    if classes:
+        found = [module for module in model.modules() if type(module).__name__ in classes]
+        if missing := set(classes) - {type(module).__name__ for module in found}:
+            raise ValueError(
+                f"fsdp_transformer_layer_cls_to_wrap names {sorted(missing)}, and "
+                f"{type(model).__name__} has no such modules: leave it out, and the target's "
+                "layers are found"
+            )
+        return found[::-1]
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    if not lists:
+        raise ValueError(
+            f"expected a list of layers in {type(model).__name__}, found none: leave shard_target "
+            "and FSDP out"
+        )
+    longest: nn.ModuleList = max(lists, key=_size)
+    return list(longest)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _take_dtypes(model: nn.Module, device: torch.device) -> None:
+    """Give what is empty here the dtypes of the first process."""
+    own = dict([*model.named_parameters(), *model.named_buffers()])
+    sent: list[Any] = [[(name, tensor.shape, tensor.dtype) for name, tensor in own.items()]]
+    dist.broadcast_object_list(sent, src=0)
+    same = [(name, tensor.shape) for name, tensor in own.items()] == [e[:2] for e in sent[0]]
+    if anywhere(not same, device):
+        raise ValueError(
+            f"the weights of {type(model).__name__} do not follow from its configuration alone: "
+            "set fsdp_cpu_ram_efficient_loading: false, so that each process reads them"
+        )
+    for name, _, dtype in sent[0]:
+        if own[name].is_meta:
+            own[name].data = own[name].data.to(dtype)
+
+
+def _send(module: nn.Module, device: torch.device) -> None:
+    """Put the first process's weights and buffers onto the device of every process, all but those
+    that are spread already."""
+    from torch.distributed.tensor import DTensor
+
+    sent: dict[Tensor, Tensor] = {}  # a weight may stand in two places
+    for part in module.modules():
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if isinstance(tensor, DTensor):
+                continue
+            if tensor not in sent:
+                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                if dist.get_rank() == 0:  # elsewhere there may be a shape alone
+                    whole.copy_(tensor)
+                dist.broadcast(whole, src=0)
+                is_weight = isinstance(tensor, nn.Parameter)
+                sent[tensor] = nn.Parameter(whole, requires_grad=False) if is_weight else whole
+            setattr(part, name, sent[tensor])

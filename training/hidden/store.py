@@ -1,0 +1,246 @@
+"""Hidden states of a dataset's rows on disk: a folder with an index and shards.
+
+index.json                  what they belong to: target, dtype, positions, rows
+NNNNNN-xxxxxxxx.safetensors one tensor [P, D] a row, under the row's name
+
+Shards are renamed into place whole, and each says what it holds: a run that was killed leaves a
+cache that is merely not complete, and several processes fill one without knowing of each other.
+Shapes: P kept positions of a row, D hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+import uuid
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_heads.training.hidden.cache_index import (
+    SAFETENSORS_NAMES,
+    CacheError,
+    CacheKey,
+    indexed_dtype,
+    write_index,
+)
+from medusa_heads.training.hidden.cached_rows import RowPlan
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 1 << 28
+_SHARD = re.compile(r"\d{6}-[0-9a-f]{8}\.safetensors")
+_LEFTOVER = re.compile(r"\..*\.part|\.tmp\w+")  # ours, and those of safetensors itself
+_OPEN_SHARDS = 128  # far below what a process may hold open
+_LEFTOVER_SECONDS = 3600  # a shard is written in far less: its writer is dead
+
+
+class HiddenCache:
+    """The hidden states of one dataset.
+
+    Args:
+        folder: of this cache alone.
+        key: what it must belong to.
+        plan: the rows that should be in it.
+        dtype: of the hidden states; default: what the index says.
+        read_only: stop at a file that cannot be used, in place of writing its rows again.
+        shard_bytes: size at which a shard is written.
+
+    Raises:
+        CacheError: a file cannot be used and may not be rewritten, or there is no cache.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        key: CacheKey,
+        plan: RowPlan,
+        dtype: torch.dtype | None = None,
+        *,
+        read_only: bool = False,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self.folder = folder
+        self.key = key
+        self.plan = plan
+        self.read_only = read_only
+        self.shard_bytes = shard_bytes
+        self.dtype = dtype or indexed_dtype(folder, key)
+        self._shard_of: dict[str, Path] = {}
+        self._scanned: set[Path] = set()
+        self._checked: set[str] = set()
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._opened: OrderedDict[Path, Any] = OrderedDict()
+        self.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Open files do not travel to the workers of a data loader; those open their own.
+        return {**self.__dict__, "_opened": OrderedDict()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pending or name in self._shard_of
+
+    def missing(self) -> list[str]:
+        """Names of rows that are not there."""
+        return [name for name in self.plan.counts if name not in self]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one position."""
+        return self.key.hidden_size * self.dtype.itemsize
+
+    def write_index(self) -> None:
+        """Make the folder, with its index."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_index(self.folder, self.key, self.dtype, self.plan)
+
+    def refresh(self) -> None:
+        """See the shards that other processes wrote meanwhile."""
+        # In the order of their numbers: a row that was written again counts as it was last.
+        for path in self._shards():
+            if path not in self._scanned:
+                self._scanned.add(path)
+                try:
+                    self._scan(path)
+                except CacheError as error:
+                    self._give_up(error)
+                    path.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove all shards."""
+        assert not self.read_only
+        for path in self._shards():
+            path.unlink(missing_ok=True)
+        self._shard_of.clear()
+        self._scanned.clear()
+        self._opened.clear()
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes left of shards."""
+        for path in self.folder.glob(".*"):
+            try:
+                if _LEFTOVER.fullmatch(path.name) and _age(path) > _LEFTOVER_SECONDS:
+                    path.unlink()
+            except FileNotFoundError:
+                pass  # another process was quicker
+
+    def read(self, name: str) -> Tensor | None:
+        """A row's hidden states [P, D] on the CPU, None if they are not there.
+
+        They are mapped, and not to be changed. NaN and infinities are looked for once a process.
+
+        Raises:
+            CacheError: the file cannot be used, and may not be rewritten.
+        """
+        if name in self._pending:
+            return self._pending[name]
+        path = self._shard_of.get(name)
+        if path is None:
+            return None
+        try:
+            hidden_PD: Tensor = self._open(path).get_tensor(name)
+            if name not in self._checked:
+                if not all_finite(hidden_PD):
+                    raise CacheError(f"{path} holds hidden states that are not finite (row {name})")
+                self._checked.add(name)
+        except CacheError as error:
+            del self._shard_of[name]
+            self._give_up(error)
+            return None
+        return hidden_PD
+
+    def add(self, name: str, hidden_PD: Tensor) -> None:
+        """Keep a row's hidden states, on the CPU; written once a shard is full, or by `flush`."""
+        assert not self.read_only and hidden_PD.dtype == self.dtype
+        assert hidden_PD.shape == (self.plan.counts[name], self.key.hidden_size)
+        self._pending[name] = hidden_PD
+        self._pending_bytes += hidden_PD.nbytes
+        if self._pending_bytes >= self.shard_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the rows that wait for a full shard.
+
+        Raises:
+            OSError: the disk is full, or the folder is gone.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        if not self._pending:
+            return
+        number = max((int(path.name[:6]) for path in self._scanned), default=-1) + 1
+        path = self.folder / f"{number:06}-{uuid.uuid4().hex[:8]}.safetensors"
+        beside = path.with_name(f".{path.name}.part")
+        try:
+            beside.touch()
+            mode = beside.stat().st_mode  # safetensors makes files that others cannot read
+            save_file(self._pending, beside, metadata={"cache": self.key.name()})
+            beside.chmod(mode)
+            os.replace(beside, path)
+        except SafetensorError as error:
+            raise OSError(f"{path} could not be written: {error}") from error
+        finally:
+            beside.unlink(missing_ok=True)
+        self._scanned.add(path)
+        self._checked.update(self._pending)
+        self._shard_of.update(dict.fromkeys(self._pending, path))
+        self._pending, self._pending_bytes = {}, 0
+
+    def _shards(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("*") if _SHARD.fullmatch(path.name))
+
+    def _scan(self, path: Path) -> None:
+        """Note which rows a shard holds; its tensors are not read."""
+        shard = self._open(path)
+        if (shard.metadata() or {}).get("cache") != self.key.name():
+            raise CacheError(f"{path} belongs to another cache")
+        wanted = SAFETENSORS_NAMES[self.dtype]
+        found = {}
+        for name in shard.keys():  # noqa: SIM118  (no dictionary)
+            part = shard.get_slice(name)
+            shape = [self.plan.counts.get(name), self.key.hidden_size]
+            if part.get_shape() != shape or part.get_dtype() != wanted:
+                raise CacheError(
+                    f"{path} holds {part.get_dtype()} of shape {part.get_shape()} for the row "
+                    f"{name}, expected {wanted} of shape {shape}"
+                )
+            found[name] = path
+        self._shard_of.update(found)
+
+    def _open(self, path: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if path in self._opened:
+            self._opened.move_to_end(path)
+            return self._opened[path]
+        try:
+            self._opened[path] = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CacheError(f"{path} is no whole shard of hidden states ({error})") from error
+        if len(self._opened) > _OPEN_SHARDS:
+            self._opened.popitem(last=False)
+        return self._opened[path]
+
+    def _give_up(self, error: CacheError) -> None:
+        if self.read_only:
+            raise CacheError(f"{error}: write it again with hidden_cache auto") from error
+        logger.warning("%s: its rows are computed again", error)
+
+
+def all_finite(hidden: Tensor) -> bool:
+    """Whether there is no NaN and no infinity: by the sum, which is far cheaper than a look at each
+    and which no finite hidden states of a usable target bring to overflow."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return bool(hidden.sum(dtype=wide).isfinite())
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was last written."""
+    return time.time() - path.stat().st_mtime

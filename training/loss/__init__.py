@@ -1,0 +1,1 @@
+"""What is minimised, in chunks that never hold all logits."""

@@ -1,0 +1,180 @@
+"""The target's own distribution of the tokens that heads learn to predict.
+
+Shapes: B batch, T tokens, P positions of a batch (B * T), C pairs of a chunk, U different positions
+among them, D hidden, V vocabulary of the heads, W vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medusa_heads.heads.vocabulary import vocabulary
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.loss_config import LossConfig
+
+# Under these names configurations say what follows the lm_head (Cohere, Falcon-H1; Granite; Gemma).
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling",)
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's lm_head, what follows it, and the hidden states of a batch.
+
+    Logits are `cap * tanh(x / cap)` of `x = scale * (weight h + bias)`, without cap `x` itself.
+
+    Attributes:
+        weight_WD: the lm_head's.
+        bias_W: the lm_head's, where it has one.
+        scale: factor behind the lm_head.
+        cap: soft limit behind the factor, or None.
+        hidden_PD: what the lm_head would read at each position of the batch, row after row.
+    """
+
+    weight_WD: Tensor
+    bias_W: Tensor | None
+    scale: float = 1.0
+    cap: float | None = None
+    hidden_PD: Tensor | None = None
+
+    @classmethod
+    def from_target(cls, target: TargetModel) -> Teacher:
+        """Read the lm_head and what follows it off the target, and check both by a short forward.
+
+        Raises:
+            ValueError: the target makes its logits in another way.
+        """
+        weight_WD, bias_W = vocabulary(target)
+        scale, cap = 1.0, None
+        for names, power in ((_FACTORS, 1), (_DIVISORS, -1)):
+            for name in names:
+                if value := getattr(target.config, name, None):
+                    scale *= float(value) ** power
+        for name in _CAPS:
+            if value := getattr(target.config, name, None):
+                cap = float(value)
+        teacher = cls(weight_WD, bias_W, scale, cap)
+        teacher._check(target)
+        return teacher
+
+    @torch.no_grad()
+    def _check(self, target: TargetModel) -> None:
+        ids_1T = torch.arange(min(8, self.weight_WD.shape[0]), device=target.device)[None]
+        with target.capture_hidden() as last_hidden:
+            expected_TW = target.model(input_ids=ids_1T, use_cache=False).logits[0].float()
+            hidden_TD = last_hidden()[0]
+        got_TW = self.shaped(F.linear(hidden_TD.to(self.weight_WD.dtype), self.weight_WD).float())
+        error = (got_TW - expected_TW).abs().max()
+        # Room for a product that sums in another order, in the precision of the weights.
+        tolerance = 8 * torch.finfo(self.weight_WD.dtype).eps * expected_TW.abs().max().clamp_min(1)
+        if not error <= tolerance:
+            raise ValueError(
+                f"{type(target.model).__name__} makes its logits in a way that is not known here "
+                f"(they differ from its lm_head's by {float(error):.3g}): train with cross_entropy "
+                "alone, which does not need them"
+            )
+
+    def reading(self, hidden_BTD: Tensor) -> Teacher:
+        """The same teacher with the hidden states of a batch."""
+        return replace(self, hidden_PD=hidden_BTD.flatten(0, -2))
+
+    def shaped(self, logits_UW: Tensor) -> Tensor:
+        """Bias, scale and cap on fp32 products of hidden states and the lm_head, in place."""
+        if self.bias_W is not None:
+            logits_UW += self.bias_W.to(logits_UW.dtype)
+        if self.scale != 1:
+            logits_UW *= self.scale
+        if self.cap is not None:
+            logits_UW.div_(self.cap).tanh_().mul_(self.cap)
+        return logits_UW
+
+    def drafting(self, draft_tokens: Tensor) -> Teacher:
+        """The same teacher over the tokens that heads with a reduced vocabulary can draft."""
+        bias_W = None if self.bias_W is None else self.bias_W[draft_tokens]
+        return replace(self, weight_WD=self.weight_WD[draft_tokens], bias_W=bias_W)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What the target predicts for the tokens of a chunk of pairs, each position once.
+
+    Two pairs that predict the same token share a row, so that K heads cost one product, not K.
+
+    Attributes:
+        log_p_UV: over the heads' vocabulary, summing to one there.
+        p_UV: likewise.
+        share_UV: probabilities as the target gives them: with a reduced vocabulary their sum is
+            below one, and the rest is what no draft can reach. Else the same as `p_UV`.
+        certainty_U: sum p log p, the entropy's negative.
+        rows_C: the row of each pair.
+    """
+
+    log_p_UV: Tensor
+    p_UV: Tensor
+    share_UV: Tensor
+    certainty_U: Tensor
+    rows_C: Tensor
+
+    def part(self, pairs: slice) -> Lesson:
+        """The same for some of the pairs."""
+        return replace(self, rows_C=self.rows_C[pairs])
+
+
+class Lessons:
+    """Hands out the `Lesson` of any pairs of a batch.
+
+    Args:
+        teacher: with the hidden states of the batch.
+        draft_tokens: of heads with a reduced vocabulary.
+        objective: says at which temperature, and whether the rest of the vocabulary matters.
+        compute: dtype of the products.
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        draft_tokens: Tensor | None,
+        objective: LossConfig,
+        compute: torch.dtype,
+    ) -> None:
+        self.temperature = objective.temperature
+        self.columns_V: Tensor | None = None
+        if draft_tokens is not None:
+            draft_tokens = draft_tokens.to(teacher.weight_WD.device)
+            if objective.needs_overlap:
+                self.columns_V = draft_tokens
+            else:
+                teacher = teacher.drafting(draft_tokens)
+        self.teacher = teacher
+        self.matrix_WD = teacher.weight_WD.to(compute)
+
+    @property
+    def width(self) -> int:
+        """Logits of a position."""
+        return self.matrix_WD.shape[0]
+
+    def of(self, positions_C: Tensor) -> Lesson:
+        """For pairs whose token the target predicts at these positions of the batch."""
+        hidden_PD = self.teacher.hidden_PD
+        assert hidden_PD is not None, "teacher.reading(hidden) comes first"
+        # Pairs that are not supervised may point beyond the text; nothing is made of theirs.
+        positions_C = positions_C.clamp(max=len(hidden_PD) - 1)
+        positions_U, rows_C = positions_C.unique(return_inverse=True)
+        exact = torch.promote_types(torch.float32, self.matrix_WD.dtype)
+        hidden_UD = hidden_PD[positions_U].to(self.matrix_WD.dtype)
+        logits_UW = self.teacher.shaped((hidden_UD @ self.matrix_WD.T).to(exact))
+        if self.temperature != 1:
+            logits_UW /= self.temperature
+        log_p_UV = logits_UW.log_softmax(dim=-1)
+        if self.columns_V is None:
+            share_UV = p_UV = log_p_UV.exp()
+        else:
+            log_share_UV = log_p_UV[:, self.columns_V]
+            log_p_UV = log_share_UV.log_softmax(dim=-1)
+            share_UV, p_UV = log_share_UV.exp(), log_p_UV.exp()
+        return Lesson(log_p_UV, p_UV, share_UV, torch.linalg.vecdot(p_UV, log_p_UV), rows_C)

@@ -1,0 +1,1 @@
+"""What was learnt: ranks, calibration, and the report of a run."""

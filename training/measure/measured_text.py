@@ -1,0 +1,100 @@
+"""A part of a corpus, drawn from all of it, just large enough to measure heads on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from medusa_heads.config import IGNORED
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.data.prepare import make_tokeniser
+from medusa_heads.training.data.readers import PLACE_COLUMN
+from medusa_heads.training.data.row_facts import RowLimits, check_rows
+from medusa_heads.training.data.sources import Corpus
+from medusa_heads.training.data.tokenise import tokenise
+from medusa_heads.training.loss.rows import head_labels
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+_DOCUMENTS = 64  # read at a time: whole ones, of which the first may be long and alike throughout
+
+
+def draw_rows(
+    target: TargetModel,
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase | None,
+    settings: DataArguments,
+    *,
+    num_heads: int,
+    tokens: int,
+    seed: int = 0,
+) -> Dataset:
+    """Rows with about so many supervised tokens, or all rows of a smaller corpus.
+
+    Documents are drawn until they have enough tokens, and the rows from them. No others are
+    tokenised, however large the corpus is.
+
+    Args:
+        target: whose vocabulary and context the rows must fit.
+        corpus: a table.
+        tokenizer: of the target; None where the corpus holds tokens.
+        settings: of the text; the names of corpora in them are not read.
+        num_heads: so many tokens ahead must be known somewhere.
+        tokens: supervised tokens to reach.
+        seed: of the draw.
+
+    Returns:
+        Columns `input_ids` and `labels`.
+
+    Raises:
+        ValueError: text that cannot be used, or too little of it.
+    """
+    from datasets import concatenate_datasets
+
+    if corpus.format.name != "tokens":
+        target.check_length(settings.max_length, "max_length")
+    tokeniser = make_tokeniser(corpus, tokenizer, settings, target)
+    limits = RowLimits.of(target)
+    generator = np.random.default_rng(seed)
+    documents = generator.permutation(len(corpus.rows))
+    tables, found = [], 0
+    for start in range(0, len(documents), _DOCUMENTS):
+        if found >= tokens:
+            break
+        part = _part(corpus, documents[start : start + _DOCUMENTS].tolist())
+        tables.append(tokenise(part, tokeniser, limits).rows)
+        found += sum(map(_supervised, tables[-1]["labels"]))
+    rows = concatenate_datasets(tables)
+    drawn = generator.permutation(len(rows))
+    reached = np.cumsum([_supervised(rows[int(i)]["labels"]) for i in drawn])
+    rows = rows.select(drawn[: np.searchsorted(reached, tokens) + 1])
+    check_rows(rows, target, name="corpus", heads_reached=num_heads)
+    return rows
+
+
+def measurable(rows: Dataset, num_heads: int) -> list[int]:
+    """At how many positions of each row every head has a true token."""
+    counts = []
+    for row in rows.select_columns(["labels"]):
+        labels_1T = torch.as_tensor(row["labels"])[None]
+        known_1T = (head_labels(labels_1T, num_heads) != IGNORED).all(dim=2)
+        counts.append(int(known_1T.sum()))
+    return counts
+
+
+def _part(corpus: Corpus, documents: list[int]) -> Corpus:
+    """Some rows of a corpus, which know where they stand in it."""
+    rows = corpus.rows.select(documents)
+    if PLACE_COLUMN not in rows.column_names:
+        rows = rows.add_column(PLACE_COLUMN, [corpus.place(document) for document in documents])
+    return replace(corpus, rows=rows)
+
+
+def _supervised(labels: list[int]) -> int:
+    return sum(label != IGNORED for label in labels)

@@ -1,0 +1,243 @@
+"""What a run has learnt: one dictionary, shown on the screen, as Markdown, and in pictures.
+
+`report.json` holds all of it (`report_version` tells its shape), so that whatever describes the
+heads later, such as a model card, needs no other file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa_heads.files import replace_file
+from medusa_heads.training.measure.metrics import own_figures
+from medusa_heads.training.measure.plots import draw_plots
+from medusa_heads.training.measure.reliability import Bin, HeadCalibration, expected_error
+from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import Tensor
+
+JSON_FILE = "report.json"
+MARKDOWN_FILE = "report.md"
+REPORT_VERSION = 1
+SIZES = (1, 3, 7, 11, 15, 16, 23, 31, 32, 47, 63)  # drafted nodes
+HEADLINE_SIZE = 32
+RANKS = 5
+LEGEND = (
+    "ahead: the token a head predicts, counted from the last one read. T: the temperature its "
+    "logits are divided by. ECE: expected calibration error, the mean gap between how sure a head "
+    "is and how often it is right, at temperature 1 and at T. walked: along the text, as decoding "
+    "goes; anywhere: at random positions."
+)
+
+
+def make_report(
+    statistics: HeadStatistics,
+    runs: Sequence[Tensor],
+    calibrations: Sequence[HeadCalibration],
+    *,
+    heads: Mapping[str, Any],
+    target: str,
+    metrics: Mapping[str, Any],
+    log: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Everything of a run that is worth telling, as plain values.
+
+    Static trees are walked over the held-out sequences as decoding would walk them; of dynamic
+    trees is known what they gain at any position. Both are given for static trees: compare like
+    with like.
+
+    Args:
+        statistics: of the held-out text, calibrated.
+        runs: ranks [T, K] of its sequences.
+        calibrations: of each head; may be empty.
+        heads: their configuration.
+        target: its name.
+        metrics: of the last evaluation and of the training, as in `metrics.json`.
+        log: the Trainer's history.
+    """
+    static = []
+    for nodes in SIZES:
+        choices = statistics.choices(nodes)
+        if len(choices) < nodes:
+            break  # the text never went further
+        static.append(
+            {
+                "nodes": nodes,
+                "nodes_by_depth": _by_depth(choices, statistics.num_heads),
+                "tokens_per_step": simulate_tokens_per_step(runs, choices),
+                "tokens_per_step_anywhere": statistics.expected_tokens_per_step(nodes),
+            }
+        )
+    best = statistics.choices(HEADLINE_SIZE)
+    return {
+        "report_version": REPORT_VERSION,
+        "target": target,
+        "heads": dict(heads),
+        "held_out": {
+            "positions": statistics.positions,
+            "loss": metrics.get("eval_loss"),
+            "target": own_figures(metrics, "eval"),
+        },
+        "tokens_per_step": {
+            "nodes": len(best),
+            "static": simulate_tokens_per_step(runs, best),
+        },
+        "accuracy": [
+            {
+                "head": head,
+                "looks_ahead": head + 2,
+                "top_k": [statistics.top_k_accuracy(k)[head] for k in range(1, RANKS + 1)],
+            }
+            for head in range(statistics.num_heads)
+        ],
+        "calibration": [
+            {
+                "head": head,
+                "temperature": calibration.temperature,
+                "before": _reliability(calibration.before),
+                "after": _reliability(calibration.after),
+            }
+            for head, calibration in enumerate(calibrations)
+        ],
+        "static_trees": static,
+        "dynamic_trees": [
+            {"nodes": nodes, "tokens_per_step_anywhere": tokens}
+            for nodes, tokens in statistics.dynamic_tokens_per_step.items()
+        ],
+        "tree": [list(path) for path in best],
+        "training": {
+            "steps": metrics.get("steps"),
+            "best_step": metrics.get("best_step"),
+            "seconds": metrics.get("train_runtime"),
+            "loss": [[line["step"], line["loss"]] for line in log if "loss" in line],
+            "evaluations": [
+                {
+                    "step": line["step"],
+                    "loss": line["eval_loss"],
+                    "tokens_per_step": line.get(f"eval_tokens_per_step_{HEADLINE_SIZE}"),
+                }
+                for line in log
+                if "eval_loss" in line
+            ],
+        },
+    }
+
+
+def _by_depth(choices: Sequence[Sequence[int]], num_heads: int) -> list[int]:
+    depths = [len(path) for path in choices]
+    return [depths.count(depth) for depth in range(1, num_heads + 1)]
+
+
+def _reliability(bins: Sequence[Bin]) -> dict[str, Any]:
+    return {"expected_error": expected_error(bins), "bins": [asdict(part) for part in bins]}
+
+
+def write_report(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> None:
+    """Write the pictures, `report.md` and `report.json`, in this order: where the numbers are, the
+    rest is too."""
+    path = Path(folder)
+    pictures = draw_plots(path, report)
+    replace_file(path / MARKDOWN_FILE, markdown(report, [picture.name for picture in pictures]))
+    replace_file(path / JSON_FILE, json.dumps(report, indent=1) + "\n")
+
+
+def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `write_report` wrote.
+
+    Raises:
+        ValueError: it is not there, or of another version.
+    """
+    path = Path(folder) / JSON_FILE
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"expected a training report in {str(path)!r}: {error}") from error
+    if report.get("report_version") != REPORT_VERSION:
+        raise ValueError(
+            f"{str(path)!r} is of report_version {report.get('report_version')!r}, expected "
+            f"{REPORT_VERSION}"
+        )
+    return report
+
+
+def markdown(report: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
+    """The report as Markdown; pictures are linked by name."""
+    title = f"# {report['heads']['num_heads']} {report['heads']['kind']} heads"
+    parts = [f"{title} for {report['target'] or 'a target in memory'}", headline(report)]
+    for name, (columns, rows) in _tables(report).items():
+        lines = [f"## {name}", "", _row(columns), _row(["---:"] * len(columns))]
+        parts.append("\n".join([*lines, *map(_row, rows)]))
+    parts.append(LEGEND)
+    parts += [f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in pictures]
+    return "\n\n".join(parts) + "\n"
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """The run in a sentence."""
+    best, training = report["tokens_per_step"], report["training"]
+    picked = ""
+    if training["best_step"] not in (None, training["steps"]):
+        picked = f" (the best, of step {training['best_step']})"
+    return (
+        f"After {training['steps']} steps these heads{picked} give {best['static']:.2f} tokens per "
+        f"step with a static tree of {best['nodes']} nodes, simulated on "
+        f"{report['held_out']['positions']} held-out positions."
+    )
+
+
+def tables(report: Mapping[str, Any]) -> list[Table]:
+    """The report for the screen."""
+    from rich.table import Table
+
+    shown = []
+    for name, (columns, rows) in _tables(report).items():
+        table = Table(title=name)
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        shown.append(table)
+    return shown
+
+
+def _tables(report: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[str]]]]:
+    calibration = {entry["head"]: entry for entry in report["calibration"]}
+    heads = []
+    for entry in report["accuracy"]:
+        row = [str(entry["head"]), str(entry["looks_ahead"])]
+        row += [f"{share:.3f}" for share in entry["top_k"]]
+        if entry["head"] in calibration:
+            found = calibration[entry["head"]]
+            errors = (found[moment]["expected_error"] for moment in ("before", "after"))
+            row += [f"{found['temperature']:.2f}", *(f"{error:.3f}" for error in errors)]
+        heads.append(row)
+    columns = ["head", "ahead", *(f"top-{k + 1}" for k in range(RANKS))]
+    if calibration:
+        columns += ["T", "ECE", "ECE at T"]
+    dynamic = {tree["nodes"]: tree["tokens_per_step_anywhere"] for tree in report["dynamic_trees"]}
+    trees = [
+        [
+            str(tree["nodes"]),
+            " ".join(map(str, tree["nodes_by_depth"])),
+            f"{tree['tokens_per_step']:.2f}",
+            f"{tree['tokens_per_step_anywhere']:.2f}",
+            f"{dynamic[tree['nodes']]:.2f}" if tree["nodes"] in dynamic else "",
+        ]
+        for tree in report["static_trees"]
+    ]
+    tree_columns = ["nodes", "at depth 1, 2, ..", "static, walked", "static, anywhere"]
+    return {
+        f"Heads on held-out text ({report['held_out']['positions']} positions)": (columns, heads),
+        "Simulated tokens per step": ([*tree_columns, "dynamic, anywhere"], trees),
+    }
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,151 @@
+"""Where a run of training begins: its folder, its target, its text, and what may end it early."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+
+from medusa_heads.files import check_folder
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.arguments.target import TargetArguments
+from medusa_heads.training.data.prepare import TrainingData, load_corpora, prepare_data
+from medusa_heads.training.hidden.launched import Sharding
+from medusa_heads.training.hidden.sharding import is_sharded, load_to_spread, shard_target
+from medusa_heads.training.runs.callbacks import Interruptions, StopInTime
+from medusa_heads.training.runs.resumable import checkpoints, find_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | None:
+    """The checkpoint to go on from; None for a run from the start. Nothing is removed yet.
+
+    Raises:
+        ValueError: there is no such checkpoint; or there are some, and they may not be overwritten;
+            or nothing can be written there.
+    """
+    check_folder(output)
+    checkpoint = find_checkpoint(resume, output)
+    found = checkpoints(output)
+    if checkpoint is None and found and not overwrite:
+        raise ValueError(
+            f"{str(output)!r} holds checkpoints of an earlier run ({found[0].name}): go on with "
+            "resume_from_checkpoint 'last', choose another output_dir, or set overwrite_output_dir"
+        )
+    return checkpoint
+
+
+def as_target(
+    target: str | TargetModel | PreTrainedModel,
+    device: torch.device,
+    sharding: Sharding | None = None,
+) -> TargetModel:
+    """The target, frozen and on the device of the run, or spread over its processes.
+
+    Raises:
+        ValueError: there is no such target, or it cannot be spread.
+    """
+    if isinstance(target, str) and sharding is not None:
+        target = load_to_spread(TargetArguments(target), sharding)
+    elif isinstance(target, str):
+        target = TargetModel.from_pretrained(target, device=device, use="batch")
+    elif not isinstance(target, TargetModel):
+        target = TargetModel(target)
+    target.freeze()
+    if sharding is not None and not is_sharded(target):
+        shard_target(target, device, sharding)
+    # A target that accelerate spread over devices, or that is sharded, stays where it is.
+    if target.device.type != device.type and getattr(target.model, "hf_device_map", None) is None:
+        target.model.to(device)  # type: ignore[arg-type]
+    return target
+
+
+def prepare_sets(
+    target: TargetModel,
+    dataset: Any,
+    eval_dataset: Any,
+    data_settings: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    num_heads: int,
+    args: TrainingArguments,
+) -> TrainingData:
+    """Rows to train on and held-out rows; arguments as those of `train_heads`.
+
+    Streams are then read by each process for itself.
+
+    Raises:
+        ValueError: a corpus or setting that cannot be used, or less text than a batch of those
+            that must be full.
+    """
+    data = dataset
+    if not isinstance(data, TrainingData):
+        given = {"dataset": dataset, "eval_dataset": eval_dataset}
+        in_memory = {name: value for name, value in given.items() if hasattr(value, "column_names")}
+        names: dict[str, Any] = {
+            name: _names(value, name)
+            for name, value in given.items()
+            if name not in in_memory and (name == "dataset" or value is not None)
+        }
+        settings = DataArguments(**names, **data_settings)
+        corpus, held_out = load_corpora(settings, **in_memory)
+        data = prepare_data(
+            target,
+            corpus,
+            held_out,
+            tokenizer,
+            settings,
+            num_heads=num_heads,
+            seed=args.seed,
+            max_steps=args.max_steps,
+        )
+    if data.is_stream:
+        # Batches of rows of unequal lengths cannot be joined by one process and dealt out.
+        accelerator_config: Any = args.accelerator_config
+        args.accelerator_config = replace(accelerator_config, dispatch_batches=False)
+        return data
+    batch = args.train_batch_size * args.world_size
+    if args.dataloader_drop_last and len(data.rows) < batch:
+        raise ValueError(
+            f"dataloader_drop_last leaves no batch: {len(data.rows)} rows do not fill one of "
+            f"{batch}; lower per_device_train_batch_size, or give more text"
+        )
+    return data
+
+
+def _names(given: Any, argument: str) -> list[str]:
+    names = list(given) if isinstance(given, list | tuple) else [given]
+    for name in names:
+        if not isinstance(name, str | os.PathLike):
+            raise ValueError(
+                f"{argument} must be the names of corpora, or a dataset, got a "
+                f"{type(name).__name__}: make a dataset of rows in memory with "
+                "datasets.Dataset.from_list"
+            )
+    return [os.fspath(name) for name in names]
+
+
+def watchers(args: TrainingArguments, patience: int | None) -> list[TrainerCallback]:
+    """Callbacks that end a run when told to, or after so many evaluations without a new best.
+
+    Raises:
+        ValueError: a patience that cannot be had.
+    """
+    if patience is None:
+        return [Interruptions()]
+    if patience < 1:
+        raise ValueError(f"early_stopping_patience must be at least 1, got {patience}")
+    if not args.load_best_model_at_end:
+        raise ValueError(
+            "early_stopping_patience ends with the best: leave load_best_model_at_end on"
+        )
+    return [Interruptions(), StopInTime(patience)]
