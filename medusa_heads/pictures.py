@@ -83,6 +83,7 @@ def save_picture(
     try:
         with rc_context(look.settings()):
             figure = Figure(figsize=size, layout="constrained")
+            figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
             draw(figure)
             metadata = {} if says is None else {"Description": says}
             figure.savefig(staged, dpi=DOTS_PER_INCH, metadata=metadata)

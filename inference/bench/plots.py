@@ -158,7 +158,7 @@ def _draw_phases(axes: Any, methods: Sequence[Mapping[str, Any]], title: str) ->
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of the time")
-    axes.set_title(f"Where the time goes\n{title}", pad=22)
+    axes.set_title(f"Where the time goes\n{title}", pad=26)
     axes.legend(fontsize=8, ncols=len(_PHASES), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
