@@ -46,6 +46,8 @@ class Look:
             "axes.spines.top": False,
             "axes.spines.right": False,
             "legend.frameon": False,
+            "figure.constrained_layout.w_pad": 0.1,
+            "figure.constrained_layout.h_pad": 0.08,
         }
 
 
@@ -81,9 +83,9 @@ def save_picture(
 
     staged = file.with_name(f".{file.stem}.{os.getpid()}.png")
     try:
-        with rc_context(look.settings()):
+        settings: Any = look.settings()  # of names that matplotlib alone knows
+        with rc_context(settings):
             figure = Figure(figsize=size, layout="constrained")
-            figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
             draw(figure)
             metadata = {} if says is None else {"Description": says}
             figure.savefig(staged, dpi=DOTS_PER_INCH, metadata=metadata)

@@ -46,12 +46,12 @@ class Picture:
     """What is drawn.
 
     Attributes:
-        draw: on a figure, with a look.
+        draw: with a look, on a figure.
         size: in inches.
         shown: the numbers in it.
     """
 
-    draw: Callable[[Any, Look], None]
+    draw: Callable[[Look, Any], None]
     size: tuple[float, float]
     shown: Any
 
@@ -84,7 +84,7 @@ def read_table(page: Path, heading: str, column: str) -> list[Row]:
     for line in lines:
         if line.startswith("|") and (names := _cells(line))[0] == column:
             next(lines)
-            rows = []
+            rows: list[Row] = []
             for row in lines:
                 if not row.startswith("|"):
                     break
@@ -130,7 +130,7 @@ def _bars(settings: Settings) -> Picture:
     lines = -(-len(settings) // columns)
     most = max(len(bars) for bars in settings.values())
 
-    def draw(figure: Any, look: Look) -> None:
+    def draw(look: Look, figure: Any) -> None:
         grid = figure.subplots(lines, columns, squeeze=False).flatten()
         for axes, (name, bars) in zip(grid, settings.items(), strict=True):
             drawn = [Bar(*bar, ours=is_ours(bar[0])) for bar in bars]
@@ -153,7 +153,7 @@ def _nodes(rows: Sequence[Row]) -> Picture:
                 line.append((int(nodes), float(row[column])))
     lines = [Line(n, points, "-" if "greedy" in n else "--") for n, points in shown.items()]
 
-    def draw(figure: Any, look: Look) -> None:
+    def draw(look: Look, figure: Any) -> None:
         axes = figure.subplots()
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.0f}")
@@ -169,7 +169,7 @@ def _nodes(rows: Sequence[Row]) -> Picture:
 def _batches(rows: Sequence[Row]) -> Picture:
     shown = [(int(row["rows"]), float(row["speed-up"])) for row in rows]
 
-    def draw(figure: Any, look: Look) -> None:
+    def draw(look: Look, figure: Any) -> None:
         axes = figure.subplots()
         axes.set_xscale("log", base=2)
         axes.set_xticks([size for size, _ in shown], [str(size) for size, _ in shown])
@@ -194,7 +194,7 @@ def main() -> None:
         for look_name, look in LOOKS.items():
             save_picture(
                 FOLDER / f"{name}-{look_name}.png",
-                partial(picture.draw, look=look),
+                partial(picture.draw, look),
                 size=picture.size,
                 look=look,
                 says=described(picture),

@@ -20,7 +20,7 @@ _NODES: tuple[tuple[float, float, str, int | None, bool], ...] = (
 )
 
 
-def draw_idea(figure: Any, look: Look) -> None:
+def draw_idea(look: Look, figure: Any) -> None:
     """Text, target, heads, and the tree with the path that is kept."""
     axes = figure.subplots()
     axes.set_xlim(0, _WIDTH)
@@ -30,7 +30,7 @@ def draw_idea(figure: Any, look: Look) -> None:
     _box(axes, 6, 17, "def main(", look.ink, "the text so far")
     _box(axes, 21, 17, "target", look.ink, "frozen, unmodified")
     _arrow(axes, (11.5, 17), (17.2, 17), look.ink)
-    for place, y in enumerate((25, 17, 9)):
+    for place, y in enumerate((25.0, 17.0, 9.0)):
         _box(axes, 39, y, f"head {place}", look.colours[0], f"guesses {place + 2} ahead")
         _arrow(axes, (25, 17), (35, y), look.ink)
     axes.text(28, 25.5, "hidden state", fontsize=8, color=look.ink)

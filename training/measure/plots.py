@@ -17,19 +17,19 @@ def draw_plots(folder: Path, report: Mapping[str, Any]) -> list[Path]:
 
     A report without calibration has no `reliability.png`.
     """
-    plots: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
+    plots: dict[str, Callable[[Mapping[str, Any], Any], None]] = {
         "tokens_per_step.png": _tokens_per_step,
         "accuracy.png": _accuracy,
     }
     if report["calibration"]:
         plots["reliability.png"] = _reliability
     return [
-        save_picture(folder / name, partial(draw, report=report), size=_INCHES)
+        save_picture(folder / name, partial(draw, report), size=_INCHES)
         for name, draw in plots.items()
     ]
 
 
-def _tokens_per_step(figure: Any, report: Mapping[str, Any]) -> None:
+def _tokens_per_step(report: Mapping[str, Any], figure: Any) -> None:
     axes = figure.subplots()
     static, dynamic = report["static_trees"], report["dynamic_trees"]
     drawn = [
@@ -51,7 +51,7 @@ def _tokens_per_step(figure: Any, report: Mapping[str, Any]) -> None:
     draw_lines(axes, lines, title=title, limit=(f"limit of {heads} heads", heads + 1.0))
 
 
-def _accuracy(figure: Any, report: Mapping[str, Any]) -> None:
+def _accuracy(report: Mapping[str, Any], figure: Any) -> None:
     axes = figure.subplots()
     accuracy = report["accuracy"]
     heads = [entry["head"] for entry in accuracy]
@@ -65,7 +65,7 @@ def _accuracy(figure: Any, report: Mapping[str, Any]) -> None:
     draw_lines(axes, lines, title="The true token among a head's best guesses")
 
 
-def _reliability(figure: Any, report: Mapping[str, Any]) -> None:
+def _reliability(report: Mapping[str, Any], figure: Any) -> None:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, moment, title in zip(
         panels, ("before", "after"), ("as trained", "with temperatures"), strict=True
