@@ -27,13 +27,18 @@ TESTS := -m pytest --numprocesses $(WORKERS) --dist worksteal
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slow test-lowest mutants test-vllm test-vllm-033 lint format clean
+.PHONY: help demo docs test test-all test-slow test-lowest mutants test-vllm test-vllm-033 lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train heads for the embedded model and measure them (5 to 8 minutes on 2 cores)
 	$(BIN)/python -m scripts.demo
+
+# Material for MkDocs advertises its successor at every start; the version is pinned.
+docs: export NO_MKDOCS_2_WARNING := true
+docs: $(STAMP) ## build the documentation as a site in build/site; a warning fails
+	$(BIN)/mkdocs build
 
 test: $(STAMP) ## run the tests on all cores (4 minutes on 2 fast ones)
 	$(BIN)/python $(TESTS)
