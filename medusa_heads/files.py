@@ -1,14 +1,56 @@
-"""Files that are whole or absent: written beside their place, then renamed; and read with doubt."""
+"""Files that are whole or absent: written in a hidden folder beside their place, then renamed; and
+read with doubt."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+_STAGING = "part"
+
 MOST_YAML = 100_000
 """Values of a YAML file, its aliases spelt out: a few lines of them can stand for billions."""
+
+
+@contextmanager
+def staging(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """A hidden folder in `folder` to write files in, from where `move_in` takes them.
+
+    It is gone when the block ends; and when it begins, so is what killed processes left of theirs.
+
+    Raises:
+        OSError: the folder is missing or cannot be written.
+    """
+    remove_leftovers(folder)
+    made, lock = _staging_folder(Path(folder))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def move_in(staged: Path, folder: str | os.PathLike[str], names: Iterable[str]) -> None:
+    """Put staged files or folders in their places, in this order. Their bytes are on the disk
+    before the first of them is seen, and their names when this returns.
+
+    Raises:
+        OSError: the folder is missing or cannot be written; the old files stand.
+    """
+    pairs = [(staged / name, Path(folder) / name) for name in names]
+    for source, _ in pairs:
+        for path in (source, *source.rglob("*")):
+            _to_disk(path)
+    for source, place in pairs:
+        os.replace(source, place)
+    for parent in {place.parent for _, place in pairs}:
+        _to_disk(parent)
 
 
 def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -18,12 +60,73 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
         OSError: the folder is missing or cannot be written; the old file stands.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with staging(path.parent) as made:
+        data = content.encode("utf-8") if isinstance(content, str) else content
+        (made / path.name).write_bytes(data)
+        move_in(made, path.parent, [path.name])
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> None:
+    """Remove what killed processes left in a folder. A living one holds a lock on what is its."""
+    for left in Path(folder).glob(f".*.{_STAGING}"):
+        with suppress(OSError):  # in use, or another process was quicker
+            lock = _lock(left)
+            if lock is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
+
+
+def _staging_folder(folder: Path) -> tuple[Path, int | None]:
+    """A new folder, and the lock on it where the file system has locks."""
+    while True:
+        made = folder / f".{os.urandom(8).hex()}.{_STAGING}"
+        made.mkdir()
+        try:
+            lock = _lock(made)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # taken for a leftover before it was locked
+        if made.exists():
+            return made, lock
+        assert lock is not None
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """A lock that ends with the process that holds it; None on a file system without any.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        FileNotFoundError: the folder is gone.
+    """
     try:
-        beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-        os.replace(beside, path)
+        import fcntl
+    except ImportError:  # no POSIX system: there, what killed processes leave is not removed
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are there to stay."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:  # a folder, where the system opens none
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems keep the names of files by themselves
+            raise
     finally:
-        beside.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def expanded(name: str | os.PathLike[str]) -> Path:

@@ -1,4 +1,4 @@
-"""Where results can be written, and what of JSON and YAML is taken."""
+"""Files are old or new, never half; what of JSON and YAML is taken."""
 
 from __future__ import annotations
 
@@ -9,7 +9,71 @@ from pathlib import Path
 import pytest
 import yaml
 
-from medusa_heads.files import check_folder, expanded, parse_json, parse_yaml, read_json
+from medusa_heads.files import (
+    check_folder,
+    expanded,
+    move_in,
+    parse_json,
+    parse_yaml,
+    read_json,
+    remove_leftovers,
+    replace_file,
+    staging,
+)
+from tests.killed import dies
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def test_a_file_is_replaced_and_nothing_stands_beside_it(tmp_path: Path) -> None:
+    replace_file(tmp_path / "a.txt", "ä")
+    assert (tmp_path / "a.txt").read_bytes() == b"\xc3\xa4"
+    replace_file(tmp_path / "a.txt", b"new")
+    assert (tmp_path / "a.txt").read_bytes() == b"new" and names(tmp_path) == ["a.txt"]
+    with pytest.raises(OSError, match="missing"):
+        replace_file(tmp_path / "missing" / "a.txt", "")
+
+
+def test_files_and_folders_are_moved_in_by_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = []
+    rename = os.replace
+
+    def replace(source: Path, place: Path) -> None:
+        moved.append(place.name)
+        rename(source, place)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with staging(tmp_path) as made:
+        (made / "first").mkdir()
+        for name in ("first/a", "b", "last"):
+            (made / name).write_text(name)
+        move_in(made, tmp_path, ["first", "b", "last"])
+    assert moved == ["first", "b", "last"]
+    assert names(tmp_path) == ["b", "first", "first/a", "last"]
+
+
+def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
+    replace_file(tmp_path / "a", "old")
+    with pytest.raises(RuntimeError), staging(tmp_path) as made:
+        (made / "a").write_text("half")
+        raise RuntimeError
+    assert (tmp_path / "a").read_text() == "old" and names(tmp_path) == ["a"]
+
+
+def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
+    tmp_path: Path,
+) -> None:
+    assert dies(lambda: replace_file(tmp_path / "a", "half"), renames=0)
+    assert len(names(tmp_path)) == 2
+    with staging(tmp_path) as made:
+        assert names(tmp_path) == [made.name]
+        replace_file(tmp_path / "a", "of another process")
+        remove_leftovers(tmp_path)
+        assert names(tmp_path) == [made.name, "a"]
 
 
 def test_a_folder_that_can_be_written_to_is_not_made_yet(tmp_path: Path) -> None:
@@ -40,6 +104,23 @@ def test_a_folder_without_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             check_folder(tmp_path / "run")
     finally:
         tmp_path.chmod(0o700)
+
+
+def test_a_writer_whose_file_is_written_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, or a process of the same number in another container."""
+    rename, path, waiting = os.replace, tmp_path / "file", ["the other's"]
+
+    def rename_late(beside: Path, place: Path) -> None:
+        if waiting:
+            replace_file(path, waiting.pop())
+            assert path.read_text() == "the other's"
+        rename(beside, place)
+
+    monkeypatch.setattr(os, "replace", rename_late)
+    replace_file(path, "one's own")
+    assert path.read_text() == "one's own" and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

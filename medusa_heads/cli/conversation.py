@@ -10,6 +10,7 @@ import torch
 
 from medusa_heads.files import expanded, replace_file
 from medusa_heads.target.cache import RowCache
+from medusa_heads.target.prompts import stop_ids
 
 if TYPE_CHECKING:
     from medusa_heads.cli.streaming import StepStreamer
@@ -147,8 +148,7 @@ class Conversation:
 
     def _without_end(self, answer: list[int]) -> list[int]:
         """A running text goes on behind the token that ended an answer."""
-        end = self.model.target.model.generation_config.eos_token_id
-        ends = end if isinstance(end, list) else [end]
+        ends = stop_ids(self.model.target.model)
         return answer[:-1] if answer and answer[-1] in ends else answer
 
 

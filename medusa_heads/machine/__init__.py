@@ -1,4 +1,4 @@
-"""This machine: what it has, what it multiplies fastest, and where that is remembered."""
+"""This machine: what it has, what it multiplies fastest, where that is remembered."""
 
 from medusa_heads.machine.choice import Choice, as_dtype, choose, speeds
 from medusa_heads.machine.devices import devices_here, find_device

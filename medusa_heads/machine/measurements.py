@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from medusa_heads.files import parse_json, replace_file
 from medusa_heads.machine.facts import machine_facts
 
 CACHE_VARIABLE = "MEDUSA_HEADS_CACHE"
-_VERSION = 1
+_VERSION = 2
 MOMENT, AGE = 1e-12, 1e9  # what no clock tells apart, and what nobody has waited for
 
 
@@ -22,7 +23,10 @@ def measurement_folder() -> Path:
     """Where measurements are kept, a folder for each kind."""
     if base := os.environ.get(CACHE_VARIABLE):
         return Path(base)
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without a home
+        home = tempfile.gettempdir()
     return Path(home) / "medusa_heads"
 
 

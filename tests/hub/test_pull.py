@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from medusa_heads.hub.push import prepare_push, push
 from tests.hub.conftest import BOB
 from tests.hub.hub_api import Handler
 from tests.hub.hub_server import LocalHub
+from tests.killed import dies
 
 
 @pytest.fixture
@@ -39,7 +42,24 @@ def test_bitwise_what_was_pushed(
     assert all(not path.is_symlink() for path in folder.rglob("*"))
     monkeypatch.chdir(tmp_path)
     assert pull("alice/heads") == Path("heads") and contents(Path("heads")) == own
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".copying")]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_wherever_it_is_killed_the_next_pull_brings_all(
+    overwrite: bool, hub: LocalHub, pushed: Path, tmp_path: Path
+) -> None:
+    own = contents(pull("alice/heads", tmp_path / "whole"))
+    out = tmp_path / "out"
+    for renames in count():
+        shutil.rmtree(out, ignore_errors=True)
+        if overwrite:
+            shutil.copytree(tmp_path / "whole", out)
+        if not dies(lambda: pull("alice/heads", out, overwrite=overwrite), renames=renames):
+            break
+        assert contents(pull("alice/heads", out, overwrite=overwrite)) == own
+        assert not list(tmp_path.rglob(".*.part"))
+    assert renames > 2
 
 
 def test_a_revision(hub: LocalHub, pushed: Path, tmp_path: Path) -> None:

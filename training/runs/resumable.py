@@ -49,6 +49,23 @@ class ResumableTrainer(Trainer):
                 return TrainOutput(state.global_step, 0.0, {})
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As transformers', with a sentence where the rates of the parts were others.
+
+        Raises:
+            ValueError: the checkpoint's optimiser has its parameters in other groups.
+        """
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except ValueError as error:
+            if "parameter group" not in str(error):
+                raise
+            raise ValueError(
+                f"{checkpoint!r} cannot be resumed: its parts had other learning rates, by default "
+                "where one is given now, or the other way round, or by the defaults of an earlier "
+                "version; resume with the learning_rate it was made with, or start anew"
+            ) from error
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial))
         if self.args.should_save:

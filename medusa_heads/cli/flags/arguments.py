@@ -11,13 +11,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
+import threading
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
 
 from medusa_heads.cli.flags.parser import make_parser
@@ -34,27 +37,35 @@ _FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos"
 
 
 def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> int:
-    """Run a command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C.
+    """Run a command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, 143 for
+    SIGTERM, which ends it as Ctrl-C does.
 
-    A ValueError, an OSError, or what a library says of a full disk becomes one sentence on stderr;
-    with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything else is a fault of the program
-    and keeps its traceback. This package's own warnings are sentences, too.
+    A ValueError, an OSError, or what a library says of a full disk or memory becomes one sentence
+    on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything else is a fault of
+    the program and keeps its traceback. This package's own warnings are sentences, too.
     """
     try:
-        with _own_warnings_as_sentences(prog):
+        with _own_warnings_as_sentences(prog), _ended_by_sigterm():
             main()
+    except _Terminated:
+        print(f"{prog}: ended by SIGTERM", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         full = any(words in str(error) for words in _FULL_DISK)
-        expected = full or isinstance(error, ValueError | OSError)
+        # Of torch by its name: most commands end without importing it.
+        crowded = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        expected = full or crowded or isinstance(error, ValueError | OSError)
         if not expected or os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
         # Messages of the libraries underneath may run over several lines, or quote all of a value.
         sentence = _shortened(" ".join(str(error).split())) or type(error).__name__
         if full:
             sentence = f"a file could not be written, is the disk full? ({sentence})"
+        if crowded:
+            sentence = f"the memory is full: take smaller batches or shorter texts ({sentence})"
         print(f"{prog}: error: {sentence}", file=sys.stderr)
         return 2
     finally:
@@ -66,6 +77,33 @@ def _shortened(sentence: str) -> str:
     if len(sentence) <= _LONGEST:
         return sentence
     return f"{sentence[: _LONGEST // 2]} [..] {sentence[-_LONGEST // 2 :]}"
+
+
+class _Terminated(SystemExit):
+    """SIGTERM came. Whoever cleans up behind an exception does so."""
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within the block SIGTERM raises, unless the program that called handles it; a second one
+    ends the process at once."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    process = os.getpid()
+
+    def terminate(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != process:  # a worker that was forked later ends as any other would
+            signal.raise_signal(number)
+        raise _Terminated(128 + number)
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
