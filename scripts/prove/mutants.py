@@ -87,7 +87,7 @@ def read_plan(plan: Path = PLAN) -> tuple[list[Law], list[Survivor]]:
     return laws, survivors
 
 
-# --- mutations: those of mutmut, and two more ---------------------------------------------------
+# --- mutations: those of mutmut, and three more -------------------------------------------------
 
 
 def _negated(test: cst.BaseExpression) -> cst.BaseExpression:
@@ -105,11 +105,17 @@ def _leave_out(node: cst.Expr) -> Iterator[cst.CSTNode]:
         yield cst.Pass()
 
 
+def _one_side(node: cst.BooleanOperation) -> Iterator[cst.CSTNode]:
+    yield node.left
+    yield node.right
+
+
 OPERATORS = [
     *mutation_operators,
     (cst.If, _negate),
     (cst.While, _negate),
     (cst.CompIf, _negate),
+    (cst.BooleanOperation, _one_side),
     (cst.Expr, _leave_out),
 ]
 
@@ -291,16 +297,27 @@ def _path(function: str) -> str:
     return function.partition(":")[2]
 
 
-def table(survivors: Sequence[Survivor]) -> str:
-    """The survivors as the page shows them."""
-    lines = ["| function | was | becomes | why nothing changes |", "|---|---|---|---|"]
-    for survivor in survivors:
-        mutant = survivor.mutant
-        cells = [f"`{text}`" for text in (mutant.function, mutant.was, mutant.becomes)]
-        lines.append(
-            f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} | {survivor.why} |"
-        )
-    return "\n".join(lines)
+def tables(laws: Sequence[Law], survivors: Sequence[Survivor]) -> tuple[str, str]:
+    """Laws and survivors as docs/proofs.md shows them."""
+    of_laws = [
+        (law.name, law.promise, ", ".join(f"`{_path(name)}`" for name in law.functions))
+        for law in laws
+    ]
+    of_survivors = [
+        (f"`{of.function}`", f"`{of.was}`", f"`{of.becomes}`", survivor.why)
+        for survivor in survivors
+        for of in [survivor.mutant]
+    ]
+    return (
+        _markdown(("law", "what it promises", "functions"), of_laws),
+        _markdown(("function", "was", "becomes", "why nothing changes"), of_survivors),
+    )
+
+
+def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [names, ["---"] * len(names), *rows]
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def main(names: Sequence[str], plan: Path = PLAN) -> int:
@@ -311,8 +328,13 @@ def main(names: Sequence[str], plan: Path = PLAN) -> int:
     except ValueError as mistake:
         print(mistake, file=sys.stderr)
         return 2
+    # The same examples each time, and no more than find a mutant.
     settings.register_profile(
-        "mutants", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+        "mutants",
+        derandomize=True,
+        deadline=None,
+        max_examples=30,
+        suppress_health_check=list(HealthCheck),
     )
     settings.load_profile("mutants")
     survived: Counter[Mutant] = Counter()

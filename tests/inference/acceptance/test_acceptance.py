@@ -63,6 +63,8 @@ def runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         pytest.param([6, 7, 8, 3, 0, 0], [0, 1, 2, 3], [6, 7, 8, 3], id="always accepts"),
         pytest.param([9, 0, 0, 0, 7, 11], [0, 4, 5], [9, 7, 11], id="the second branch"),
         pytest.param([6, 0, 0, 0, 0, 0], [0, 1], [6, 0], id="token 0 is no padding"),
+        pytest.param([7, 0, 0, 0, 0, 0], [0], [7], id="a token that stands behind others alone"),
+        pytest.param([6, 9, 0, 0, 0, 0], [0, 1], [6, 9], id="a token of another branch"),
     ],
 )
 def test_greedy_walk(named: list[int], path: list[int], tokens: list[int]) -> None:

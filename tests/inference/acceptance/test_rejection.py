@@ -294,3 +294,11 @@ def test_chosen_drafts_are_walked_with_the_random_numbers_of_generate() -> None:
             said.append((kind(LogitsProcessorList(), True)(tree, logits_BNV, rows), rows))
         assert said[0][0] == said[1][0]
         assert [row.tokens for row in said[0][1]] == [row.tokens for row in said[1][1]]
+
+
+def test_the_drafts_law_goes_to_the_device_of_the_targets() -> None:
+    """Torch's device without memory says so when numbers are sent for."""
+    tree = TreeShape.from_choices([(0,)]).tree(torch.tensor([[0, 1]]))
+    tree.drawn_from[0] = sure([1]).to("meta")  # type: ignore[index]
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        rule()(tree, sure([1, 2]).log()[None], batch_of(1))

@@ -153,9 +153,10 @@ def test_trees_of_one_size_and_of_others_have_masks_of_their_own() -> None:
     ]
     for batch in (2, 1):
         of = in_cache([5] * batch, [0] * batch)
-        for shape, paths in shapes:
+        for length, (shape, paths) in enumerate(shapes, start=5):
+            of.lengths = [length] * batch
             mask = of.tree_mask(shape.tree(torch.zeros(batch, shape.num_nodes).long()))
-            assert drawn(mask.visible_BNS) == [["xxxxx" + path for path in paths]] * batch
+            assert drawn(mask.visible_BNS) == [["x" * length + path for path in paths]] * batch
             assert mask.bias_BNS is not None
             assert torch.equal(mask.bias_BNS, additive(mask.visible_BNS, torch.float64))
 
