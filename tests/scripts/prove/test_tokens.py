@@ -12,12 +12,13 @@ import torch
 
 from scripts.prove.lossless.cases import Record, caught
 from scripts.prove.lossless.comparison import compare
-from scripts.prove.lossless.corpus import processed, usual
+from scripts.prove.lossless.corpus import SPREAD, processed, usual
 from scripts.prove.lossless.faults import FAULTS, Fault
 from scripts.prove.lossless.page import write_section
 from scripts.prove.lossless.records import Records, Summary
 from scripts.prove.lossless.targets import ProofTarget, processors_target, random_target
 from scripts.prove.lossless.texts import Reference, Text
+from scripts.prove.lossless.ways import HEADS, every_way
 from scripts.prove.tokens import main
 
 NEW = 24
@@ -175,6 +176,22 @@ def test_processors_of_every_kind_have_texts() -> None:
     made = list(processed(processors_target(), 0, 8))
     assert {text.batch for text in made} == {1, 2, 4}
     assert len({text.name for text in made}) == len(made) > 100
+
+
+def test_every_turn_has_drafters_also_where_tokens_are_few() -> None:
+    target = processors_target()
+    ways = [way for turn in range(len(HEADS)) for way in every_way(target, turn)]
+    assert {way.family for way in ways} == {
+        *("random trees", "random heads", "no training", "draft model")
+    }
+    assert {kind for kind in HEADS for way in ways if way.name.startswith(kind)} == set(HEADS)
+
+
+def test_random_targets_draw_what_their_text_says(target: ProofTarget) -> None:
+    """However little their logits differ."""
+    text = next(t for t in usual(target, "tiny", 0, 8) if t.sampled)
+    assert text.first["temperature"] == pytest.approx(0.7 * target.spread / SPREAD)
+    assert 0.1 < target.spread < 10
 
 
 @pytest.mark.slow
