@@ -6,16 +6,16 @@ Source: Ankner et al. 2024, "Hydra", arXiv:2402.05109, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from medusa_heads.heads import HydraHeads
-from medusa_heads.inference.drafters.medusa import check_shape
 from medusa_heads.inference.drafters.prefix import encoded_hidden
+from medusa_heads.inference.drafters.static import StaticDrafter
 from medusa_heads.trees.guesses import best
 from medusa_heads.trees.tree import TokenTree, TreeShape
 
@@ -40,45 +40,15 @@ class _Level:
     places_N: Tensor
 
 
-class HydraDrafter:
-    """A static tree: node (r_0, .., r_d) takes the r_d-th best token that head d names after the
-    tokens of its own path.
+class HydraDrafter(StaticDrafter[HydraHeads]):
+    """Sequential heads: node (r_0, .., r_d) takes the r_d-th best token that head d names after the
+    tokens of its own path."""
 
-    Args:
-        heads: sequential heads, on their target's device.
-        shape: the tree.
-        temperatures: of the heads' probabilities.
-        with_log_probs: give the nodes' draft probabilities too, for rules that compare with them.
+    @cached_property
+    def _levels(self) -> dict[torch.device, list[_Level]]:
+        return {}
 
-    Raises:
-        ValueError: the tree is deeper than there are heads, or wider than their vocabulary.
-    """
-
-    def __init__(
-        self,
-        heads: HydraHeads,
-        shape: TreeShape,
-        *,
-        temperatures: Sequence[float] | None = None,
-        with_log_probs: bool = False,
-    ) -> None:
-        check_shape(heads, shape)
-        self.shape = shape
-        self._heads = heads
-        self.reads_prompt = heads.config.prefix_attention
-        self._temperatures = list(temperatures or [1.0] * heads.config.num_heads)
-        self._with_log_probs = with_log_probs
-        self._levels: dict[torch.device, list[_Level]] = {}
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of every proposed tree, the root included."""
-        return self.shape.num_nodes
-
-    def propose(self, state: DecodingState) -> TokenTree:
-        """The heads' candidates in the static tree, for every active row."""
-        if not self.shape.choices:
-            return TokenTree.root_only(state.roots_B)
+    def _draft(self, state: DecodingState) -> TokenTree:
         device, batch = state.roots_B.device, len(state.roots_B)
         if device not in self._levels:
             self._levels[device] = _levels(self.shape, device)

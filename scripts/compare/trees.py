@@ -28,8 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from medusa_heads import MedusaModel
-from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.files import replace_file
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.plan.tree_size import expected_tokens, fastest, tune
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         (arguments,) = parse_arguments(
-            (CompareArguments,), argv, prog="compare_trees", description=__doc__ or ""
+            (CompareArguments,), argv, prog="scripts.compare.trees", description=__doc__ or ""
         )
         report = compare(arguments)
         console = Console()
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         replace_file(arguments.output, json.dumps(report, indent=2) + "\n")
         console.print(f"Written: {arguments.output}", soft_wrap=True, highlight=False)
 
-    return run_command(work, prog="compare_trees")
+    return run_command(work, prog="scripts.compare.trees")
 
 
 def compare(arguments: CompareArguments) -> dict[str, Any]:

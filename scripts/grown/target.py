@@ -3,6 +3,7 @@ a large model's cost.
 
 python -m scripts.grown.target assets/demo-target runs/0.1b --shape 0.1b --heads runs/demo/heads
 python -m scripts.grown.target assets/demo-target runs/grown --shape 1b --num_hidden_layers 12
+python -m scripts.grown.target assets/demo-target runs/wide --hidden_size 768 --rotate 0
 
 Speed can so be measured at a size that nothing needs to be downloaded for, with the acceptance that
 trained heads really have. What is written says that it was grown (`grown_from` in config.json), and
@@ -12,21 +13,22 @@ less power, so noise stands wherever nothing reads it. Two things are unlike a m
 trained at that size: layers and heads that were added do nothing, so that leaving out layers says
 nothing of real models, and acceptance is the small model's.
 
+`--rotate` gives the target a random basis, in which no channel is empty and the norms weigh all of
+them alike: a target to train heads for at its width.
+
 OUTPUT/target is an ordinary transformers model, OUTPUT/heads a checkpoint for it.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.interop.folders import staged
 
 
 @dataclass
@@ -60,11 +62,15 @@ class Arguments:
         },
     )
     seed: int = field(default=0, metadata={"help": "of the noise in weights that nothing reads"})
+    rotate: int | None = field(
+        default=None,
+        metadata={"help": "seed of a random basis for the target, in which every channel is used"},
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Grow as the flags say; returns the exit code."""
-    prog = "grow_target"
+    prog = "scripts.grown.target"
 
     def work() -> None:
         (arguments,) = parse_arguments(
@@ -103,11 +109,12 @@ def grow(arguments: Arguments) -> None:
     own = Shape.of(small.config)
     shape = own if arguments.shape is None else SHAPES[arguments.shape]
     shape = shape.with_sizes({name: getattr(arguments, name) for name in own.names()})
-    if shape == own:
+    if shape == own and arguments.rotate is None:
         raise ValueError("nothing would grow: give --shape or sizes above the target's")
     choice = choose("tree", device="cpu", dtype=arguments.dtype, shape=Sizes.of(shape))
     dtype = choice.dtype
-    grown = grow_in_memory(small, arguments.heads, shape, dtype=dtype, seed=arguments.seed)
+    seeds: dict[str, Any] = {"seed": arguments.seed, "rotation": arguments.rotate}
+    grown = grow_in_memory(small, arguments.heads, shape, dtype=dtype, **seeds)
     model: Any = grown.target.model
     model.config._name_or_path = str(output / "target")
     for what, (difference, spread) in grown.differences().items():
@@ -133,17 +140,12 @@ def _write_target(model: Any, came_from: str, folder: Path) -> None:
     """Beside its place first, with the tokenizer of the model it was made of, if that has one."""
     from transformers import AutoTokenizer
 
-    staging = Path(tempfile.mkdtemp(prefix=".growing-", dir=folder.parent))
-    try:
-        model.save_pretrained(staging)
+    with staged(folder) as made:
+        model.save_pretrained(made)
         try:
-            AutoTokenizer.from_pretrained(came_from).save_pretrained(staging)
+            AutoTokenizer.from_pretrained(came_from).save_pretrained(made)
         except (OSError, ValueError):
             print("no tokenizer lies beside the target: none is written", file=sys.stderr)
-        staging.chmod(0o755)
-        os.replace(staging, folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 if __name__ == "__main__":
