@@ -23,7 +23,7 @@ import signal
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
@@ -110,7 +110,7 @@ def _one_side(node: cst.BooleanOperation) -> Iterator[cst.CSTNode]:
     yield node.right
 
 
-OPERATORS = [
+OPERATORS: list[tuple[type, Callable[[Any], Iterable[cst.CSTNode]]]] = [
     *mutation_operators,
     (cst.If, _negate),
     (cst.While, _negate),
