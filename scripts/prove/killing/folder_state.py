@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 LEFTOVER = re.compile(r"\..*\.part|\.tmp\w+")
-# Times, random names, and how many answers an earlier run made: it hangs on when it was killed.
+# Times, the revision, which a commit changes meanwhile, random names, and how many answers an
+# earlier run made, which hangs on when it was killed.
 _TIMES = re.compile(
-    r"created|seconds|\w*_(runtime|per_second|preparation_time)|_fingerprint|reused"
+    r"created|seconds|\w*_(runtime|per_second|preparation_time)|_fingerprint|reused|git_sha"
 )
 # Drawn or written for people; tested to be whole, and full of times.
 _FOR_PEOPLE = (".md", ".png", ".txt", ".py")
