@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.files import move_in, replace_file, staging
+from medusa_heads.files import replace_file
 from medusa_heads.inference.bench.plots import draw
 from medusa_heads.inference.bench.tables import markdown
 from medusa_heads.trees.statistics import HeadStatistics
@@ -36,9 +36,7 @@ def write_report(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     png_file = path / PNG_FILE
-    with staging(path) as made:
-        draw(report, statistics, made / PNG_FILE)
-        move_in(made, path, [PNG_FILE])
+    draw(report, statistics, png_file)
     # The numbers last: where they are, the rest is too.
     json_file, markdown_file = write_numbers(path, report)
     return json_file, markdown_file, png_file

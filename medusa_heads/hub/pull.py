@@ -11,7 +11,7 @@ from typing import Any
 from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER
 from medusa_heads.checkpoint.custom_generate import write_custom_generate
 from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE, read_sidecar
-from medusa_heads.files import move_in, refuse_link, staging
+from medusa_heads.files import expanded, move_in, refuse_link, staging
 from medusa_heads.hub.files import CARD_FILE, KEPT_FILES, LOADED_FILES
 from medusa_heads.hub.folder import own_files
 from medusa_heads.hub.names import check_repo_id, is_repo_id, split_revision
@@ -42,7 +42,7 @@ def find_checkpoint(
     Raises:
         ValueError: no such folder or repository, none that holds heads, or a revision of a folder.
     """
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     repo_id, named = split_revision(name)
     if folder.exists() or not is_repo_id(repo_id):
         if revision is not None:

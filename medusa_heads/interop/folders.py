@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from medusa_heads.files import move_in, staging
+from medusa_heads.files import expanded, move_in, staging
 
 
 def check_empty(folder: str | os.PathLike[str]) -> Path:
@@ -16,7 +16,7 @@ def check_empty(folder: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: something stands there already.
     """
-    path = Path(folder).expanduser().absolute()
+    path = expanded(folder).absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(
             f"{str(folder)!r} exists and is not empty: name another folder to write to"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,11 +175,11 @@ def run(
     }
 
 
-def measure(ranks_BTK: Tensor) -> dict[str, Any]:
+def measure(ranks_BTK: Tensor, sizes: Sequence[int] = NODES) -> dict[str, Any]:
     """Top-1 accuracies, and tokens per step by nodes: each half's tree walked on the other half."""
     halves = ranks_BTK[::2], ranks_BTK[1::2]
     tokens_per_step = {}
-    for nodes in NODES:
+    for nodes in sizes:
         walked = [
             simulate_tokens_per_step(
                 complete_runs(walked_BTK), rank_statistics(chosen_BTK).choices(nodes)

@@ -17,6 +17,7 @@ from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.inference.models.named_target import named_target
 from scripts.grown.heads import grow_heads
 from scripts.grown.llama import check_llama, grow_llama
+from scripts.grown.rotated import rotate
 from scripts.grown.shape import SHAPES, Placement, Shape
 
 
@@ -89,6 +90,7 @@ def grow(
     dtype: torch.dtype,
     device: str | torch.device | None = None,
     seed: int = 0,
+    rotation: int | None = None,
 ) -> GrownModel:
     """Grow a target, and heads with it.
 
@@ -99,13 +101,21 @@ def grow(
         dtype: of the grown weights.
         device: where they are made; nothing of their size is held elsewhere.
         seed: of the noise in weights that nothing reads.
+        rotation: seed of a random basis for the target, which heads cannot have.
 
     Raises:
         ValueError: target, heads or shape cannot be grown.
     """
+    if rotation is not None and heads is not None:
+        raise ValueError(
+            "heads cannot be rotated with their target, because their SiLU sees each channel "
+            "alone: train heads for the rotated target"
+        )
     loaded = None if heads is None else load_heads(find_checkpoint(heads), small)
     llama: Any = small.model
     model, place = grow_llama(llama, shape, dtype=dtype, device=device, seed=seed)
+    if rotation is not None:
+        rotate(model, place, rotation)
     model.generation_config = llama.generation_config
     target = TargetModel(model)
     target.freeze()

@@ -3,6 +3,7 @@ a large model's cost.
 
 python -m scripts.grown.target assets/demo-target runs/0.1b --shape 0.1b --heads runs/demo/heads
 python -m scripts.grown.target assets/demo-target runs/grown --shape 1b --num_hidden_layers 12
+python -m scripts.grown.target assets/demo-target runs/wide --hidden_size 768 --rotate 0
 
 Speed can so be measured at a size that nothing needs to be downloaded for, with the acceptance that
 trained heads really have. What is written says that it was grown (`grown_from` in config.json), and
@@ -11,6 +12,9 @@ added costs what any weights cost, zeros or not. Zeros alone might still be chea
 less power, so noise stands wherever nothing reads it. Two things are unlike a model that was
 trained at that size: layers and heads that were added do nothing, so that leaving out layers says
 nothing of real models, and acceptance is the small model's.
+
+`--rotate` gives the target a random basis, in which no channel is empty and the norms weigh all of
+them alike: a target to train heads for at its width.
 
 OUTPUT/target is an ordinary transformers model, OUTPUT/heads a checkpoint for it.
 """
@@ -58,11 +62,15 @@ class Arguments:
         },
     )
     seed: int = field(default=0, metadata={"help": "of the noise in weights that nothing reads"})
+    rotate: int | None = field(
+        default=None,
+        metadata={"help": "seed of a random basis for the target, in which every channel is used"},
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Grow as the flags say; returns the exit code."""
-    prog = "grow_target"
+    prog = "scripts.grown.target"
 
     def work() -> None:
         (arguments,) = parse_arguments(
@@ -101,11 +109,12 @@ def grow(arguments: Arguments) -> None:
     own = Shape.of(small.config)
     shape = own if arguments.shape is None else SHAPES[arguments.shape]
     shape = shape.with_sizes({name: getattr(arguments, name) for name in own.names()})
-    if shape == own:
+    if shape == own and arguments.rotate is None:
         raise ValueError("nothing would grow: give --shape or sizes above the target's")
     choice = choose("tree", device="cpu", dtype=arguments.dtype, shape=Sizes.of(shape))
     dtype = choice.dtype
-    grown = grow_in_memory(small, arguments.heads, shape, dtype=dtype, seed=arguments.seed)
+    seeds: dict[str, Any] = {"seed": arguments.seed, "rotation": arguments.rotate}
+    grown = grow_in_memory(small, arguments.heads, shape, dtype=dtype, **seeds)
     model: Any = grown.target.model
     model.config._name_or_path = str(output / "target")
     for what, (difference, spread) in grown.differences().items():

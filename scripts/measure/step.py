@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         (arguments,) = parse_arguments(
-            (ProfileArguments,), argv, prog="profile_step", description=__doc__ or ""
+            (ProfileArguments,), argv, prog="scripts.measure.step", description=__doc__ or ""
         )
         report = profile(arguments)
         console = Console()
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         replace_file(path, json.dumps(report, indent=2) + "\n")
         console.print(f"Written: {path}", soft_wrap=True, highlight=False)
 
-    return run_command(work, prog="profile_step")
+    return run_command(work, prog="scripts.measure.step")
 
 
 @torch.no_grad()

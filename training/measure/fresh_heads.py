@@ -1,6 +1,8 @@
-"""Heads as they begin, to tell whether training makes others better or worse than that.
+"""Whether training makes what learns worse than it began.
 
-Shapes: B batch, T tokens, R supervised rows, K heads, D hidden.
+Heads are compared with fresh ones, which need no weights; a draft model with the losses it had.
+
+Shapes: B batch, T tokens, R supervised rows, K heads, D hidden, F figures.
 """
 
 from __future__ import annotations
@@ -46,19 +48,30 @@ class FreshHeads(MedusaHeads):
         return hidden_RD[..., None, :].expand(*hidden_RD.shape[:-1], self.config.num_heads, -1)
 
 
-class Comparison:
-    """Losses of heads and of fresh ones on the same text, now and then.
+@torch.no_grad()
+def plain_loss(
+    heads: DraftHeads, hidden_BTD: Tensor, inputs: Mapping[str, Tensor], rows: SupervisedRows
+) -> Tensor:
+    """Cross-entropy per row: a run's own loss may weigh the heads by how good they are."""
+    return rows_loss(
+        heads,
+        encode_rows(heads, hidden_BTD, inputs, rows),
+        rows,
+        objective=LossConfig(),
+        num_items=max(len(rows.positions_R), 1),
+    ).float()
 
-    Both are cross-entropy: the run's own loss may weigh the heads by how good they are.
+
+class Comparison:
+    """Losses of what learns and of what it began as on the same text, now and then.
 
     Args:
-        heads: that are trained.
-        target: of the heads.
+        worse: what a run that is stopped has done, for the sentence.
+        rates: the settings that may be too high.
     """
 
-    def __init__(self, heads: DraftHeads, target: TargetModel) -> None:
-        self.heads = heads
-        self.fresh = FreshHeads.beside(heads, target)
+    def __init__(self, worse: str, rates: str = "learning_rate") -> None:
+        self._worse, self._rates = worse, rates
         self._losses: deque[Tensor] = deque(maxlen=_COMPARISONS)
         self._compared = -1
 
@@ -70,37 +83,19 @@ class Comparison:
             self._compared = step
         return due
 
-    @torch.no_grad()
-    def losses(
-        self, hidden_BTD: Tensor, inputs: Mapping[str, Tensor], rows: SupervisedRows
-    ) -> Tensor:
-        """Of the heads and of fresh ones, per row, [2]."""
-        items = max(len(rows.positions_R), 1)
-        plain = LossConfig()
-        return torch.stack(
-            [
-                rows_loss(
-                    heads,
-                    encode_rows(heads, hidden_BTD, inputs, rows),
-                    rows,
-                    objective=plain,
-                    num_items=items,
-                )
-                for heads in (self.heads, self.fresh)
-            ]
-        ).float()
-
     def check(self, losses: Tensor, step: int, rate: float) -> None:
-        """Take the losses of a comparison.
+        """Take the losses of a comparison, now and in the beginning, [2, F].
 
         Raises:
-            ValueError: the last few say that training makes the heads worse than they began.
+            ValueError: the last few say by each figure that training makes worse what learns.
         """
         self._losses.append(losses)
-        now, fresh = torch.stack(tuple(self._losses)).mean(dim=0).tolist()
-        if len(self._losses) == _COMPARISONS and not now <= _WORSE * fresh:  # NaN is refused too
+        if len(self._losses) < _COMPARISONS:
+            return
+        now_F, began_F = torch.stack(tuple(self._losses)).mean(dim=0)
+        if not bool((now_F <= _WORSE * began_F).any()):  # NaN is refused too
             raise ValueError(
-                f"the heads have become worse than fresh ones: by step {step + 1} their loss is "
-                f"{now:.3g}, that of fresh heads {fresh:.3g} on the same text; the learning rate "
-                f"{rate:g} is too high, so give a lower learning_rate"
+                f"training has made {self._worse}: by step {step + 1} the loss is "
+                f"{float(now_F[0]):.3g}, in the beginning it was {float(began_F[0]):.3g} on the "
+                f"same text; the learning rate {rate:g} is too high, so give a lower {self._rates}"
             )

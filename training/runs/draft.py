@@ -71,7 +71,8 @@ def train_draft(
         The best checkpoint by held-out acceptance, fp32.
 
     Raises:
-        ValueError: a target, dataset or setting that cannot be used; the message says which.
+        ValueError: a target, dataset or setting that cannot be used; the message says which. Or
+            training made the draft model worse than it was, as too high a learning rate does.
         RuntimeError: the target's weights changed, which a fault of this program would be.
         SystemExit: the process got SIGTERM; a checkpoint was written first.
     """
@@ -122,6 +123,7 @@ def train_draft(
         data.held_out,
         objective=draft.objective(),
         own_text=_own_text(draft, model, data.known_rows, args),
+        known_rows=data.known_rows,
         record=story,
         callbacks=callbacks,
     )

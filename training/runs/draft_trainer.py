@@ -18,9 +18,11 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.data.own_text import OwnText
 from medusa_heads.training.data.prepare import collate
+from medusa_heads.training.data.sources import is_stream
 from medusa_heads.training.loss.draft import DraftLoss
 from medusa_heads.training.loss.own import own_rows
 from medusa_heads.training.measure.draft_metrics import describe_draft, draft_metrics
+from medusa_heads.training.measure.fresh_heads import Comparison
 from medusa_heads.training.runs.trainer import TaughtTrainer
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class DraftTrainer(TaughtTrainer):
         eval_dataset: likewise, held out.
         objective: the terms of the loss.
         own_text: batches that the draft model writes itself; without it, all are the corpus's.
+        known_rows: some of the training set, of which the first are the text that the draft model
+            is compared on with what it was. Default: `train_dataset`, unless that is a stream.
         record: gives what the `run.yaml` in each checkpoint says.
         kwargs: further arguments of transformers.Trainer.
     """
@@ -58,6 +62,7 @@ class DraftTrainer(TaughtTrainer):
         *,
         objective: LossConfig,
         own_text: OwnText | None = None,
+        known_rows: Dataset | None = None,
         record: Callable[[], Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -76,6 +81,12 @@ class DraftTrainer(TaughtTrainer):
         self.draft = TargetModel(draft)
         self.draft_loss = DraftLoss(self.draft, target, objective)
         self.own_text = own_text
+        self._comparison = Comparison("the draft model worse than it was")
+        self._plain_loss = DraftLoss(self.draft, target, LossConfig())
+        if known_rows is None and not is_stream(train_dataset):
+            known_rows = train_dataset
+        self._known_rows = known_rows
+        self.beginning: Tensor | None = None
 
     def train(
         self,
@@ -83,7 +94,10 @@ class DraftTrainer(TaughtTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As transformers' own, with the text at hand taken up again."""
+        """As transformers' own, with the text at hand taken up again; what a checkpoint replaces is
+        measured before."""
+        if self._known_rows is not None:
+            self.beginning = self._losses_of_known_text()
         if self.own_text is not None and isinstance(resume_from_checkpoint, str):
             self.own_text.load(_own_text_file(resume_from_checkpoint, self.args.process_index))
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -106,11 +120,29 @@ class DraftTrainer(TaughtTrainer):
                 batches[number] = collate(rows) | {_OWN: torch.tensor(True)}
         return batches, self._get_num_items_in_batch(batches, device)
 
+    @torch.no_grad()
+    def _losses_of_known_text(self) -> Tensor:
+        """Cross-entropy and the run's own loss, [2]: one may rise while the other is learnt."""
+        assert self._known_rows is not None
+        count = min(self.args.per_device_train_batch_size, len(self._known_rows))
+        batch: Any = self._prepare_inputs(collate(list(self._known_rows.select(range(count)))))
+        features_RD, *text, hidden_BTD = self._supervised(self.draft.model, batch)
+        both = (self._plain_loss, self.draft_loss)
+        return torch.stack([loss(features_RD, *text, hidden_BTD, len(text[0])) for loss in both])
+
     def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
+        """The loss of a batch.
+
+        Raises:
+            ValueError: training makes the draft model worse than it was.
+        """
         own = bool(inputs.pop(_OWN, False))
         features_RD, next_R, positions_R, hidden_BTD = self._supervised(model, inputs)
         # The draft's own tokens are no truth to learn, only a place to hear the target's.
         labels_R = torch.full_like(next_R, IGNORED) if own else next_R
+        if self.beginning is not None and self._comparison.is_due(self.state.global_step):
+            losses = [self._losses_of_known_text(), self.beginning]
+            self._check_progress(self._comparison, torch.stack(losses))
         return self.draft_loss(features_RD, labels_R, positions_R, hidden_BTD, items)
 
     def _judge(

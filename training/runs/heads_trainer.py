@@ -20,7 +20,7 @@ from medusa_heads.training.hidden.states import HiddenStates
 from medusa_heads.training.loss.row_blocks import rows_loss
 from medusa_heads.training.loss.rows import SupervisedRows, encode_rows, supervised_rows
 from medusa_heads.training.loss.teacher import Teacher
-from medusa_heads.training.measure.fresh_heads import Comparison
+from medusa_heads.training.measure.fresh_heads import Comparison, FreshHeads, plain_loss
 from medusa_heads.training.measure.metrics import describe, rank_metrics
 from medusa_heads.training.measure.ranks import head_ranks
 from medusa_heads.training.runs.trainer import TaughtTrainer
@@ -77,6 +77,7 @@ class HeadsTrainer(TaughtTrainer):
         kwargs: further arguments of transformers.Trainer.
     """
 
+    rates = "learning_rate"  # settings of what learns
     unusable: ClassVar[Mapping[str, Any]] = {
         **TaughtTrainer.unusable,
         "neftune_noise_alpha": None,
@@ -98,13 +99,13 @@ class HeadsTrainer(TaughtTrainer):
         **kwargs: Any,
     ) -> None:
         self.hidden_states = hidden_states or HiddenStates(target)
-        self._comparison = None
+        self._comparison = Comparison("the heads worse than fresh ones", self.rates)
+        self._compared = (heads, FreshHeads.beside(heads, target))  # no parts of what learns
         if trained is None:
             target.freeze()  # before the teacher is read off it
             objective = objective or LossConfig()
             teacher = Teacher.from_target(target) if objective.needs_teacher else None
             trained = HeadsObjective(heads, objective, teacher)
-            self._comparison = Comparison(heads, target)
         super().__init__(
             trained,
             target,
@@ -144,12 +145,28 @@ class HeadsTrainer(TaughtTrainer):
             ValueError: training makes the heads worse than they began.
         """
         loss, hidden_BTD, rows = self._measure(model, inputs, items)
-        step = self.state.global_step
-        if self._comparison is not None and self._comparison.is_due(step):
-            losses = self._comparison.losses(hidden_BTD, inputs, rows)
-            losses = self.accelerator.reduce(losses, reduction="mean")  # so that all stop together
-            self._comparison.check(losses, step, self.args.learning_rate)
+        self._compare(lambda: (hidden_BTD, hidden_BTD), inputs, rows)
         return loss
+
+    def _compare(
+        self,
+        hidden: Callable[[], tuple[Tensor, Tensor]],
+        inputs: Mapping[str, Tensor],
+        rows: SupervisedRows,
+    ) -> None:
+        """Where it is time, compare the heads with fresh ones on a batch.
+
+        Args:
+            hidden: gives hidden_BTD that the heads read, and those that fresh ones would.
+            inputs, rows: the batch, and where heads learn in it.
+
+        Raises:
+            ValueError: training makes the heads worse than they began.
+        """
+        if self._comparison.is_due(self.state.global_step):
+            pairs = zip(self._compared, hidden(), strict=True)
+            losses = [plain_loss(heads, read_BTD, inputs, rows) for heads, read_BTD in pairs]
+            self._check_progress(self._comparison, torch.stack(losses)[:, None])
 
     def _judge(
         self, model: nn.Module, inputs: dict[str, Any], items: Any

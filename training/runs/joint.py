@@ -53,6 +53,7 @@ class JointTrainer(HeadsTrainer):
         kwargs: further arguments of HeadsTrainer.
     """
 
+    rates = "learning_rate or lora_learning_rate"
     unusable: ClassVar[Mapping[str, Any]] = {
         name: unset
         for name, unset in HeadsTrainer.unusable.items()
@@ -134,8 +135,18 @@ class JointTrainer(HeadsTrainer):
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
         alone = self.state.global_step < self.joint.settings.warmup(self.state.max_steps)
-        loss: Tensor = model(inputs, self._rows(inputs), items, heads_alone=alone)
+        rows = self._rows(inputs)
+        loss: Tensor = model(inputs, rows, items, heads_alone=alone)
+        self._compare(lambda: self._read_twice(inputs), inputs, rows)
         return loss
+
+    @torch.no_grad()
+    def _read_twice(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """hidden_BTD with the adapter and without: an adapter gone wrong would spoil fresh heads'
+        loss as well."""
+        reading = self.joint.read(inputs, before=True)
+        assert reading.before_BTD is not None
+        return reading.now_BTD, reading.before_BTD
 
     def _measure(
         self, model: nn.Module, inputs: dict[str, Any], items: Any

@@ -7,7 +7,6 @@ parts, and removed first; a folder without it is no checkpoint.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from medusa_heads.files import parse_json
 from medusa_heads.training.runs.record import write_run
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,23 @@ class ResumableTrainer(Trainer):
                 return TrainOutput(state.global_step, 0.0, {})
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As transformers', with a sentence where the rates of the parts were others.
+
+        Raises:
+            ValueError: the checkpoint's optimiser has its parameters in other groups.
+        """
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except ValueError as error:
+            if "parameter group" not in str(error):
+                raise
+            raise ValueError(
+                f"{checkpoint!r} cannot be resumed: its parts had other learning rates, by default "
+                "where one is given now, or the other way round, or by the defaults of an earlier "
+                "version; resume with the learning_rate it was made with, or start anew"
+            ) from error
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial))
         if self.args.should_save:
@@ -76,7 +93,7 @@ def _is_finished(state: TrainerState, args: TrainingArguments) -> bool:
 def is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint was written to its end, and nothing of it is missing."""
     try:
-        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        state = parse_json((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     parts = all(any(checkpoint.glob(pattern)) for pattern in _PARTS)

@@ -18,6 +18,7 @@ from medusa_heads.config import IGNORED
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.hidden.launched import launched_sharding, learning_whole
 from medusa_heads.training.hidden.sharding import is_sharded
+from medusa_heads.training.measure.fresh_heads import Comparison
 from medusa_heads.training.runs.resumable import ResumableTrainer
 
 if TYPE_CHECKING:
@@ -117,6 +118,11 @@ class TaughtTrainer(ResumableTrainer, ABC):
             # The count is over all processes, and DDP averages gradients: undo the average.
             loss = loss * self.accelerator.num_processes
         return (loss, {}) if return_outputs else loss
+
+    def _check_progress(self, comparison: Comparison, losses_2F: Tensor) -> None:
+        """Hand on the losses of a comparison, averaged so that all processes stop together."""
+        losses_2F = self.accelerator.reduce(losses_2F, reduction="mean")
+        comparison.check(losses_2F, self.state.global_step, self.args.learning_rate)
 
     @abstractmethod
     def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:

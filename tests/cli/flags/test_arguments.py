@@ -111,6 +111,10 @@ def test_flags_that_do_not_fit(argv: tuple[str, ...], message: str) -> None:
         ("num_steps: 3\nnum_steps: 4", r"the key 'num_steps' is given twice\s+in .* line 2"),
         ("num_steps: 3\nnum-steps: 4", "the key 'num-steps' is given twice"),
         ("extra:\n  a: 1\n  a: 2", "the key 'a' is given twice"),
+        ("extra: {a: 2001-01-01}", "extra must hold plain values"),
+        ("learning_rate: 1" + "0" * 400, "learning_rate must be of type float"),
+        ("zzz: {2001-01-01: 1}", "unknown key 'zzz'"),
+        ("num_steps: !!bool maybe", "run.yaml is not valid YAML .*tag"),
     ],
 )
 def test_files_that_do_not_fit(text: str, message: str, tmp_path: Path) -> None:
@@ -135,6 +139,16 @@ def test_a_users_mistake_is_one_sentence(
     monkeypatch.setenv("MEDUSA_HEADS_TRACEBACK", "1")
     with pytest.raises(type(error)):
         run_command(fail)
+
+
+def test_a_sentence_that_quotes_too_much_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise ValueError(f"num_steps must be a number, got {'x' * 100_000!r}: give one")
+
+    assert run_command(fail) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("medusa-heads: error: num_steps must be") and len(said) < 1300
+    assert said.endswith("': give one\n") and " [..] " in said
 
 
 def test_interruption_and_faults_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:

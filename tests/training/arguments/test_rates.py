@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,22 @@ from medusa_heads.heads import new_heads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments import rates
 from medusa_heads.training.arguments.draft import (
+    DraftArguments,
     DraftOptimisationArguments,
     draft_training_arguments,
 )
+from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import RunArguments, fit_rate
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.measure.fresh_heads import FreshHeads
+from medusa_heads.training.runs.draft import train_draft
+from medusa_heads.training.runs.draft_trainer import DraftTrainer
 from medusa_heads.training.runs.heads import train_heads
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+from medusa_heads.training.runs.pruned_target import begin_draft
+from medusa_heads.training.runs.resumable import last_checkpoint
+from medusa_heads.training.runs.trainer import TaughtTrainer
+from tests.training.joint_cases import SMALL
 
 Rows = Callable[..., Dataset]
 
@@ -125,3 +135,105 @@ def test_a_run_that_makes_heads_worse_stops_with_a_sentence(
             output_dir=tmp_path / "run",
             training_args=arguments(tmp_path, steps=40, rate=50.0),
         )
+
+
+@pytest.mark.parametrize(
+    ("rate", "of_adapter"), [(50.0, 1e-3), (1e-3, 50.0)], ids=["heads", "adapter"]
+)
+def test_a_joint_run_that_makes_heads_worse_stops_too(
+    rate: float, of_adapter: float, target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    rows = make_rows(16)
+    with pytest.raises(ValueError, match=r"worse than fresh ones: .* or lora_learning_rate"):
+        train_heads(
+            target,
+            rows,
+            eval_dataset=rows,
+            config=HeadsConfig(num_heads=2),
+            output_dir=tmp_path / "run",
+            training_args=arguments(tmp_path, steps=60, rate=rate),
+            joint=replace(SMALL, learning_rate=of_adapter),
+        )
+
+
+def draft_arguments(folder: Path, steps: int = 40, rate: float | None = None) -> RunArguments:
+    chosen = DraftOptimisationArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        learning_rate=rate,
+        per_device_train_batch_size=4,
+        training_args={"use_cpu": True, "disable_tqdm": True},
+    )
+    return draft_training_arguments(chosen, given=False)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "cross_entropy"])
+@pytest.mark.parametrize("rate", [50.0, None])
+def test_a_run_that_makes_a_draft_model_worse_stops_with_a_sentence(
+    rate: float | None, divergence: Any, target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    rows = make_rows(16)
+    sentence = r"the draft model worse than it was: by step 30 .* rate 50 is too high"
+    with pytest.raises(ValueError, match=sentence) if rate else nullcontext():
+        train_draft(
+            target,
+            rows,
+            eval_dataset=rows,
+            draft=DraftArguments(divergence=divergence),
+            output_dir=tmp_path,
+            training_args=draft_arguments(tmp_path, rate=rate),
+        )
+
+
+def test_a_resumed_run_knows_what_its_draft_model_began_as(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    beginnings = []
+    for steps in (2, 4):
+        trainer = DraftTrainer(
+            begin_draft(target, num_layers=1),
+            target,
+            draft_arguments(tmp_path, steps),
+            make_rows(16),
+            make_rows(4),
+            objective=LossConfig({"forward_kl": 1.0}),
+        )
+        checkpoint = last_checkpoint(tmp_path)
+        assert (checkpoint is not None) == (steps == 4)
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        beginnings.append(trainer.beginning)
+    assert torch.equal(*beginnings)
+
+
+@pytest.mark.parametrize("parts", [{}, {"prefix_attention": True}], ids=["plain", "prefix"])
+def test_checkpoints_from_before_parts_had_rates_of_their_own(
+    parts: dict[str, Any],
+    target: TargetModel,
+    make_rows: Rows,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all parts have one rate they go on, bit for bit; else a sentence refuses them."""
+
+    def go(folder: str, resume: str | None = None) -> dict[str, Any]:
+        each = {"save_steps": 3, "save_total_limit": None, "load_best_model_at_end": False}
+        return train_heads(
+            target,
+            make_rows(24),
+            eval_dataset=make_rows(4),
+            config=HeadsConfig(num_heads=2, **parts),
+            output_dir=tmp_path / folder,
+            training_args=arguments(tmp_path, steps=6, **each),
+            resume_from_checkpoint=resume,
+        ).state_dict()
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(HeadsTrainer, "create_optimizer", TaughtTrainer.create_optimizer)
+        whole = go("whole")
+    last = str(tmp_path / "whole" / "checkpoint-3")
+    if parts:
+        with pytest.raises(ValueError, match="cannot be resumed: its parts had other learning ra"):
+            go("resumed", last)
+    else:
+        resumed = go("resumed", last)
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)

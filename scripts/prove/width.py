@@ -1,0 +1,250 @@
+"""Proof that default learning rates hold at the widths of real models.
+
+python -m scripts.prove.width --report runs/width/report.json
+python -m scripts.prove.width --kinds hydra prefix --num_prompts 96 --seeds 0 --tolerance 0.1
+
+The demo's target is grown to 2,048 channels and turned into a random basis: another width, every
+channel in use, the same logits and so the same text. Heads learn from that text at both widths, at
+the default rate of each: as many passes, steps and tokens, in the same order. The best static tree
+of 15 nodes that their ranks on one half of held-out texts imply is then walked, greedily, on the
+other half. Tokens per step may differ by the tolerance.
+
+The small target runs once over each text. What the wide one makes of it follows from that by one
+matrix, which is compared with what the wide one itself makes of a text.
+
+Two more runs say what else a difference could come from: other seeds at the small width, and the
+small target turned into a random basis at its own width, which folds its norms as the wide one's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from transformers import set_seed
+
+from medusa_heads import HeadsConfig, TargetModel
+from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.files import replace_file
+from medusa_heads.heads import new_heads
+from medusa_heads.machine.facts import describe_machine
+from medusa_heads.training.arguments.cache import CacheArguments
+from medusa_heads.training.arguments.rates import fit_rate
+from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.hidden.cache_setup import open_hidden_states
+from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+from medusa_heads.training.runs.setup import prepare_sets
+from scripts.compare.recipes import measure
+from scripts.demo.texts import windows, written
+from scripts.grown.model import load_small
+from scripts.grown.rotated_states import Rotated, RotatedStates
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+KINDS: dict[str, dict[str, Any]] = {
+    "medusa": {},
+    "hydra": {"kind": "hydra"},
+    "prefix": {"prefix_attention": True},
+}
+NODES = 15
+
+
+@dataclass
+class Arguments:
+    """How much to learn, and what is compared."""
+
+    target: str = field(
+        default="assets/demo-target", metadata={"help": "folder of a Llama with the demo's tokens"}
+    )
+    width: int = field(default=2048, metadata={"help": "channels of the wide target"})
+    kinds: list[str] = field(
+        default_factory=lambda: ["medusa"], metadata={"help": f"of {', '.join(KINDS)}"}
+    )
+    num_heads: int = field(default=2, metadata={"help": "heads of each kind"})
+    num_prompts: int = field(default=768, metadata={"help": "texts to learn from"})
+    num_train_epochs: float = field(default=2.0, metadata={"help": "passes over them"})
+    num_eval_prompts: int = field(default=192, metadata={"help": "held-out texts to walk"})
+    seeds: list[int] = field(
+        default_factory=lambda: [0, 1, 2],
+        metadata={"help": "orders of the text at the small width; the first is the wide one's too"},
+    )
+    tolerance: float = field(default=0.02, metadata={"help": "of the ratio of tokens per step"})
+    output_dir: Path = field(default=Path("runs/width"), metadata={"help": "texts and states"})
+    report: str | None = field(default=None, metadata={"help": "JSON file to write"})
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.kinds) - set(KINDS)):
+            raise ValueError(f"kinds are {', '.join(KINDS)}, got {unknown}")
+        if not self.kinds or not self.seeds:
+            raise ValueError("give at least one kind and one seed")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of training came to.
+
+    Attributes:
+        kind: of heads.
+        target: `own`, `rotated` at the small width, or `wide`.
+        seed: of the order of the text.
+        width: of the target.
+        learning_rate: the default's peak.
+        steps: of the optimiser.
+        losses: of training, by step.
+        tokens_per_step: on held-out text.
+        top_1: likewise, of each head.
+        cpu_seconds: of training and measuring.
+    """
+
+    kind: str
+    target: str
+    seed: int
+    width: int
+    learning_rate: float
+    steps: int
+    losses: Mapping[int, float]
+    tokens_per_step: float
+    top_1: Sequence[float]
+    cpu_seconds: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prove as the flags say; returns the exit code, 1 where a ratio is out of tolerance."""
+    prog = "prove.width"
+    codes: list[int] = []
+
+    def work() -> None:
+        (arguments,) = parse_arguments((Arguments,), argv, prog=prog, description=__doc__ or "")
+        codes.append(prove(arguments))
+
+    return run_command(work, prog=prog) or codes[0]
+
+
+def prove(arguments: Arguments) -> int:
+    """Train, measure, compare and report; returns the exit code."""
+    console = Console(soft_wrap=True, highlight=False)
+    small = load_small(arguments.target)
+    texts = [
+        written(small, windows(part, count), greedy_share, arguments.output_dir, 1)  # type: ignore[arg-type]
+        for part, count, greedy_share in (
+            ("train", arguments.num_prompts, 0.5),
+            ("held_out", arguments.num_eval_prompts, 1.0),
+        )
+    ]
+    outcomes: list[Outcome] = []
+    first, *others = arguments.seeds
+    for name, seeds in (("own", [first]), ("wide", [first]), ("rotated", [first]), ("own", others)):
+        rotated = None
+        if name != "own":
+            rotated = Rotated.of(small, arguments.width if name == "wide" else small.hidden_size)
+        for kind, seed in product(arguments.kinds, seeds):
+            found = run(kind, rotated, small, texts, seed, arguments)
+            outcomes.append(Outcome(kind=kind, target=name, seed=seed, **found))
+            console.print(line(outcomes[-1]))
+            _write(outcomes, arguments)
+    verdicts = [verdict(kind, outcomes, arguments.tolerance) for kind in arguments.kinds]
+    for _, sentence in verdicts:
+        console.print(sentence)
+    return 0 if all(holds for holds, _ in verdicts) else 1
+
+
+def run(
+    kind: str,
+    rotated: Rotated | None,
+    small: TargetModel,
+    texts: Sequence[Dataset],
+    seed: int,
+    arguments: Arguments,
+) -> dict[str, Any]:
+    """Train one set of heads at its default rate and measure it: the rest of an Outcome."""
+    started = time.process_time()
+    optimisation = OptimisationArguments(
+        output_dir=str(arguments.output_dir),
+        num_train_epochs=arguments.num_train_epochs,
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=8,
+        bf16=False,
+        seed=seed,
+        load_best_model_at_end=False,
+        training_args={"eval_strategy": "no", "save_strategy": "no", "use_cpu": True},
+    )
+    args = to_training_arguments(optimisation, "shared")
+    config = HeadsConfig(num_heads=arguments.num_heads, **KINDS[kind])
+    data = prepare_sets(small, *texts, {}, None, config.num_heads, args)
+    states = open_hidden_states(
+        CacheArguments("auto", str(arguments.output_dir / "states")),
+        small,
+        data,
+        config,
+        args,
+        target_weights_sha256=small.weights_digest(),
+        resumed=False,
+    )
+    target = small
+    if rotated is not None:
+        target, states = rotated.target, RotatedStates(rotated, states)
+    fit_rate(args, target.hidden_size)
+    set_seed(seed)
+    heads = new_heads(target, config)
+    trainer = HeadsTrainer(heads, target, args, data.rows, data.held_out, hidden_states=states)
+    trainer.train()
+    measured = measure(torch.as_tensor(trainer.predict(data.held_out).predictions), (NODES,))
+    return {
+        "width": target.hidden_size,
+        "learning_rate": args.learning_rate,
+        "steps": trainer.state.global_step,
+        "losses": {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log},
+        "tokens_per_step": measured["tokens_per_step"][NODES],
+        "top_1": measured["top_1"],
+        "cpu_seconds": round(time.process_time() - started, 1),
+    }
+
+
+def verdict(kind: str, outcomes: Sequence[Outcome], tolerance: float) -> tuple[bool, str]:
+    """Whether the wide run is within tolerance of the small one with the same seed, in words."""
+    of_kind = [o for o in outcomes if o.kind == kind]
+    own = [o.tokens_per_step for o in of_kind if o.target == "own"]
+    (rotated,) = [o.tokens_per_step for o in of_kind if o.target == "rotated"]
+    (wide,) = [o for o in of_kind if o.target == "wide"]
+    ratio = wide.tokens_per_step / own[0]
+    holds = abs(ratio - 1) <= tolerance
+    return holds, (
+        f"{kind}: {ratio:.3f} of the small width's tokens per step at width {wide.width} "
+        f"({'within' if holds else 'NOT within'} {tolerance:.0%}); rotated at the small width "
+        f"{rotated / own[0]:.3f}; over {len(own)} seeds at the small width "
+        f"{min(own):.3f} to {max(own):.3f}"
+    )
+
+
+def line(outcome: Outcome) -> str:
+    """A run in words."""
+    losses = list(outcome.losses.values())
+    return (
+        f"{outcome.kind}, {outcome.target} target of width {outcome.width}, seed {outcome.seed}: "
+        f"{outcome.tokens_per_step:.3f} tokens per step, loss {losses[0]:.3f} to {losses[-1]:.3f} "
+        f"in {outcome.steps} steps at a peak rate of {outcome.learning_rate:.3g}, "
+        f"{outcome.cpu_seconds:.0f} CPU seconds"
+    )
+
+
+def _write(outcomes: Sequence[Outcome], arguments: Arguments) -> None:
+    """The report so far."""
+    if arguments.report is None:
+        return
+    story = provenance({"machine": describe_machine(), "settings": asdict(arguments)})
+    story["outcomes"] = [asdict(outcome) for outcome in outcomes]
+    replace_file(Path(arguments.report), json.dumps(story, indent=2, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
