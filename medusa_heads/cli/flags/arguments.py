@@ -40,9 +40,9 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
     """Run a command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, 143 for
     SIGTERM, which ends it as Ctrl-C does.
 
-    A ValueError, an OSError, or what a library says of a full disk becomes one sentence on stderr;
-    with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything else is a fault of the program
-    and keeps its traceback. This package's own warnings are sentences, too.
+    A ValueError, an OSError, or what a library says of a full disk or memory becomes one sentence
+    on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything else is a fault of
+    the program and keeps its traceback. This package's own warnings are sentences, too.
     """
     try:
         with _own_warnings_as_sentences(prog), _ended_by_sigterm():
@@ -55,13 +55,17 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
         return 130
     except Exception as error:
         full = any(words in str(error) for words in _FULL_DISK)
-        expected = full or isinstance(error, ValueError | OSError)
+        # Of torch by its name: most commands end without importing it.
+        crowded = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        expected = full or crowded or isinstance(error, ValueError | OSError)
         if not expected or os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
         # Messages of the libraries underneath may run over several lines, or quote all of a value.
         sentence = _shortened(" ".join(str(error).split())) or type(error).__name__
         if full:
             sentence = f"a file could not be written, is the disk full? ({sentence})"
+        if crowded:
+            sentence = f"the memory is full: take smaller batches or shorter texts ({sentence})"
         print(f"{prog}: error: {sentence}", file=sys.stderr)
         return 2
     finally:

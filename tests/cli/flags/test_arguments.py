@@ -190,6 +190,21 @@ def test_a_program_that_handles_sigterm_goes_on_handling_it() -> None:
     assert seen == [signal.SIGTERM]
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\nTried")]
+)
+def test_full_memory_is_one_sentence(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise error
+
+    assert run_command(fail) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    said = " ".join(str(error).split()) or "MemoryError"
+    assert line == (
+        f"medusa-heads: error: the memory is full: take smaller batches or shorter texts ({said})"
+    )
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no disk that is always full")
 def test_a_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     def save() -> None:

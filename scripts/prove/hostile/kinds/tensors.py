@@ -23,7 +23,7 @@ from scripts.prove.hostile.damage import (
     truncate,
     vouch,
 )
-from scripts.prove.hostile.tensor_files import Touch, broken_header, no_safetensors
+from scripts.prove.hostile.kinds.tensor_files import Touch, broken_header, no_safetensors
 from scripts.prove.hostile.values import draw, mutated, words
 from scripts.prove.hostile.workshop import Place, Workshop
 from tests.interop import layouts

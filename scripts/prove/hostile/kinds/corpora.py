@@ -11,8 +11,8 @@ from typing import Any
 
 from scripts.prove.hostile.attempt import Attempt, Expect
 from scripts.prove.hostile.commands import read_by
-from scripts.prove.hostile.corpus_files import FILES
-from scripts.prove.hostile.corpus_rows import (
+from scripts.prove.hostile.kinds.corpus_files import FILES
+from scripts.prove.hostile.kinds.corpus_rows import (
     FORMS,
     LINES,
     STEM,

@@ -23,8 +23,8 @@ from medusa_heads.checkpoint.adapter import (
 from medusa_heads.checkpoint.adapter_config import ADAPTER_CONFIG
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import read_by
-from scripts.prove.hostile.sidecars import NO_JSON
-from scripts.prove.hostile.tensor_files import broken_header, no_safetensors
+from scripts.prove.hostile.kinds.sidecars import NO_JSON
+from scripts.prove.hostile.kinds.tensor_files import broken_header, no_safetensors
 from scripts.prove.hostile.values import change_one, deep, draw, many_digits, words
 from scripts.prove.hostile.workshop import Place, Workshop
 

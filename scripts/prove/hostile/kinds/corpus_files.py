@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.prove.hostile.corpus_rows import STEM, Row, good_row, write
+from scripts.prove.hostile.kinds.corpus_rows import STEM, Row, good_row, write
 from scripts.prove.hostile.values import as_json, deep, many_digits, words
 from scripts.prove.hostile.workshop import Place
 

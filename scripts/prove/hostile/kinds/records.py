@@ -12,7 +12,7 @@ from typing import Any
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import read_by
 from scripts.prove.hostile.damage import change_sidecar, change_sidecar_bytes
-from scripts.prove.hostile.sidecars import CHANGES, NO_JSON, WRONG
+from scripts.prove.hostile.kinds.sidecars import CHANGES, NO_JSON, WRONG
 from scripts.prove.hostile.values import deep, draw, many_digits, mutated, words
 from scripts.prove.hostile.workshop import Place, Workshop
 

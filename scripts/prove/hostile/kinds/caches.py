@@ -18,7 +18,7 @@ from unittest.mock import patch
 from medusa_heads.machine import products
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import read_by
-from scripts.prove.hostile.sidecars import NO_JSON
+from scripts.prove.hostile.kinds.sidecars import NO_JSON
 from scripts.prove.hostile.values import HUGE, deep, draw, many_digits, mutated
 from scripts.prove.hostile.workshop import Place, Workshop
 

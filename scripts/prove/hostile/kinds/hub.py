@@ -13,7 +13,7 @@ import pytest
 
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import command, read_by
-from scripts.prove.hostile.hostile_hub import Answer, HostileHub, Tamper
+from scripts.prove.hostile.kinds.hostile_hub import Answer, HostileHub, Tamper
 from scripts.prove.hostile.values import deep, draw, many_digits, words
 from scripts.prove.hostile.workshop import Place, Workshop
 from tests.hub.hub_server import log_in

@@ -9,9 +9,9 @@ from typing import Any
 
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import command
+from scripts.prove.hostile.kinds.yaml_texts import as_yaml, no_yaml
 from scripts.prove.hostile.values import HUGE, NOT_NUMBERS, deep, draw, many_digits, mutated, words
 from scripts.prove.hostile.workshop import Place, Workshop
-from scripts.prove.hostile.yaml_texts import as_yaml, no_yaml
 
 FILE = "settings.yaml"
 WHOLE = {"max_steps", "num_heads", "num_layers", "max_length", "seed", "shuffle_buffer", "lora_r"}
