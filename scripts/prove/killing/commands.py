@@ -170,7 +170,7 @@ COMMANDS = (
         "medusa_heads.cli.verbs.generate",
         "{given}/heads --target {given}/target --prompt tree --max_new_tokens 4 "
         "--corpus {given}/texts.jsonl --dtype float32",
-        {"corpus index": r"cache/"},
+        {"corpus index": r"cache/corpora", "measurement": r"cache/"},
     ),
 )
 
