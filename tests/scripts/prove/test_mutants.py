@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.prove.mutants import Mutant, choose, find, mutants, put, read_plan, tables
+from scripts.prove.mutating.changes import Mutant, find, mutants, put
+from scripts.prove.mutating.plan import choose, read_plan, tables
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "proofs.md"
