@@ -194,6 +194,27 @@ def test_processors_see_each_row_at_its_place_in_the_batch() -> None:
     assert [one.tokens for one in rows] == [[11], [9, 9], [6, 6]]
 
 
+class NamesInTurn(LogitsProcessor):
+    """Names another token at each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        named = torch.tensor([9, 7, 11][self.calls])
+        self.calls += 1
+        return scores + 100 * torch.nn.functional.one_hot(named, VOCAB)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_processors_keep_a_state_for_each_row(batch: int) -> None:
+    rule = SampleThenMatch(LogitsProcessorList([NamesInTurn()]), do_sample=False)
+    rows = [row(index=index, batch=batch) for index in range(batch)]
+    paths = rule(tree(batch), logits_naming([0] * 6).expand(batch, -1, -1), rows)
+    assert paths == [[0, 4, 5]] * batch
+    assert [one.tokens for one in rows] == [[9, 7, 11]] * batch
+
+
 @pytest.mark.parametrize("runs_ahead", [True, False])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_tokens_are_drawn_with_the_random_numbers_of_generate(
