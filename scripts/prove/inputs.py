@@ -158,7 +158,7 @@ def tried(
 
 
 def _maker(kind: str, workshop: Workshop) -> Callable[..., Any]:
-    module = import_module(f"scripts.prove.hostile.{kind}")
+    module = import_module(f"scripts.prove.hostile.kinds.{kind}")
     maker: Callable[..., Any] = getattr(module, KINDS[kind])(workshop).draw
     return maker
 
