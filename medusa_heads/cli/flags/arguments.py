@@ -97,11 +97,17 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != process:  # a worker that was forked later ends as any other would
             signal.raise_signal(number)
-        raise _Terminated(128 + number)
+        told.append(_Terminated(128 + number))
+        raise told[0]
 
+    told: list[_Terminated] = []
     signal.signal(signal.SIGTERM, terminate)
     try:
         yield
+    except Exception as error:
+        if told:  # a library made an error of its own of it
+            raise told[0] from error
+        raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

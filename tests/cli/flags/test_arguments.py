@@ -180,6 +180,19 @@ def test_sigterm_ends_a_command_with_a_sentence(capsys: pytest.CaptureFixture[st
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_sigterm_that_a_library_makes_an_error_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """As matplotlib does in the middle of a drawing."""
+
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit as error:
+            raise ValueError("Invalid bounding box") from error
+
+    assert run_command(work, prog="tool") == 143
+    assert capsys.readouterr().err == "tool: ended by SIGTERM\n"
+
+
 def test_a_program_that_handles_sigterm_goes_on_handling_it() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
