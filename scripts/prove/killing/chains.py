@@ -93,7 +93,7 @@ class Chains:
                     events = [
                         n for n, e in enumerate(reference.events, 1) if command.phase_of(e) == phase
                     ]
-                sign = signal.SIGTERM if so_far % 2 else signal.SIGKILL
+                sign = rng.choice((signal.SIGKILL, signal.SIGTERM))
                 seconds = self.seconds[command.name]
                 ending = place.run(Moment.draw(rng, events, seconds), sign)
                 if ending.dying is None or ending.code == 0:
