@@ -171,8 +171,8 @@ def test_a_token_is_committed_told_and_asked_about_once() -> None:
     heard = Heard()
     criteria = StoppingCriteriaList([MaxLengthCriteria(4)])
     row = Row(0, 1, torch.tensor([7, 7]), StopCheck(criteria), heard)
-    assert row.commit(5) is False and not row.done
-    assert row.commit(6) is True and row.done
+    assert (row.commit(5), row.done) == (False, False)
+    assert (row.commit(6), row.done) == (True, True)
     assert row.tokens == [5, 6] and heard.told == [[5], [6]]
     with pytest.raises(AssertionError):
         row.commit(7)
