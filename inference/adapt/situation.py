@@ -1,4 +1,4 @@
-"""What pays for rows that are decoded together: their budgets, gains and beliefs; and one step."""
+"""What pays for rows that are decoded together, and what is known of one step of theirs."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Situation:
         self.group, self.rows = group, rows
         self.graphs = list(sizes) if padded else []
         self.allowance = Allowance(clock.step(rows))
-        # Where the text promises more, a second is worth more; such passages last.
+        # Where more is expected of the text, a second is worth more; such passages last.
         self.budgets = [Budget(clock, sizes, rows, self.allowance, padded=padded) for _ in _TYPICAL]
-        # Several sources may contradict each other, and promise too much together.
+        # Several sources may contradict each other, and together expect too much.
         self._by_place = Evidence([1.0] * len(_TYPICAL), weight=12.0, memory=300.0)
         self._by_sources = Evidence([1.0] * (1 << len(sources)), weight=60.0, memory=1000.0)
         self.looking = Bandit(
@@ -72,18 +72,17 @@ class Situation:
         that run ahead gain little where fewer rows take almost as long."""
         return max(1.0 - _AHEAD * math.log2(self.rows), 0.3)
 
-    def belief(self, place: int, asked: int) -> float:
-        """By what the tokens are multiplied that these sources promise together, where the text
-        promises so much."""
+    def correction(self, place: int, asked: int) -> float:
+        """Factor for what is expected of these sources together, at a place among the budgets."""
         both = self._by_place.rate(place) * self._by_sources.rate(asked)
         return min(max(both, 0.3), 1.5)
 
-    def believe(self, place: int, asked: int, accepted: float, promised: float) -> None:
-        """So many tokens were accepted, and so many promised, belief included."""
-        said = promised / self.belief(place, asked)
+    def learn_correction(self, place: int, asked: int, accepted: float, expected: float) -> None:
+        """So many tokens were accepted, and so many expected, the correction included."""
+        uncorrected = expected / self.correction(place, asked)
         by_place, by_sources = self._by_place.rate(place), self._by_sources.rate(asked)
-        self._by_place.learn(place, accepted, said * by_sources)
-        self._by_sources.learn(asked, accepted, said * by_place)
+        self._by_place.learn(place, accepted, uncorrected * by_sources)
+        self._by_sources.learn(asked, accepted, uncorrected * by_place)
 
     def _first(self, clock: Clock, source: Source, known: float, drawn: bool) -> Bandit:
         """Whether to ask a source where so many tokens are known without it, before any of it was
@@ -110,17 +109,17 @@ class Step:
 
     Attributes:
         situation: of its rows.
-        place: of what the text promised, among the budgets.
+        place: of what was expected of the text, among the budgets.
         asked: a bit for each source.
         rows: those that were active.
         offered: what the sources offered for each.
-        promised: drafted tokens of a mean row that were expected to be accepted, as far as they
+        expected: drafted tokens of a mean row that were expected to be accepted, as far as they
             count in a batch.
         share: how far they do.
         nodes: verified in each row, the root and spare ones included.
         drafting: seconds that it took.
         observing: seconds that sources took to look at the target's answers.
-        took: seconds of all the rest; None where nobody said.
+        verifying: seconds of all the rest; None where nobody measured them.
         lengths: of the rows' texts by then.
     """
 
@@ -129,12 +128,12 @@ class Step:
     asked: int
     rows: list[Row]
     offered: list[list[Proposal]]
-    promised: float
+    expected: float
     share: float
     nodes: int
     drafting: float
     observing: float = 0.0
-    took: float | None = None
+    verifying: float | None = None
     lengths: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -37,6 +37,6 @@ class Observer(Protocol):
 class Timed(Protocol):
     """A drafter that learns from how long its trees take to verify."""
 
-    def took(self, nodes: int, seconds: float) -> None:
+    def learn_seconds(self, nodes: int, seconds: float) -> None:
         """Called after a step, with the drafted nodes of each row, spare ones included, and its
         seconds, its drafting left out."""

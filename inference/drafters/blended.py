@@ -85,9 +85,9 @@ class BlendedDrafter:
         if self._text is not None and any(offered):
             seconds = time.perf_counter() - started
             seconds += budget.seconds(draft.size) - budget.seconds(0)
-            situation.looking.learn(1, draft.promised, seconds)
+            situation.looking.learn(1, draft.expected_accepted, seconds)
         for i, source in enumerate(self._sources):
-            gains = situation.gains[i][bisect_right(BOUNDS, draft.promised)]
+            gains = situation.gains[i][bisect_right(BOUNDS, draft.expected_accepted)]
             if self._again[i]:
                 gains.take(1, budget.worth)
             elif not (self._always or gains.pick(budget.worth)):
@@ -109,7 +109,7 @@ class BlendedDrafter:
             self._clock.learn_drafting(name, time.perf_counter() - began)
             gains.learn(
                 1,
-                draft.promised - before.promised,
+                draft.expected_accepted - before.expected_accepted,
                 self._clock.drafting(name)
                 + self._clock.drafting(f"observing {source.name}")
                 + budget.seconds(draft.size)
@@ -128,7 +128,7 @@ class BlendedDrafter:
             asked,
             [state.rows[b] for b in active],
             [offered[b] for b in active],
-            promised=draft.expected[min(size, len(draft.expected) - 1)],
+            expected=draft.expected[min(size, len(draft.expected) - 1)],
             share=situation.share,
             nodes=tree.num_nodes,
             drafting=time.perf_counter() - started,
@@ -154,15 +154,15 @@ class BlendedDrafter:
             accepted += len(committed) - 1
             for proposal in own:
                 proposal.learn(committed)
-        if step.promised:
+        if step.expected:
             each = accepted / len(step.rows)
-            situation.believe(step.place, step.asked, each, step.promised / step.share)
+            situation.learn_correction(step.place, step.asked, each, step.expected / step.share)
         verified = step.nodes * situation.rows
-        if step.took is not None:
-            self._clock.learn(verified, max(step.took, 1e-9), max(step.lengths))
+        if step.verifying is not None:
+            self._clock.learn(verified, max(step.verifying, 1e-9), max(step.lengths))
         seconds = self._clock.step(verified) + step.drafting
         # What was expected says more of what a second is worth than what one step happened to give.
-        situation.budgets[step.place].learn(1.0 + step.promised, seconds)
+        situation.budgets[step.place].learn(1.0 + step.expected, seconds)
         situation.allowance.grow(seconds)
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
@@ -176,14 +176,14 @@ class BlendedDrafter:
                 if self._last is not None:
                     self._last.observing += seconds
 
-    def took(self, nodes: int, seconds: float) -> None:
+    def learn_seconds(self, nodes: int, seconds: float) -> None:
         """See Timed."""
         if self._last is not None:
-            self._last.took = seconds - self._last.observing
+            self._last.verifying = seconds - self._last.observing
 
     def _look(self, state: DecodingState, situation: Situation) -> tuple[list[list[Proposal]], int]:
         """What the text suggests for every row, if that has been worth a look; and how much it
-        promises, as a place among the budgets."""
+        is expected of it, as a place among the budgets."""
         looking = situation.looking
         if self._text is None or not (self._always or looking.pick(situation.budgets[0].worth)):
             looking.learn(0, 0.0, 0.0)
@@ -214,7 +214,7 @@ class BlendedDrafter:
         active = zip(trees, state.rows, strict=True)
         expected = _mean(
             [tree.expected() for tree, row in active if not row.done],
-            situation.share * situation.belief(place, asked),
+            situation.share * situation.correction(place, asked),
         )
         return _Draft(trees, expected, budget.best(expected)[0])
 
@@ -262,16 +262,16 @@ class _Draft(NamedTuple):
     size: int
 
     @property
-    def promised(self) -> float:
+    def expected_accepted(self) -> float:
         """Accepted tokens that are expected of a mean row."""
         return self.expected[min(self.size, len(self.expected) - 1)]
 
 
-def _mean(expected: Sequence[Sequence[float]], belief: float) -> list[float]:
+def _mean(expected: Sequence[Sequence[float]], correction: float) -> list[float]:
     """Tokens expected of a mean row by nodes; a shorter tree gains no more than all of it."""
     longest = max(map(len, expected))
     totals = [0.0] * longest
     for row in expected:
         for size in range(longest):
             totals[size] += row[min(size, len(row) - 1)]
-    return [belief * total / len(expected) for total in totals]
+    return [correction * total / len(expected) for total in totals]

@@ -66,7 +66,7 @@ class TextSource:
         # Of tokens that the target chooses, and of those that it draws.
         self._of_text = {drawn: Evidence(_PRIOR) for drawn in (False, True)}
         self._of_corpus = {drawn: Evidence(_PRIOR) for drawn in (False, True)}
-        self._promised = 1.0  # tokens that a search of the corpus promises: a running mean
+        self._usual = 1.0  # accepted tokens expected of a search of the corpus: a running mean
         self._passed_by = 0  # searches since the last that was made
 
     def draft(self, state: DecodingState) -> list[list[TextProposal]]:
@@ -82,7 +82,7 @@ class TextSource:
         if self._corpus is not None and self._worth_looking():
             continuation = self._corpus.continuation(automaton.text, self._most)
             found.append(TextProposal(self._of_corpus[drawn], continuation))
-            self._promised += 0.05 * (found[-1].expected() - self._promised)
+            self._usual += 0.05 * (found[-1].expected() - self._usual)
         return found
 
     def _read(
@@ -97,9 +97,9 @@ class TextSource:
         return automaton
 
     def _worth_looking(self) -> bool:
-        """Whether a search promises more than it takes; else one is made now and then."""
+        """Whether a search is expected to pay; else one is made now and then."""
         self._passed_by += 1
-        if self._promised < _WORTH_LOOKING and self._passed_by < _SELDOM:
+        if self._usual < _WORTH_LOOKING and self._passed_by < _SELDOM:
             return False
         self._passed_by = 0
         return True

@@ -170,7 +170,7 @@ def _step(
         if logits_BNV.device.type == "cpu":  # elsewhere the walk also waits for the target
             # What every token takes is no reason to commit fewer of them.
             seconds -= (walked - verified) * (1 - 1 / max(map(len, paths)))
-        drafter.took(tree.num_nodes - 1, seconds)
+        drafter.learn_seconds(tree.num_nodes - 1, seconds)
 
 
 def _finish_step(

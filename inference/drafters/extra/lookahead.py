@@ -158,10 +158,10 @@ class LookaheadDrafter:
             return drafts
         return self._beside_windows(drafts, state, text.windows)
 
-    def took(self, nodes: int, seconds: float) -> None:
+    def learn_seconds(self, nodes: int, seconds: float) -> None:
         """See Timed."""
         if not self._beside:  # else it would be taken for the time of the drafts alone
-            self._drafts.took(nodes, seconds)
+            self._drafts.learn_seconds(nodes, seconds)
 
     def _beside_windows(
         self, drafts: TokenTree, state: DecodingState, known: dict[int, _Window]

@@ -91,7 +91,7 @@ class ChosenDraftDrafter:
         self._took = None
         return tree
 
-    def took(self, nodes: int, seconds: float) -> None:
+    def learn_seconds(self, nodes: int, seconds: float) -> None:
         """See Timed."""
         self._took = seconds
 

@@ -53,7 +53,7 @@ class SlowDrafter(PlantedDrafter):
         assert logits_BNV.shape[:2] == tree.tokens_BN.shape
         self.observed.append(logits_BNV.shape[0])
 
-    def took(self, nodes: int, seconds: float) -> None:
+    def learn_seconds(self, nodes: int, seconds: float) -> None:
         self.steps.append((nodes, seconds))
 
 
