@@ -15,16 +15,19 @@ SERVING_VENV ?= .venv-vllm
 VLLM_STAMP := $(SERVING_VENV)/.installed
 VLLM_033 := $(SERVING_VENV)/vllm-0.33/.unpacked
 
+LOWEST_VENV ?= .venv-lowest
+LOWEST_STAMP := $(LOWEST_VENV)/.installed
+
 # Processes that share the tests: `make test WORKERS=1`. Each runs neighbours, so that what a module's
 # tests share is seldom made twice, and takes over the others' when it has done its own.
 WORKERS ?= auto
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+TESTS := -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # Waiting worker threads sleep instead of spinning: on few cores spinning slows small models.
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm test-vllm-033 lint format clean
+.PHONY: help demo docs test test-all test-slow test-lowest mutants test-vllm test-vllm-033 lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,11 +35,25 @@ help: ## show this list
 demo: $(STAMP) ## train heads for the embedded model and measure them (5 to 8 minutes on 2 cores)
 	$(BIN)/python -m scripts.demo
 
-test: $(STAMP) ## run the tests on all cores (4 minutes on 2 fast ones)
-	$(PYTEST)
+# Material for MkDocs advertises its successor at every start; the version is pinned.
+docs: export NO_MKDOCS_2_WARNING := true
+docs: $(STAMP) ## build the documentation as a site in build/site; a warning fails
+	$(BIN)/mkdocs build
 
-test-all: $(STAMP) ## the same and the slow ones, for a release
-	$(PYTEST) -m "slow or not slow" --durations 50
+test: $(STAMP) ## run the tests on all cores (4 minutes on 2 fast ones)
+	$(BIN)/python $(TESTS)
+
+test-all: test-slow test-lowest test-vllm test-vllm-033 ## all that a release is tested with
+
+test-slow: $(STAMP) ## the tests that take too long for every change
+	$(BIN)/python $(TESTS) -m slow --durations 50
+
+test-lowest: $(LOWEST_STAMP) ## the tests, with the lowest versions that pyproject.toml allows
+	$(LOWEST_VENV)/bin/python $(TESTS)
+
+# ONLY="mask DecodingState.advance" takes some of the laws or functions of scripts/prove/mutants.yaml.
+mutants: $(STAMP) ## change the central functions a little, again and again: their tests must fail
+	PYTHONHASHSEED=0 $(BIN)/python -m scripts.prove.mutants $(ONLY)
 
 test-vllm: $(VLLM_STAMP) ## prove served heads on vLLM's CPU build (10 minutes on 2 cores)
 	$(SERVING_VENV)/bin/python -m pytest tests/vllm
@@ -64,6 +81,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "Making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing dependencies into $(VENV) (several minutes the first time)"
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(LOWEST_STAMP): pyproject.toml constraints-lowest.txt
+	@$(LOWEST_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { echo "Making $(LOWEST_VENV)"; $(PYTHON) -m venv $(LOWEST_VENV); }
+	@echo "Installing the lowest allowed versions into $(LOWEST_VENV) (several minutes)"
+	$(LOWEST_VENV)/bin/python -m pip install --constraint constraints-lowest.txt --editable '.[test]'
 	@touch $@
 
 # Of what comes along with vLLM these three are built for CUDA, and break its imports on a CPU.

@@ -1,1 +1,1 @@
-"""How heads are used: draft a token tree, verify it in one forward, keep the accepted path."""
+"""How heads are used: draft a token tree, verify it in one forward, keep a path."""

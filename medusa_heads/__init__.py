@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from medusa_heads.config import HeadsConfig
     from medusa_heads.heads import HydraHeads, MedusaHeads, new_heads
     from medusa_heads.inference.models.drafted import DraftedModel
+    from medusa_heads.inference.models.hub_form import custom_generate
     from medusa_heads.inference.models.medusa import MedusaModel, attach
     from medusa_heads.inference.models.training_free import TrainingFreeModel
     from medusa_heads.target.target import TargetModel
@@ -28,6 +29,7 @@ __all__ = [
     "TrainingFreeModel",
     "__version__",
     "attach",
+    "custom_generate",
     "new_heads",
     "train_draft",
     "train_heads",
@@ -42,6 +44,7 @@ _HOMES = {
     "TargetModel": "medusa_heads.target.target",
     "TrainingFreeModel": "medusa_heads.inference.models.training_free",
     "attach": "medusa_heads.inference.models.medusa",
+    "custom_generate": "medusa_heads.inference.models.hub_form",
     "new_heads": "medusa_heads.heads",
     "train_draft": "medusa_heads.training.runs.draft",
     "train_heads": "medusa_heads.training.runs.heads",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from medusa_heads.files import read_json
+from medusa_heads.files import expanded, read_json
 
 SIDECAR_FILE = "medusa_heads.json"  # beside heads
 DRAFT_FILE = "draft_model.json"  # beside a draft model
@@ -34,7 +34,7 @@ def is_model(folder: str | os.PathLike[str]) -> bool:
 
 def refuse_heads(name: str | os.PathLike[str]) -> None:
     """Raises ValueError where heads stand in the place of a model."""
-    if is_heads(Path(name).expanduser()):
+    if is_heads(expanded(name)):
         raise ValueError(
             f"expected a causal language model at {os.fspath(name)!r}, found heads, which only "
             "draft on their target: name a whole model here, and heads where a command asks for a "

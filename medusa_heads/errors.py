@@ -32,5 +32,12 @@ def at_least(arguments: object, least: int, *names: str) -> None:
     """
     for name in names:
         value = getattr(arguments, name)
-        if value < least:
+        if not value >= least:  # NaN is neither
             raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says of an error in its first line, or in all of them where that one only
+    announces the others."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(" ".join(lines).split()) if lines[0].endswith(":") else lines[0]

@@ -1,11 +1,56 @@
-"""Files that are whole or absent: written beside their place, then renamed; and read with doubt."""
+"""Files that are whole or absent: written in a hidden folder beside their place, then renamed; and
+read with doubt."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+_STAGING = "part"
+
+MOST_YAML = 100_000
+"""Values of a YAML file, its aliases spelt out: a few lines of them can stand for billions."""
+
+
+@contextmanager
+def staging(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """A hidden folder in `folder` to write files in, from where `move_in` takes them.
+
+    It is gone when the block ends; and when it begins, so is what killed processes left of theirs.
+
+    Raises:
+        OSError: the folder is missing or cannot be written.
+    """
+    remove_leftovers(folder)
+    made, lock = _staging_folder(Path(folder))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def move_in(staged: Path, folder: str | os.PathLike[str], names: Iterable[str]) -> None:
+    """Put staged files or folders in their places, in this order. Their bytes are on the disk
+    before the first of them is seen, and their names when this returns.
+
+    Raises:
+        OSError: the folder is missing or cannot be written; the old files stand.
+    """
+    pairs = [(staged / name, Path(folder) / name) for name in names]
+    for source, _ in pairs:
+        for path in (source, *source.rglob("*")):
+            _to_disk(path)
+    for source, place in pairs:
+        os.replace(source, place)
+    for parent in {place.parent for _, place in pairs}:
+        _to_disk(parent)
 
 
 def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -15,12 +60,85 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
         OSError: the folder is missing or cannot be written; the old file stands.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with staging(path.parent) as made:
+        data = content.encode("utf-8") if isinstance(content, str) else content
+        (made / path.name).write_bytes(data)
+        move_in(made, path.parent, [path.name])
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> None:
+    """Remove what killed processes left in a folder. A living one holds a lock on what is its."""
+    for left in Path(folder).glob(f".*.{_STAGING}"):
+        with suppress(OSError):  # in use, or another process was quicker
+            lock = _lock(left)
+            if lock is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
+
+
+def _staging_folder(folder: Path) -> tuple[Path, int | None]:
+    """A new folder, and the lock on it where the file system has locks."""
+    while True:
+        made = folder / f".{os.urandom(8).hex()}.{_STAGING}"
+        made.mkdir()
+        try:
+            lock = _lock(made)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # taken for a leftover before it was locked
+        if made.exists():
+            return made, lock
+        assert lock is not None
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """A lock that ends with the process that holds it; None on a file system without any.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        FileNotFoundError: the folder is gone.
+    """
     try:
-        beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-        os.replace(beside, path)
+        import fcntl
+    except ImportError:  # no POSIX system: there, what killed processes leave is not removed
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are there to stay."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:  # a folder, where the system opens none
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems keep the names of files by themselves
+            raise
     finally:
-        beside.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def expanded(name: str | os.PathLike[str]) -> Path:
+    """A path as a user writes it, `~` being their home.
+
+    Raises:
+        ValueError: nobody is called as it says behind `~`.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"no home is known for the path {str(name)!r}: write it out") from error
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
@@ -49,6 +167,85 @@ def refuse_link(folder: str | os.PathLike[str]) -> None:
         raise ValueError(f"expected a folder at {str(folder)!r}, found a link: remove it")
 
 
+def parse_json(text: str) -> Any:
+    """JSON, of whatever somebody has written.
+
+    Raises:
+        JSONDecodeError: it is none, is nested too deeply, or holds a number too long to be read.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", text, 0) from None
+    except ValueError:  # Python reads no integer of more than some thousand digits
+        raise json.JSONDecodeError("a number is too long", text, 0) from None
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML that names a key once and makes plain data; of several values for one key, a plain
+    `safe_load` would take the last.
+
+    Raises:
+        ValueError: it is none, is nested too deeply, holds itself, or holds far more than it says.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    try:
+        loader = Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        if _spelt_out(root, {}) > MOST_YAML:
+            raise ValueError(f"its aliases stand for more than {MOST_YAML} values")
+        return loader.construct_document(root)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    # A tag asks for a reader of its own, and each fails in its own way on what does not fit.
+    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"a value is not what its tag says ({error})") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _spelt_out(node: Any, known: dict[int, int]) -> int:
+    """How many values a YAML node stands for, each alias written out.
+
+    Raises:
+        ValueError: it holds itself.
+    """
+    place = id(node)
+    if place not in known:
+        known[place] = -1  # not known yet: whoever comes here again has come around
+        inner = [] if isinstance(node.value, str) else node.value
+        parts = [part for each in inner for part in (each if isinstance(each, tuple) else (each,))]
+        known[place] = 1 + sum(_spelt_out(part, known) for part in parts)
+    elif known[place] < 0:
+        raise ValueError("a value holds itself")
+    return known[place]
+
+
+def is_encodable(text: str) -> bool:
+    """Whether a text can be written: JSON and command lines can spell halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A JSON file that holds an object.
 
@@ -56,10 +253,10 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: it is missing, unreadable, not JSON, or not an object.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"expected a JSON file at {str(path)!r}, found none") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): the file is damaged") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}, expected a JSON object")

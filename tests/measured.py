@@ -12,19 +12,17 @@ def keep_products(
     seconds: dict[str, float],
     use: Use = "tree",
     store: Measurements | None = None,
-    **kept: Any,
 ) -> Measurements:
     """Products of a shape took so long on one thread of the CPU: `{"float32 1": 0.2, ..}`; kept
     where every process looks, or in a store. What was read before is forgotten."""
     store = store or Measurements()
-    facts = {
+    facts: dict[str, Any] = {
         "use": use,
         "device": "cpu",
         "dtypes": ["bfloat16", "float32"],
         "threads": [1],
         "matrices": products.matrices(use, shape),
     }
-    values = {"seconds": seconds, "spread": 0.0, "attempts": 1}
-    store.write(products.KIND, facts, values | kept)
+    store.write(products.KIND, facts, {"seconds": seconds})
     products._known.clear()
     return store

@@ -1,19 +1,91 @@
-"""Whether results can be written somewhere, asked before they are made."""
+"""Files are old or new, never half; what of JSON and YAML is taken."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+import yaml
 
-from medusa_heads.files import check_folder
+from medusa_heads.files import (
+    check_folder,
+    expanded,
+    move_in,
+    parse_json,
+    parse_yaml,
+    read_json,
+    remove_leftovers,
+    replace_file,
+    staging,
+)
+from tests.killed import dies
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def test_a_file_is_replaced_and_nothing_stands_beside_it(tmp_path: Path) -> None:
+    replace_file(tmp_path / "a.txt", "ä")
+    assert (tmp_path / "a.txt").read_bytes() == b"\xc3\xa4"
+    replace_file(tmp_path / "a.txt", b"new")
+    assert (tmp_path / "a.txt").read_bytes() == b"new" and names(tmp_path) == ["a.txt"]
+    with pytest.raises(OSError, match="missing"):
+        replace_file(tmp_path / "missing" / "a.txt", "")
+
+
+def test_files_and_folders_are_moved_in_by_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = []
+    rename = os.replace
+
+    def replace(source: Path, place: Path) -> None:
+        moved.append(place.name)
+        rename(source, place)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with staging(tmp_path) as made:
+        (made / "first").mkdir()
+        for name in ("first/a", "b", "last"):
+            (made / name).write_text(name)
+        move_in(made, tmp_path, ["first", "b", "last"])
+    assert moved == ["first", "b", "last"]
+    assert names(tmp_path) == ["b", "first", "first/a", "last"]
+
+
+def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
+    replace_file(tmp_path / "a", "old")
+    with pytest.raises(RuntimeError), staging(tmp_path) as made:
+        (made / "a").write_text("half")
+        raise RuntimeError
+    assert (tmp_path / "a").read_text() == "old" and names(tmp_path) == ["a"]
+
+
+def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
+    tmp_path: Path,
+) -> None:
+    assert dies(lambda: replace_file(tmp_path / "a", "half"), renames=0)
+    assert len(names(tmp_path)) == 2
+    with staging(tmp_path) as made:
+        assert names(tmp_path) == [made.name]
+        replace_file(tmp_path / "a", "of another process")
+        remove_leftovers(tmp_path)
+        assert names(tmp_path) == [made.name, "a"]
 
 
 def test_a_folder_that_can_be_written_to_is_not_made_yet(tmp_path: Path) -> None:
     check_folder(tmp_path)
     check_folder(tmp_path / "a" / "b")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_home_that_nobody_has() -> None:
+    assert expanded("~/a") == Path.home() / "a"
+    with pytest.raises(ValueError, match="no home is known for the path '~nobody-here/a'"):
+        expanded("~nobody-here/a")
 
 
 @pytest.mark.parametrize("name", ["taken", "taken/below"])
@@ -32,3 +104,76 @@ def test_a_folder_without_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             check_folder(tmp_path / "run")
     finally:
         tmp_path.chmod(0o700)
+
+
+def test_a_writer_whose_file_is_written_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, or a process of the same number in another container."""
+    rename, path, waiting = os.replace, tmp_path / "file", ["the other's"]
+
+    def rename_late(beside: Path, place: Path) -> None:
+        if waiting:
+            replace_file(path, waiting.pop())
+            assert path.read_text() == "the other's"
+        rename(beside, place)
+
+    monkeypatch.setattr(os, "replace", rename_late)
+    replace_file(path, "one's own")
+    assert path.read_text() == "one's own" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "double quotes"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ("9" * 5_000, "a number is too long"),
+    ],
+    ids=["torn", "lists", "objects", "digits"],
+)
+def test_what_no_parser_reads_is_no_json(text: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(json.JSONDecodeError, match=why):
+        parse_json(text)
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"a\.json is not valid JSON .*{why}"):
+        read_json(tmp_path / "a.json")
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("a: !!bool maybe", "not what its tag says"),
+        ("a: !!int ''", "not what its tag says"),
+        ("a: !!float ''", "not what its tag says"),
+        ("a: !!timestamp yesterday", "not what its tag says"),
+        ("a: 2001-99-99", "month must be in 1..12"),
+        ("a: !!int abc", "invalid literal"),
+        ("a: 1\na: 2", "the key 'a' is given twice"),
+        ("a: {b: 1, b: 2}", "the key 'b' is given twice"),
+        ("[" * 5_000, "nested too deeply"),
+        (BOMB, "more than 100000 values"),
+        ("a: &a [*a]", "holds itself"),
+        ("a: &a {x: *a}", "holds itself"),
+        ("a: *b", "undefined alias"),
+        ("a: " + "9" * 5_000, "4300 digits"),
+    ],
+    ids=lambda value: value[:24],
+)
+def test_what_is_not_plain_yaml(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as raised:
+        parse_yaml(text)
+    assert "\n" not in str(raised.value)
+
+
+def test_plain_yaml_is_read_as_ever() -> None:
+    text = "a: &a {x: 1}\nb: *a\nc: [2001-01-01, 1e-4, true, ~]\nd: {<<: *a, y: 2}\n"
+    assert parse_yaml(text) == yaml.safe_load(text)
+    assert parse_yaml("") is None

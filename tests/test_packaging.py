@@ -1,5 +1,6 @@
 """What a user installs: one import name, every file once, nothing large, the sdist complete."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("medusa_heads", "training", "inference")  # the folders that hold installed modules
@@ -112,3 +114,15 @@ def test_installed_wheel_adds_one_import_name(wheel: Path, tmp_path: Path) -> No
     )
     where = run(python, "-I", "-c", statement, cwd=tmp_path).strip()
     assert Path(where).is_relative_to(site_packages)
+
+
+def test_the_lowest_allowed_versions_are_those_tested() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    needed = project.partition("\ndependencies = [")[2].partition("\n]")[0]
+    floors = dict(re.findall(r'"([\w-]+)>=([\d.]+)"', needed))
+    lowest = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8")
+    pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)", lowest, re.MULTILINE))
+    assert len(floors) > 10
+    for name, floor in floors.items():
+        # 2.9 and 2.9.0 are one version.
+        assert Version(pinned[name]) == Version(floor), name

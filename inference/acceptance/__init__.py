@@ -1,4 +1,4 @@
-"""Acceptance rules: which path of a verified tree is kept. Lossless unless another is named."""
+"""Which path of a verified tree is kept: lossless unless another rule is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens to draft, and by whom: the four nouns of every adaptive drafter.
+"""How much to draft, and by whom: evidence, clock, budget, bandit.
 
 evidence   how often drafted tokens were accepted, by source and confidence
 clock      seconds of a step, and of drafting for it

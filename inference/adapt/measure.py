@@ -5,7 +5,6 @@ Shapes: B batch, T tokens, N nodes.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.machine import Measurements
+from medusa_heads.machine import Measurements, as_seconds
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree, TreeShape, cartesian_choices
@@ -27,7 +26,7 @@ from medusa_heads.trees.tree import TokenTree, TreeShape, cartesian_choices
 # With the root a multiple of what matrix units take at a time: a 17th row costs as much as a 32nd.
 SIZES = (1, 3, 7, 11, 15, 23, 31, 47, 63)
 DEFAULT_CONTEXT = 256
-_FEW_SIZES, _SHORT_CONTEXT = (0, 3, 15, 63), 32  # of a large target, whose every forward counts
+_FEW_SIZES, _SHORT_CONTEXT = (3, 15, 63), 32  # of a large target, whose every forward counts
 _SECONDS = 0.5  # of measuring a small one
 _SLOW = 0.1  # seconds of a step that is not worth repeating
 _ROUNDS = 7
@@ -72,59 +71,66 @@ def target_clock(
 ) -> Clock:
     """A clock for this target on this machine.
 
-    A target whose forward takes long is measured in fewer than ten of them; decoding corrects the
-    rest.
+    A target whose forward takes long is measured in at most six of them; decoding corrects the
+    rest. What is kept of its steps serves all sources, each of which adds its own drafting.
 
     Args:
         target: the target.
         drafters: sources whose drafting is timed too: a drafter for each, and what it depends on.
     """
-    drafters = drafters or {}
-    store = Measurements()
-    facts = _facts(target) | {"drafters": {name: dict(of) for name, (_, of) in drafters.items()}}
-    known = store.read("clock", facts) or {}
+    store, facts = Measurements(), _facts(target)
+    steps = _kept_steps(store.read("clock", facts))
+    if steps is None:
+        with _eager(target):
+            steps = _measure_steps(target)
+        store.write("clock", facts, {"step": steps})
+    drafting = {
+        name: _drafting_seconds(target, drafter, facts | {"source": [name, dict(of)]}, store)
+        for name, (drafter, of) in (drafters or {}).items()
+    }
+    return Clock(steps, drafting)
+
+
+def _kept_steps(kept: Mapping[str, Any] | None) -> dict[int, float] | None:
+    """Seconds by tokens; None where nothing was kept, or it was damaged."""
     try:
-        step = {int(size): float(seconds) for size, seconds in known["step"].items()}
-        drafting = {name: float(known["drafting"][name]) for name in drafters}
-        times = [*step.values(), *drafting.values()]
-        if step and all(0 < each < math.inf for each in times):
-            return Clock(step, drafting)
+        steps = {int(size): as_seconds(seconds) for size, seconds in (kept or {})["step"].items()}
     except (AttributeError, KeyError, TypeError, ValueError):
-        pass  # nothing there, or damaged: measured anew
-    step, drafting = _measure_clock(target, {name: each for name, (each, _) in drafters.items()})
-    store.write("clock", facts, {"step": step, "drafting": drafting})
-    return Clock(step, drafting)
+        return None
+    return steps if steps and min(steps) > 0 else None
 
 
-def _measure_clock(
-    target: TargetModel, drafters: Mapping[str, Drafter]
-) -> tuple[dict[int, float], dict[str, float]]:
+def _measure_steps(target: TargetModel) -> dict[int, float]:
     sizes = [size for size in (0, *SIZES) if size < room(target)]
-    few = [size for size in _FEW_SIZES if size < room(target)]
+    few = [size for size in _FEW_SIZES if size in sizes]
+    chains = {size: RandomChain(size, target.vocab_size) for size in sizes}
+    bench = _Bench(target, _fitting(target, _SHORT_CONTEXT, max(sizes)), 1)
+    plain = min(bench.time(chains[0]) for _ in range(2))  # the first one finds nothing prepared
+    if plain.step >= _SLOW:
+        steps = {size: bench.time(chains[size]) for size in few}
+    elif plain.step * 2 * len(sizes) * 3 > _SECONDS:
+        # So short a step still shows what the first one of its size prepares.
+        steps = {size: [bench.time(chains[size]) for _ in range(2)][-1] for size in few[-2:]}
+    else:
+        bench = _Bench(target, _fitting(target, DEFAULT_CONTEXT, max(sizes)), 1)
+        steps = bench.rounds(chains, _SECONDS)
+    return {1: plain.step} | {size + 1: each.step for size, each in steps.items()}
+
+
+def _drafting_seconds(
+    target: TargetModel, drafter: Drafter, facts: Mapping[str, Any], store: Measurements
+) -> float:
+    """Seconds of a draft, from the store where they were measured before; no step is made."""
+    try:
+        return as_seconds((store.read("drafting", facts) or {})["seconds"])
+    except (KeyError, ValueError):
+        pass  # nothing there, or damaged: measured anew
     with _eager(target):
-        bench = _Bench(target, _fitting(target, _SHORT_CONTEXT, max(sizes)), 1)
-        chains = {size: RandomChain(size, target.vocab_size) for size in sizes}
-        once = bench.time(chains[0])
-        if once.step < _SLOW:  # else a warm-up is no longer to be seen
-            once = bench.time(chains[0])
-        slow = once.step * 2 * len(sizes) * 3 > _SECONDS
-        measured = few[1:] if slow else sizes
-        if slow and once.step < _SLOW:
-            for size in measured:  # the first forward of a size prepares what later ones find
-                bench.time(chains[size])
-        if not slow:
-            bench = _Bench(target, _fitting(target, DEFAULT_CONTEXT, max(sizes)), 1)
-        tasks: dict[Any, Drafter] = {size: chains[size] for size in measured}
-        seconds = bench.rounds(tasks, 1 if slow else _ROUNDS, _SECONDS, warm=not slow)
-        if slow:
-            seconds[0] = once
-        for drafter in drafters.values():
-            bench.draft(drafter)
-        drafting = {
-            name: sorted(bench.draft(drafter) for _ in range(5))[1]
-            for name, drafter in drafters.items()
-        }
-    return {size + 1: each.step for size, each in seconds.items()}, drafting
+        bench = _Bench(target, _fitting(target, _SHORT_CONTEXT, 1), 1)
+        bench.draft(drafter)
+        seconds = sorted(bench.draft(drafter) for _ in range(5))[1]
+    store.write("drafting", facts, {"seconds": seconds})
+    return seconds
 
 
 def step_seconds(
@@ -166,24 +172,26 @@ def measure_step_seconds(
     target: TargetModel, drafters: Mapping[str, Drafter], context: int, batch_size: int
 ) -> dict[str, StepSeconds]:
     """Measure steps with each drafter, interleaved."""
-    return _Bench(target, context, batch_size).rounds(drafters, _ROUNDS, 10 * _SECONDS)
+    return _Bench(target, context, batch_size).rounds(drafters, 10 * _SECONDS)
 
 
 class _Bench:
-    """A text of random tokens, behind which steps are timed that commit nothing.
+    """Rows behind which steps are timed that commit nothing. What lies in the cache is all zero,
+    which takes as long to read as a text.
 
     Args:
         target: the target.
-        context: tokens of the text.
+        context: tokens in the cache.
         batch_size: rows.
     """
 
-    @torch.inference_mode()
     def __init__(self, target: TargetModel, context: int, batch_size: int) -> None:
         self._target = target
         random = torch.Generator().manual_seed(0)
         ids_BT = torch.randint(target.vocab_size, (batch_size, context), generator=random)
         ids_BT = ids_BT.to(target.device)
+        hidden_BTD = torch.randn(batch_size, 2, target.hidden_size, generator=random)
+        hidden_BTD = hidden_BTD.to(target.device, target.dtype)
         cache = target.new_cache(batch_size, context + max(SIZES) + 1)
         stop = StopCheck(StoppingCriteriaList())
         rows = [Row(i, batch_size, ids_T, stop) for i, ids_T in enumerate(ids_BT)]
@@ -191,27 +199,22 @@ class _Bench:
             row.tokens.append(ids[-1])  # as if the last token had just been committed
         self._state = DecodingState(rows, cache, [0] * batch_size)
         self._state.lengths = [context] * batch_size
-        with target.capture_prompt() as prompt_hidden:
-            target.model(ids_BT, past_key_values=cache, use_cache=True)
-        self._state.hidden_BD = prompt_hidden[0][:, -1].clone()
-        self._state.take_prompt(prompt_hidden[0][:, -2:])  # as if a step had committed two tokens
+        self._state.hidden_BD = hidden_BTD[:, -1].clone()
+        self._state.take_prompt(hidden_BTD)  # as if a step had committed two tokens
         self._state.roots_B = ids_BT[:, -1]
         self._rule = SampleThenMatch(LogitsProcessorList(), do_sample=False)
 
-    def rounds(
-        self, drafters: Mapping[Any, Drafter], most: int, limit: float, *, warm: bool = True
-    ) -> dict[Any, StepSeconds]:
+    def rounds(self, drafters: Mapping[Any, Drafter], limit: float) -> dict[Any, StepSeconds]:
         """Usual seconds of each: all of them in turns, as often as the limit allows."""
         times: dict[Any, list[StepSeconds]] = {name: [] for name in drafters}
         started = time.perf_counter()
-        for repeat in range(most + warm):
+        for repeat in range(_ROUNDS + 1):
             if repeat > 1 and time.perf_counter() - started > limit:
                 break
             for name, drafter in drafters.items():
-                if warm:
-                    self.time(drafter)  # memory holds what the last one needed
+                self.time(drafter)  # memory holds what the last one needed
                 elapsed = self.time(drafter)
-                if repeat or not warm:  # the first round warms up
+                if repeat:  # the first round warms up
                     times[name].append(elapsed)
         return {name: _usual(each) for name, each in times.items()}
 
@@ -252,10 +255,13 @@ def _usual(times: Sequence[StepSeconds]) -> StepSeconds:
 
 def _known(stored: Mapping[str, Any] | None) -> dict[str, StepSeconds] | None:
     try:
-        known = {name: StepSeconds(*map(float, each)) for name, each in (stored or {}).items()}
+        known = {
+            name: StepSeconds(as_seconds(step), as_seconds(drafting, least=0))
+            for name, (step, drafting) in (stored or {}).items()
+        }
     except (TypeError, ValueError):
         return None
-    return known if known and all(0 < each.step < math.inf for each in known.values()) else None
+    return known or None
 
 
 def _eager(target: TargetModel) -> Any:

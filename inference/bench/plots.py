@@ -3,129 +3,146 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from medusa_heads.inference.bench.tables import setting_title
+from medusa_heads.pictures import (
+    BAR_INCHES,
+    LIGHT,
+    Bar,
+    Line,
+    draw_bars,
+    draw_lines,
+    draw_matrix,
+    save_picture,
+)
 from medusa_heads.trees.statistics import HeadStatistics
 
-# Okabe and Ito's palette: told apart with every kind of colour vision, and in grey.
-COLOURS = ("#7f7f7f", "#e69f00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _PHASES = ("prefill", "draft", "target", "walk", "cache", "other")
-Panel = Callable[[Any], None]  # draws on matplotlib axes
+_WIDE = 6.4  # inches of a panel
+_FLAT = 3.6
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A part of the picture: draws on matplotlib axes, and wants a height in inches."""
+
+    draw: Callable[[Any], None]
+    inches: float
 
 
 def draw(report: Mapping[str, Any], statistics: HeadStatistics | None, file: Path) -> None:
     """Write the picture: speed-ups, and beside them what else the report can show."""
-    from matplotlib.figure import Figure  # drawn without a display: no pyplot
-
     panels = _panels(report, statistics)
     columns = min(len(panels), 2)
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(12 if columns == 2 else 7, 4.8 * rows), layout="constrained")
-    places = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes, panel in zip(places, panels, strict=False):
-        panel(axes)
-    for axes in places[len(panels) :]:
-        axes.set_visible(False)
+    rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
+    heights = [max(panel.inches for panel in row) for row in rows]
     name = Path(str(report["target"])).name or "target"
     machine = report["machine"]
     where = machine.get("gpu") or f"{machine['cores']} cores, {machine['cpu']}"
-    figure.suptitle(f"{name} on {where}", fontsize=11)
-    figure.savefig(file, dpi=150)
+
+    def fill(figure: Any) -> None:
+        grid = figure.subplots(
+            len(rows), columns, squeeze=False, gridspec_kw={"height_ratios": heights}
+        )
+        for places, row in zip(grid, rows, strict=True):
+            for axes, panel in zip(places, row, strict=False):
+                panel.draw(axes)
+            for axes in places[len(row) :]:
+                axes.set_visible(False)
+        figure.suptitle(f"{name} on {where}", fontsize=11)
+
+    save_picture(file, fill, size=(_WIDE * columns, sum(heights) + 0.3))
 
 
 def _panels(report: Mapping[str, Any], statistics: HeadStatistics | None) -> list[Panel]:
-    """What there is to draw; details are those of the first setting."""
-    first = report["settings"][0]
-    title = setting_title(first, report.get("temperature"))
-    panels: list[Panel] = [partial(_draw_speedups, report=report)]
-    if "by_category" in first["methods"][0]:
-        panels.append(partial(_draw_categories, setting=first, title=title))
-    drafting = [method for method in first["methods"] if "nodes" in method]
-    if len(drafting) > 1:
-        panels.append(partial(_draw_nodes, methods=drafting, title=title))
-    if timed := [method for method in first["methods"] if "seconds_by_phase" in method]:
-        panels.append(partial(_draw_phases, methods=timed, title=title))
+    """What there is to draw: speed-ups of each setting, then details, which are the first one's."""
+    settings, temperature = report["settings"], report.get("temperature")
+    panels = [_speedups(setting, setting_title(setting, temperature)) for setting in settings]
+    if by_rows := _by_rows(settings):
+        panels.append(Panel(partial(_draw_batches, by_rows=by_rows), _FLAT))
+    first = settings[0]
+    title, methods = setting_title(first, temperature), first["methods"]
+    if "by_category" in methods[0]:
+        height = 1.6 + BAR_INCHES * len(methods[0]["by_category"])
+        panels.append(Panel(partial(_draw_categories, methods=methods, title=title), height))
+    if len(drafting := [method for method in methods if "nodes" in method]) > 1:
+        drawn = partial(_draw_nodes, methods=drafting, title=title, statistics=statistics)
+        panels.append(Panel(drawn, max(_FLAT, BAR_INCHES * len(drafting))))
+    if timed := [method for method in methods if "seconds_by_phase" in method]:
+        height = 1.2 + BAR_INCHES * len(timed)
+        panels.append(Panel(partial(_draw_phases, methods=timed, title=title), height))
     if statistics is not None:
-        panels.append(partial(_draw_accuracy, statistics=statistics))
+        panels.append(Panel(partial(_draw_accuracy, statistics=statistics), _FLAT))
     return panels
 
 
-def _draw_speedups(axes: Any, report: Mapping[str, Any]) -> None:
-    settings: Sequence[Mapping[str, Any]] = report["settings"]
-    names = list(dict.fromkeys(m["name"] for s in settings for m in s["methods"]))
-    for place, name in enumerate(names):
-        found = [(x, m) for x, s in enumerate(settings) for m in s["methods"] if m["name"] == name]
-        _draw_bars(axes, place, len(names), name, found, numbers=len(names) < 5)
-    temperature = report.get("temperature")
-    labels = [
-        setting_title(s, temperature).replace(", ", "\n").replace(" at ", "\nat ") for s in settings
-    ]
-    axes.set_xticks(range(len(settings)), labels, fontsize=9)
-    axes.set_title("Speed-up (median over prompts; lines: quartiles)", fontsize=10)
-    _finish_bars(axes)
+def _speedups(setting: Mapping[str, Any], title: str) -> Panel:
+    bars = []
+    for method in setting["methods"]:
+        low, high = method.get("speedup_quartiles", [method["speedup"]] * 2)
+        bars.append(Bar(method["name"], method["speedup"], low, high, is_ours(method["name"])))
+    title = f"Speed-up over plain decoding\n{title}"
+    return Panel(partial(draw_bars, bars=bars, title=title), 0.9 + BAR_INCHES * len(bars))
 
 
-def _draw_categories(axes: Any, setting: Mapping[str, Any], title: str) -> None:
-    methods = setting["methods"]
-    categories = list(methods[0]["by_category"])
-    for place, method in enumerate(methods):
-        found = [(x, method["by_category"][category]) for x, category in enumerate(categories)]
-        _draw_bars(axes, place, len(methods), method["name"], found)
-    axes.set_xticks(range(len(categories)), categories, fontsize=8, rotation=30, ha="right")
-    axes.set_title(f"Speed-up by category ({title})", fontsize=10)
-    _finish_bars(axes)
+def is_ours(name: str) -> bool:
+    """Whether a method is this engine's, and not plain decoding or transformers'."""
+    return not name.startswith(("plain", "transformers"))
 
 
-def _draw_bars(
-    axes: Any,
-    place: int,
-    methods: int,
-    name: str,
-    found: Sequence[tuple[int, Mapping[str, Any]]],
-    *,
-    numbers: bool = False,
-) -> None:
-    width = 0.8 / methods
-    lefts = [x + (place - (methods - 1) / 2) * width for x, _ in found]
-    heights = [entry["speedup"] for _, entry in found]
-    spans = [entry.get("speedup_quartiles", [entry["speedup"]] * 2) for _, entry in found]
-    errors = [
-        [max(h - low, 0.0) for h, (low, _) in zip(heights, spans, strict=True)],
-        [max(high - h, 0.0) for h, (_, high) in zip(heights, spans, strict=True)],
-    ]
-    colour = COLOURS[place % len(COLOURS)]
-    hatch = "//" if place >= len(COLOURS) else None  # the colours come again
-    axes.bar(lefts, heights, width, label=name, color=colour, hatch=hatch, yerr=errors, capsize=2)
-    for left, height, high in zip(lefts, heights, errors[1], strict=True):
-        if numbers:
-            _write_above(axes, left, height + high, height)
+def _by_rows(settings: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Speed-up by batch size of each method of this engine, where several sizes were measured."""
+    first = settings[0]
+    alike = [s for s in settings if (s["name"], s["dtype"]) == (first["name"], first["dtype"])]
+    sizes = sorted({setting.get("batch_size", 1) for setting in alike})
+    if len(sizes) < 2:
+        return []
+    found: dict[str, list[tuple[float, float]]] = {}
+    for setting in sorted(alike, key=lambda setting: setting.get("batch_size", 1)):
+        for method in setting["methods"]:
+            if is_ours(method["name"]):
+                point = (setting.get("batch_size", 1), method["speedup"])
+                found.setdefault(method["name"], []).append(point)
+    return [Line(name, points) for name, points in found.items()]
 
 
-def _finish_bars(axes: Any) -> None:
-    axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-    axes.margins(y=0.12)
+def _draw_batches(axes: Any, by_rows: Sequence[Line]) -> None:
+    sizes = sorted({int(x) for line in by_rows for x, _ in line.points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlabel("rows decoded together")
     axes.set_ylabel("speed-up over plain decoding")
-    _legend_below(axes)
+    axes.axhline(1.0, color=LIGHT.ink, linewidth=0.8, linestyle="--")
+    draw_lines(axes, by_rows, title="Speed-up by batch size")
 
 
-def _legend_below(axes: Any) -> None:
-    """Where it hides no bar, however many there are."""
-    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+def _draw_categories(axes: Any, methods: Sequence[Mapping[str, Any]], title: str) -> None:
+    rows = {
+        category: [method["by_category"][category]["speedup"] for method in methods]
+        for category in methods[0]["by_category"]
+    }
+    names = [method["name"] for method in methods]
+    draw_matrix(axes, rows, names, f"Speed-up by category\n{title}", LIGHT)
 
 
-def _draw_nodes(axes: Any, methods: Sequence[Mapping[str, Any]], title: str) -> None:
-    for place, method in enumerate(methods):
-        point = (method["nodes"], method["tokens_per_step"])
-        axes.plot(*point, "o", color=COLOURS[place % len(COLOURS)])
-        axes.annotate(method["name"], point, xytext=(4, 4), textcoords="offset points", fontsize=8)
-    axes.margins(x=0.2, y=0.12)
-    axes.set_xlabel("tokens drafted at a step, at most")
+def _draw_nodes(
+    axes: Any,
+    methods: Sequence[Mapping[str, Any]],
+    title: str,
+    statistics: HeadStatistics | None,
+) -> None:
+    """The limit is that of heads: each of them right, and the target's own token."""
+    axes.set_xlabel("draft tokens of a step, at most")
     axes.set_ylabel("tokens per step")
-    axes.grid(alpha=0.3)
-    axes.set_title(f"What trees of a size give ({title})", fontsize=10)
+    limit = None
+    if statistics is not None:
+        limit = (f"limit of {statistics.num_heads} heads alone", statistics.num_heads + 1.0)
+    lines = [Line(m["name"], [(m["nodes"], m["tokens_per_step"])]) for m in methods]
+    draw_lines(axes, lines, title=f"What trees of a size give\n{title}", limit=limit)
 
 
 def _draw_phases(axes: Any, methods: Sequence[Mapping[str, Any]], title: str) -> None:
@@ -136,38 +153,24 @@ def _draw_phases(axes: Any, methods: Sequence[Mapping[str, Any]], title: str) ->
             method["seconds_by_phase"].get(phase, 0.0) / sum(method["seconds_by_phase"].values())
             for method in methods
         ]
-        colour = COLOURS[place % len(COLOURS)]
-        axes.barh(range(len(methods)), shares, 0.6, left=lefts, label=phase, color=colour)
+        axes.barh(names, shares, 0.66, left=lefts, label=phase, color=LIGHT.colours[place])
         lefts = [left + share for left, share in zip(lefts, shares, strict=True)]
-    axes.set_yticks(range(len(methods)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of the time")
-    _legend_below(axes)
-    axes.set_title(f"Where the time goes ({title})", fontsize=10)
+    axes.set_title(f"Where the time goes\n{title}", pad=26)
+    axes.legend(fontsize=8, ncols=len(_PHASES), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def _draw_accuracy(axes: Any, statistics: HeadStatistics) -> None:
-    for offset, k, colour in ((-0.2, 1, COLOURS[2]), (0.2, 5, COLOURS[5])):
+    for offset, k in ((-0.2, 1), (0.2, 5)):
         accuracy = statistics.top_k_accuracy(k)
         places = [head + offset for head in range(len(accuracy))]
-        axes.bar(places, accuracy, 0.4, label=f"top-{k}", color=colour)
-        for place, value in zip(places, accuracy, strict=True):
-            _write_above(axes, place, value, value)
+        bars = axes.bar(places, accuracy, 0.38, label=f"top-{k}", color=LIGHT.colours[k // 5])
+        axes.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
     heads = range(statistics.num_heads)
-    axes.set_xticks(heads, [f"head {i}\n{i + 2} tokens ahead" for i in heads], fontsize=9)
+    axes.set_xticks(heads, [f"head {i}\n{i + 2} ahead" for i in heads])
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of held-out positions")
-    axes.set_title("The true token among a head's best guesses", fontsize=10)
-    axes.legend(fontsize=8)
-
-
-def _write_above(axes: Any, x: float, y: float, value: float) -> None:
-    axes.annotate(
-        f"{value:.2f}",
-        (x, y),
-        xytext=(0, 2),
-        textcoords="offset points",
-        ha="center",
-        fontsize=8,
-    )
+    axes.set_title("The true token among a head's best guesses")
+    axes.legend(ncols=2)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from medusa_heads.files import expanded, is_encodable, parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +71,7 @@ def read_questions(file: str | Path) -> list[Question]:
     Raises:
         ValueError: the file is missing, holds no prompt, or a line that cannot be read.
     """
-    path = Path(file).expanduser()
+    path = expanded(file)
     if not path.is_file():
         raise ValueError(f"expected a file of prompts at {str(file)!r}, found none")
     try:
@@ -91,8 +92,8 @@ def read_questions(file: str | Path) -> list[Question]:
 
 def _json_question(line: str, place: str) -> Question:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise ValueError(f"{place} is not JSON ({error})") from error
     keys = [key for key in ("turns", *_TEXT_KEYS) if isinstance(row, dict) and key in row]
     found = row[keys[0]] if keys else None
@@ -103,6 +104,8 @@ def _json_question(line: str, place: str) -> Question:
             f"{place}: expected an object with a string under 'prompt' or 'text', or a list of "
             "strings under 'turns'"
         )
+    if not all(map(is_encodable, turns)):
+        raise ValueError(f"{place} holds half a character (a surrogate): write it anew")
     category = row.get("category")
     if category is not None and not isinstance(category, str):
         raise ValueError(f"{place}: expected a string under 'category', got {category!r}")

@@ -36,12 +36,7 @@ def write_report(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     png_file = path / PNG_FILE
-    staged = path / f".{PNG_FILE}.{os.getpid()}.png"
-    try:
-        draw(report, statistics, staged)
-        os.replace(staged, png_file)
-    finally:
-        staged.unlink(missing_ok=True)
+    draw(report, statistics, png_file)
     # The numbers last: where they are, the rest is too.
     json_file, markdown_file = write_numbers(path, report)
     return json_file, markdown_file, png_file

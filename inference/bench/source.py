@@ -12,6 +12,7 @@ import torch
 
 from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary
 from medusa_heads.contents import is_draft, is_model
+from medusa_heads.files import expanded
 from medusa_heads.hub.names import split_revision
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.inference.bench.methods import Models
@@ -56,7 +57,7 @@ def find_source(name: str | os.PathLike[str], target: str | None, *, heads: bool
     Raises:
         ValueError: neither stands there, or a draft model does.
     """
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if is_draft(folder):
         raise ValueError(
             f"{str(name)!r} is a draft model: name its target first, and this as --draft_model"

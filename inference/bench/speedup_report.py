@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import replace_file
-from medusa_heads.inference.bench.plots import COLOURS
+from medusa_heads.pictures import LIGHT, Line, draw_lines, save_picture
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -128,63 +129,45 @@ def write_analysis(folder: str | os.PathLike[str], report: Mapping[str, Any]) ->
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    staged = path / f".{PNG_FILE}.{os.getpid()}.png"
-    try:
-        _draw(report, staged)
-        os.replace(staged, path / PNG_FILE)
-    finally:
-        staged.unlink(missing_ok=True)
+    save_picture(path / PNG_FILE, partial(_draw, report=report), size=(12.8, 4.4))
     # The numbers last: where they are, the picture is too.
     replace_file(path / JSON_FILE, json.dumps(report, indent=2) + "\n")
     return path / JSON_FILE, path / PNG_FILE
 
 
-def _draw(report: Mapping[str, Any], file: Path) -> None:
-    from matplotlib.figure import Figure  # drawn without a display: no pyplot
-
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
+def _draw(figure: Any, report: Mapping[str, Any]) -> None:
     by_nodes, by_rows = figure.subplots(1, 2)
-    _draw_by_nodes(by_nodes, report)
+    _draw_by_nodes(by_nodes, report["batches"][0])
     _draw_by_rows(by_rows, report)
     machine = report["machine"]
     where = machine.get("gpu") or f"{machine['cores']} cores, {machine['cpu']}"
     name = Path(str(report["target"])).name or "target"
     name += " (grown from a smaller model)" if report["grown_from"] else ""
     figure.suptitle(f"{name}, {report['dtype']}, on {where}", fontsize=11)
-    figure.savefig(file, dpi=150)
 
 
-def _draw_by_nodes(axes: Any, report: Mapping[str, Any]) -> None:
-    for place, batch in enumerate(report["batches"]):
-        rows, colour = batch["batch_size"], COLOURS[place % len(COLOURS)]
-        for kind, style in (("chain", ":"), ("static", "-"), ("dynamic", "--")):
-            drafts = [d for d in (*batch["chains"], *batch["trees"]) if d["tree"].startswith(kind)]
-            axes.plot(
-                [draft["nodes"] for draft in drafts],
-                [draft["speedup"] for draft in drafts],
-                style,
-                marker=".",
-                color=colour,
-                label=f"{rows} row{'s' * (rows > 1)}" if kind == "chain" else None,
-            )
-    axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+def _draw_by_nodes(axes: Any, batch: Mapping[str, Any]) -> None:
+    """Of the first batch size: what more rows change stands beside it."""
+    lines = []
+    for kind in ("chain", "static", "dynamic"):
+        drafts = [d for d in (*batch["chains"], *batch["trees"]) if d["tree"].startswith(kind)]
+        if drafts:
+            lines.append(Line(kind, [(draft["nodes"], draft["speedup"]) for draft in drafts]))
+    rows = batch["batch_size"]
+    axes.axhline(1.0, color=LIGHT.ink, linewidth=0.8, linestyle="--")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set_xlabel("drafted nodes")
+    axes.set_xlabel("draft tokens of a step (nodes of the tree)")
     axes.set_ylabel("expected speed-up over plain decoding")
-    axes.set_title("Chains (dotted), static trees, dynamic trees (dashed)", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    draw_lines(axes, lines, title=f"Speed-up by tree, {rows} row{'s' * (rows > 1)}")
 
 
 def _draw_by_rows(axes: Any, report: Mapping[str, Any]) -> None:
     rows = [batch["batch_size"] for batch in report["batches"]]
-    gains = [batch["best"]["speedup"] for batch in report["batches"]]
-    axes.plot(rows, gains, marker="o", color=COLOURS[2])
-    axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+    best = Line("best draft", [(b["batch_size"], b["best"]["speedup"]) for b in report["batches"]])
+    axes.axhline(1.0, color=LIGHT.ink, linewidth=0.8, linestyle="--")
     axes.set_xscale("log", base=2)
     axes.set_xticks(rows, [str(row) for row in rows])
     axes.set_xlabel("rows decoded together")
-    axes.set_ylabel("speed-up over plain decoding")
-    axes.set_title("The best draft by batch size", fontsize=10)
-    axes.grid(alpha=0.3)
+    axes.set_ylabel("expected speed-up over plain decoding")
+    draw_lines(axes, [best], title="Speed-up by batch size")

@@ -17,6 +17,7 @@ import torch
 
 from medusa_heads.inference.bench.peak_memory import PeakMemory
 from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.target.prompts import left_padded, stop_ids
 
 WARM_UP_TOKENS = 24
 
@@ -82,12 +83,9 @@ def run_once(
 ) -> Run:
     """One timed generation of a batch, padded on the left, seeded; what it runs of the target is
     counted from outside."""
-    longest, pad = max(map(len, prompts)), generate_kwargs.get("pad_token_id") or 0
-    padding = [longest - len(prompt) for prompt in prompts]
-    filled = [[pad] * n + list(prompt) for n, prompt in zip(padding, prompts, strict=True)]
-    input_ids_BT = torch.tensor(filled, device=model.device)
-    starts_B1 = torch.tensor(padding, device=model.device)[:, None]
-    mask_BT = (torch.arange(longest, device=model.device) >= starts_B1).long()
+    pad = generate_kwargs.get("pad_token_id") or 0
+    input_ids_BT, mask_BT = left_padded(prompts, pad, model.device)
+    longest = input_ids_BT.shape[1]
     torch.manual_seed(seed)
     memory = PeakMemory(model.device)
     with _forwards(model, first_alone=method.compiled) as forwards:
@@ -133,8 +131,7 @@ def fastest_threads(model: Any, prompt: Sequence[int]) -> int:
 
 def _up_to_the_end(tokens: list[int], model: Any) -> list[int]:
     """A row without what fills it up to the longest row of its batch."""
-    ends = model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    ends = stop_ids(model)
     last = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: last + 1]
 

@@ -1,1 +1,1 @@
-"""The decoding step and loop, its state, and what a target can be trusted to verify."""
+"""The decoding step and loop, its state, what a target can be trusted to verify."""

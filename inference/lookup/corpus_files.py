@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.data.data_files import has_known_suffix, read_rows
-from medusa_heads.errors import MedusaWarning
+from medusa_heads.errors import MedusaWarning, first_line
+from medusa_heads.files import expanded
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.machine.measurements import measurement_folder
 from medusa_heads.target.fingerprint import file_sha256
@@ -52,7 +53,7 @@ def find_corpus(
     if isinstance(corpus, str | os.PathLike):
         if not os.fspath(corpus):
             raise ValueError("expected a corpus, a file or a folder, got an empty path")
-        index = _find_files(Path(corpus).expanduser(), target, trust_remote_code)
+        index = _find_files(expanded(corpus), target, trust_remote_code)
     elif isinstance(corpus, CorpusIndex):
         index = corpus
     else:
@@ -74,7 +75,7 @@ def _find_files(path: Path, target: TargetModel, trust_remote_code: bool) -> Cor
             name, revision=target.revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ValueError(
             f"a corpus of text needs the tokenizer beside the target {name!r} ({reason}): give "
             "token ids"

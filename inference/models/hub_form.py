@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
-def generate(
+def custom_generate(
     model: PreTrainedModel,
     *,
     heads: str | os.PathLike[str] | None = None,

@@ -14,7 +14,7 @@ from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER, load_adapter
 from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
 from medusa_heads.heads import DraftHeads
-from medusa_heads.heads.preview import with_preview
+from medusa_heads.heads.previewed import with_preview
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus

@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import parse_json, replace_file
 from medusa_heads.heads import DraftHeads, HydraHeads
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import text_drafter
@@ -80,8 +80,8 @@ def read_choices(path: str | os.PathLike[str]) -> list[list[int]]:
         ValueError: not such a file.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        content = parse_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"expected a JSON list of rank paths at {str(path)!r}: {error}") from error
     if not isinstance(content, list) or not all(
         isinstance(choice, list) and all(type(rank) is int for rank in choice) for choice in content

@@ -1,1 +1,1 @@
-"""The target answers prompts itself: what is asked, who answers, what is kept, what is counted."""
+"""The target answers prompts itself: what is asked, who answers, what is kept."""

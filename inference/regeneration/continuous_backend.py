@@ -25,7 +25,8 @@ from medusa_heads.inference.regeneration.answers import (
 )
 from medusa_heads.inference.regeneration.draws import draw
 from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.inference.regeneration.target_backend import TargetBackend, end_tokens
+from medusa_heads.inference.regeneration.target_backend import TargetBackend
+from medusa_heads.target.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
 
 _CPU_PAGE = 32  # tokens
@@ -61,7 +62,7 @@ class ContinuousBackend(TargetBackend):
             RuntimeError: transformers' generation thread died.
         """
         model: Any = self.target.model
-        ends = end_tokens(model)
+        ends = stop_ids(model)
         only_greedy = all(prompt.greedy for prompt in prompts)
         options: dict[str, Any] = {"do_sample": False}
         if not only_greedy:

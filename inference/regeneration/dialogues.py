@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from medusa_heads.config import IGNORED
+from medusa_heads.files import parse_json
 from medusa_heads.inference.regeneration.answers import NO_QUESTION, TEMPLATE
 from medusa_heads.inference.regeneration.prompts import Messages
 
@@ -239,8 +239,8 @@ def _needed(tokenizer: PreTrainedTokenizerBase | None, column: str) -> PreTraine
 
 def _messages(asked: Any, where: str) -> Messages:
     if isinstance(asked, str):  # tables whose messages are of unequal kinds hold them as JSON
-        with suppress(json.JSONDecodeError):
-            asked = json.loads(asked)
+        with suppress(ValueError):
+            asked = parse_json(asked)
     if asked is None:
         return []
     if not isinstance(asked, list) or not all(isinstance(said, Mapping) for said in asked):
@@ -260,7 +260,7 @@ def _renderer(
         try:
             rendered: Any = tokenizer.apply_chat_template(
                 [dict(said) for said in messages],
-                tools=json.loads(tools) if isinstance(tools, str) else tools or None,
+                tools=parse_json(tools) if isinstance(tools, str) else tools or None,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import shutil
-import tempfile
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.files import check_folder, replace_file
+from medusa_heads.files import check_folder, move_in, staging
 from medusa_heads.masking import masked
 
 if TYPE_CHECKING:
@@ -47,12 +44,8 @@ def write_output(result: Regenerated, folder: Path, record: dict[str, Any]) -> P
         The record's file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".dataset-", dir=folder))
-    try:
-        result.rows.save_to_disk(str(staging))
-        (folder / _STATE_FILE).unlink(missing_ok=True)
-        for old in folder.glob("data-*.arrow"):
-            old.unlink()
+    with staging(folder) as staged:
+        result.rows.save_to_disk(str(staged))
         content = masked(record) | {
             "accounting": result.accounting.to_dict(),
             "rows": len(result.rows),
@@ -60,12 +53,14 @@ def write_output(result: Regenerated, folder: Path, record: dict[str, Any]) -> P
             | {"python": platform.python_version()},
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
-        file = folder / RECORD_FILE
         text = json.dumps(content, indent=2, ensure_ascii=False, default=str)
-        replace_file(file, text + "\n")
-        # The state comes last: it says that the others are there.
-        for new in sorted(staging.iterdir(), key=lambda path: path.name == _STATE_FILE):
-            os.replace(new, folder / new.name)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return file
+        (staged / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+        # The record says whose the folder is, and so comes first; the state says that the others
+        # are there: it goes first, and comes last.
+        (folder / _STATE_FILE).unlink(missing_ok=True)
+        for old in folder.glob("data-*.arrow"):
+            old.unlink()
+        order = (RECORD_FILE, "", _STATE_FILE)
+        names = [path.name for path in staged.iterdir()]
+        move_in(staged, folder, sorted(names, key=lambda n: order.index(n if n in order else "")))
+    return folder / RECORD_FILE

@@ -13,6 +13,8 @@ from urllib.request import getproxies, proxy_bypass
 from urllib3 import PoolManager, ProxyManager, Retry, Timeout
 from urllib3.exceptions import HTTPError
 
+from medusa_heads.files import parse_json
+
 SHOWN = 200  # characters of a server's own words
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _NOT_FOR_US = (401, 403)
@@ -95,10 +97,11 @@ class ServerConnection:
             )
         except HTTPError as error:
             raise Unreachable(type(getattr(error, "reason", None) or error).__name__) from error
+        text = response.data.decode("utf-8", "replace")
         try:
-            reply = json.loads(response.data)
+            reply = parse_json(text)
         except ValueError:
-            reply = response.data.decode("utf-8", "replace")
+            reply = text
         if response.status in _NOT_FOR_US:
             raise ValueError(
                 f"{self.base_url} refuses access ({response.status}): put the API key into the "

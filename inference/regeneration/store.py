@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import remove_leftovers, replace_file
 from medusa_heads.inference.regeneration.answers import PASSING, Answer
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.masking import masked
@@ -53,6 +53,7 @@ class AnswerStore:
         text = json.dumps(masked(described), indent=2, sort_keys=True, default=str)
         self.folder = root / hashlib.sha256(text.encode()).hexdigest()[:16]
         self.folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.folder)
         if not (self.folder / SETTINGS_FILE).exists():
             replace_file(self.folder / SETTINGS_FILE, text + "\n")
         self._answers: dict[str, Answer] = {}

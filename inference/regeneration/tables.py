@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_heads.data.data_files import read_rows
+from medusa_heads.files import expanded
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -35,7 +35,7 @@ def read_table(name: str, split: str = "train", *, config: str | None = None) ->
         if split not in ("train", "held_out"):
             raise ValueError(f"stdlib has the splits train and held_out, got {split!r}")
         return standard_library("held_out" if split == "held_out" else "train")
-    path = Path(name).expanduser()
+    path = expanded(name)
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             found = load_from_disk(str(path))

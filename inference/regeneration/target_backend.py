@@ -36,11 +36,3 @@ class TargetBackend(Backend):
             "dtype": str(self.target.dtype),
             "generation_config": self.target.model.generation_config.to_dict(),
         }
-
-
-def end_tokens(model: Any) -> frozenset[int]:
-    """The tokens that end the target's text."""
-    ends = model.generation_config.eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)

@@ -20,7 +20,8 @@ from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteria
 from medusa_heads.inference.regeneration.answers import Answer, Finished, Sampling, as_answer
 from medusa_heads.inference.regeneration.draws import RowDraws
 from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.inference.regeneration.target_backend import TargetBackend, end_tokens
+from medusa_heads.inference.regeneration.target_backend import TargetBackend
+from medusa_heads.target.prompts import left_padded, pad_id, stop_ids
 from medusa_heads.target.target import TargetModel
 
 logger = logging.getLogger(__name__)
@@ -125,15 +126,9 @@ def _generate(
     device = TargetModel(model).device
     greedy = prompts[0].greedy
     assert all(prompt.greedy == greedy for prompt in prompts)
-    ends = end_tokens(model)
-    pad = model.generation_config.pad_token_id
-    pad = pad if pad is not None else next(iter(ends), 0)
-    width = max(len(prompt.input_ids) for prompt in prompts)
-    padding = [width - len(prompt.input_ids) for prompt in prompts]
-    input_ids_BT = torch.tensor(
-        [[pad] * p + list(prompt.input_ids) for p, prompt in zip(padding, prompts, strict=True)]
-    )
-    mask_BT = torch.tensor([[0] * p + [1] * (width - p) for p in padding])
+    ends, pad = stop_ids(model), pad_id(model)
+    input_ids_BT, mask_BT = left_padded([prompt.input_ids for prompt in prompts], pad, device)
+    width = input_ids_BT.shape[1]
 
     options: dict[str, Any] = {"do_sample": False}
     if not greedy:
@@ -152,8 +147,8 @@ def _generate(
     # inference tensors.
     with torch.inference_mode(not hasattr(model, "_hf_hook")):
         output_BT = model.generate(
-            input_ids_BT.to(device),
-            attention_mask=mask_BT.to(device),
+            input_ids_BT,
+            attention_mask=mask_BT,
             max_new_tokens=sampling.max_new_tokens,
             pad_token_id=pad,
             stopping_criteria=StoppingCriteriaList([_Count(on_tokens)]),

@@ -1,1 +1,1 @@
-"""How heads are served by engines of other projects, which verify chains and no trees."""
+"""Heads in engines of other projects, which verify chains and no trees."""

@@ -1,1 +1,1 @@
-"""What lies on disk: read with suspicion, written whole, and put on its own target alone."""
+"""What lies on disk: read with suspicion, written whole, put on its own target alone."""

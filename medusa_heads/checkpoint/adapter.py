@@ -24,6 +24,7 @@ from medusa_heads.checkpoint.adapter_config import (
     read_adapter_config,
 )
 from medusa_heads.checkpoint.tensor_file import tensor_shapes
+from medusa_heads.errors import first_line
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -146,7 +147,7 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Peft
     except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"the adapter {str(folder)!r} cannot be applied: {reason}") from error
     return adapted
 

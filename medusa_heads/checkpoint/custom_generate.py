@@ -2,9 +2,9 @@
 `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)`.
 
 transformers loads `custom_generate/generate.py` of a folder or repository, after checking that what
-stands in `custom_generate/requirements.txt` is installed. The file hands on to this package, whose
-`inference/models/hub_form.py` does the work, so that a checkpoint need not be written anew with
-every fix.
+stands in `custom_generate/requirements.txt` is installed. The file hands on to a public name
+of this package, which no later version moves, so that a checkpoint need not be written anew with
+every fix; `inference/models/hub_form.py` does the work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ The model must be the one the heads were trained for; the text stays what it alo
 Options of the heads may be passed along: tree="dynamic:16", acceptance="typical", ...
 """
 
-from medusa_heads.inference.models.hub_form import generate
+from medusa_heads import custom_generate as generate
 
 __all__ = ["generate"]
 '''

@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from medusa_heads.contents import DRAFT_FILE
-from medusa_heads.files import read_json, replace_file
+from medusa_heads.files import move_in, read_json, staging
 from medusa_heads.masking import masked
 from medusa_heads.target.loading import load_tokenizer
 from medusa_heads.target.target import TargetModel
@@ -56,17 +54,15 @@ def save_draft(
         "provenance": masked(provenance or {}),
     }
     stored: Any = copy.deepcopy(draft).to(target.dtype)  # type: ignore[arg-type]
-    staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
-    try:
-        stored.save_pretrained(staging)
+    with staging(folder) as staged:
+        stored.save_pretrained(staged)
         if tokenizer is not None:
-            tokenizer.save_pretrained(staging)
-        for file in sorted(staging.iterdir()):
-            os.replace(file, folder / file.name)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    # Last: a folder with this file is whole.
-    replace_file(folder / DRAFT_FILE, json.dumps(sidecar, indent=2) + "\n")
+            tokenizer.save_pretrained(staged)
+        names = sorted(path.name for path in staged.iterdir())
+        (staged / DRAFT_FILE).write_text(json.dumps(sidecar, indent=2) + "\n", encoding="utf-8")
+        # A folder with this file is whole: it goes first, and comes last.
+        (folder / DRAFT_FILE).unlink(missing_ok=True)
+        move_in(staged, folder, [*names, DRAFT_FILE])
     return folder
 
 

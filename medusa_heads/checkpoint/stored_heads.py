@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +29,7 @@ from medusa_heads.checkpoint.tensor_file import read_tensors, tensor_shapes
 from medusa_heads.checkpoint.vocab_matrix import VOCAB_MATRIX_FILE, VOCAB_MATRIX_KEY
 from medusa_heads.config import HeadsConfig
 from medusa_heads.contents import SIDECAR_FILE, instead_of_heads
-from medusa_heads.files import read_json, refuse_link
+from medusa_heads.files import move_in, read_json, refuse_link, staging
 from medusa_heads.heads import KINDS
 from medusa_heads.masking import masked
 from medusa_heads.target.fingerprint import file_sha256
@@ -93,30 +91,29 @@ def write_stored(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # All is staged in one hidden folder: an error or a full disk leaves nothing half-written.
-    staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
-    try:
+    with staging(folder) as staged:
         # The sidecar comes last: it holds the weights' checksum, and so vouches for them.
         names = [WEIGHTS_FILE, CONFIG_FILE, SIDECAR_FILE]
         save_file(
             {name: tensor.contiguous() for name, tensor in stored.tensors.items()},
-            staging / WEIGHTS_FILE,
+            staged / WEIGHTS_FILE,
             metadata={"format": "pt"},
         )
         if stored.vocab_matrix_VD is not None:
             matrix = {VOCAB_MATRIX_KEY: stored.vocab_matrix_VD.contiguous()}
-            save_file(matrix, staging / VOCAB_MATRIX_FILE, metadata={"format": "pt"})
+            save_file(matrix, staged / VOCAB_MATRIX_FILE, metadata={"format": "pt"})
             names.insert(0, VOCAB_MATRIX_FILE)
         if adapter is not None:
             base_model, dtype = stored.target["name_or_path"], _dtype(stored.tensors)
-            save_adapter(staging / ADAPTER_FOLDER, adapter, base_model, dtype)
+            save_adapter(staged / ADAPTER_FOLDER, adapter, base_model, dtype)
             refuse_link(folder / ADAPTER_FOLDER)
             (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
-            of_adapter = sorted((staging / ADAPTER_FOLDER).iterdir())
-            names = [str(path.relative_to(staging)) for path in of_adapter] + names
+            of_adapter = sorted((staged / ADAPTER_FOLDER).iterdir())
+            names = [str(path.relative_to(staged)) for path in of_adapter] + names
         sidecar = {
             "format_version": FORMAT_VERSION,
             "heads": stored.config.to_dict(),
-            "weights_sha256": file_sha256(staging / WEIGHTS_FILE),
+            "weights_sha256": file_sha256(staged / WEIGHTS_FILE),
             "target": dict(stored.target),
             "adapter": stored.adapter and dict(stored.adapter),
             "statistics": stored.statistics and dict(stored.statistics),
@@ -125,14 +122,11 @@ def write_stored(
         known_as = stored.target.get("name_or_path")
         foreign = foreign_config(stored.config, stored.tensors, known_as)
         for name, content in ((CONFIG_FILE, foreign), (SIDECAR_FILE, sidecar)):
-            (staging / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        for name in names:
-            os.replace(staging / name, folder / name)
+            (staged / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_custom_generate(folder)
+        move_in(staged, folder, names)
         if stored.vocab_matrix_VD is None:
             (folder / VOCAB_MATRIX_FILE).unlink(missing_ok=True)  # of heads that stood here before
-        write_custom_generate(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return folder
 
 

@@ -1,1 +1,1 @@
-"""The commands `train-heads` and `medusa-heads`; heavy imports wait until a verb runs."""
+"""The commands `train-heads`, `train-draft` and `medusa-heads`; heavy imports wait."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import expanded, replace_file
 from medusa_heads.target.cache import RowCache
+from medusa_heads.target.prompts import stop_ids
 
 if TYPE_CHECKING:
     from medusa_heads.cli.streaming import StepStreamer
@@ -92,7 +92,7 @@ class Conversation:
     def save(self, file: str) -> None:
         """Write the messages as JSON, beside the place first."""
         content = json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False)
-        replace_file(Path(file).expanduser(), content + "\n")
+        replace_file(expanded(file), content + "\n")
 
     def _render(self, messages: list[dict[str, str]], text: str) -> list[int]:
         """Token ids of the whole conversation, ready to be answered."""
@@ -148,8 +148,7 @@ class Conversation:
 
     def _without_end(self, answer: list[int]) -> list[int]:
         """A running text goes on behind the token that ended an answer."""
-        end = self.model.target.model.generation_config.eos_token_id
-        ends = end if isinstance(end, list) else [end]
+        ends = stop_ids(self.model.target.model)
         return answer[:-1] if answer and answer[-1] in ends else answer
 
 

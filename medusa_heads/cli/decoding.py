@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.cli.settled import settle
+from medusa_heads.files import expanded
 
 if TYPE_CHECKING:
     from medusa_heads.inference.engine.stats import GenerationStats
@@ -176,7 +177,7 @@ def load_training_free_model(
 
     if arguments.target is not None:
         raise ValueError("with --drafter, the first argument is the target: leave out --target")
-    if is_heads(Path(arguments.checkpoint).expanduser()):
+    if is_heads(expanded(arguments.checkpoint)):
         raise ValueError(
             f"{arguments.checkpoint!r} holds heads, and --drafter drafts without any: give their "
             "target instead, or leave --drafter out"
@@ -251,6 +252,11 @@ def generation_options(arguments: DecodingArguments, tokenizer: Any) -> dict[str
         share = getattr(arguments, name)
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"{name} must be above 0 and at most 1, got {share}")
+    for name in (*SAMPLING, *PENALTIES):
+        if not math.isfinite(getattr(arguments, name) or 0):
+            raise ValueError(f"{name} must be a finite number, got {getattr(arguments, name)}")
+    if "" in arguments.stop:
+        raise ValueError("a stop string must not be empty: every text ends in it")
     if (arguments.no_repeat_ngram_size or 0) < 0:
         raise ValueError(
             f"no_repeat_ngram_size must be at least 0, got {arguments.no_repeat_ngram_size}"

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from medusa_heads.files import parse_json
+
 Refuse = Callable[[str, str], None]
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".jsonl.gz", ".json.gz", ".csv.gz")
@@ -64,13 +66,6 @@ def _open(file: Path) -> Iterator[IO[bytes]]:
         ) from error
 
 
-def _parse_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise json.JSONDecodeError("nested too deeply", text, 0) from error
-
-
 def _read_json_lines(file: Path, refuse: Refuse) -> Iterator[tuple[str, dict[str, Any]]]:
     with _open(file) as lines:
         for number, line in enumerate(lines, start=1):
@@ -78,7 +73,7 @@ def _read_json_lines(file: Path, refuse: Refuse) -> Iterator[tuple[str, dict[str
                 continue  # a blank line is no row
             place = f"{file}:{number}"
             try:
-                row = _parse_json(line.strip().decode("utf-8-sig" if number == 1 else "utf-8"))
+                row = parse_json(line.strip().decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError:
                 refuse(place, "not UTF-8")
             except json.JSONDecodeError as error:
@@ -98,7 +93,7 @@ def _begins_with_bracket(file: Path) -> bool:
 def _read_json_array(file: Path, refuse: Refuse) -> Iterator[tuple[str, dict[str, Any]]]:
     with _open(file) as content:
         try:
-            rows = _parse_json(content.read().decode("utf-8-sig"))
+            rows = parse_json(content.read().decode("utf-8-sig"))
         except ValueError as error:  # of JSON, or of UTF-8
             raise ValueError(f"{str(file)!r} is not valid JSON ({error})") from error
     for number, row in enumerate(rows, start=1):
@@ -146,12 +141,12 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    try:
-        table = ParquetFile(file)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{str(file)!r} is not valid Parquet ({error})") from error
     number = 0
-    for batch in table.iter_batches(batch_size=256):
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{file} row {number}", row
+    try:
+        for batch in ParquetFile(file).iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file} row {number}", row
+    # What a damaged page holds may be of any type, or beyond what Python has.
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"{str(file)!r} is not valid Parquet ({error})") from error

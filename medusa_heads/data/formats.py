@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_heads.data.bad_rows import BadRow
+from medusa_heads.files import parse_json
 
 CONTEXT_COLUMN = "_context"
 """Of a table of conversations: how many messages at the start are not learnt from."""
@@ -197,8 +198,8 @@ def _list(value: Any, column: str) -> list[Any]:
     """A list, or a text that is one in JSON (tables cannot hold lists of mixed things)."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
+            value = parse_json(value)
+        except ValueError as error:
             raise BadRow(f"{column!r} is a text and not a list in JSON") from error
     if not isinstance(value, list):
         raise BadRow(f"{column!r} is of type {type(value).__name__}, expected a list")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from medusa_heads.config import IGNORED, HeadsConfig
 from medusa_heads.heads.prefix import PrefixLayer
+from medusa_heads.heads.preview import VocabularyPreview
 from medusa_heads.heads.vocabulary import HasVocabulary, embeddings, vocabulary
-
-if TYPE_CHECKING:
-    from medusa_heads.heads.preview import VocabularyPreview
 
 AnyHeads = TypeVar("AnyHeads", bound="DraftHeads")
 

@@ -39,6 +39,6 @@ def check_repo_id(name: str) -> str:
 
 def is_local(name: str, *folders: Path) -> bool:
     """Whether a target's or dataset's name is a path, read from here or from one of `folders`."""
-    path = Path(name).expanduser()
-    written_as_path = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or "\\" in name
-    return written_as_path or path.exists() or any((folder / path).exists() for folder in folders)
+    if name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or "\\" in name:
+        return True
+    return any((folder / name).exists() for folder in (Path(), *folders))

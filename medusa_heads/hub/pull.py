@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER
 from medusa_heads.checkpoint.custom_generate import write_custom_generate
 from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE, read_sidecar
-from medusa_heads.files import refuse_link
+from medusa_heads.files import expanded, move_in, refuse_link, staging
 from medusa_heads.hub.files import CARD_FILE, KEPT_FILES, LOADED_FILES
 from medusa_heads.hub.folder import own_files
 from medusa_heads.hub.names import check_repo_id, is_repo_id, split_revision
@@ -43,7 +42,7 @@ def find_checkpoint(
     Raises:
         ValueError: no such folder or repository, none that holds heads, or a revision of a folder.
     """
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     repo_id, named = split_revision(name)
     if folder.exists() or not is_repo_id(repo_id):
         if revision is not None:
@@ -139,7 +138,8 @@ def _download(
 
 
 def copy_checkpoint(source: Path, folder: Path) -> None:
-    """Copy a checkpoint's own files, beside their place first; earlier heads' files go.
+    """Copy a checkpoint's own files, beside their place first; earlier heads' files go. A folder
+    that holds nothing yet is there whole, or not at all.
 
     Raises:
         ValueError: a file is a link that leads elsewhere, or none that a checkpoint has.
@@ -147,18 +147,21 @@ def copy_checkpoint(source: Path, folder: Path) -> None:
     """
     present = own_files(source, KEPT_FILES)
     refuse_link(folder / ADAPTER_FOLDER)
+    folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".copying-", dir=folder.parent))
-    try:
+    with staging(folder.parent) as beside:
+        staged = beside / folder.name
         for name, path in present.items():
-            (staging / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, staging / name)
+            (staged / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, staged / name)
+        write_custom_generate(staged)
+        if not folder.exists() or not any(folder.iterdir()):
+            move_in(beside, folder.parent, [folder.name])
+            return
         write_custom_generate(folder)
+        for name in present:
+            (folder / name).parent.mkdir(exist_ok=True)
         # The sidecar comes last: it vouches for the weights.
-        for name in sorted(present, key=lambda name: name == SIDECAR_FILE):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(staging / name, folder / name)
+        move_in(staged, folder, sorted(present, key=lambda name: name == SIDECAR_FILE))
         for name in set(KEPT_FILES) - {*present, CARD_FILE}:
             (folder / name).unlink(missing_ok=True)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+# How a client fails on an answer that it does not expect.
+_TRIPPED = (LookupError, AttributeError, TypeError, ArithmeticError, AssertionError)
+# Of an answer to HEAD: what files in the client's cache are named by.
+_NAMING = ("ETag", "X-Linked-ETag", "X-Repo-Commit")
+_NAME = re.compile(r"[\w+=-][\w.+=-]{0,199}")
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -37,12 +44,39 @@ def in_one_sentence(
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns of every attempt; the error that follows says it once
     try:
-        yield
-    except (OSError, ValueError, RuntimeError, HTTPError) as error:
+        with _no_paths_of_theirs():
+            yield
+    except (OSError, ValueError, RuntimeError, HTTPError, *_TRIPPED) as error:
         sentence = _sentence(error, repo_id, revision)
         raise ValueError(_without_token(sentence, token)) from None
     finally:
         logger.setLevel(level)
+
+
+class _LeadsElsewhere(ValueError):
+    """An answer names a file of the cache that lies outside of it."""
+
+
+@contextmanager
+def _no_paths_of_theirs() -> Iterator[None]:
+    """The client calls a file of its cache by what the hub says is its hash, unseen: a name such
+    as `../../x` would be written to."""
+    from huggingface_hub import get_session
+
+    client = get_session()
+    before = client.event_hooks
+
+    def check(answer: Any) -> None:
+        for name in _NAMING if answer.request.method == "HEAD" else ():
+            said = (answer.headers.get(name) or "").removeprefix("W/").strip('"')
+            if said and not _NAME.fullmatch(said):
+                raise _LeadsElsewhere(f"its answer calls a file {said[:80]!r}")
+
+    client.event_hooks = {**before, "response": [*before.get("response", []), check]}
+    try:
+        yield
+    finally:
+        client.event_hooks = before
 
 
 def _sentence(error: BaseException, repo_id: str, revision: str | None) -> str:
@@ -56,6 +90,13 @@ def _sentence(error: BaseException, repo_id: str, revision: str | None) -> str:
     )
 
     answer = _answer(error)
+    if isinstance(error, _TRIPPED):
+        return (
+            f"the hub at {constants.ENDPOINT} answered what its client cannot read for "
+            f"{repo_id!r} ({type(error).__name__})"
+        )
+    if isinstance(error, _LeadsElsewhere):
+        return f"the hub at {constants.ENDPOINT} is not to be trusted with {repo_id!r}: {error}"
     if not isinstance(answer, HfHubHTTPError):
         if constants.HF_HUB_OFFLINE:
             return f"{repo_id!r} is not in the local cache, and HF_HUB_OFFLINE is set: unset it"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from medusa_heads.files import expanded, move_in, staging
 
 
 def check_empty(folder: str | os.PathLike[str]) -> Path:
@@ -15,7 +16,7 @@ def check_empty(folder: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: something stands there already.
     """
-    path = Path(folder).expanduser().absolute()
+    path = expanded(folder).absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(
             f"{str(folder)!r} exists and is not empty: name another folder to write to"
@@ -31,12 +32,10 @@ def staged(folder: Path) -> Iterator[Path]:
         OSError: the folder cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.parent / f".{folder.name}.{os.getpid()}.part"
-    staging.mkdir()
-    try:
-        yield staging
+    with staging(folder.parent) as beside:
+        made = beside / folder.name
+        made.mkdir()
+        yield made
         if folder.exists():
             folder.rmdir()
-        os.replace(staging, folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        move_in(beside, folder.parent, [folder.name])

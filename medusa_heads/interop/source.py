@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.checkpoint.vocab_matrix import VOCAB_MATRIX_FILE
-from medusa_heads.files import read_json
+from medusa_heads.files import expanded, read_json
 from medusa_heads.hub.names import is_repo_id, split_revision
 from medusa_heads.hub.talking import in_one_sentence
 
@@ -126,7 +126,7 @@ def open_source(name_or_path: str, *, revision: str | None = None, model: bool =
     Raises:
         ValueError: nothing is there, or nothing that holds tensors.
     """
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     if path.is_file():
         place = Place(str(path.parent.resolve()), path.parent)
         files: dict[str, Path | str] = dict.fromkeys(_names(path), path)

@@ -6,12 +6,12 @@ Shapes: D hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from medusa_heads.files import expanded
 from medusa_heads.heads.vocabulary import vocabulary
 from medusa_heads.interop.source import Source, open_source
 from medusa_heads.target.fingerprint import lm_head_sha256
@@ -43,7 +43,7 @@ def read_target(
     Raises:
         ValueError: there is no causal LM, or its lm_head is quantised.
     """
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     if path.is_file():
         raise ValueError(
             f"expected a causal language model (a hub id or a local folder) at {name_or_path!r}, "

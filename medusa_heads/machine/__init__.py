@@ -1,9 +1,9 @@
-"""This machine: what it has, what it multiplies fastest, and where that is remembered."""
+"""This machine: what it has, what it multiplies fastest, where that is remembered."""
 
 from medusa_heads.machine.choice import Choice, as_dtype, choose, speeds
 from medusa_heads.machine.devices import devices_here, find_device
 from medusa_heads.machine.facts import describe_machine, machine_facts
-from medusa_heads.machine.measurements import Measurements, measurement_folder
+from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 from medusa_heads.machine.products import Use
 from medusa_heads.machine.shape import Shape
 
@@ -13,6 +13,7 @@ __all__ = [
     "Shape",
     "Use",
     "as_dtype",
+    "as_seconds",
     "choose",
     "describe_machine",
     "devices_here",

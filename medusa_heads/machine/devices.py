@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from medusa_heads.errors import first_line
+
 if TYPE_CHECKING:
     import torch
 
@@ -54,7 +56,7 @@ def _failure(device: torch.device) -> Exception | None:
 
 
 def _refusal(asked: object, error: Exception) -> str:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = first_line(error)
     return f"expected a device such as cpu or cuda, got {str(asked)!r}: {reason}"
 
 

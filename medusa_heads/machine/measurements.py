@@ -5,24 +5,42 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import parse_json, replace_file
 from medusa_heads.machine.facts import machine_facts
 
 CACHE_VARIABLE = "MEDUSA_HEADS_CACHE"
-_VERSION = 1
+_VERSION = 2
+MOMENT, AGE = 1e-12, 1e9  # what no clock tells apart, and what nobody has waited for
 
 
 def measurement_folder() -> Path:
     """Where measurements are kept, a folder for each kind."""
     if base := os.environ.get(CACHE_VARIABLE):
         return Path(base)
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without a home
+        home = tempfile.gettempdir()
     return Path(home) / "medusa_heads"
+
+
+def as_seconds(stored: Any, *, least: float = MOMENT) -> float:
+    """What a measurement holds as seconds, or as a share of them.
+
+    Raises:
+        ValueError: it is no number, or none that a clock could have shown.
+    """
+    if isinstance(stored, bool) or not isinstance(stored, int | float):
+        raise ValueError(f"expected seconds, got {stored!r}")
+    if not least <= stored <= AGE:
+        raise ValueError(f"expected seconds from {least} to {AGE}, got {stored!r}")
+    return float(stored)
 
 
 @dataclass(frozen=True)
@@ -42,9 +60,10 @@ class Measurements:
     def read(self, kind: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
         """What `write` kept last under the same kind, facts and machine; None where nothing was."""
         stamp = _stamp(kind, facts)
+        path = self._path(kind, stamp)
         try:
-            stored = json.loads(self._path(kind, stamp).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            stored = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except (OSError, ValueError):
             return None
         if not isinstance(stored, dict) or stored.get("of") != stamp:
             return None

@@ -6,13 +6,14 @@ caches do. Shapes: R rows, D hidden, F intermediate.
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from medusa_heads.machine.measurements import Measurements, measurement_folder
+from medusa_heads.machine.facts import usable_cores
+from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 from medusa_heads.machine.shape import Shape
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ _SECONDS = 0.25  # of all rounds; the first ones are run whatever they take
 _HOPELESS = 2.5  # times the fastest
 # Rounds of what is fastest disagree by at most 0.3 where nothing else runs, else by much more.
 _AGREEING = 0.5
-_ATTEMPTS = 3
+# Of the time, that threads may wait for a processor: the least times show none of it.
+_WAITING = 0.1
 _SLOW = 0.1  # seconds: compiling a kernel does not take so long
 
 Seconds = dict[tuple[str, int], float]
@@ -45,7 +47,10 @@ _known: dict[str, Seconds] = {}
 def product_seconds(
     use: Use, device: torch.device, dtypes: Sequence[str], shape: Shape, store: Measurements
 ) -> Seconds:
-    """Seconds of a pass by dtype and threads, from the store where they were measured before."""
+    """Seconds of a pass by dtype and threads, from the store where they were measured before.
+
+    What was measured beside other programs serves this process alone: they may be gone later.
+    """
     threads = thread_counts(device)
     facts = {
         "use": use,
@@ -56,48 +61,31 @@ def product_seconds(
     }
     key = f"{store.folder or measurement_folder()} {facts}"
     if key not in _known:
-        kept = _from_plain(store.read(KIND, facts), dtypes, threads)
-        # What kept the machine busy may be over; only times of a calm one are final.
-        if kept is None or (kept.spread > _AGREEING and kept.attempts < _ATTEMPTS):
-            found = measure(use, device, dtypes, threads, shape)
-            kept = found if kept is None else kept.least(found)
-            store.write(KIND, facts, _to_plain(kept))
-        _known[key] = kept.seconds
+        seconds = _from_plain(store.read(KIND, facts), dtypes, threads)
+        if seconds is None:
+            seconds, undisturbed = measure(use, device, dtypes, threads, shape)
+            if undisturbed:
+                store.write(KIND, facts, _to_plain(seconds))
+        _known[key] = seconds
     return dict(_known[key])
 
 
-class Measured(NamedTuple):
-    """Seconds by dtype and threads, how far rounds disagreed, and how often all were measured."""
-
-    seconds: Seconds
-    spread: float
-    attempts: int = 1
-
-    def least(self, other: Measured) -> Measured:
-        """Of each the lower time: whatever else runs here only ever adds to it."""
-        seconds = {each: min(taken, other.seconds[each]) for each, taken in self.seconds.items()}
-        return Measured(seconds, min(self.spread, other.spread), self.attempts + other.attempts)
-
-
-def _to_plain(measured: Measured) -> dict[str, Any]:
-    seconds = {f"{dtype} {count}": taken for (dtype, count), taken in measured.seconds.items()}
-    return {"seconds": seconds, "spread": measured.spread, "attempts": measured.attempts}
+def _to_plain(seconds: Seconds) -> dict[str, Any]:
+    return {"seconds": {f"{dtype} {count}": taken for (dtype, count), taken in seconds.items()}}
 
 
 def _from_plain(
-    values: dict[str, Any] | None, dtypes: Sequence[str], threads: Sequence[int]
-) -> Measured | None:
+    values: Mapping[str, Any] | None, dtypes: Sequence[str], threads: Sequence[int]
+) -> Seconds | None:
     """As measured; None where the values are not seconds of these."""
     if values is None:
         return None
     wanted = [(dtype, count) for dtype in dtypes for count in threads]
     try:
         kept = values["seconds"]
-        seconds = {(dtype, count): float(kept[f"{dtype} {count}"]) for dtype, count in wanted}
-        measured = Measured(seconds, float(values["spread"]), int(values["attempts"]))
+        return {(dtype, n): as_seconds(kept[f"{dtype} {n}"]) for dtype, n in wanted}
     except (KeyError, TypeError, ValueError):
         return None
-    return measured if all(0 < taken < math.inf for taken in seconds.values()) else None
 
 
 def thread_counts(device: torch.device) -> list[int]:
@@ -123,12 +111,15 @@ def matrices(use: Use, shape: Shape) -> tuple[int, int, int, int]:
 
 def measure(
     use: Use, device: torch.device, dtypes: Sequence[str], threads: Sequence[int], shape: Shape
-) -> Measured:
-    """Interleaved, of each the least: whatever else runs here only ever adds to a time.
+) -> tuple[Seconds, bool]:
+    """Interleaved, of each the least: whatever else runs here only ever adds to a time; and whether
+    nothing else that ran can have mattered.
 
     What takes long and is far behind the fastest is left with what it took in the rounds before.
     """
     import torch
+
+    began, waited = time.perf_counter(), _waited()
 
     passes = {dtype: _pass(use, device, getattr(torch, dtype), shape) for dtype in dtypes}
     running = [(dtype, count) for dtype in dtypes for count in threads]
@@ -158,7 +149,27 @@ def measure(
         torch.set_num_threads(before)
     seconds = {each: min(taken) for each, taken in times.items()}
     best = [min((each for each in times if each[0] == d), key=seconds.__getitem__) for d in dtypes]
-    return Measured(seconds, max(_spread(times[each]) for each in best))
+    spread = max(_spread(times[each]) for each in best)
+    busy = _is_busy(waited, time.perf_counter() - began)
+    return seconds, spread <= _AGREEING and not busy
+
+
+def _is_busy(waited: float | None, seconds: float) -> bool:
+    """Whether other programs had the processors that this one wanted, in so many seconds."""
+    now = _waited()
+    if now is None or waited is None:  # the load over a minute says less
+        return hasattr(os, "getloadavg") and os.getloadavg()[0] > usable_cores()
+    return now - waited > _WAITING * seconds
+
+
+def _waited() -> float | None:
+    """Seconds that the threads of this process have waited for a processor, all in all; None where
+    the system does not say."""
+    try:
+        tasks = [task.read_text() for task in Path("/proc/self/task").glob("*/schedstat")]
+        return sum(int(task.split()[1]) for task in tasks) / 1e9 if tasks else None
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _spread(taken: Sequence[float]) -> float:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from medusa_heads.contents import refuse_heads
+from medusa_heads.errors import first_line
+from medusa_heads.files import expanded
 from medusa_heads.machine import Choice, Shape, Use, as_dtype, choose, find_device
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ def load_causal_lm(
     """
     refuse_heads(name)
     if is_path(name):
-        name = str(Path(name).expanduser())
+        name = str(expanded(name))
         if not Path(name).is_dir():
             raise ValueError(f"expected a causal language model in a folder {name!r}, found none")
     from huggingface_hub.errors import StrictDataclassError
@@ -242,13 +244,6 @@ def is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
-def first_line(error: BaseException) -> str:
-    """What a library says of an error in its first line, or in all of them where that one only
-    announces the others."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(" ".join(lines).split()) if lines[0].endswith(":") else lines[0]
-
-
 def _hub_answers() -> bool:
     from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError
@@ -261,3 +256,21 @@ def _hub_answers() -> bool:
     except (HTTPError, OSError):
         return False
     return True
+
+
+def without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:
+    """The transformers model inside a peft wrapper; its adapter layers stay active within it.
+
+    Raises:
+        ValueError: the adapter adds prompt tokens.
+    """
+    if not hasattr(model, "peft_config"):
+        return model
+    active = getattr(model, "active_peft_config", None)
+    if getattr(active, "is_prompt_learning", False):
+        raise ValueError(
+            f"the target's adapter ({type(active).__name__}) adds prompt tokens, which heads "
+            "cannot follow: merge it or use a LoRA-style adapter"
+        )
+    base: Any = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model

@@ -21,7 +21,7 @@ from medusa_heads.target.attention import (
 )
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
-from medusa_heads.target.loading import load_placed
+from medusa_heads.target.loading import load_placed, without_adapter_wrapper
 from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class TargetModel:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        model = _without_adapter_wrapper(model)
+        model = without_adapter_wrapper(model)
         if model.get_output_embeddings() is None:
             raise ValueError(
                 f"{type(model).__name__} has no lm_head: a causal language model is needed"
@@ -280,20 +280,6 @@ class TargetModel:
         Without the adapter it is that of the target before a LoRA adapter was put into it.
         """
         return weights_sha256(self.model, with_adapter=with_adapter)
-
-
-def _without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:
-    """The transformers model inside a peft wrapper; its adapter layers stay active within it."""
-    if not hasattr(model, "peft_config"):
-        return model
-    active = getattr(model, "active_peft_config", None)
-    if getattr(active, "is_prompt_learning", False):
-        raise ValueError(
-            f"the target's adapter ({type(active).__name__}) adds prompt tokens, which heads "
-            "cannot follow: merge it or use a LoRA-style adapter"
-        )
-    base: Any = getattr(model, "get_base_model", None)
-    return base() if callable(base) else model
 
 
 def _dense(hidden_BTD: Tensor) -> Tensor:

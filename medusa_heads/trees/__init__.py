@@ -1,1 +1,1 @@
-"""Trees of drafted tokens: their shape, how they grow, and the statistics that shape them."""
+"""Trees of draft tokens: their shape, how they grow, the statistics that shape them."""

@@ -6,7 +6,6 @@ Shapes: S supervised positions, K heads. Rank 0 is a head's top-1 token.
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -17,6 +16,7 @@ from medusa_heads.config import RankPath
 
 MAX_RANK = 16  # deeper ranks are too rare to enter any tree that pays
 MAX_NODES = 256  # the largest tree a checkpoint's statistics describe
+_MOST = 1e12  # of what is no count; more is damage, and no float holds every integer
 PRIOR_POSITIONS = 400  # a few texts' worth: what decoding itself shows soon outweighs the prior
 _PRIOR_TOP_1 = 0.6  # of the first head; published Medusa heads and those of the demo are near it
 _PRIOR_DECLINE = 0.78  # a head's top-1 rate over that of the head before
@@ -139,24 +139,25 @@ class HeadStatistics:
             )
         temperatures = values.get("temperatures")
         if not _is_list(temperatures, num_heads) or not all(
-            isinstance(t, int | float) and 0 < t < math.inf for t in temperatures
+            isinstance(t, int | float) and 0 < t < _MOST for t in temperatures
         ):
             raise ValueError(
                 f"head statistics need one temperature above 0 for each of {num_heads} heads, "
                 f"got {temperatures!r}"
             )
-        dynamic = values.get("dynamic_tokens_per_step")
-        try:
-            return cls(
-                num_heads,
-                positions,
-                [[_count(hit, "top_k_hits", least=0) for hit in each] for each in hits],
-                _read_paths(values.get("paths"), num_heads),
-                [float(t) for t in temperatures],
-                {int(nodes): float(tokens) for nodes, tokens in dict(dynamic or {}).items()},
+        top_k_hits = [[_count(hit, "top_k_hits", least=0) for hit in each] for each in hits]
+        if any(each != sorted(each) or each[-1] > positions for each in top_k_hits):
+            raise ValueError(
+                f"head statistics need top_k_hits that rise to at most the {positions} positions"
             )
-        except (TypeError, OverflowError) as error:
-            raise ValueError(f"unreadable head statistics ({error})") from error
+        return cls(
+            num_heads,
+            positions,
+            top_k_hits,
+            _read_paths(values.get("paths"), num_heads, positions),
+            [float(t) for t in temperatures],
+            _read_dynamic(values.get("dynamic_tokens_per_step") or {}),
+        )
 
 
 def prior_statistics(num_heads: int, num_candidates: int = MAX_RANK) -> HeadStatistics:
@@ -200,10 +201,26 @@ def prior_statistics(num_heads: int, num_candidates: int = MAX_RANK) -> HeadStat
     return HeadStatistics(num_heads, PRIOR_POSITIONS, hits, paths[1:])  # without the root
 
 
-def _read_paths(stored: Any, num_heads: int) -> list[tuple[RankPath, int]]:
+def _read_dynamic(stored: Any) -> dict[int, float]:
+    if not isinstance(stored, dict) or not all(
+        isinstance(tokens, int | float) and 1 <= tokens < _MOST for tokens in stored.values()
+    ):
+        raise ValueError(
+            "head statistics need dynamic_tokens_per_step to map sizes to numbers of at least 1, "
+            f"got {stored!r}"
+        )
+    if not all(str(nodes).isdecimal() and 0 < len(str(nodes)) < 10 for nodes in stored):
+        raise ValueError(
+            "head statistics need dynamic_tokens_per_step by numbers of nodes, got "
+            f"{sorted(map(str, stored))}"
+        )
+    return {int(nodes): float(tokens) for nodes, tokens in stored.items()}
+
+
+def _read_paths(stored: Any, num_heads: int, positions: int) -> list[tuple[RankPath, int]]:
     if not isinstance(stored, list):
         raise ValueError(f"head statistics need a list of paths, got {stored!r}")
-    known: set[RankPath] = {()}
+    known: dict[RankPath, int] = {(): positions}
     paths = []
     for entry in stored:
         if not _is_list(entry, 2) or not _is_list(entry[0]):
@@ -211,8 +228,12 @@ def _read_paths(stored: Any, num_heads: int) -> list[tuple[RankPath, int]]:
         path = tuple(_count(rank, "a path's rank", least=0) for rank in entry[0])
         if path in known or path[:-1] not in known or len(path) > num_heads:
             raise ValueError(f"head statistics hold the path {list(path)} without its parent")
-        known.add(path)
-        paths.append((path, _count(entry[1], "a path's count", least=0)))
+        known[path] = _count(entry[1], "a path's count", least=0)
+        if known[path] > known[path[:-1]]:
+            raise ValueError(
+                f"head statistics count the path {list(path)} more often than the one it continues"
+            )
+        paths.append((path, known[path]))
     return paths
 
 

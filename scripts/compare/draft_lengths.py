@@ -49,7 +49,7 @@ class Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as the flags say; returns the exit code."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    prog = "compare_draft_lengths"
+    prog = "scripts.compare.draft_lengths"
 
     def work() -> None:
         (arguments,) = parse_arguments(

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         (arguments,) = parse_arguments(
-            (CompareArguments,), argv, prog="compare_trees", description=__doc__ or ""
+            (CompareArguments,), argv, prog="scripts.compare.trees", description=__doc__ or ""
         )
         report = compare(arguments)
         console = Console()
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         replace_file(arguments.output, json.dumps(report, indent=2) + "\n")
         console.print(f"Written: {arguments.output}", soft_wrap=True, highlight=False)
 
-    return run_command(work, prog="compare_trees")
+    return run_command(work, prog="scripts.compare.trees")
 
 
 def compare(arguments: CompareArguments) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset, DatasetDict
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     HfArgumentParser,
@@ -42,10 +41,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from medusa_heads.data.corpus import standard_library
 from medusa_heads.machine import choose
+from scripts.demo.tokens import to_blocks, train_tokenizer
 
-END = "<|endoftext|>"
-# A line break keeps the indentation after it, a word the space before it; digits stay single.
-WORDS = r"\n[ \t]*| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
 SHORTEST, LONGEST = 200, 200_000  # characters: neither empty package markers nor generated tables
 TIMED_STEPS = 5
 
@@ -197,27 +194,6 @@ def training_texts(arguments: TargetArguments, seed: int) -> list[str]:
     return texts[: arguments.max_files]
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose tokens never run across a line break or a word's start."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    bpe.train_from_iterator(texts, trainer, length=len(texts))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END
-    )
-
-
 def held_out_blocks(
     arguments: TargetArguments, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> Dataset:
@@ -226,30 +202,6 @@ def held_out_blocks(
     random.Random(seed).shuffle(texts)
     blocks = to_blocks(texts, tokenizer, arguments.sequence_length)
     return blocks.take(min(arguments.eval_sequences or blocks.num_rows, blocks.num_rows))
-
-
-def to_blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> Dataset:
-    """Documents, each ended by the end token, laid end to end and cut into rows of `length` tokens.
-
-    Returns columns `input_ids` and `labels`, equal: the model shifts the labels itself.
-    """
-
-    def lay(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        stream = [
-            token
-            for ids in tokenizer(batch["text"], verbose=False)["input_ids"]
-            for token in [*ids, tokenizer.eos_token_id]
-        ]
-        rows = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
-        return {"input_ids": rows, "labels": rows}
-
-    documents = Dataset.from_dict({"text": texts})
-    blocks = documents.map(
-        lay, batched=True, batch_size=256, remove_columns=["text"], desc="Tokenizing"
-    )
-    if blocks.num_rows == 0:
-        raise ValueError(f"The texts hold no {length} tokens: give more files or a shorter length.")
-    return blocks
 
 
 def target_config(arguments: TargetArguments, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:

@@ -4,7 +4,7 @@ model anywhere.
 python -m scripts.grown.benchmark --shape 0.1b --report runs/grown
 python -m scripts.grown.benchmark --shape 7b --device cuda --batch_sizes 1 8 32 --report runs/7b
 
-The target is grown as grow_target.py does it, on the device where it is measured. The methods are
+The target is grown as target.py does it, on the device where it is measured. The methods are
 those of `medusa-heads benchmark`, and so is the report, without the picture. With
 `--must_be_identical` the exit code is 1 where a method of this engine wrote other text than plain
 decoding: to be asked for in float32, where rounding cannot tip a choice.
@@ -71,7 +71,7 @@ class Arguments:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as the flags say; returns the exit code."""
-    prog = "benchmark_grown"
+    prog = "scripts.grown.benchmark"
     different: list[str] = []
 
     def work() -> None:

@@ -4,7 +4,7 @@ Net2Net (Chen et al. 2015, arXiv:1511.05641) by zeros: what writes to new channe
 new heads, units and layers, is zero. All other new weights are noise of the old ones' spread,
 because memory filled with zeros can be cheaper than a real model's.
 
-Shapes: O rows and I columns of a matrix, S places, others as in grown_shape.py.
+Shapes: O rows and I columns of a matrix, S places, others as in shape.py.
 """
 
 from __future__ import annotations

@@ -21,16 +21,14 @@ OUTPUT/target is an ordinary transformers model, OUTPUT/heads a checkpoint for i
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.interop.folders import staged
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Arguments:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Grow as the flags say; returns the exit code."""
-    prog = "grow_target"
+    prog = "scripts.grown.target"
 
     def work() -> None:
         (arguments,) = parse_arguments(
@@ -142,17 +140,12 @@ def _write_target(model: Any, came_from: str, folder: Path) -> None:
     """Beside its place first, with the tokenizer of the model it was made of, if that has one."""
     from transformers import AutoTokenizer
 
-    staging = Path(tempfile.mkdtemp(prefix=".growing-", dir=folder.parent))
-    try:
-        model.save_pretrained(staging)
+    with staged(folder) as made:
+        model.save_pretrained(made)
         try:
-            AutoTokenizer.from_pretrained(came_from).save_pretrained(staging)
+            AutoTokenizer.from_pretrained(came_from).save_pretrained(made)
         except (OSError, ValueError):
             print("no tokenizer lies beside the target: none is written", file=sys.stderr)
-        staging.chmod(0o755)
-        os.replace(staging, folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 if __name__ == "__main__":

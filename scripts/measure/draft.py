@@ -45,7 +45,7 @@ class Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as the flags say; returns the exit code."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    prog = "measure_draft"
+    prog = "scripts.measure.draft"
 
     def work() -> None:
         (arguments,) = parse_arguments(

@@ -90,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         (arguments,) = parse_arguments(
-            (MeasureArguments,), argv, prog="measure_hidden_cache", description=__doc__ or ""
+            (MeasureArguments,),
+            argv,
+            prog="scripts.measure.hidden_cache",
+            description=__doc__ or "",
         )
         report = {
             "machine": describe_machine(),
@@ -104,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(table_of(report))
         console.print(f"Written: {path}", soft_wrap=True, highlight=False)
 
-    return run_command(work, prog="measure_hidden_cache")
+    return run_command(work, prog="scripts.measure.hidden_cache")
 
 
 def rates(arguments: MeasureArguments) -> dict[str, float]:

@@ -37,6 +37,7 @@ from transformers import AutoTokenizer, DynamicCache
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.cli.decoding import ModelArguments, load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.files import replace_file
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.machine import describe_machine, find_device
 from scripts.grown.model import grown_medusa
@@ -86,19 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         (arguments,) = parse_arguments(
-            (ProfileArguments,), argv, prog="profile_step", description=__doc__ or ""
+            (ProfileArguments,), argv, prog="scripts.measure.step", description=__doc__ or ""
         )
         report = profile(arguments)
         console = Console()
         console.print(table_of(report))
         path = Path(arguments.output)
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_name(f".{path.name}.part")
-        staged.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        os.replace(staged, path)
+        replace_file(path, json.dumps(report, indent=2) + "\n")
         console.print(f"Written: {path}", soft_wrap=True, highlight=False)
 
-    return run_command(work, prog="profile_step")
+    return run_command(work, prog="scripts.measure.step")
 
 
 @torch.no_grad()

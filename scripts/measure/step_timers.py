@@ -1,4 +1,4 @@
-"""Timers for profile_step.py: one step of tree decoding, and transformers' own, in milliseconds.
+"""Timers for step.py: one step of tree decoding, and transformers' own, in milliseconds.
 
 Shapes: B batch, T tokens, N tree nodes, S cache slots, D hidden.
 """

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, to_loss = parse_arguments(
             (MeasureArguments, LossArguments),
             given,
-            prog="measure_training",
+            prog="scripts.measure.training",
             description=__doc__ or "",
         )
         if arguments.measure == "peak":
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(table)
         console.print(f"Written: {path}", soft_wrap=True, highlight=False)
 
-    return run_command(work, prog="measure_training")
+    return run_command(work, prog="scripts.measure.training")
 
 
 class Training:

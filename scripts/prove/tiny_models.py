@@ -27,7 +27,12 @@ def builder(kind: str) -> Build:
 
 def _random_model(config: Any, widths: Widths, **options: Any) -> Any:
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, **options).float()
+    return random_weights(AutoModelForCausalLM.from_config(config, **options), widths)
+
+
+def random_weights(model: Any, widths: Widths) -> Any:
+    """This model in fp32 and evaluation mode, its matrices drawn."""
+    model = model.float()
     generator = torch.Generator().manual_seed(0)
     embeddings = model.get_input_embeddings().weight
     with torch.no_grad():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
@@ -19,9 +19,9 @@ from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE, WEIGHTS_FILE
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.inference.models.medusa import MedusaModel
-from medusa_heads.target.fingerprint import file_sha256
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
+from scripts.prove.hostile.damage import DAMAGES, change_tensor
 from tests.conftest import TinyLlama
 
 KINDS: list[dict[str, Any]] = [
@@ -30,95 +30,6 @@ KINDS: list[dict[str, Any]] = [
     {"vocab_matrix": "own", "draft_vocab_size": 20},
     {"kind": "hydra", "prefix_attention": True},
 ]
-FOREIGN: list[Any] = [
-    None, True, -1, 0, 1, 3, 10**12, 1e308, float("nan"), "", "medusa", "../../etc", [], [[0]], {},
-    {"x": 1}, [None], "\N{SNOWMAN}" * 50,
-]  # fmt: skip
-
-
-def flip_bit(folder: Path, chance: random.Random) -> None:
-    """Anywhere in the weights file, header or tensors."""
-    data = bytearray((folder / WEIGHTS_FILE).read_bytes())
-    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    (folder / WEIGHTS_FILE).write_bytes(data)
-
-
-def flip_bit_unnoticed(folder: Path, chance: random.Random) -> None:
-    """The same, and the checksum with it: only what the header says can be compared. In the header
-    the flip is likelier to do harm."""
-    data = bytearray((folder / WEIGHTS_FILE).read_bytes())
-    header = 8 + int.from_bytes(data[:8], "little")
-    data[chance.randrange(header)] ^= 1 << chance.randrange(8)
-    (folder / WEIGHTS_FILE).write_bytes(data)
-    vouch(folder)
-
-
-def truncate(folder: Path, chance: random.Random) -> None:
-    name = chance.choice([WEIGHTS_FILE, SIDECAR_FILE])
-    data = (folder / name).read_bytes()
-    (folder / name).write_bytes(data[: chance.randrange(len(data))])
-
-
-def change_tensor(folder: Path, chance: random.Random) -> None:
-    """Shape, dtype, values, name or presence of one tensor, with the right checksum."""
-    tensors = load_file(folder / WEIGHTS_FILE)
-    name = chance.choice(sorted(tensors))
-    tensor = tensors.pop(name)
-    match chance.randrange(8):
-        case 0:
-            tensors["surplus." + name] = tensor
-        case 1:
-            tensors[name] = tensor.unsqueeze(0)
-        case 2:
-            tensors[name] = tensor[:-1].clone()
-        case 3:
-            tensors[name] = torch.cat([tensor, tensor])
-        case 4:
-            tensors[name] = tensor.double()
-        case 5:
-            tensors[name] = torch.full_like(tensor, -7)
-        case 6:
-            value = chance.choice([float("nan"), float("inf")])
-            tensors[name] = torch.full_like(tensor, value, dtype=torch.float32)
-        case 7:
-            tensors |= {name: tensor, "9.0.linear.weight": torch.zeros(2)}
-    save_file(tensors, folder / WEIGHTS_FILE)
-    vouch(folder)
-
-
-def change_sidecar(folder: Path, chance: random.Random) -> None:
-    """One value of the sidecar, at any depth, replaced or taken away."""
-    sidecar = json.loads((folder / SIDECAR_FILE).read_text())
-    place: Any = sidecar
-    while True:
-        key = (
-            chance.choice(sorted(place))
-            if isinstance(place, dict)
-            else chance.randrange(len(place))
-        )
-        deeper = place[key]
-        if not isinstance(deeper, dict | list) or not deeper or chance.random() < 0.2:
-            break
-        place = deeper
-    if chance.random() < 0.2:
-        del place[key]
-    else:
-        place[key] = chance.choice(FOREIGN)
-    if chance.random() < 0.1:
-        sidecar["unheard_of"] = 1
-    (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
-
-
-def change_sidecar_bytes(folder: Path, chance: random.Random) -> None:
-    data = bytearray((folder / SIDECAR_FILE).read_bytes())
-    data[chance.randrange(len(data))] = chance.randrange(256)
-    (folder / SIDECAR_FILE).write_bytes(data)
-
-
-def vouch(folder: Path) -> None:
-    sidecar = json.loads((folder / SIDECAR_FILE).read_text())
-    sidecar["weights_sha256"] = file_sha256(folder / WEIGHTS_FILE)
-    (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
 
 
 @pytest.mark.parametrize("size", ["hidden_size", "vocab_size", "num_heads", "num_layers"])
@@ -132,16 +43,6 @@ def test_sizes_beyond_reason(tiny_llama: TinyLlama, tmp_path: Path, size: str, v
     (tmp_path / SIDECAR_FILE).write_text(json.dumps(sidecar))
     with pytest.raises(ValueError, match=f"{size} must be at most 100000000, got {value}$"):
         load_heads(tmp_path, target)
-
-
-DAMAGES: list[Callable[[Path, random.Random], None]] = [
-    flip_bit,
-    flip_bit_unnoticed,
-    truncate,
-    change_tensor,
-    change_sidecar,
-    change_sidecar_bytes,
-]
 
 
 # How many of the fifty must be refused: all that a checksum sees. What changes no tensor may load:

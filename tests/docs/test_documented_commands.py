@@ -101,9 +101,12 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clone")
     for name in ("configs", "assets", "scripts"):
         (folder / name).symlink_to(ROOT / name)
-    template = folder / "runs" / "corpora" / "chat.jinja"  # docs/corpora.md makes it
+    template = folder / "runs" / "corpora" / "chat.jinja"  # docs/data.md makes it
     template.parent.mkdir(parents=True)
     template.write_text("{{ messages }}")
+    tutorial = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    ((_, config),) = [block for block in FENCED.findall(tutorial) if block[0] == "yaml"]
+    (folder / "my-heads.yaml").write_text(config)
     return folder
 
 

@@ -27,4 +27,22 @@ def test_links_lead_somewhere(page: Path) -> None:
         name, _, anchor = link.partition("#")
         file = page.parent / name if name else page
         assert file.is_file(), link
-        assert not anchor or anchor in anchors(file), link
+        picture = file.suffix == ".png" and anchor in ("gh-light-mode-only", "gh-dark-mode-only")
+        assert not anchor or picture or anchor in anchors(file), link
+
+
+RECORD = ROOT / "docs" / "benchmarks"
+MEASURED = [page for page in RECORD.glob("*.md") if page.stem not in ("README", "where")]
+
+
+@pytest.mark.parametrize("page", MEASURED, ids=lambda page: str(page.stem))
+def test_a_measured_table_says_where(page: Path) -> None:
+    """`where.md` names the machine of every page, or of each of its sections with a table."""
+    links = re.findall(r"\]\(([^)]+)\)", (RECORD / "where.md").read_text(encoding="utf-8"))
+    if page.name in links:
+        return
+    for section in page.read_text(encoding="utf-8").split("\n## ")[1:]:
+        title, _, text = section.partition("\n")
+        if re.search(r"^\|.*\d\.\d", text, re.M):
+            anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+            assert f"{page.name}#{anchor}" in links, title

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from medusa_heads import HeadsConfig, MedusaModel
-from medusa_heads.heads import new_heads, preview
-from medusa_heads.heads.preview import VocabularyPreview, directions, with_preview
+from medusa_heads.heads import new_heads, preview, previewed
+from medusa_heads.heads.preview import VocabularyPreview, directions
+from medusa_heads.heads.previewed import with_preview
 from tests.conftest import TinyLlama
 
 VOCAB, HIDDEN = 3000, 64
@@ -28,15 +29,15 @@ def test_the_likeliest_tokens_are_found_and_exact(matrix_VD: Tensor) -> None:
     features_RD = torch.randn(2, 50, HIDDEN) @ (matrix_VD.T @ matrix_VD / VOCAB)
     bias_V = torch.randn(VOCAB) * features_RD.norm(dim=-1).mean() / 10
     exact_RV = features_RD @ matrix_VD.T + bias_V
-    previewed = VocabularyPreview(matrix_VD, bias_V, directions([matrix_VD], 16))
-    best = previewed.logits(features_RD).topk(8)
+    near = VocabularyPreview(matrix_VD, bias_V, directions([matrix_VD], 16))
+    best = near.logits(features_RD).topk(8)
     expected = exact_RV.topk(8)
     assert torch.equal(best.indices[..., 0], expected.indices[..., 0])
     found = (best.indices[..., :, None] == expected.indices[..., None, :]).any(-1)
     assert found.float().mean() > 0.99
     torch.testing.assert_close(best.values[..., 0], expected.values[..., 0])
     # All of them together weigh what they weigh exactly, so probabilities do too.
-    near_R = previewed.logits(features_RD).logsumexp(-1)
+    near_R = near.logits(features_RD).logsumexp(-1)
     torch.testing.assert_close(near_R, exact_RV.logsumexp(-1), atol=0.05, rtol=0)
 
 
@@ -56,7 +57,7 @@ def test_only_the_view_is_near(
     config = HeadsConfig(kind=kind, num_heads=2, vocab_matrix=vocab_matrix)
     heads = new_heads(target, config)
     assert with_preview(heads) is heads, "small vocabularies are read whole"
-    monkeypatch.setattr(preview, "SMALLEST", 0)
+    monkeypatch.setattr(previewed, "SMALLEST", 0)
     view = with_preview(heads)
     assert view is not heads and heads.previews is None
     assert list(view.parameters()) == list(heads.parameters())
@@ -75,7 +76,7 @@ def test_only_the_view_is_near(
 
 
 def test_text_stays_the_targets_own(tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preview, "SMALLEST", 0)
+    monkeypatch.setattr(previewed, "SMALLEST", 0)
     monkeypatch.setattr(preview, "READ_AT_MOST", 1)  # also of a batch as small as this one
     target: Any = tiny_llama(vocab_size=VOCAB, hidden_size=HIDDEN)
     medusa = MedusaModel(target, new_heads(target, HeadsConfig(num_heads=3)), tree="cartesian:3,2")

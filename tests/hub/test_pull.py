@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from medusa_heads.hub.files import OWN_FILES
 from medusa_heads.hub.pull import find_checkpoint, pull
 from medusa_heads.hub.push import prepare_push, push
 from tests.hub.conftest import BOB
+from tests.hub.hub_api import Handler
 from tests.hub.hub_server import LocalHub
+from tests.killed import dies
 
 
 @pytest.fixture
@@ -38,7 +42,24 @@ def test_bitwise_what_was_pushed(
     assert all(not path.is_symlink() for path in folder.rglob("*"))
     monkeypatch.chdir(tmp_path)
     assert pull("alice/heads") == Path("heads") and contents(Path("heads")) == own
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".copying")]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_wherever_it_is_killed_the_next_pull_brings_all(
+    overwrite: bool, hub: LocalHub, pushed: Path, tmp_path: Path
+) -> None:
+    own = contents(pull("alice/heads", tmp_path / "whole"))
+    out = tmp_path / "out"
+    for renames in count():
+        shutil.rmtree(out, ignore_errors=True)
+        if overwrite:
+            shutil.copytree(tmp_path / "whole", out)
+        if not dies(lambda: pull("alice/heads", out, overwrite=overwrite), renames=renames):
+            break
+        assert contents(pull("alice/heads", out, overwrite=overwrite)) == own
+        assert not list(tmp_path.rglob(".*.part"))
+    assert renames > 2
 
 
 def test_a_revision(hub: LocalHub, pushed: Path, tmp_path: Path) -> None:
@@ -152,3 +173,40 @@ def test_nothing_is_written_outside_the_folder(hub: LocalHub, pushed: Path, tmp_
     assert set(contents(folder)) <= set(OWN_FILES)
     written = [path.name for path in tmp_path.rglob("*")]
     assert not {"evil.json", "pickle.pt", "more.py"} & set(written)
+
+
+LISTINGS = [
+    b"7",
+    b"null",
+    b"{}",
+    b'{"id": "alice/heads"}',
+    b'{"id": "alice/heads", "siblings": [5]}',
+]
+
+
+@pytest.mark.parametrize("said", LISTINGS, ids=str)
+def test_an_answer_of_another_form_is_one_sentence(
+    said: bytes, hub: LocalHub, pushed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes = [("GET", "/api/models/.*", lambda *_: (200, said))]
+    monkeypatch.setattr("tests.hub.hub_api._ROUTES", routes)
+    with pytest.raises(ValueError, match="'alice/heads'") as raised:
+        pull("alice/heads", tmp_path / "out")
+    assert "\n" not in str(raised.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-ETag", "X-Repo-Commit"])
+def test_a_hub_cannot_choose_where_a_download_lies(
+    header: str, hub: LocalHub, pushed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client calls files of its cache by what these headers say."""
+    evil = tmp_path / "evil"
+    send = Handler._send
+
+    def tampered(self: Handler, status: int, content: Any, headers: Any = None) -> None:
+        send(self, status, content, {**(headers or {}), header: f'"{evil}"'})
+
+    monkeypatch.setattr(Handler, "_send", tampered)
+    with pytest.raises(ValueError, match="is not to be trusted with 'alice/heads'"):
+        pull("alice/heads", tmp_path / "out")
+    assert not list(tmp_path.glob("evil*")) and not (tmp_path / "out").exists()

@@ -1,8 +1,8 @@
-"""A drafter that plants the true continuation on random branches of a random tree.
+"""A drafter that plants the true continuation on random branches of a tree.
 
 Random drafts are hardly ever accepted, so they would leave the cache's bookkeeping and the mask
-untested. This drafter knows the reference continuation and puts its tokens on randomly chosen
-branches to a random depth; all other nodes hold random tokens.
+untested. This drafter knows the reference continuation and puts its tokens on a randomly chosen
+branch to a random depth; all other nodes hold random tokens, or what another drafter guessed.
 
 Shapes: B active rows, N tree nodes.
 """
@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree, TreeShape
@@ -24,10 +25,112 @@ BUSHY = [
 ]
 
 
-class PlantedDrafter:
-    """Trees shaped by `choices`; a level carries the reference with probability `share`."""
+class Planting:
+    """Another drafter's trees, with the true continuation on one path of each.
+
+    A path holds the truth down to a random depth: it goes a node further with probability `share`.
+    All that branches off it is false, so that nothing else is accepted.
+
+    Args:
+        drafter: makes the trees; one that does not learn from them.
+        references: the true continuation of every row.
+        vocab_size: of the target.
+        share: see above.
+        seed: of the paths.
+        in_step: all rows go equally deep, so that all commit as many tokens.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        references: Sequence[Sequence[int]],
+        vocab_size: int,
+        share: float = 0.75,
+        seed: int = 0,
+        *,
+        in_step: bool = False,
+    ) -> None:
+        self.drafter = drafter
+        self.reads_prompt = drafter.reads_prompt
+        self.references = references
+        self.vocab_size = vocab_size
+        self.share = share
+        self.in_step = in_step
+        self.random = torch.Generator().manual_seed(seed)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.drafter.num_nodes
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        tree = self.drafter.propose(state)
+        tokens, depths, parents = torch.stack(
+            [tree.tokens_BN, tree.depth_BN, tree.parents_BN]
+        ).tolist()
+        truths = [self.references[row.index][len(row.tokens) :] for row in state.rows]
+        most = [min(max(depth), len(truth)) for depth, truth in zip(depths, truths, strict=True)]
+        goals = [self._depth(min(most) if self.in_step else limit) for limit in most]
+        if self.in_step:
+            goals = goals[:1] * len(goals)
+        for b, goal in enumerate(goals):
+            self._plant(tokens[b], depths[b], parents[b], truths[b], goal)
+        planted_BN = torch.tensor(tokens, device=tree.tokens_BN.device)
+        return replace(tree, tokens_BN=planted_BN)
+
+    def _plant(
+        self,
+        tokens: list[int],
+        depths: Sequence[int],
+        parents: Sequence[int],
+        truth: Sequence[int],
+        goal: int,
+    ) -> None:
+        """The truth on a path as long as the goal; what branches off it is false."""
+        ends = [node for node, depth in enumerate(depths) if depth == goal]
+        node = ends[int(self._coin() * len(ends))] if goal else 0
+        path = {0}
+        while node:
+            path.add(node)
+            tokens[node] = truth[depths[node] - 1]
+            node = parents[node]
+        for node in range(1, len(tokens)):
+            if parents[node] in path and node not in path and depths[node] <= len(truth):
+                # A guess that happens to be right would be accepted.
+                right = tokens[node] == truth[depths[node] - 1]
+                tokens[node] = (tokens[node] + right) % self.vocab_size
+
+    def _depth(self, most: int) -> int:
+        depth = 0
+        while depth < most and self._coin() < self.share:
+            depth += 1
+        return depth
+
+    def _coin(self) -> float:
+        return float(torch.rand((), generator=self.random))
+
+
+class RandomTrees:
+    """Trees of one shape, full of random tokens."""
 
     reads_prompt = False
+
+    def __init__(self, shape: TreeShape, vocab_size: int, seed: int) -> None:
+        self.shape, self.vocab_size = shape, vocab_size
+        self.random = torch.Generator().manual_seed(seed)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.shape.num_nodes
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        shape = (len(state.rows), self.num_nodes)
+        tokens_BN = torch.randint(self.vocab_size, shape, generator=self.random)
+        tokens_BN[:, 0] = state.roots_B.cpu()
+        return self.shape.tree(tokens_BN.to(state.roots_B.device))
+
+
+class PlantedDrafter(Planting):
+    """Trees shaped by `choices`, the truth planted among random tokens."""
 
     def __init__(
         self,
@@ -36,35 +139,12 @@ class PlantedDrafter:
         choices: Sequence[Sequence[int]] = BUSHY,
         share: float = 0.75,
         seed: int = 0,
+        *,
+        in_step: bool = False,
     ) -> None:
-        self.references = references
-        self.vocab_size = vocab_size
         self.shape = TreeShape.from_choices(choices)
-        self.share = share
-        self.random = torch.Generator().manual_seed(seed)
-
-    @property
-    def num_nodes(self) -> int:
-        return self.shape.num_nodes
-
-    def propose(self, state: DecodingState) -> TokenTree:
-        batch, nodes = len(state.rows), self.shape.num_nodes
-        tokens = torch.randint(self.vocab_size, (batch, nodes), generator=self.random)
-        for b, row in enumerate(state.rows):
-            tokens[b, 0] = row.tokens[-1]
-            node, position = 0, len(row.tokens)
-            reference = self.references[row.index]
-            while position < len(reference) and self._coin() < self.share:
-                children = [c for c, p in enumerate(self.shape.parents) if p == node]
-                if not children:
-                    break
-                node = children[int(self._coin() * len(children))]
-                tokens[b, node] = reference[position]
-                position += 1
-        return self.shape.tree(tokens.to(state.roots_B.device))
-
-    def _coin(self) -> float:
-        return float(torch.rand((), generator=self.random))
+        trees = RandomTrees(self.shape, vocab_size, seed)
+        super().__init__(trees, references, vocab_size, share, seed, in_step=in_step)
 
 
 class PlainCausalDrafter(PlantedDrafter):

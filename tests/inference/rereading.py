@@ -19,7 +19,8 @@ from tests.inference.planted import PlantedDrafter
 
 def random_heads(model: Any, **config: Any) -> DraftHeads:
     size = config.get("draft_vocab_size")
-    tokens_V = None if size is None else torch.randperm(199)[:size]
+    vocab_size = len(model.get_output_embeddings().weight)
+    tokens_V = None if size is None else torch.randperm(vocab_size)[:size]
     heads = new_heads(model, HeadsConfig(num_heads=3, **config), tokens_V)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -32,10 +33,9 @@ def random_heads(model: Any, **config: Any) -> DraftHeads:
 class RereadingDrafter(PlantedDrafter):
     """Compares at every step what the prefix layer says with what it says of the whole text."""
 
-    reads_prompt = True
-
     def __init__(self, heads: DraftHeads, target: TargetModel, *args: Any) -> None:
         super().__init__(*args)
+        self.reads_prompt = True
         self.heads, self.target = heads, target
         self.compared = 0
 

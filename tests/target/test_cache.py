@@ -96,7 +96,8 @@ def test_rows_of_a_batch_move_independently_even_where_they_overlap() -> None:
 def test_finished_rows_leave() -> None:
     cache = RowCache(config())
     fill(cache, 0, 6, batch=3)
-    cache.select_batch([0, 2])
+    with torch.device("meta"):
+        cache.select_batch([0, 2])
     assert [held(cache, row=row)[0] for row in (0, 1)] == [0, 2000]
     fill(cache, 6, 2, batch=2)
     assert cache.get_seq_length() == 8
@@ -231,3 +232,47 @@ def test_stacks_of_unlike_shape_move_grow_and_let_rows_go_alike(batch: int) -> N
                 numbers_T = torch.tensor(kept, dtype=torch.float) + 0.1 * layer + 1000 * row
                 for head in range(states.shape[1]):
                     torch.testing.assert_close(states[place, head, :, 0], sign * numbers_T)
+
+
+def test_each_row_keeps_its_own_path_behind_its_own_end() -> None:
+    cache = RowCache(config())
+    fill(cache, 0, 6, batch=4)
+    fill(cache, 6, 5, batch=4)  # a tree of five nodes, behind the longest row
+    with torch.device("meta"):  # what names no device would lie on another one than the cache
+        lengths = cache.keep_paths([[0, 2, 4], [0, 3], [0], []], [6, 3, 5, 6])
+    assert lengths == [9, 5, 6, 6]
+    kept = [[0, 1, 2, 3, 4, 5, 6, 8, 10], [0, 1, 2, 6, 9], [0, 1, 2, 3, 4, 6], [0, 1, 2, 3, 4, 5]]
+    for layer in range(3):
+        for row, (length, slots) in enumerate(zip(lengths, kept, strict=True)):
+            assert held(cache, layer, row)[:length] == [
+                pytest.approx(1000 * row + slot + 0.1 * layer) for slot in slots
+            ]
+
+
+def test_a_path_that_lies_where_it_belongs_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = RowCache(config())
+    fill(cache, 0, 6, batch=2)
+    monkeypatch.delattr(RowCache, "move_rows")
+    assert cache.keep_paths([[0, 1, 2], [0]], [6, 6]) == [9, 7]
+    assert cache.keep_paths([[0], []], [9, 3]) == [10, 3]
+
+
+def test_each_row_moves_a_slot_of_its_own() -> None:
+    cache = RowCache(config())
+    fill(cache, 0, 8, batch=2)
+    cache.move_rows(torch.tensor([[5], [7]]), torch.tensor([[3], [2]]))
+    assert held(cache, row=0) == [0, 1, 2, 5, 4, 5, 6, 7]
+    assert held(cache, row=1) == [1000, 1001, 1007, 1003, 1004, 1005, 1006, 1007]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("elsewhere", [0, 1], ids=["sources", "destinations"])
+def test_indices_go_to_the_device_of_each_stack(batch: int, elsewhere: int) -> None:
+    """A target may be spread over several. Numbers on torch's device without memory say so when
+    they are sent for."""
+    cache = RowCache(config())
+    fill(cache, 0, 8, batch)
+    indices = [torch.tensor([[5, 7]] * batch), torch.tensor([[3, 4]] * batch)]
+    indices[elsewhere] = indices[elsewhere].to("meta")
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        cache.move_rows(*indices)

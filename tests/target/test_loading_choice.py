@@ -10,7 +10,7 @@ import torch
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.checkpoint.checkpoint import save_heads
-from medusa_heads.machine import Choice, Shape, Use, choose
+from medusa_heads.machine import Choice, Shape, Use, choice, choose
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.measured import keep_products
@@ -84,6 +84,14 @@ def test_weights_without_a_stated_dtype_are_taken_for_float32(stored: str, cache
 def test_a_device_that_is_not_here_is_one_sentence(use: Use | None, stored: str) -> None:
     with pytest.raises(ValueError, match="expected a device such as cpu or cuda, got 'cuda:99'"):
         TargetModel.from_pretrained(stored, device="cuda:99", use=use)
+
+
+def test_a_dtype_that_the_device_lacks_is_one_sentence(
+    stored: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "computes_in", lambda device, dtype: dtype != BF16)
+    with pytest.raises(ValueError, match="cpu does not compute in bfloat16: give another dtype"):
+        TargetModel.from_pretrained(stored, dtype="bfloat16", device="cpu")
 
 
 def test_nothing_is_measured_for_what_was_asked(stored: str, cache: Path) -> None:

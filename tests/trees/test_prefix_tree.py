@@ -61,3 +61,9 @@ def test_rows_of_a_batch_get_one_size(
 
 def _above(parents: list[int], node: int) -> set[int]:
     return {node} | (_above(parents, parents[node]) if parents[node] >= 0 else set())
+
+
+def test_a_tree_lies_where_it_is_wanted() -> None:
+    tree = to_token_tree([grown([(0, 0.5)])], torch.device("meta"))
+    tensors = (tree.tokens_BN, tree.parents_BN, tree.depth_BN, tree.ancestors_BNN)
+    assert {tensor.device.type for tensor in tensors} == {"meta"}

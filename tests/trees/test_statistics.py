@@ -42,6 +42,32 @@ def test_round_trip_and_damage() -> None:
         HeadStatistics.from_dict({"num_heads": 2})
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "why"),
+    [
+        ("positions", 3, "rise to at most the 3 positions"),
+        ("top_k_hits", [[5] * 15 + [4], [4] * 16], "rise to at most the 6 positions"),
+        ("paths", [[[0], 7]], r"count the path \[0\] more often"),
+        ("paths", [[[0], 4], [[0, 0], 5]], r"count the path \[0, 0\] more often"),
+        ("temperatures", [1, 10**400], "one temperature above 0"),
+        *(
+            ("dynamic_tokens_per_step", wrong, "dynamic_tokens_per_step")
+            for wrong in (5, "x", [1], {"16": float("nan")}, {"16": 0.5}, {"16": 10**400})
+        ),
+        *(
+            ("dynamic_tokens_per_step", {wrong: 2.0}, "by numbers of nodes")
+            for wrong in ("x", "", "-1", "1.5", "9" * 5_000)
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_statistics_that_contradict_themselves(part: str, value: object, why: str) -> None:
+    whole = HeadStatistics.from_ranks(RANKS).to_dict()
+    assert HeadStatistics.from_dict(whole).to_dict() == whole
+    with pytest.raises(ValueError, match=why):
+        HeadStatistics.from_dict(whole | {part: value})
+
+
 def test_nothing_measured_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one position"):
         HeadStatistics.from_ranks(torch.full((3, 2), -100))

@@ -1,1 +1,1 @@
-"""What a run of training can be told: every field once, with type and default."""
+"""What a run can be told: every field once, with its type and default."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from medusa_heads.errors import at_least
+from medusa_heads.files import parse_json
 
 STREAM_EVAL_ROWS = 256
 
@@ -132,13 +133,11 @@ class DataArguments:
         Raises:
             ValueError: it is none.
         """
-        import json
-
         given = self.chat_template_kwargs
         if isinstance(given, str):
             try:
-                given = json.loads(given)
-            except json.JSONDecodeError as error:
+                given = parse_json(given)
+            except ValueError as error:
                 raise ValueError(
                     f"chat_template_kwargs must be a JSON object, got {given!r}"
                 ) from error

@@ -63,7 +63,7 @@ class JointConfig:
         if not self.target_modules:
             raise ValueError("the adapter needs at least one module: name some, or 'all-linear'")
         steps = self.warmup_steps
-        if steps < 0 or (steps > 1 and steps != int(steps)):
+        if not 0 <= steps < math.inf or (steps > 1 and steps != int(steps)):
             raise ValueError(
                 f"warmup_steps of joint training must be a whole number of steps, or a share of "
                 f"the run below 1, got {steps}"

@@ -1,10 +1,10 @@
 """The flags and YAML keys of the loss. Light: nothing here imports torch or transformers."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from medusa_heads.files import parse_json
 from medusa_heads.training.arguments.loss_config import TERMS, LossConfig
 
 
@@ -72,8 +72,8 @@ def parse_terms(given: Mapping[str, Any] | str | None) -> dict[str, float]:
     """
     if isinstance(given, str) and given.lstrip().startswith("{"):
         try:
-            given = json.loads(given)
-        except json.JSONDecodeError as error:
+            given = parse_json(given)
+        except ValueError as error:
             raise ValueError(f"loss is not valid JSON: {given!r}") from error
     if not given:
         raise ValueError(f"loss needs at least one term of {list(TERMS)}")
@@ -88,6 +88,6 @@ def parse_terms(given: Mapping[str, Any] | str | None) -> dict[str, float]:
     for name, value in terms.items():
         try:
             weights[name] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(f"loss term {name!r} needs a number, got {value!r}") from None
     return weights

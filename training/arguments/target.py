@@ -1,8 +1,9 @@
 """The flags and YAML keys of the target. Light: nothing here imports torch or transformers."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from medusa_heads.files import expanded
 
 
 @dataclass
@@ -40,7 +41,7 @@ class TargetArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.model_revision is not None and Path(self.model_name_or_path).expanduser().is_dir():
+        if self.model_revision is not None and expanded(self.model_name_or_path).is_dir():
             raise ValueError(
                 f"model_revision is of a model on the hub, and {self.model_name_or_path!r} is a "
                 "folder: leave it out"

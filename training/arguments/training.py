@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.errors import at_least
+from medusa_heads.files import parse_json
 from medusa_heads.masking import masked
 
 if TYPE_CHECKING:
@@ -190,10 +191,14 @@ def to_training_arguments(
             flag of its own; or transformers refuses a value.
     """
     import torch
-    from transformers import TrainingArguments
+    from transformers import SchedulerType, TrainingArguments
 
     from medusa_heads.training.arguments.rates import RunArguments
 
+    if arguments.lr_scheduler_type not in (known := [each.value for each in SchedulerType]):
+        raise ValueError(
+            f"lr_scheduler_type must be one of {known}, got {arguments.lr_scheduler_type!r}"
+        )
     values = asdict(arguments)
     extra = _extra_fields(values.pop("training_args"), {f.name for f in fields(TrainingArguments)})
     for name in OF_THE_RUN:
@@ -245,12 +250,11 @@ def _check_trackers(names: Sequence[str]) -> None:
 
 def _extra_fields(given: dict[str, Any] | str | None, known: set[str]) -> dict[str, Any]:
     import difflib
-    import json
 
     if isinstance(given, str):
         try:
-            given = json.loads(given)
-        except json.JSONDecodeError as error:
+            given = parse_json(given)
+        except ValueError as error:
             raise ValueError(
                 f"training_args must be a JSON object, got {masked(given)!r}"
             ) from error

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from medusa_heads.errors import first_line
+
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
@@ -31,7 +33,7 @@ def load_hub_dataset(
                 # "Unknown split", "Bad split": the next name may fit.
                 if "split" in str(error).lower() and split != splits[-1]:
                     continue
-                reason = problem or _first_line(error)
+                reason = problem or first_line(error)
                 raise ValueError(
                     f"expected a corpus at {name!r}: no such file or folder, and no hub dataset "
                     f"that can be read ({reason})"
@@ -56,11 +58,11 @@ def _unreachable(name: str) -> str | None:
     except HfHubHTTPError as error:
         raise ValueError(
             f"expected a corpus at {name!r}: no such file or folder, and the hub refuses a dataset "
-            f"of that name ({_first_line(error)})"
+            f"of that name ({first_line(error)})"
         ) from error
     # Which exception a missing network is depends on the hub client's HTTP library.
     except Exception as error:
-        return f"the hub cannot be reached: {_first_line(error)}"
+        return f"the hub cannot be reached: {first_line(error)}"
     return None
 
 
@@ -78,7 +80,3 @@ def _offline(wanted: bool) -> Iterator[None]:
     finally:
         for holder, value in zip(holders, before, strict=True):
             holder.HF_HUB_OFFLINE = value
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

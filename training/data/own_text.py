@@ -21,7 +21,7 @@ import torch
 
 from medusa_heads.config import IGNORED
 from medusa_heads.files import replace_file
-from medusa_heads.training.data.prepare import stop_ids
+from medusa_heads.target.prompts import left_padded, pad_id, stop_ids
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -127,15 +127,11 @@ def _continue(
     model: Any, texts: Sequence[tuple[list[int], int]], temperature: float
 ) -> list[dict[str, list[int]]]:
     """Sampled continuations as rows of `input_ids` and `labels`, cut behind an end token."""
-    ends = stop_ids(model)
-    pad = model.generation_config.pad_token_id
-    pad = pad if pad is not None else next(iter(ends), 0)
-    width = max(len(prompt) for prompt, _ in texts)
-    padded = [[pad] * (width - len(prompt)) + prompt for prompt, _ in texts]
-    shown = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in texts]
+    ends, pad = stop_ids(model), pad_id(model)
+    input_ids_BT, mask_BT = left_padded([prompt for prompt, _ in texts], pad, model.device)
     output_BT = model.generate(
-        torch.tensor(padded, device=model.device),
-        attention_mask=torch.tensor(shown, device=model.device),
+        input_ids_BT,
+        attention_mask=mask_BT,
         max_new_tokens=max(length for _, length in texts),
         do_sample=True,
         temperature=temperature,
@@ -145,7 +141,9 @@ def _continue(
         use_cache=True,
     )
     rows = []
-    for (prompt, length), tokens in zip(texts, output_BT[:, width:].tolist(), strict=True):
+    for (prompt, length), tokens in zip(
+        texts, output_BT[:, input_ids_BT.shape[1] :].tolist(), strict=True
+    ):
         stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
         text = tokens[: min(stop, length)]
         rows.append({"input_ids": prompt + text, "labels": [IGNORED] * len(prompt) + text})

@@ -18,6 +18,7 @@ from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRows
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.target.loading import load_tokenizer
+from medusa_heads.target.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import STREAM_EVAL_ROWS, DataArguments
 from medusa_heads.training.data.held_out import hold_out
@@ -263,14 +264,6 @@ def make_tokeniser(
             tokenizer, settings.template_text(), settings.template_kwargs(), stop_ids(target.model)
         )
     return Tokeniser(corpus.format, tokenizer, settings.max_length, chat)
-
-
-def stop_ids(model: Any) -> tuple[int, ...]:
-    """The tokens at which a model's generate() stops."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
 
 
 def _describe(source: Corpus | TokenisedCorpus) -> dict[str, Any]:

@@ -61,14 +61,19 @@ def first_format(files: Sequence[Path], text_column: str | None) -> tuple[Format
     Raises:
         ValueError: the files are empty, or of no known format.
     """
+    broken = BadRows("skip")
     problem = "give one with text in it"
     for file in files:
-        for place, row in read_rows(file, BadRows("skip").add):
+        for place, row in read_rows(file, broken.add):
             found = recognise(list(row), text_column)
             try:
                 return found, [*plain_columns(found.read(row)), PLACE_COLUMN]
             except BadRow as error:
                 problem = f"{place}: {error}"
+    if broken.examples:
+        problem = broken.examples[0]
+    elif files:
+        problem += f", {str(files[0])!r} has none"
     raise ValueError(f"the corpus is empty or has no row that can be used ({problem})")
 
 

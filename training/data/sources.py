@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from medusa_heads.data.bad_rows import BadRows
 from medusa_heads.data.data_files import SUFFIXES, has_known_suffix
 from medusa_heads.data.formats import CONTEXT_COLUMN, DOCUMENT_COLUMN, Format, recognise
+from medusa_heads.files import expanded
 from medusa_heads.training.data.folders import files_of_split, is_saved_dataset, saved_dataset
 from medusa_heads.training.data.hub_dataset import load_hub_dataset
 from medusa_heads.training.data.readers import (
@@ -123,7 +124,7 @@ def as_corpus(
     else:
         columns, counted = (rows.column_names if len(rows) else []), [(name, len(rows))]
     if not columns:
-        raise ValueError("the corpus is empty: give one with text in it")
+        raise ValueError(f"the corpus is empty: give one with text in it ({name})")
     found = recognise(columns, text_column)
     found_as = str(found)
     if found.name == "text" and found.columns != ("text",):
@@ -148,7 +149,7 @@ def find_names(name: str | Sequence[str]) -> list[str]:
     names = [name] if isinstance(name, str) else list(name)
     found = []
     for one in itertools.chain.from_iterable(_split_list(given) for given in names):
-        path = Path(one).expanduser()
+        path = expanded(one)
         if path.exists():
             found.append(one)
         elif any(sign in one for sign in "*?["):
@@ -168,7 +169,7 @@ def find_names(name: str | Sequence[str]) -> list[str]:
 
 def _split_list(name: str) -> list[str]:
     """`a.jsonl,b.jsonl` and `a.jsonl b.jsonl` are two names, unless a file is called so."""
-    if Path(name).expanduser().exists():
+    if name.strip() and expanded(name).exists():
         return [name]
     names = [part for part in re.split(r"[,\s]+", name) if part]
     if not names:
@@ -185,7 +186,7 @@ def _load_one(
     streaming: bool,
 ) -> Corpus:
     splits = _HELD_OUT_NAMES if split == HELD_OUT else (split,)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name != "stdlib" and path.is_file():
         if not has_known_suffix(path.name):
             raise ValueError(
@@ -222,8 +223,7 @@ def _from_files(
 
     found, columns = first_format(files, text_column)
     if not streaming and all(file.suffix == ".parquet" for file in files):
-        # Memory-mapped by datasets, however large.
-        tables = [Dataset.from_parquet(str(file)) for file in files]
+        tables = [_parquet_table(file) for file in files]
         corpus = as_corpus(
             concatenate_datasets(tables), name, text_column=text_column, bad_rows=bad_rows
         )
@@ -242,9 +242,24 @@ def _from_files(
             tables.append(Dataset.from_list(batch, features=features))
         if not tables:
             bad_rows.settle()
-            raise ValueError("the corpus is empty: give one with text in it")
+            raise ValueError(f"the corpus is empty: give one with text in it ({name})")
         rows = concatenate_datasets(tables)
     return Corpus(name, rows, recognise(columns), str(found), bad_rows)
+
+
+def _parquet_table(file: Path) -> Dataset:
+    """Memory-mapped by datasets, however large."""
+    from datasets import Dataset
+    from datasets.exceptions import DatasetsError
+    from pyarrow import ArrowException
+
+    try:
+        table = Dataset.from_parquet(str(file))
+        table.data.validate(full=True)  # its texts are texts, too
+    except (DatasetsError, ArrowException, OSError, ValueError) as error:
+        reason = error.__cause__ or error
+        raise ValueError(f"{str(file)!r} is not valid Parquet ({reason})") from error
+    return table
 
 
 def _join(parts: Sequence[Corpus]) -> Corpus:

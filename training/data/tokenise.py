@@ -177,7 +177,7 @@ def tokenise(
         rows = _fitting(corpus, rows, limits)
     corpus.bad_rows.settle()
     if not len(rows):
-        raise ValueError("the corpus is empty: give one with text in it")
+        raise ValueError(f"the corpus is empty: give one with text in it ({corpus.name})")
     if DOCUMENT_COLUMN in corpus.rows.column_names and corpus.format.name == "tokens":
         named = _documents(corpus)[rows.with_format("numpy")[DOCUMENT_COLUMN][:]]
         rows = rows.remove_columns(DOCUMENT_COLUMN).add_column(DOCUMENT_COLUMN, named)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import parse_json, replace_file
 from medusa_heads.training.hidden.cached_rows import KeptPositions, RowPlan
 
 INDEX_FILE = "index.json"
@@ -72,7 +72,7 @@ def indexed_dtype(folder: Path, key: CacheKey) -> torch.dtype:
     """
     path = folder / INDEX_FILE
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = parse_json(path.read_text(encoding="utf-8"))
         if index["format_version"] != FORMAT_VERSION or index["key"] != asdict(key):
             raise ValueError("it describes another cache")
         found = getattr(torch, index["dtype"])

@@ -16,6 +16,7 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from medusa_heads.config import HeadsConfig
+from medusa_heads.files import parse_json
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.data.prepare import TrainingData
@@ -164,7 +165,7 @@ def _nearest(folder: Path, key: CacheKey) -> str:
     nearest: list[str] | None = None
     for path in folder.glob(f"*/{INDEX_FILE}"):
         try:
-            other: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["key"]
+            other: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))["key"]
             differing = [name for name, value in asdict(key).items() if other[name] != value]
         except (OSError, ValueError, KeyError, TypeError):
             continue

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from medusa_heads.contents import refuse_heads
+from medusa_heads.errors import first_line
 from medusa_heads.machine import Shape, choose
-from medusa_heads.target.loading import asking_hub, first_line
+from medusa_heads.target.loading import asking_hub
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 

@@ -70,6 +70,8 @@ class CachedHiddenStates(HiddenStates):
         self.caches = caches
         self.read_only = all(cache.read_only for cache in caches)
         self.kept = kept
+        if not self.read_only:
+            self._share_rows()
 
     @property
     def collate(self) -> Any:
@@ -111,6 +113,14 @@ class CachedHiddenStates(HiddenStates):
         hidden_BTD = hidden_BTD.to(device)
         hidden_BTD[rows_M] = computed_MTD
         return hidden_BTD
+
+    def _share_rows(self) -> None:
+        """Give each cache the rows that only another holds, as where a run was killed between."""
+        for cache in self.caches:
+            for name in cache.missing():
+                found = next((other.read(name) for other in self.caches if name in other), None)
+                if found is not None:
+                    cache.add(name, found)
 
     def _keep(self, names: Sequence[str], hidden_MTD: Tensor, kept_MT: Tensor) -> None:
         kept = hidden_MTD[kept_MT].cpu()
@@ -171,13 +181,10 @@ def refuse_not_finite(hidden: Tensor) -> None:
 
 
 class CacheKeeper(TrainerCallback):
-    """Writes the cache where the Trainer pauses: with each checkpoint, and after each pass."""
+    """Writes the cache where the Trainer pauses, after each pass."""
 
     def __init__(self, states: CachedHiddenStates) -> None:
         self.states = states
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        self.states.flush()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         self.states.share()

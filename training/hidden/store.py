@@ -11,9 +11,7 @@ Shapes: P kept positions of a row, D hidden.
 from __future__ import annotations
 
 import logging
-import os
 import re
-import time
 import uuid
 from collections import OrderedDict
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_heads.files import move_in, remove_leftovers, staging
 from medusa_heads.training.hidden.cache_index import (
     SAFETENSORS_NAMES,
     CacheError,
@@ -35,9 +34,7 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 1 << 28
 _SHARD = re.compile(r"\d{6}-[0-9a-f]{8}\.safetensors")
-_LEFTOVER = re.compile(r"\..*\.part|\.tmp\w+")  # ours, and those of safetensors itself
 _OPEN_SHARDS = 128  # far below what a process may hold open
-_LEFTOVER_SECONDS = 3600  # a shard is written in far less: its writer is dead
 
 
 class HiddenCache:
@@ -123,12 +120,7 @@ class HiddenCache:
 
     def remove_leftovers(self) -> None:
         """Remove what killed processes left of shards."""
-        for path in self.folder.glob(".*"):
-            try:
-                if _LEFTOVER.fullmatch(path.name) and _age(path) > _LEFTOVER_SECONDS:
-                    path.unlink()
-            except FileNotFoundError:
-                pass  # another process was quicker
+        remove_leftovers(self.folder)
 
     def read(self, name: str) -> Tensor | None:
         """A row's hidden states [P, D] on the CPU, None if they are not there.
@@ -177,17 +169,16 @@ class HiddenCache:
             return
         number = max((int(path.name[:6]) for path in self._scanned), default=-1) + 1
         path = self.folder / f"{number:06}-{uuid.uuid4().hex[:8]}.safetensors"
-        beside = path.with_name(f".{path.name}.part")
-        try:
-            beside.touch()
-            mode = beside.stat().st_mode  # safetensors makes files that others cannot read
-            save_file(self._pending, beside, metadata={"cache": self.key.name()})
-            beside.chmod(mode)
-            os.replace(beside, path)
-        except SafetensorError as error:
-            raise OSError(f"{path} could not be written: {error}") from error
-        finally:
-            beside.unlink(missing_ok=True)
+        with staging(self.folder) as made:
+            shard = made / path.name
+            shard.touch()
+            mode = shard.stat().st_mode  # safetensors makes files that others cannot read
+            try:
+                save_file(self._pending, shard, metadata={"cache": self.key.name()})
+            except SafetensorError as error:
+                raise OSError(f"{path} could not be written: {error}") from error
+            shard.chmod(mode)
+            move_in(made, self.folder, [path.name])
         self._scanned.add(path)
         self._checked.update(self._pending)
         self._shard_of.update(dict.fromkeys(self._pending, path))
@@ -239,8 +230,3 @@ def all_finite(hidden: Tensor) -> bool:
     and which no finite hidden states of a usable target bring to overflow."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return bool(hidden.sum(dtype=wide).isfinite())
-
-
-def _age(path: Path) -> float:
-    """Seconds since a file was last written."""
-    return time.time() - path.stat().st_mtime

@@ -18,6 +18,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.chunks import chunk_pairs
 from medusa_heads.training.loss.fused import Pairs, Recipe, trained_matrix_loss
+from medusa_heads.training.loss.rows import per_item
 from medusa_heads.training.loss.teacher import Lessons, Teacher
 
 _OVERLAP = LossConfig({"total_variation": 1.0})  # at temperature 1, whatever is learnt at
@@ -86,9 +87,7 @@ class DraftLoss:
             total = trained_matrix_loss(
                 features_RD * self._scale, matrix_VD, bias_V, pairs, weights_R, recipe
             )
-        return total / (
-            num_items.clamp(min=1) if isinstance(num_items, Tensor) else max(num_items, 1)
-        )
+        return per_item(total, num_items)
 
     @torch.no_grad()
     def measure(

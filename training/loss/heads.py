@@ -21,7 +21,7 @@ from medusa_heads.training.loss.fused import (
     trained_matrix_loss,
 )
 from medusa_heads.training.loss.head_weights import acceptance_weights, decay_weights
-from medusa_heads.training.loss.rows import SupervisedRows
+from medusa_heads.training.loss.rows import SupervisedRows, per_item
 from medusa_heads.training.loss.teacher import Lessons, Teacher
 
 
@@ -91,8 +91,7 @@ def heads_loss(
             total = _own_matrices_loss(
                 heads, features_RKD, labels_RK, positions_RK, supervised_RK, recipe
             )
-    # A batch without a supervised token gives 0 / 1, not NaN.
-    return total / (num_items.clamp(min=1) if isinstance(num_items, Tensor) else max(num_items, 1))
+    return per_item(total, num_items)
 
 
 def _own_matrices_loss(

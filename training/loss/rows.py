@@ -84,3 +84,8 @@ def encode_rows(
     """hidden_RD that the heads read at the supervised rows, gathered BEFORE they run."""
     encoded_BTD = heads.encode(hidden_BTD, inputs["input_ids"], inputs.get("position_ids"))
     return encoded_BTD.flatten(0, 1).index_select(0, rows.positions_R)
+
+
+def per_item(total: Tensor, num_items: Tensor | int) -> Tensor:
+    """A sum over all supervised items, as a mean; a batch without any gives 0, not NaN."""
+    return total / (num_items.clamp(min=1) if isinstance(num_items, Tensor) else max(num_items, 1))

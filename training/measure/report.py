@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import parse_json, replace_file
 from medusa_heads.training.measure.metrics import own_figures
 from medusa_heads.training.measure.plots import draw_plots
 from medusa_heads.training.measure.reliability import Bin, HeadCalibration, expected_error
@@ -156,7 +156,7 @@ def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(folder) / JSON_FILE
     try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        report: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"expected a training report in {str(path)!r}: {error}") from error
     if report.get("report_version") != REPORT_VERSION:

@@ -1,1 +1,1 @@
-"""The loops: of heads, alone or with an adapter, and of draft models; resumed and recorded."""
+"""The loops, of heads with or without an adapter and of draft models; their records."""

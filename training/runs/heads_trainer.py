@@ -121,6 +121,12 @@ class HeadsTrainer(TaughtTrainer):
         for callback in self.hidden_states.callbacks:
             self.add_callback(callback)
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # What goes on from a checkpoint finds all that it has seen, and computes it in no other
+        # batches, which round otherwise.
+        self.hidden_states.flush()
+        super()._save_checkpoint(model, trial)
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As transformers', but where the rate is a default each part gets what suits it."""
         if self.optimizer is None and by_width(self.args):

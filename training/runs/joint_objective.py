@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from medusa_heads.checkpoint.adapter import quiet_peft
+from medusa_heads.errors import first_line
 from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.own import OwnRows, own_losses, own_rows
 from medusa_heads.training.loss.row_blocks import rows_loss
-from medusa_heads.training.loss.rows import SupervisedRows, encode_rows
+from medusa_heads.training.loss.rows import SupervisedRows, encode_rows, per_item
 from medusa_heads.training.loss.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def adapted(target: TargetModel, config: JointConfig) -> Iterator[PeftModel]:
         with quiet_peft():
             model = get_peft_model(target.model, lora)
     except ValueError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"the target takes no adapter at {modules!r}: {reason}") from error
     try:
         for part in (target.get_output_embeddings(), target.get_input_embeddings()):
@@ -216,8 +217,7 @@ class JointObjective(nn.Module):
         num_items: Tensor | int,
     ) -> Tensor:
         """The whole: the target's own part and the heads'."""
-        items = num_items.clamp(min=1) if isinstance(num_items, Tensor) else max(num_items, 1)
-        own = own_losses_N.sum() / items
+        own = per_item(own_losses_N.sum(), num_items)
         return own + self._heads_loss(reading.now_BTD, inputs, rows, num_items)
 
     def _heads_loss(

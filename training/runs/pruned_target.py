@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary, load_draft
+from medusa_heads.errors import first_line
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.meta_target import meta_target
@@ -173,7 +174,7 @@ def _from_config(config: Any) -> PreTrainedModel:
     try:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(
             f"no smaller {config.model_type} can be made ({reason}): give a draft_model"
         ) from error

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import parse_yaml, replace_file
 from medusa_heads.masking import masked
 
 if TYPE_CHECKING:
@@ -87,16 +87,14 @@ def check_same_run(checkpoint: str | os.PathLike[str], record: Mapping[str, Any]
         ValueError: it was made for another target, on other text, or what learns or how is another;
             or its story cannot be read.
     """
-    import yaml
-
     file = Path(checkpoint) / RUN_FILE
     if not file.is_file():
         return
     try:
-        before, now = yaml.safe_load(file.read_text(encoding="utf-8")), _plain(record)
+        before, now = parse_yaml(file.read_text(encoding="utf-8")), _plain(record)
         if not isinstance(before, dict):
             raise ValueError("it holds no 'key: value' lines")
-    except (yaml.YAMLError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(
             f"{str(file)!r} is damaged ({error}): resume from another checkpoint"
         ) from error

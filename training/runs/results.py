@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import PredictionOutput
 
 METRICS_FILE = "metrics.json"
+# transformers': flops of another model, and a time that only a run which takes no step measures.
+_NOT_KEPT = ("total_flos", "eval_model_preparation_time")
 
 
 def write_heads(
@@ -70,6 +72,17 @@ def write_heads(
     write_report(output, report)
 
 
+def mean_loss(log: Sequence[Mapping[str, float]]) -> float | None:
+    """Mean training loss of a run's steps, also of those before it was interrupted, which
+    transformers' own leaves out; None where none was logged."""
+    steps, total = 0.0, 0.0
+    for entry in log:
+        if "loss" in entry:
+            total += entry["loss"] * (entry["step"] - steps)
+            steps = entry["step"]
+    return total / steps if steps else None
+
+
 def write_figures(
     output: Path,
     trainer: Trainer,
@@ -90,8 +103,9 @@ def write_figures(
         What `metrics.json` holds.
     """
     metrics = {
-        **{name: value for name, value in trained.items() if name != "total_flos"},
-        **measured,
+        **{k: v for k, v in {**trained, **measured}.items() if k not in _NOT_KEPT},
+        "train_loss": mean_loss(trainer.state.log_history),
+        "epoch": trainer.state.epoch,
         "steps": trainer.state.global_step,
         "best_step": trainer.state.best_global_step,
     }

@@ -7,7 +7,6 @@ parts, and removed first; a folder without it is no checkpoint.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from medusa_heads.files import parse_json
 from medusa_heads.training.runs.record import write_run
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def _is_finished(state: TrainerState, args: TrainingArguments) -> bool:
 def is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint was written to its end, and nothing of it is missing."""
     try:
-        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        state = parse_json((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     parts = all(any(checkpoint.glob(pattern)) for pattern in _PARTS)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import parse_json, replace_file
 from medusa_heads.inference.drafters.extra.early_exit import ExitClock
 from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
 from medusa_heads.machine.measurements import measurement_folder
@@ -73,7 +73,7 @@ def skip_sets(target: TargetModel, stack: LayerStack, text_BT: Tensor | None = N
     path = measurement_folder() / "skip_sets" / f"{key}.json"
     try:
         return _read(path, len(stack))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, OverflowError):
         pass  # nothing there, or damaged: measured anew
     agreement = Agreement(target, stack, own_text(target) if text_BT is None else text_BT)
     measured = search(agreement, len(stack))
@@ -86,7 +86,7 @@ def skip_sets(target: TargetModel, stack: LayerStack, text_BT: Tensor | None = N
 
 
 def _read(path: Path, layers: int) -> Measured:
-    stored = json.loads(path.read_text(encoding="utf-8"))
+    stored = parse_json(path.read_text(encoding="utf-8"))
     measured = {tuple(map(int, skipped)): float(share) for skipped, share in stored}
     if not measured or not all(0 <= min(s) <= max(s) < layers > len(s) for s in measured):
         raise ValueError(f"{path} holds no sets of {layers} layers")

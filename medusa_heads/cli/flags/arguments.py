@@ -11,53 +11,99 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
+import threading
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
 
 from medusa_heads.cli.flags.parser import make_parser
 from medusa_heads.cli.flags.unknown_names import explain_flag, explain_key
 from medusa_heads.cli.settled import forget_choices
 from medusa_heads.errors import MedusaWarning
+from medusa_heads.files import parse_yaml
 from medusa_heads.masking import masked
 
 TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
 # In the system's words, which safetensors repeats, and in those of torch.save.
+_LONGEST = 1200  # characters of a sentence
 _FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos")
 
 
 def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> int:
-    """Run a command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C.
+    """Run a command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, 143 for
+    SIGTERM, which ends it as Ctrl-C does.
 
-    A ValueError, an OSError, or what a library says of a full disk becomes one sentence on stderr;
-    with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything else is a fault of the program
-    and keeps its traceback. This package's own warnings are sentences, too.
+    A ValueError, an OSError, or what a library says of a full disk or memory becomes one sentence
+    on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything else is a fault of
+    the program and keeps its traceback. This package's own warnings are sentences, too.
     """
     try:
-        with _own_warnings_as_sentences(prog):
+        with _own_warnings_as_sentences(prog), _ended_by_sigterm():
             main()
+    except _Terminated:
+        print(f"{prog}: ended by SIGTERM", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         full = any(words in str(error) for words in _FULL_DISK)
-        expected = full or isinstance(error, ValueError | OSError)
+        # Of torch by its name: most commands end without importing it.
+        crowded = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        expected = full or crowded or isinstance(error, ValueError | OSError)
         if not expected or os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        # Messages of the libraries underneath may run over several lines.
-        sentence = " ".join(str(error).split()) or type(error).__name__
+        # Messages of the libraries underneath may run over several lines, or quote all of a value.
+        sentence = _shortened(" ".join(str(error).split())) or type(error).__name__
         if full:
             sentence = f"a file could not be written, is the disk full? ({sentence})"
+        if crowded:
+            sentence = f"the memory is full: take smaller batches or shorter texts ({sentence})"
         print(f"{prog}: error: {sentence}", file=sys.stderr)
         return 2
     finally:
         forget_choices()
     return 0
+
+
+def _shortened(sentence: str) -> str:
+    if len(sentence) <= _LONGEST:
+        return sentence
+    return f"{sentence[: _LONGEST // 2]} [..] {sentence[-_LONGEST // 2 :]}"
+
+
+class _Terminated(SystemExit):
+    """SIGTERM came. Whoever cleans up behind an exception does so."""
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within the block SIGTERM raises, unless the program that called handles it; a second one
+    ends the process at once."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    process = os.getpid()
+
+    def terminate(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != process:  # a worker that was forked later ends as any other would
+            signal.raise_signal(number)
+        raise _Terminated(128 + number)
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
@@ -151,14 +197,12 @@ def read_config(path: str | os.PathLike[str], types: Sequence[type]) -> dict[str
         ValueError: not a YAML mapping, an unknown key, or a value of another type.
         OSError: the file cannot be read.
     """
-    import yaml
-
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"expected a YAML file at {str(path)!r}, found none")
     try:
-        content = _load_yaml(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = parse_yaml(file.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is not valid YAML ({error})") from error
     if content is None:
         content = {}
@@ -179,24 +223,6 @@ def read_config(path: str | os.PathLike[str], types: Sequence[type]) -> dict[str
     return values
 
 
-def _load_yaml(text: str) -> Any:
-    """As yaml.safe_load, which takes the last of two values that a key is given."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            seen = set()
-            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
-                    )
-                seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    return yaml.load(text, Loader)
-
-
 def coerce(value: Any, hint: Any, label: str) -> Any:
     """`value` as the type `hint`: YAML reads `1e-4` as a string and `5` as an integer.
 
@@ -212,7 +238,10 @@ def coerce(value: Any, hint: Any, label: str) -> Any:
         if value is None:
             return None
         if dict in options and isinstance(value, Mapping):
-            return json.dumps(value)
+            try:
+                return json.dumps(value)
+            except TypeError as error:  # a date, a set
+                raise ValueError(f"{label} must hold plain values ({error})") from error
         plain = [option for option in options if option is not type(None) and option is not dict]
         return coerce(value, plain[0], label)
     if get_origin(hint) is list:
@@ -224,7 +253,7 @@ def coerce(value: Any, hint: Any, label: str) -> Any:
     if hint is float and not isinstance(value, bool):
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pass
     elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value

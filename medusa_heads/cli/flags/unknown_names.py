@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa_heads.files import parse_json
+
 CONTAINER = "training_args"
 _MOST_LISTED = 12
 # What trl, peft, the Trainer's examples or older releases call a flag of ours.
@@ -63,7 +65,11 @@ def explain_flag(flag: str, value: str | None, known: Sequence[str]) -> str:
 
 def explain_key(key: str, value: Any, known: Sequence[str]) -> str:
     """The end of a sentence on an unknown key of a YAML file, its value beside it."""
-    belongs = f"'{CONTAINER}: {{{key}: {json.dumps(value, default=str)}}}'"
+    try:
+        told = json.dumps(value, default=str)
+    except TypeError:  # a mapping by something else than names
+        told = str(value)
+    belongs = f"'{CONTAINER}: {{{key}: {told}}}'"
     return _hint(key, known, belongs, "")
 
 
@@ -89,7 +95,7 @@ def _read(value: str | None) -> Any:
     if value is None:
         return True
     try:
-        return json.loads(value.lower() if value in ("True", "False") else value)
+        return parse_json(value.lower() if value in ("True", "False") else value)
     except json.JSONDecodeError:
         return value
 

@@ -18,7 +18,7 @@ from medusa_heads.cli.decoding import ModelArguments, load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.contents import instead_of_heads, is_heads
 from medusa_heads.errors import at_least
-from medusa_heads.files import check_folder
+from medusa_heads.files import check_folder, expanded
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.training.arguments.data import DataArguments
 
@@ -225,7 +225,7 @@ def make_table(statistics: HeadStatistics) -> Table:
 
 
 def _folder(name: str) -> Path:
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if not folder.exists():
         raise ValueError(
             f"expected the folder of a heads checkpoint at {name!r}, found none: what is measured "

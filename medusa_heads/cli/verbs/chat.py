@@ -20,6 +20,7 @@ from medusa_heads.cli.decoding import (
 from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
 from medusa_heads.cli.flags.arguments import coerce, parse_arguments, run_command
 from medusa_heads.cli.settled import tell_choices
+from medusa_heads.files import parse_yaml
 
 if TYPE_CHECKING:
     from medusa_heads.cli.conversation import Conversation
@@ -233,11 +234,9 @@ def read_value(text: str, hint: Any, name: str) -> Any:
     Raises:
         ValueError: it does not fit.
     """
-    import yaml
-
     try:
-        value = None if text.lower() == "none" else yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = None if text.lower() == "none" else parse_yaml(text)
+    except ValueError:
         value = text
     if hint == list[str] and not isinstance(value, list):
         value = [] if value is None else [text]

@@ -11,7 +11,6 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
@@ -87,7 +86,7 @@ def describe(arguments: EnvArguments) -> Iterator[str]:
     yield f"measured on {where}, in speeds relative to float32:"
     for use in USES:
         yield from _measured(use, str(where), Shape() if form is None else form.shape, form)
-    folder, home = str(measurement_folder()), str(Path.home())
+    folder, home = str(measurement_folder()), os.path.expanduser("~")
     shown = "~" + folder.removeprefix(home) if folder.startswith(home + os.sep) else folder
     yield f"measurements are kept in {shown}"
 

@@ -4,7 +4,6 @@ corpus's prompts itself, and train-heads --dataset FOLDER learns from that.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.cli.settled import settle, tell_choices
+from medusa_heads.files import parse_json
 from medusa_heads.inference.regeneration.arguments import RegenerateArguments
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def run_regenerate(arguments: RegenerateArguments) -> None:
 def _template_options(given: dict[str, Any] | str | None) -> dict[str, Any]:
     if isinstance(given, str):
         try:
-            given = json.loads(given)
-        except json.JSONDecodeError as error:
+            given = parse_json(given)
+        except ValueError as error:
             raise ValueError(f"chat_template_kwargs must be JSON, got {given!r}") from error
     if given is not None and not isinstance(given, dict):
         raise ValueError(f"chat_template_kwargs must map names to values, got {given!r}")

@@ -1,5 +1,6 @@
 """Flags, the YAML file underneath them, and errors in one sentence."""
 
+import signal
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +111,10 @@ def test_flags_that_do_not_fit(argv: tuple[str, ...], message: str) -> None:
         ("num_steps: 3\nnum_steps: 4", r"the key 'num_steps' is given twice\s+in .* line 2"),
         ("num_steps: 3\nnum-steps: 4", "the key 'num-steps' is given twice"),
         ("extra:\n  a: 1\n  a: 2", "the key 'a' is given twice"),
+        ("extra: {a: 2001-01-01}", "extra must hold plain values"),
+        ("learning_rate: 1" + "0" * 400, "learning_rate must be of type float"),
+        ("zzz: {2001-01-01: 1}", "unknown key 'zzz'"),
+        ("num_steps: !!bool maybe", "run.yaml is not valid YAML .*tag"),
     ],
 )
 def test_files_that_do_not_fit(text: str, message: str, tmp_path: Path) -> None:
@@ -136,6 +141,16 @@ def test_a_users_mistake_is_one_sentence(
         run_command(fail)
 
 
+def test_a_sentence_that_quotes_too_much_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise ValueError(f"num_steps must be a number, got {'x' * 100_000!r}: give one")
+
+    assert run_command(fail) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("medusa-heads: error: num_steps must be") and len(said) < 1300
+    assert said.endswith("': give one\n") and " [..] " in said
+
+
 def test_interruption_and_faults_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -148,6 +163,46 @@ def test_interruption_and_faults_of_the_program(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "tool: interrupted\n"
     with pytest.raises(RuntimeError):
         run_command(fault)
+
+
+def test_sigterm_ends_a_command_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that were begun are removed on the way out."""
+    done = []
+
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            done.append("cleaned up")
+
+    assert run_command(work, prog="tool") == 143
+    assert capsys.readouterr().err == "tool: ended by SIGTERM\n" and done
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_program_that_handles_sigterm_goes_on_handling_it() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        assert run_command(lambda: signal.raise_signal(signal.SIGTERM)) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\nTried")]
+)
+def test_full_memory_is_one_sentence(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise error
+
+    assert run_command(fail) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    said = " ".join(str(error).split()) or "MemoryError"
+    assert line == (
+        f"medusa-heads: error: the memory is full: take smaller batches or shorter texts ({said})"
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no disk that is always full")

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
 
 from medusa_heads.inference.acceptance import SampleThenMatch
-from medusa_heads.inference.engine.rows import Row, StopCheck
+from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
 from medusa_heads.trees.tree import TokenTree, TreeShape
 
 VOCAB = 12
@@ -35,11 +38,11 @@ def logits_naming(tokens: list[int]) -> Tensor:
     return torch.nn.functional.one_hot(torch.tensor([tokens]), VOCAB).float() * 20
 
 
-def row(max_length: int = 100, eos: int | None = None) -> Row:
+def row(max_length: int = 100, eos: int | None = None, index: int = 0, batch: int = 1) -> Row:
     criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
     if eos is not None:
         criteria.append(EosTokenCriteria(eos))
-    return Row(0, 1, torch.tensor([1, 2, 5]), StopCheck(criteria))
+    return Row(index, batch, torch.tensor([1, 2, 5]), StopCheck(criteria, batch))
 
 
 @pytest.fixture(params=[True, False], ids=["all at once", "lazy"])
@@ -80,14 +83,14 @@ def test_rows_of_a_batch_walk_their_own_paths(processors: list[TopKLogitsWarper]
 
 
 def walk_a_batch(rule: SampleThenMatch) -> None:
-    """Rows that accept all, nothing, another branch; that end; and one that has ended before."""
-    named = [[6, 7, 8, 3, 0, 0], [0] * 6, [9, 0, 0, 0, 7, 11], [6, 7, 8, 3, 0, 0]]
-    rows = [row(), row(), row(), row(max_length=5)]
-    rows.insert(1, row(max_length=4))
-    rows[1].commit(1)
-    logits_BNV = torch.cat([logits_naming(tokens) for tokens in [named[0], *named]])
-    assert rule(tree(5), logits_BNV, rows) == [[0, 1, 2, 3], [], [0], [0, 4, 5], [0, 1]]
-    assert [one.tokens for one in rows] == [[6, 7, 8, 3], [1], [0], [9, 7, 11], [6, 7]]
+    """Rows that end, accept all, nothing, another branch; and one that has ended before."""
+    all_right, wrong, branch = [6, 7, 8, 3, 0, 0], [0] * 6, [9, 0, 0, 0, 7, 11]
+    rows = [row(max_length=5), row(), row(max_length=4), row(), row()]
+    rows[2].commit(1)
+    named = [all_right, all_right, all_right, wrong, branch]
+    logits_BNV = torch.cat([logits_naming(tokens) for tokens in named])
+    assert rule(tree(5), logits_BNV, rows) == [[0, 1], [0, 1, 2, 3], [], [0], [0, 4, 5]]
+    assert [one.tokens for one in rows] == [[6, 7], [6, 7, 8, 3], [1], [0], [9, 7, 11]]
 
 
 def test_nothing_follows_an_end_token_inside_an_accepted_block() -> None:
@@ -102,6 +105,141 @@ def test_length_limit_inside_an_accepted_block() -> None:
     one = row(max_length=6)
     assert rule(tree(), logits_naming([6, 7, 8, 3, 0, 0]), [one]) == [[0, 1, 2]]
     assert one.tokens == [6, 7, 8] and one.length == 6 and one.done
+
+
+class WritesInPlace(LogitsProcessor):
+    """Notes what it is given, and takes token 6 away in the memory of the scores."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+        self.dtypes: set[torch.dtype] = set()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.texts += input_ids.tolist()
+        self.dtypes.add(scores.dtype)
+        scores[:, 6] = -1000.0
+        return scores
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_only_the_targets_plain_choice_is_made_ahead(
+    runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processors are asked, and dice thrown, on devices that run ahead as well."""
+    monkeypatch.setattr(f"{SampleThenMatch.__module__}._runs_ahead", lambda device: runs_ahead)
+    bans_six = LogitsProcessorList([SuppressTokensLogitsProcessor([6])])
+    logits_1NV = logits_naming([6, 0, 0, 0, 7, 11])
+    logits_1NV[0, 0, 9] = 19.5  # drawn in three of eight cases
+    one = row()
+    assert SampleThenMatch(bans_six, do_sample=False)(tree(), logits_1NV, [one]) == [[0, 4, 5]]
+    assert one.tokens == [9, 7, 11]
+    torch.manual_seed(0)
+    draws = SampleThenMatch(LogitsProcessorList(), do_sample=True)
+    paths = [draws(tree(), logits_1NV, [row()])[0] for _ in range(30)]
+    assert {path[1] for path in paths} == {1, 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_processors_get_the_text_and_a_copy_of_the_logits_in_fp32(
+    runs_ahead: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{SampleThenMatch.__module__}._runs_ahead", lambda device: runs_ahead)
+    notes = WritesInPlace()
+    rule = SampleThenMatch(LogitsProcessorList([notes]), do_sample=False)
+    logits_1NV = logits_naming([6, 0, 0, 0, 7, 11]).to(dtype)
+    logits_1NV[0, 0, 9] = 10.0  # next best
+    given = logits_1NV.clone()
+    one = row()
+    one.recorder = ScoreRecorder()
+    assert rule(tree(), logits_1NV, [one]) == [[0, 4, 5]] and one.tokens == [9, 7, 11]
+    assert notes.texts == [[1, 2, 5], [1, 2, 5, 9], [1, 2, 5, 9, 7]]
+    assert notes.dtypes == {torch.float32} and torch.equal(logits_1NV, given)
+    walked_NV = given[0, [0, 4, 5]].float()
+    assert torch.equal(torch.cat(one.recorder.logits), walked_NV)
+    walked_NV[:, 6] = -1000.0
+    assert torch.equal(torch.cat(one.recorder.scores), walked_NV)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_warpers_get_the_scores_in_fp32_where_the_text_lies(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrix of a target that is spread over devices may lie elsewhere than the prompt."""
+
+    def note(_: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
+        raise LookupError(input_ids.device.type, scores.device.type, scores.dtype, len(scores))
+
+    monkeypatch.setattr(TopKLogitsWarper, "__call__", note)
+    rule = SampleThenMatch(LogitsProcessorList([TopKLogitsWarper(8)]), do_sample=True)
+    stop = StopCheck(StoppingCriteriaList())
+    rows = [Row(0, 1, torch.tensor([1, 2, 5], device="meta"), stop) for _ in range(batch)]
+    with pytest.raises(LookupError) as found:
+        rule(tree(batch), torch.zeros(batch, 6, VOCAB, dtype=torch.float64), rows)
+    assert found.value.args == ("meta", "meta", torch.float32, batch)
+
+
+def test_a_child_in_the_last_place_is_walked_to_by_its_own_number() -> None:
+    shape = TreeShape([(0,), (0, 0), (1,)])
+    rule = SampleThenMatch(LogitsProcessorList(), do_sample=False)
+    last = shape.tree(torch.tensor([[5, 6, 7, 9]]))
+    assert rule(last, logits_naming([9, 0, 0, 4]), [row()]) == [[0, 3]]
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("warpers", [[], [TopKLogitsWarper(8)]], ids=["plain", "warped"])
+def test_scores_are_recorded_for_every_token(
+    warpers: list[TopKLogitsWarper], runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{SampleThenMatch.__module__}._runs_ahead", lambda device: runs_ahead)
+    rule = SampleThenMatch(LogitsProcessorList(warpers), do_sample=False)
+    one = row()
+    one.recorder = ScoreRecorder()
+    rule(tree(), logits_naming([6, 7, 8, 3, 0, 0]), [one])
+    assert torch.equal(torch.cat(one.recorder.logits), logits_naming([6, 7, 8, 3])[0])
+
+
+class OfItsRow(LogitsProcessor):
+    """Names a token of its own for each row of the batch."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        named_B = torch.tensor([9, 6, 11])[: len(scores)]
+        return scores + 100 * torch.nn.functional.one_hot(named_B, VOCAB)
+
+
+def test_processors_see_each_row_at_its_place_in_the_batch() -> None:
+    rule = SampleThenMatch(LogitsProcessorList([OfItsRow()]), do_sample=False)
+    rows = [row(index=index, batch=3) for index in (2, 0, 1)]
+    paths = rule(tree(3), logits_naming([0] * 6).expand(3, -1, -1), rows)
+    assert paths == [[0], [0, 4], [0, 1]]
+    assert [one.tokens for one in rows] == [[11], [9, 9], [6, 6]]
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_are_drawn_with_the_random_numbers_of_generate(
+    batch: int, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One draw for all rows that still walk, a level after the other."""
+    monkeypatch.setattr(f"{SampleThenMatch.__module__}._runs_ahead", lambda device: runs_ahead)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(5)])
+    ids: Any = torch.zeros(1, 1, dtype=torch.long)
+    deep = 0
+    for seed in range(40):
+        torch.manual_seed(seed)
+        logits_BNV = torch.randn(batch, 6, VOCAB, dtype=torch.float64)
+        logits_BNV[:, :, [6, 7, 9]] += 2
+        rows = [row(index=index, batch=batch) for index in range(batch)]
+        paths = SampleThenMatch(warpers, do_sample=True)(tree(batch), logits_BNV, rows)
+        torch.manual_seed(seed)
+        torch.randn(batch, 6, VOCAB, dtype=torch.float64)
+        for level in range(max(map(len, paths))):
+            walking = [b for b, path in enumerate(paths) if len(path) > level]
+            scores: Any = logits_BNV[walking, [paths[b][level] for b in walking]].float()
+            drawn = torch.multinomial(warpers(ids, scores).softmax(-1), num_samples=1)
+            assert drawn[:, 0].tolist() == [rows[b].tokens[level] for b in walking]
+            deep += level > 0
+    assert deep > 10
 
 
 def chi_square(counts_V: Tensor, probabilities_V: Tensor) -> float:

@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList, TopKLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TopKLogitsWarper,
+)
 
-from medusa_heads.inference.acceptance import RejectionSampling
+from medusa_heads.inference.acceptance import RejectionSampling, SampleThenMatch
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.trees.tree import TokenTree, TreeShape
 
@@ -219,3 +224,73 @@ def test_a_wrong_rule_is_caught(
     p_NV = torch.tensor([LAWS[0]] * 3)
     found = laws_found(rule(wrong), one_level(LAWS[3], 2), p_NV, outcomes)
     assert max(abs(a - b) for a, b in zip(found[0], LAWS[0], strict=True)) > 1e-3
+
+
+def sure(tokens: Sequence[int]) -> Tensor:
+    """Laws, one a row: each of one token alone."""
+    return torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).float()
+
+
+def batch_of(count: int) -> list[Row]:
+    stop = StopCheck(StoppingCriteriaList(), count)
+    return [Row(index, count, torch.tensor([0]), stop) for index in range(count)]
+
+
+def test_rows_of_a_batch_have_drafts_and_laws_of_their_own() -> None:
+    tree = TreeShape.from_choices([(0,), (0, 0)]).tree(
+        torch.tensor([[0, 1, 3], [0, 1, 3], [0, 2, 1]])
+    )
+    tree.drawn_from[0] = sure([1, 1, 2])  # type: ignore[index]
+    logits_BNV = torch.stack([sure([1, 3, 2]), sure([1, 3, 2]), sure([2, 3, 0])]).log()
+    rows = batch_of(3)
+    rows[1].done = True
+    with torch.device("meta"):  # what names no device would lie on another one than the tensors
+        paths = rule()(tree, logits_BNV, rows)
+    assert paths == [[0, 1, 2], [], [0, 1]]
+    assert [row.tokens for row in rows] == [[1, 3, 2], [], [2, 3]]
+
+
+def test_a_rejected_draft_on_another_device_than_the_default() -> None:
+    tree = TreeShape.from_choices([(0,), (1,)]).tree(torch.tensor([[0, 1, 2]]))
+    tree.drawn_from[0] = torch.tensor([[0.0, 0.5, 0.5, 0.0]])  # type: ignore[index]
+    logits_1NV = sure([3, 0, 0]).log()[None]
+    (row,) = batch_of(1)
+    with torch.device("meta"):
+        assert rule()(tree, logits_1NV, [row]) == [[0]]
+    assert row.tokens == [3]
+
+
+def test_nothing_follows_the_end_of_a_row() -> None:
+    tree = TreeShape.from_choices([(0,)]).tree(torch.tensor([[0, 1]]))
+    tree.drawn_from[0] = sure([1])  # type: ignore[index]
+    stop = StopCheck(StoppingCriteriaList([MaxLengthCriteria(2)]))
+    row = Row(0, 1, torch.tensor([0]), stop)
+    assert rule()(tree, sure([1, 2]).log()[None], [row]) == [[0]]
+    assert row.tokens == [1] and row.done
+
+
+def test_drawn_drafts_are_walked_greedily_where_no_token_is_drawn() -> None:
+    tree = TreeShape.from_choices([(0,), (1,)]).tree(torch.tensor([[0, 1, 2]]))
+    tree.drawn_from[0] = torch.tensor([LAWS[0]])  # type: ignore[index]
+    logits_BNV = torch.tensor([[LAWS[1], LAWS[0], LAWS[0]]]).log()
+    for token in (1, 2):
+        logits_BNV[0, 0, token] = 5.0
+        (row,) = batch_of(1)
+        greedy = RejectionSampling(LogitsProcessorList(), do_sample=False)
+        assert greedy(tree, logits_BNV, [row]) == [[0, token]]
+        assert row.tokens == [token, 3]
+        logits_BNV[0, 0, token] = -5.0
+
+
+def test_chosen_drafts_are_walked_with_the_random_numbers_of_generate() -> None:
+    torch.manual_seed(0)
+    tree = TreeShape.from_choices([(0,), (0, 0), (1,)]).tree(torch.tensor([[0, 1, 2, 3]] * 3))
+    logits_BNV = torch.randn(3, 4, VOCAB)
+    for seed in range(10):
+        said = []
+        for kind in (SampleThenMatch, RejectionSampling):
+            torch.manual_seed(seed)
+            rows = batch_of(3)
+            said.append((kind(LogitsProcessorList(), True)(tree, logits_BNV, rows), rows))
+        assert said[0][0] == said[1][0]
+        assert [row.tokens for row in said[0][1]] == [row.tokens for row in said[1][1]]

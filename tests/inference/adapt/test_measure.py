@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.inference.adapt import measure
 from medusa_heads.inference.adapt.measure import RandomChain, room, step_seconds, target_clock
-from medusa_heads.inference.engine.capability import capability
 from tests.conftest import TinyLlama
+from tests.inference.clock import Clock
 
 
 @pytest.fixture
@@ -20,13 +19,16 @@ def no_more(monkeypatch: pytest.MonkeyPatch) -> Any:
     """From its call on, measuring fails."""
 
     def stop() -> None:
-        for name in ("_measure_clock", "measure_step_seconds"):
+        for name in ("_measure_steps", "measure_step_seconds"):
             monkeypatch.setattr(measure, name, lambda *_: pytest.fail("measured twice"))
 
     return stop
 
 
-def test_a_clock_is_measured_once(tiny_llama: TinyLlama, cache: Path, no_more: Any) -> None:
+def test_a_clock_is_measured_once(
+    tiny_llama: TinyLlama, cache: Path, no_more: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch)  # however busy this machine is, the target is quick
     target = TargetModel(tiny_llama())
     chain = RandomChain(3, target.vocab_size)
     clock = target_clock(target, {"chain": (chain, {"nodes": 3})})
@@ -57,9 +59,12 @@ def test_steps_are_measured_once_unless_asked_anew(
         ('"values": {', '"values": ['),
         ('"step": {', '"steps": {'),
         ('"1": ', '"one": '),
+        ('"1": ', '"0": 1.0, "2": '),
         ('"1": ', '"1": -'),
         ('"1": ', '"1": "x", "2": '),
         ('"1": ', '"1": NaN, "2": '),
+        ('"1": ', '"1": true, "2": '),
+        ('"1": ', f'"1": {10**400}, "2": '),
         ('"version"', '"vision"'),
     ],
 )
@@ -68,30 +73,64 @@ def test_damaged_files_are_measured_anew(
 ) -> None:
     target = TargetModel(tiny_llama(num_layers=1, hidden_size=32))
     times: list[dict[int, float]] = [{1: 1.0, 4: 2.0}, {1: 5.0, 4: 6.0}]
-    monkeypatch.setattr(measure, "_measure_clock", lambda *_: (times.pop(0), {}))
+    monkeypatch.setattr(measure, "_measure_steps", lambda *_: times.pop(0))
     assert target_clock(target).step(4) == target_clock(target).step(4) == 2.0
     (kept,) = (cache / "clock").iterdir()
-    content = kept.read_text(encoding="utf-8")
-    assert old in content
-    kept.write_text(content.replace(old, new), encoding="utf-8")
+    before, found, after = kept.read_text(encoding="utf-8").rpartition(old)  # of the values
+    assert found
+    kept.write_text(before + new + after, encoding="utf-8")
     assert target_clock(target).step(4) == target_clock(target).step(4) == 6.0
 
 
-def test_a_slow_target_is_measured_in_few_forwards(tiny_llama: TinyLlama, cache: Path) -> None:
-    model: Any = tiny_llama(vocab_size=24)
-    forwards = 0
+@pytest.mark.parametrize("damage", ['"x"', "-1.0", "NaN", "null", "[1.0]"])
+def test_damaged_drafting_is_measured_anew(tiny_llama: TinyLlama, cache: Path, damage: str) -> None:
+    target = TargetModel(tiny_llama(num_layers=1, hidden_size=32))
+    source = {"chain": (RandomChain(3, target.vocab_size), {"nodes": 3})}
+    first = target_clock(target, source).drafting("chain")
+    (kept,) = (cache / "drafting").iterdir()
+    content = kept.read_text(encoding="utf-8")
+    assert f'"seconds": {first}' in content
+    kept.write_text(content.replace(f'"seconds": {first}', f'"seconds": {damage}'), "utf-8")
+    again = target_clock(target, source).drafting("chain")
+    assert again > 0 and f'"seconds": {again}' in kept.read_text(encoding="utf-8")
 
-    def slowly(*_: Any) -> None:
-        nonlocal forwards
-        forwards += 1
-        time.sleep(0.12)
 
-    model.model.register_forward_pre_hook(slowly)
-    target = TargetModel(model)
-    capability(target)  # tries the target with ten forwards of a few tokens, once
-    tried, forwards = forwards, 0
-    medusa = MedusaModel(target, MedusaHeads.from_target(model, HeadsConfig(num_heads=3)))
-    assert medusa.tree == "auto" and 0 < forwards <= 6 and tried <= 10
+class Forwards:
+    """Counts a model's forwards, each of which takes as long as is said."""
+
+    def __init__(self, model: Any, clock: Clock, seconds: float) -> None:
+        self.count, self._clock, self._seconds = 0, clock, seconds
+        model.model.register_forward_pre_hook(self._run)
+
+    def _run(self, *_: Any) -> None:
+        self.count += 1
+        self._clock.work(self._seconds)
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.05, 0.12, 3.0])
+def test_a_slow_target_is_tried_and_measured_in_ten_forwards(
+    tiny_llama: TinyLlama, cache: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    model = tiny_llama(vocab_size=24)
+    forwards = Forwards(model, Clock(monkeypatch), seconds)
+    medusa = MedusaModel(model, MedusaHeads.from_target(model, HeadsConfig(num_heads=3)))
+    assert medusa.tree == "auto" and 5 < forwards.count <= 10
+    clock = target_clock(medusa.target)
+    assert clock.sizes[-1] == 64 and clock.step(1) == pytest.approx(seconds, rel=0.01)
+
+
+def test_another_source_measures_no_step(
+    tiny_llama: TinyLlama, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(vocab_size=24)
+    forwards = Forwards(model, Clock(monkeypatch), 0.001)
+    counts = []
+    for heads in (2, 3):
+        MedusaModel(model, MedusaHeads.from_target(model, HeadsConfig(num_heads=heads)))
+        counts.append(forwards.count)
+    assert 0 < counts[0] == counts[1]
+    assert len(list((cache / "clock").iterdir())) == 1
+    assert len(list((cache / "drafting").iterdir())) == 2
 
 
 def test_a_short_context_leaves_room_for_trees(tiny_llama: TinyLlama, cache: Path) -> None:

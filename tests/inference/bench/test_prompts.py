@@ -74,6 +74,10 @@ def test_questions_of_spec_bench(tmp_path: Path) -> None:
         ("none.jsonl", '{"turns": []}\n', "line 1: expected an object"),
         ("turn.jsonl", '{"turns": ["a", ""]}\n', "or a list of strings under 'turns'"),
         ("kind.jsonl", '{"prompt": "a", "category": 3}\n', "a string under 'category', got 3"),
+        ("half.jsonl", '{"prompt": "a\\ud800"}\n', "line 1 holds half a character"),
+        ("half.jsonl", '{"turns": ["a", "\\udfff"]}\n', "line 1 holds half a character"),
+        ("deep.jsonl", '{"prompt": ' + "[" * 100_000, "line 1 is not JSON .nested too deeply"),
+        ("long.jsonl", '{"n": ' + "9" * 5_000, "line 1 is not JSON .a number is too long"),
         ("latin.txt", b"caf\xe9\n", "not UTF-8"),
     ],
 )

@@ -79,9 +79,9 @@ def test_files_are_written_and_replaced(report: dict[str, Any], tmp_path: Path) 
         assert png_file.read_bytes().startswith(b"\x89PNG")
     written = sorted(path.name for path in json_file.parent.iterdir())
     assert written == ["report.json", "report.md", "report.png"]
-    wide = png_file.read_bytes()[16:20]
-    write_report(tmp_path / "new", report)  # unmeasured heads: one panel
-    assert png_file.read_bytes()[16:20] < wide
+    tall = png_file.read_bytes()[20:24]
+    write_report(tmp_path / "new", report)  # unmeasured heads: one row of panels
+    assert png_file.read_bytes()[20:24] < tall
 
 
 def test_a_failure_leaves_the_old_report(
@@ -140,7 +140,12 @@ def test_a_table_of_categories_cuts_no_name(detailed: dict[str, Any]) -> None:
 
 def test_what_was_measured_is_drawn(detailed: dict[str, Any], tmp_path: Path) -> None:
     *_, png_file = write_report(tmp_path / "detailed", detailed)
-    height = int.from_bytes(png_file.read_bytes()[20:24], "big")
     detailed["settings"] = detailed["settings"][1:]
     *_, plain_file = write_report(tmp_path / "plain", detailed)
-    assert int.from_bytes(plain_file.read_bytes()[20:24], "big") * 2 == height  # two rows of panels
+    (wide, tall), (narrow, flat) = size(png_file), size(plain_file)
+    assert wide > narrow and tall > 2 * flat  # three rows of two panels, and one panel
+
+
+def size(png_file: Path) -> tuple[int, int]:
+    header = png_file.read_bytes()[16:24]
+    return int.from_bytes(header[:4], "big"), int.from_bytes(header[4:], "big")

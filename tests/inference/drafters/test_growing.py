@@ -93,3 +93,16 @@ def test_what_was_committed_teaches_as_far_as_the_source_was_right() -> None:
     assert evidence.rate(0) == pytest.approx((1.0 + 1.0) / (1.0 + 1.5))
     proposal.learn([7])
     assert evidence.rate(0) == pytest.approx(2.0 / 3.5)
+
+
+def test_of_equal_chances_the_first_to_be_offered_comes_first() -> None:
+    table: Table = {(): {5: 0.25, 3: 0.25, 4: 0.25}, (5,): {1: 0.999}}
+    tree = grow(9, [Tabled(table)], 9)
+    # A source offers the larger of equally likely tokens first.
+    assert tree.tokens == [9, 5, 4, 3, 1] and tree.parents == [-1, 0, 0, 0, 1]
+
+
+def test_the_least_chance_itself_is_wanted() -> None:
+    table: Table = {(): {1: 0.5, 2: 0.25}, (1,): {3: 0.5, 4: 0.25}}
+    tree = grow(9, [Tabled(table)], 9, least=0.25)
+    assert tree.tokens == [9, 1, 2, 3] and tree.parents == [-1, 0, 0, 1]

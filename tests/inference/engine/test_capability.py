@@ -5,7 +5,6 @@ Shapes: N tree nodes.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,14 +26,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.drafters.medusa import MedusaDrafter
-from medusa_heads.inference.engine.capability import _PROBE_TREE, capability, probe
-from medusa_heads.target.attention import TreeMask
-from medusa_heads.target.cache import RowCache
-from medusa_heads.trees.tree import TokenTree
+from medusa_heads.inference.engine.capability import capability
 from tests.conftest import TinyLlama
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-WIDTHS = [1.0, 0.13]  # of the tiny Llama's matrices; the second is that of fresh models
+from tests.inference.narrowed import DTYPES, WIDTHS, narrow
 
 SLOT_BOUND: dict[str, Any] = {
     "bloom": BloomConfig(vocab_size=40, hidden_size=64, n_layer=2, n_head=4),
@@ -59,15 +53,6 @@ def build(config: Any) -> Any:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return model
-
-
-def narrow(model: Any, width: float) -> Any:
-    """Its matrices made narrower, so that tokens change each other less."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter *= width
     return model
 
 
@@ -224,35 +209,6 @@ def test_numbers_catch_what_names_do_not(
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "sdpa", sdpa_mask)
     with pytest.warns(UserWarning, match="not a tree: "):
         assert capability(TargetModel(narrow(tiny_llama(), width).to(dtype))) == "chain"
-
-
-class BySlot(TargetModel):
-    """Counts positions by the slot, not by the depth in the tree."""
-
-    def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
-        first_B1 = mask.query_positions_BN[:, :1]
-        slots_BN = first_B1 + torch.arange(tree.num_nodes)
-        return super().verify(tree, cache, replace(mask, query_positions_BN=slots_BN))
-
-
-class Blind(TargetModel):
-    """Lets every node see the text, the root and itself alone."""
-
-    def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
-        alone_NN = torch.eye(tree.num_nodes, dtype=torch.bool)
-        alone_NN[:, 0] = True
-        visible_BNS = mask.visible_BNS.clone()
-        visible_BNS[:, :, -tree.num_nodes :] = alone_NN
-        return super().verify(tree, cache, replace(mask, visible_BNS=visible_BNS, bias_BNS=None))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("wrong", "width"), [(BySlot, 1.0), (Blind, 1.0), (Blind, 0.13)])
-def test_wrong_positions_and_blind_nodes_are_caught_in_any_dtype(
-    tiny_llama: TinyLlama, wrong: type[TargetModel], width: float, dtype: torch.dtype
-) -> None:
-    target = wrong(narrow(tiny_llama(), width).to(dtype))
-    assert probe(target, _PROBE_TREE).fault(dtype) is not None
 
 
 def test_experts_do_not_make_tokens_see_each_other() -> None:

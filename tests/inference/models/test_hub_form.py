@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,13 @@ def model(tiny_llama: TinyLlama) -> Any:
 def folder(model: Any, tmp_path: Path) -> str:
     heads = MedusaHeads.from_target(TargetModel(model), HeadsConfig(num_heads=3))
     return str(save_heads(tmp_path / "heads", heads, TargetModel(model)))
+
+
+def test_a_folder_names_no_module_that_may_move(folder: str) -> None:
+    """Of the package by its own name alone: a folder is read by later versions, too."""
+    files = [path for path in Path(folder).rglob("*") if path.suffix in (".json", ".py", ".txt")]
+    text = "".join(path.read_text() for path in files)
+    assert len(files) == 4 and re.findall(r"medusa_heads\.\w+", text) == []
 
 
 def seeded(model: Any, **options: Any) -> torch.Tensor:
@@ -137,4 +145,4 @@ def test_mistakes_are_one_sentence(model: Any, folder: str, tiny_llama: TinyLlam
     with pytest.raises(ValueError, match="expected a heads checkpoint"):
         model.generate(**INPUTS, **HUB, custom_generate=folder)
     with pytest.raises(ValueError, match="name the heads with heads="):
-        hub_form.generate(model, **INPUTS)
+        hub_form.custom_generate(model, **INPUTS)

@@ -64,6 +64,11 @@ def test_trackers_that_cannot_be_used_are_named_before_the_run(name: str, messag
         to_training_arguments(OptimisationArguments(report_to=name), "shared")
 
 
+def test_a_schedule_that_there_is_not_is_named_by_its_flag() -> None:
+    with pytest.raises(ValueError, match=r"lr_scheduler_type must be one of .*, got 'x'"):
+        to_training_arguments(OptimisationArguments(lr_scheduler_type="x"), "shared")
+
+
 def test_heads_arguments_make_a_heads_config() -> None:
     given = HeadsArguments(num_heads=3, num_layers=2, vocab_matrix="own")
     assert given.config() == HeadsConfig(num_heads=3, num_layers=2, vocab_matrix="own")
@@ -75,6 +80,7 @@ def test_heads_arguments_make_a_heads_config() -> None:
         (TargetArguments, {"model_name_or_path": "x", "dtype": "half"}, "dtype must be one of"),
         (HeadsArguments, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
         (OptimisationArguments, {"gradient_accumulation_steps": 0}, "must be at least 1"),
+        (OptimisationArguments, {"weight_decay": float("nan")}, "weight_decay must be at least 0"),
         (OptimisationArguments, {"warmup_share": 1.0}, "warmup_share must lie in"),
         (OptimisationArguments, {"learning_rate": 0.0}, "learning_rate must be above 0"),
         (OptimisationArguments, {"learning_rate": float("nan")}, "learning_rate must be above 0"),

@@ -5,7 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from pyarrow.parquet import ParquetFile
 
 from medusa_heads.data.formats import Document
 from medusa_heads.training.data.sources import load_corpus
@@ -76,7 +79,9 @@ GZIPPED = gzip.compress(as_lines([{"text": str(i)} for i in range(99)]).encode()
         ("missing/folder", None, "found none: give 'stdlib', a hub id, a folder"),
         ("*.jsonl", None, "found no such file"),
         ("empty.txt", b"", "is empty"),
-        ("empty.csv", b"text\n", "is empty or has no row that can be used"),
+        ("empty.csv", b"text\n", "is empty or has no row that can be used .*empty.csv"),
+        ("wide.json", '{"text": "a"}'.encode("utf-16"), "wide.json:1: not UTF-8"),
+        ("long.json", b"[" + b"9" * 5_000, "long.json' is not valid JSON .a number is too long"),
         ("model.bin", b"a", "expected a folder or a file of the kinds .jsonl,"),
         ("table.csv", b"a,b\n1,2", r"got \['a', 'b'\]"),
         ("bad.csv", b"text\n\xff\n", "not valid CSV"),
@@ -97,3 +102,19 @@ def test_files_that_are_no_corpus(
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_corpus(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("damage", ["page", "text"])
+def test_a_table_that_is_damaged_behind_its_first_rows(damage: str, tmp_path: Path) -> None:
+    path, table = tmp_path / "a.parquet", pyarrow.table({"text": [str(i) for i in range(1000)]})
+    if damage == "text":
+        texts = pyarrow.array([b"a"] * 999 + [b"\xff"]).cast("string", safe=False)
+        table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, path, row_group_size=500, use_dictionary=False)
+    if damage == "page":
+        data = bytearray(path.read_bytes())
+        start = ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+        data[start : start + 24] = bytes(24)
+        path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"a\.parquet' is not valid Parquet"):
+        load_corpus(str(path))

@@ -64,6 +64,11 @@ def test_tools_that_only_one_of_two_files_has_are_kept(streaming: bool, tmp_path
         assert contents(corpus) == [Conversation(CHAT), Conversation(CHAT, tools=tools)]
 
 
+def test_an_empty_name_is_not_the_folder_one_is_in(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected the name of a corpus, got an empty one"):
+        load_corpus("")
+
+
 def test_splits_are_found_by_name(tmp_path: Path) -> None:
     write_saved_splits(tmp_path / "saved")
     write_folder(tmp_path / "folder")

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.data.pack import pack_rows
 from medusa_heads.training.hidden import states as hidden_states
+from medusa_heads.training.hidden.store import HiddenCache
+from medusa_heads.training.runs.resumable import ResumableTrainer
 from tests.training.cache_runs import SHAPES, Runs, same
 
 
@@ -96,6 +99,31 @@ def test_workers_read_ahead(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(hidden_states, "read_batch", watched)
     assert same(plain, runs("read", further={"dataloader_num_workers": 2}))
     assert len(by_main) == 1  # the calibration, which has no data loader
+
+
+def test_a_checkpoint_comes_after_the_hidden_states_that_it_has_seen(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run that goes on from it would compute them again, in other batches."""
+    there = []
+
+    def save(trainer: ResumableTrainer, *_: Any) -> None:
+        cache = trainer.hidden_states.caches[0]  # type: ignore[attr-defined]
+        there.append(len(HiddenCache(cache.folder, cache.key, cache.plan).missing()))
+
+    monkeypatch.setattr(ResumableTrainer, "_save_checkpoint", save)
+    runs("write", save_steps=1, eval_steps=4, load_best_model_at_end=False)
+    assert there == [12, 8, 4, 1, 0]
+
+
+def test_a_row_of_two_sets_that_only_one_cache_holds_comes_into_the_other(runs: Runs) -> None:
+    """As where a run is killed after it wrote the first of two."""
+    shared = Dataset.from_list([*runs.texts[1], runs.texts[0][0]])
+    runs.texts = (runs.texts[0], shared)
+    plain = runs("write")
+    of_held_out = min(runs.shards(), key=lambda path: path.stat().st_size)
+    of_held_out.unlink()
+    assert same(plain, runs("auto")) and same(plain, runs("read"))
 
 
 def test_an_interrupted_run_leaves_what_it_wrote(

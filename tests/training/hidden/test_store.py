@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from medusa_heads.files import staging
 from medusa_heads.training.hidden.cache_index import CacheError, CacheKey
 from medusa_heads.training.hidden.cached_rows import RowPlan
 from medusa_heads.training.hidden.store import HiddenCache
@@ -175,15 +176,14 @@ def test_an_index_with_a_strange_dtype_is_named(dtype: str, folder: Path) -> Non
 
 
 def test_beginning_anew_removes_shards_and_what_dead_writers_left(folder: Path) -> None:
-    old, older, new = (folder / name for name in (".000002-0.part", ".tmpAbC123", ".000003-0.part"))
-    for path in (old, older, new):
-        path.write_bytes(b"half")
-    for path in (old, older):
-        os.utime(path, (0, 0))
+    left = folder / ".0123.part"
+    left.mkdir()
+    (left / "000002-0.safetensors").write_bytes(b"half")
     (folder / "notes.txt").write_text("kept")
     cache = opened(folder)
-    cache.remove_leftovers()
-    assert not old.exists() and not older.exists() and new.exists()
+    with staging(folder) as of_another:
+        cache.remove_leftovers()
+        assert not left.exists() and of_another.exists()
     cache.clear()
     assert cache.missing() == list(COUNTS) and shards(folder) == []
     assert (folder / "notes.txt").exists()

@@ -41,7 +41,9 @@ def test_nothing_supervised_gives_no_rows() -> None:
 
 
 def test_a_row_shorter_than_the_heads_reach() -> None:
-    assert head_labels(torch.tensor([[1, 2]]), 4).eq(X).all()
+    ids_BT = torch.tensor([[1, 2]])
+    assert head_labels(ids_BT, 4).eq(X).all()
+    assert head_labels(ids_BT, 4, torch.tensor([[0, 1]])).eq(X).all()
 
 
 def test_sequential_heads_see_the_tokens_up_to_the_one_before_theirs() -> None:
@@ -58,3 +60,6 @@ def test_no_label_crosses_from_one_packed_document_into_the_next() -> None:
     position_ids_BT = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
     labels_TK = head_labels(ids_BT, 2, position_ids_BT)[0].tolist()
     assert labels_TK == [[12, 13], [13, X], [X, X], [X, X], [22, X], [X, X], [X, X]]
+    rows = supervised_rows(ids_BT, ids_BT, 2, position_ids_BT)
+    assert rows.positions_R.tolist() == [0, 1, 4]
+    assert rows.labels_RK.tolist() == [[12, 13], [13, X], [22, X]]

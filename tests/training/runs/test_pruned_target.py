@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from medusa_heads.checkpoint.draft_checkpoint import load_draft, read_draft_sidecar, save_draft
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.runs.pruned_target import begin_draft, spread
+from tests.killed import dies
 
 
 def test_layers_are_taken_evenly() -> None:
@@ -75,6 +76,17 @@ def test_a_saved_draft_is_an_ordinary_model_that_names_its_target(
     assert not list((tmp_path / "draft").glob(".*"))
     again = load_draft(tmp_path / "draft", target)
     assert again.model.num_parameters() == draft.num_parameters()
+
+
+def test_a_draft_model_that_is_killed_over_another_vouches_for_neither(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    save_draft(tmp_path, begin_draft(target, num_layers=1), target)
+    other = begin_draft(target, num_layers=2)
+    assert dies(lambda: save_draft(tmp_path, other, target), renames=1)
+    assert not (tmp_path / "draft_model.json").exists()
+    save_draft(tmp_path, other, target)
+    assert read_draft_sidecar(tmp_path) and not list(tmp_path.glob(".*"))
 
 
 def test_saving_in_the_targets_dtype_rounds_a_copy(target: TargetModel, tmp_path: Path) -> None:

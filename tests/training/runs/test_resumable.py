@@ -1,5 +1,6 @@
 """Checkpoints: whole or known not to be, and never those of another run."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,12 @@ def run(target: TargetModel, make_rows: Rows, tmp_path: Path) -> Callable[..., D
     return go
 
 
+def figures(folder: Path) -> dict[str, Any]:
+    """What `metrics.json` says, less how long it took."""
+    metrics = json.loads((folder / "metrics.json").read_text())
+    return {k: v for k, v in metrics.items() if not k.endswith(("_runtime", "_per_second"))}
+
+
 def test_a_checkpoint_killed_while_it_is_written_is_passed_over(
     run: Callable[..., DraftHeads], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -63,18 +70,20 @@ def test_a_checkpoint_killed_while_it_is_written_is_passed_over(
     assert "checkpoint-6 was not written to its end" in caplog.text
     with pytest.raises(ValueError, match="expected a whole checkpoint"):
         find_checkpoint(str(newest), output)
+    expected = figures(output)
     again = run(resume_from_checkpoint="last").state_dict()
     assert all(torch.equal(whole[name], again[name]) for name in whole)
-    assert is_whole(newest)
+    assert is_whole(newest) and figures(output) == expected
 
 
 def test_a_finished_run_that_is_resumed_takes_no_further_step(
     run: Callable[..., DraftHeads], make_rows: Rows, tmp_path: Path
 ) -> None:
     rows = make_rows(36)  # the sixth step is not the end of an epoch
-    whole = run(rows=rows).state_dict()
+    whole, expected = run(rows=rows).state_dict(), figures(tmp_path / "run")
     again = run(rows=rows, resume_from_checkpoint="last").state_dict()
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert figures(tmp_path / "run") == expected and expected["train_loss"] > 0
     assert checkpoints(tmp_path / "run")[0].name == "checkpoint-6"
 
 
@@ -143,7 +152,7 @@ def test_a_story_that_cannot_be_read_is_named(
 ) -> None:
     run()
     story = tmp_path / "run" / "checkpoint-6" / "run.yaml"
-    for damaged in ("heads: [", "- heads"):
+    for damaged in ("heads: [", "- heads", "a: !!bool maybe", "[" * 5_000):
         story.write_text(damaged)
         with pytest.raises(ValueError, match=r"(?s)run.yaml' is damaged .*another checkpoint"):
             run(resume_from_checkpoint="last")

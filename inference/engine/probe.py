@@ -1,0 +1,216 @@
+"""What a target makes of a small tree: numbers on which it is trusted, or not.
+
+Four forwards: a text, a tree behind it, paths of that tree read plainly, and the same tree with
+other tokens on some of its branches. Every node so stands against a plain forward of its own path,
+and against itself beside other branches.
+
+Shapes: P paths, T tokens, N tree nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+
+from medusa_heads.config import RankPath
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.engine.rows import Row, StopCheck
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.tree import TreeShape
+
+_PROMPT = 24
+_LARGEST_WINDOW_PROBED = 128
+# Root mean square over the vocabulary, in standard deviations of the logits. Forwards of unlike
+# shapes round differently: by 1e-6 in fp32, by hundredths in half precision, and by tenths where
+# another expert is chosen.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_HALF_TOLERANCE = 0.2
+# Forwards of one shape do not even round differently, in any dtype: what a node must not see
+# changes nothing of it, or 1e-6 where an expert is handed another number of tokens. One scale for
+# all activations in 8 bits shifts even tiny narrow models by 5e-3, a mask not followed by 0.1.
+_LEAK_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+_HALF_LEAK_TOLERANCE = 2e-3
+_NO_EFFECT = 1e-6  # of a plain forward: tokens that were never trained may all be embedded alike
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A tree to verify, and what of it is changed.
+
+    Attributes:
+        shape: the tree.
+        changed: for every further forward, the nodes that then hold other tokens. What has none of
+            them on its path must stay as it is; what keeps its own token behind one of them must
+            not.
+        leaves: whose paths are read plainly as well; all equally deep.
+    """
+
+    shape: TreeShape
+    changed: Sequence[Collection[RankPath]]
+    leaves: Sequence[RankPath]
+
+
+# Siblings at every depth, and paths whose nodes do and do not lie side by side in the cache.
+TREE = Trial(
+    TreeShape.from_choices(
+        [(b, *behind) for b in range(3) for behind in ((), (0,), (0, 0), (1,), (1, 0))]
+    ),
+    [{(0, 0, 0), (0, 1), (1, 0), (1, 0, 0), (2,), (2, 0), (2, 1), (2, 1, 0)}],
+    [(0, 0, 0), (0, 1, 0), (1, 1, 0), (2, 0, 0)],
+)
+_DRAFTED = ((0,), (0, 0), (0, 0, 0))  # the first nodes of the tree as well: they are read once
+CHAIN = Trial(TreeShape.from_choices(_DRAFTED), [_DRAFTED, _DRAFTED[:2]], _DRAFTED[2:])
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a target made of a small tree, in standard deviations of the logits.
+
+    Attributes:
+        error: worst difference of a node from a plain forward of its path.
+        leak: worst change of a node when only tokens change that it must not see.
+        effect: least change of a leaf when tokens change that it must see.
+    """
+
+    error: float
+    leak: float
+    effect: float
+
+    def fault(self, dtype: torch.dtype) -> str | None:
+        """What speaks against verifying such trees; None if nothing does."""
+        if not self.error <= _TOLERANCE.get(dtype, _HALF_TOLERANCE):  # NaN is no agreement
+            return f"its logits differ from plain decoding by {self.error:.2g} standard deviations"
+        if not self.leak <= _LEAK_TOLERANCE.get(dtype, _HALF_LEAK_TOLERANCE):
+            return (
+                f"a token's logits change by {self.leak:.2g} standard deviations with tokens that "
+                "it must not see: the tree's mask is not followed, or all activations of a forward "
+                "share one scale"
+            )
+        if not self.effect > self.leak:
+            return "a token's logits do not change with the tokens before it"
+        return None
+
+
+class Prober:
+    """Verifies small random trees behind a random text that is longer than any small attention
+    window.
+
+    Args:
+        target: the target.
+    """
+
+    @torch.no_grad()
+    def __init__(self, target: TargetModel) -> None:
+        window = getattr(target.config, "sliding_window", None)
+        chunk = getattr(target.config, "attention_chunk_size", None)
+        small = [size for size in (window, chunk) if size and size <= _LARGEST_WINDOW_PROBED]
+        past = max([_PROMPT, *(size + _PROMPT // 2 for size in small)])
+        nodes, vocab = TREE.shape.num_nodes, target.vocab_size
+        random = torch.Generator().manual_seed(0)
+        ids_1T = torch.randint(vocab, (1, past + nodes), generator=random).to(target.device)
+        other_1N = torch.randint(1, max(vocab, 2), (1, nodes), generator=random).to(target.device)
+        self._target = target
+        self._prompt_1T, self._nodes_1N = ids_1T[:, :past], ids_1T[:, past:]
+        self._others_1N = (self._nodes_1N + other_1N) % vocab  # none the same
+        self._known_plain: dict[RankPath, Tensor] = {}  # by leaf
+        cache = target.new_cache(1, past + nodes)
+        target.model(
+            self._prompt_1T,
+            **_positions(target, self._prompt_1T),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        if cache.get_seq_length() != past:
+            raise UnsupportedArchitecture(
+                f"{target.config.model_type} does not keep its rows in the cache it is given"
+            )
+        row = Row(0, 1, self._prompt_1T[0], StopCheck(StoppingCriteriaList()))
+        self._state = DecodingState([row], cache, [0])
+        self._state.hidden_BD = torch.zeros(
+            1, target.hidden_size, dtype=target.dtype, device=target.device
+        )
+
+    @torch.no_grad()
+    def probe(self, trial: Trial) -> Probe:
+        """What the target makes of a tree."""
+        shape = trial.shape
+        nodes_1N = self._nodes_1N[:, : shape.num_nodes]
+        logits_NV = self._verified(shape, nodes_1N)
+        errors = [
+            _relative_error(logits_NV[_path(shape, leaf)], plain_TV)
+            for leaf, plain_TV in self._plain(shape, trial.leaves).items()
+        ]
+        leaks, effects = [0.0], []
+        for changed in trial.changed:
+            changed_N = torch.tensor([path in changed for path in [(), *shape.choices]])
+            others_1N = self._others_1N[:, : shape.num_nodes]
+            tokens_1N = others_1N.where(changed_N.to(others_1N.device), nodes_1N)
+            after_NV = self._verified(shape, tokens_1N)
+            sees_N = (shape.ancestors_NN & changed_N).any(dim=1)
+            leaks.append(_relative_error(after_NV[~sees_N], logits_NV[~sees_N]))
+            for node in (sees_N & ~changed_N).nonzero().flatten().tolist():
+                effect = _relative_error(after_NV[[node]], logits_NV[[node]])
+                path = shape.ancestors_NN[node].nonzero().flatten()
+                if effect <= max(leaks) and self._are_alike(nodes_1N[:, path], tokens_1N[:, path]):
+                    effect = float("inf")
+                effects.append(effect)
+        return Probe(max(errors), max(leaks), min(effects))
+
+    def _verified(self, shape: TreeShape, tokens_1N: Tensor) -> Tensor:
+        """Logits [N, V] of every node."""
+        tree, state = shape.tree(tokens_1N), self._state
+        return self._target.verify(tree, state.cache, state.tree_mask(tree))[0].float()
+
+    def _plain(self, shape: TreeShape, leaves: Sequence[RankPath]) -> dict[RankPath, Tensor]:
+        """Logits [T, V] along the paths to these leaves; all that are new in one forward."""
+        new = [leaf for leaf in leaves if leaf not in self._known_plain]
+        if new:
+            paths_PT = self._nodes_1N[0, torch.tensor([_path(shape, leaf) for leaf in new])]
+            self._known_plain |= dict(zip(new, self._read(paths_PT), strict=True))
+        return {leaf: self._known_plain[leaf] for leaf in leaves}
+
+    def _read(self, paths_PT: Tensor) -> Tensor:
+        """Logits [P, T, V] of these tokens behind the text, without a cache or a tree."""
+        ids_PT = torch.cat([self._prompt_1T.expand(len(paths_PT), -1), paths_PT], dim=1)
+        positions = _positions(self._target, ids_PT)
+        logits_PTV: Tensor = self._target.model(ids_PT, **positions, use_cache=False).logits
+        return logits_PTV[:, self._prompt_1T.shape[1] :].float()
+
+    def _are_alike(self, one_1T: Tensor, other_1T: Tensor) -> bool:
+        """Whether the target itself goes on alike after both, and so has nothing to see."""
+        one_TV, other_TV = self._read(one_1T)[0], self._read(other_1T)[0]
+        return _relative_error(other_TV[-1:], one_TV[-1:]) <= _NO_EFFECT
+
+
+def takes_positions(target: TargetModel) -> bool:
+    """Whether the target is told where in the text its tokens stand."""
+    return "position_ids" in inspect.signature(target.model.forward).parameters
+
+
+def _positions(target: TargetModel, ids_PT: Tensor) -> dict[str, Tensor]:
+    """Explicit, as generate() passes them: left alone, RoBERTa and kin count from the padding id
+    on."""
+    if not takes_positions(target):
+        return {}
+    positions_T = torch.arange(ids_PT.shape[1], device=target.device)
+    return {"position_ids": positions_T.expand(ids_PT.shape)}
+
+
+def _path(shape: TreeShape, leaf: RankPath) -> list[int]:
+    """The leaf's nodes, from the root."""
+    node = shape.choices.index(leaf) + 1
+    nodes: list[int] = shape.ancestors_NN[node].nonzero().flatten().tolist()
+    return nodes
+
+
+def _relative_error(got_TV: Tensor, expected_TV: Tensor) -> float:
+    rms_T = (got_TV - expected_TV).square().mean(dim=-1).sqrt()
+    scale_T = expected_TV.std(dim=-1).clamp_min(1e-6)
+    error = float((rms_T / scale_T).max())
+    return error if error == error else float("inf")  # NaN is no agreement

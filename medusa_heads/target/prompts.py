@@ -1,0 +1,37 @@
+"""Prompts of unlike lengths as one batch, and the tokens at which their texts end.
+
+Shapes: B prompts, T tokens of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def stop_ids(model: Any) -> tuple[int, ...]:
+    """The tokens at which a model's generate() stops."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+def pad_id(model: Any) -> int:
+    """A token to pad texts with: the model's own for it, or else one that ends its texts."""
+    pad = model.generation_config.pad_token_id
+    return int(pad) if pad is not None else next(iter(stop_ids(model)), 0)
+
+
+def left_padded(
+    prompts: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, both [B, T]."""
+    longest = max(map(len, prompts))
+    missing = [longest - len(prompt) for prompt in prompts]
+    ids = [[pad] * n + list(prompt) for n, prompt in zip(missing, prompts, strict=True)]
+    mask = [[0] * n + [1] * (longest - n) for n in missing]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

@@ -1,0 +1,1 @@
+"""Inputs that nobody should have to trust, by kinds; `scripts.prove.inputs` tries them."""
