@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -99,7 +99,7 @@ class Backend(Protocol):
         how many tokens were made meanwhile."""
 
 
-def as_answer(tokens: Sequence[int], ends: frozenset[int]) -> Answer:
+def as_answer(tokens: Sequence[int], ends: Collection[int]) -> Answer:
     """The answer up to its first end token; padding stands behind it."""
     length = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
     if not length or (length == 1 and tokens[0] in ends):

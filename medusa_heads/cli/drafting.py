@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.decoding import (
-    DecodingArguments,
-    decoder_options,
-    load_model,
-    load_training_free_model,
-    load_with_tokenizer,
-)
+from medusa_heads.cli.decoding import load_model, load_training_free_model, load_with_tokenizer
+from medusa_heads.cli.flags.decoding import DecodingArguments, decoder_options
 
 if TYPE_CHECKING:
     from medusa_heads.inference.models.assisted import AssistedModel

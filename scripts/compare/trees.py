@@ -28,8 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from medusa_heads import MedusaModel
-from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.files import replace_file
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.plan.tree_size import expected_tokens, fastest, tune

@@ -35,8 +35,9 @@ from rich.table import Table
 from transformers import AutoTokenizer, DynamicCache
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
-from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.files import replace_file
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.machine import describe_machine, find_device

@@ -199,8 +199,8 @@ def run(
     )
     args = to_training_arguments(optimisation, "shared")
     config = HeadsConfig(num_heads=arguments.num_heads, **KINDS[kind])
-    rows, held_out = texts
-    data = prepare_sets(small, rows, held_out, {}, None, config.num_heads, args)
+    train, held_out = texts
+    data = prepare_sets(small, train, held_out, {}, None, config.num_heads, args)
     states = open_hidden_states(
         CacheArguments("auto", str(arguments.output_dir / "states")),
         small,

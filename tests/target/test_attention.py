@@ -95,7 +95,7 @@ def test_a_mask_of_numbers_that_is_at_hand_serves_causal_layers_alone() -> None:
 
 
 def test_a_models_own_rule_is_asked_by_row_and_position() -> None:
-    asked = {}
+    asked: dict[str, Tensor] = {}
 
     def rule(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         asked.update(row=row, head=head, query=query, key=key)

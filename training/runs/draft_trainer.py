@@ -126,9 +126,9 @@ class DraftTrainer(TaughtTrainer):
         assert self._known_rows is not None
         count = min(self.args.per_device_train_batch_size, len(self._known_rows))
         batch: Any = self._prepare_inputs(collate(list(self._known_rows.select(range(count)))))
-        read = self._supervised(self.draft.model, batch)
-        items = max(len(read[1]), 1)
-        return torch.stack([loss(*read, items) for loss in (self._plain_loss, self.draft_loss)])
+        supervised = self._supervised(self.draft.model, batch)
+        both = (self._plain_loss, self.draft_loss)
+        return torch.stack([loss(*supervised, len(supervised[1])) for loss in both])
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
         """The loss of a batch.

@@ -14,8 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.contents import instead_of_heads, is_heads
 from medusa_heads.errors import at_least
 from medusa_heads.files import check_folder, expanded

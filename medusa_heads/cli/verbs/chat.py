@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from medusa_heads.cli.decoding import (
+from medusa_heads.cli.decoding import describe, warn_if_lossy
+from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
+from medusa_heads.cli.flags.arguments import coerce, parse_arguments, run_command
+from medusa_heads.cli.flags.decoding import (
     DecodingArguments,
     ModelArguments,
     check_encodable,
     decoder_options,
-    describe,
     generation_options,
-    warn_if_lossy,
 )
-from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
-from medusa_heads.cli.flags.arguments import coerce, parse_arguments, run_command
 from medusa_heads.cli.settled import tell_choices
 from medusa_heads.files import parse_yaml
 

@@ -6,16 +6,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from medusa_heads.cli.decoding import (
+from medusa_heads.cli.decoding import describe, warn_if_lossy
+from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.decoding import (
     NOT_UTF8,
     DecodingArguments,
     check_encodable,
-    describe,
     generation_options,
-    warn_if_lossy,
 )
-from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.cli.settled import tell_choices
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa_heads.cli.decoding import ModelArguments, load_model
+from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.cli.settled import tell_choices
 
 if TYPE_CHECKING:

@@ -188,7 +188,7 @@ def test_a_run_that_makes_a_draft_model_worse_stops_with_a_sentence(
 def test_a_resumed_run_knows_what_its_draft_model_began_as(
     target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
-    beginnings = []
+    beginnings: list[torch.Tensor | None] = []
     for steps in (2, 4):
         trainer = DraftTrainer(
             begin_draft(target, num_layers=1),
@@ -200,10 +200,10 @@ def test_a_resumed_run_knows_what_its_draft_model_began_as(
         )
         checkpoint = last_checkpoint(tmp_path)
         assert (checkpoint is not None) == (steps == 4)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        assert trainer.beginning is not None
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         beginnings.append(trainer.beginning)
-    assert torch.equal(beginnings[0], beginnings[1])
+    first, again = beginnings
+    assert first is not None and again is not None and torch.equal(first, again)
 
 
 @pytest.mark.parametrize("parts", [{}, {"prefix_attention": True}], ids=["plain", "prefix"])
