@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-_STAGING = "part"
+_STAGING = re.compile(r"\.[0-9a-f]{16}\.part")  # no name that a user would give
 
 MOST_YAML = 100_000
 """Values of a YAML file, its aliases spelt out: a few lines of them can stand for billions."""
@@ -68,7 +69,9 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
     """Remove what killed processes left in a folder. A living one holds a lock on what is its."""
-    for left in Path(folder).glob(f".*.{_STAGING}"):
+    for left in Path(folder).glob(".*.part"):
+        if not _STAGING.fullmatch(left.name):
+            continue
         with suppress(OSError):  # in use, or another process was quicker
             lock = _lock(left)
             if lock is not None:
@@ -79,7 +82,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
 def _staging_folder(folder: Path) -> tuple[Path, int | None]:
     """A new folder, and the lock on it where the file system has locks."""
     while True:
-        made = folder / f".{os.urandom(8).hex()}.{_STAGING}"
+        made = folder / f".{os.urandom(8).hex()}.part"
         made.mkdir()
         try:
             lock = _lock(made)

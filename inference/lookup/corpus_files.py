@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.data.data_files import has_known_suffix, read_rows
 from medusa_heads.errors import MedusaWarning, first_line
-from medusa_heads.files import expanded
+from medusa_heads.files import expanded, remove_leftovers
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.machine.measurements import measurement_folder
 from medusa_heads.target.fingerprint import file_sha256
@@ -98,6 +98,7 @@ def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
     made_of = [digest, tokenizer.chat_template, contents]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:24]
     kept = measurement_folder() / "corpora" / f"{key}{INDEX_SUFFIX}"
+    remove_leftovers(kept.parent)
     try:
         return CorpusIndex.load(kept, digest)
     except ValueError:

@@ -11,7 +11,7 @@ from typing import Any
 from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER
 from medusa_heads.checkpoint.custom_generate import write_custom_generate
 from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE, read_sidecar
-from medusa_heads.files import expanded, move_in, refuse_link, staging
+from medusa_heads.files import expanded, move_in, refuse_link, remove_leftovers, staging
 from medusa_heads.hub.files import CARD_FILE, KEPT_FILES, LOADED_FILES
 from medusa_heads.hub.folder import own_files
 from medusa_heads.hub.names import check_repo_id, is_repo_id, split_revision
@@ -97,6 +97,7 @@ def pull(
     if named is not None and revision not in (None, named):
         raise ValueError(f"got two revisions, {named!r} and {revision!r}: give one")
     folder = Path(out) if out is not None else Path(repo_id.split("/")[1])
+    remove_leftovers(folder.parent)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         replaceable = (folder / SIDECAR_FILE).is_file()
         if not (overwrite and replaceable):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from medusa_heads.files import expanded, move_in, staging
+from medusa_heads.files import expanded, move_in, remove_leftovers, staging
 
 
 def check_empty(folder: str | os.PathLike[str]) -> Path:
@@ -17,6 +17,7 @@ def check_empty(folder: str | os.PathLike[str]) -> Path:
         ValueError: something stands there already.
     """
     path = expanded(folder).absolute()
+    remove_leftovers(path.parent)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(
             f"{str(folder)!r} exists and is not empty: name another folder to write to"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.files import parse_json, replace_file
+from medusa_heads.files import parse_json, remove_leftovers, replace_file
 from medusa_heads.machine.facts import machine_facts
 
 CACHE_VARIABLE = "MEDUSA_HEADS_CACHE"
@@ -62,6 +62,7 @@ class Measurements:
         stamp = _stamp(kind, facts)
         path = self._path(kind, stamp)
         try:
+            remove_leftovers(path.parent)
             stored = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
         except (OSError, ValueError):
             return None

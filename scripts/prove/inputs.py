@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from scripts.prove.hostile.attempt import FAULTS
 
 if TYPE_CHECKING:
     from scripts.prove.hostile.attempt import Outcome
@@ -157,7 +158,7 @@ def tried(
 
 
 def _maker(kind: str, workshop: Workshop) -> Callable[..., Any]:
-    module = import_module(f"scripts.prove.hostile.{kind}")
+    module = import_module(f"scripts.prove.hostile.kinds.{kind}")
     maker: Callable[..., Any] = getattr(module, KINDS[kind])(workshop).draw
     return maker
 
@@ -179,15 +180,15 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
         counts = [
             len(of_kind),
             *(became[name] for name in ("refused", "skipped", "mended", "accepted", "either")),
-            faults["traceback"] + faults["sentence"],
-            *(faults[name] for name in ("silent", "refused", "outside", "ran")),
+            *(faults[name] for name in FAULTS),
         ]
         rows.append(f"| {kind} | " + " | ".join(f"{count:,}" for count in counts) + " |")
     titles = (
         "kind | inputs | refused | skipped | measured anew | good, accepted | either | "
-        "tracebacks | silent acceptance | good, refused | files outside | code run"
+        "tracebacks | unclear sentences | silent acceptance | good, refused | files outside | "
+        "code run"
     )
-    return "\n".join([f"| {titles} |", "|" + "---|" * 12, *rows])
+    return "\n".join([f"| {titles} |", "|" + "---|" * 13, *rows])
 
 
 def verdict(lines: Iterable[dict[str, Any]]) -> bool:

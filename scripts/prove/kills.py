@@ -116,7 +116,7 @@ class Record:
             lines.append(f"| {command} | {where} | {' | '.join(both)} |")
         signals = Counter(kill["signal"] for kill in self.kills)
         inside = sum(kill["inside"] is not None for kill in self.kills)
-        chains = [chain for chain in self.chains if "differences" not in chain]
+        chains = [chain for chain in self.chains if chain["kills"]]
         equal = sum(not chain["faults"] for chain in chains)
         control = sum(chain.get("differences", 0) for chain in self.chains)
         refused = sum(kill.get("refused", False) for kill in self.kills)

@@ -76,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.report is not None:
         given = sys.argv[1:] if argv is None else argv
         command = " ".join(["python -m scripts.prove.tokens", *given])
-        write_section(arguments.report, TITLE, section(summary, command))
+        text = section(summary, command, arguments.tokens)
+        write_section(arguments.report, TITLE, text)
     print(_line(summary))
     return 0 if summary.holds(arguments.tokens) else 1
 

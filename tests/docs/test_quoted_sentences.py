@@ -58,5 +58,5 @@ def test_the_program_says_so(sentence: str, messages: list[list[str]]) -> None:
 
 
 def test_what_nobody_says_is_noticed(messages: list[list[str]]) -> None:
-    made_up = "the heads have become better than fresh ones: by step 120 their loss is 9.1"
+    made_up = "training has made the heads better than fresh ones: by step 120 the loss is 9.1"
     assert not any(says(parts, made_up) for parts in messages)

@@ -63,6 +63,12 @@ def _above(parents: list[int], node: int) -> set[int]:
     return {node} | (_above(parents, parents[node]) if parents[node] >= 0 else set())
 
 
+def test_as_many_nodes_as_the_largest_tree_has() -> None:
+    assert to_token_tree([PrefixTree(7)], torch.device("cpu")).num_nodes == 1
+    batch = [PrefixTree(7), grown([(0, 0.5), (1, 0.5)])]
+    assert to_token_tree(batch, torch.device("cpu")).num_nodes == 3
+
+
 def test_a_tree_lies_where_it_is_wanted() -> None:
     tree = to_token_tree([grown([(0, 0.5)])], torch.device("meta"))
     tensors = (tree.tokens_BN, tree.parents_BN, tree.depth_BN, tree.ancestors_BNN)

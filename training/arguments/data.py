@@ -121,7 +121,7 @@ class DataArguments:
             return None
         try:
             return Path(self.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"expected a file with a Jinja template at {self.chat_template!r} (chat_template): "
                 f"{error}"

@@ -148,7 +148,8 @@ class OptimisationArguments:
         if self.save_total_limit is not None:
             at_least(self, 1, "save_total_limit")
         # Of these transformers takes 0 for something else: all checkpoints, the other setting, ...
-        for name in ("learning_rate", "num_train_epochs", "eval_steps", "save_steps"):
+        steps = ("logging_steps", "eval_steps", "save_steps")
+        for name in ("learning_rate", "num_train_epochs", *steps):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be above 0, got {value}")

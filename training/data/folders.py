@@ -31,7 +31,7 @@ def saved_dataset(folder: Path, splits: Sequence[str]) -> Dataset:
 
     try:
         found = load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(
             f"the folder {str(folder)!r} cannot be read as a saved dataset ({error!r})"
         ) from error

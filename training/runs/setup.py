@@ -37,7 +37,8 @@ def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | No
     check_folder(output)
     checkpoint = find_checkpoint(resume, output)
     found = checkpoints(output)
-    if checkpoint is None and found and not overwrite:
+    # "auto" found none that is whole: what is left of others was never anybody's.
+    if checkpoint is None and found and not overwrite and resume != "auto":
         raise ValueError(
             f"{str(output)!r} holds checkpoints of an earlier run ({found[0].name}): go on with "
             "resume_from_checkpoint 'last', choose another output_dir, or set overwrite_output_dir"

@@ -91,9 +91,11 @@ def _ended_by_sigterm() -> Iterator[None]:
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    process = os.getpid()
+    process, came = os.getpid(), False
 
     def terminate(number: int, _frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != process:  # a worker that was forked later ends as any other would
             signal.raise_signal(number)
@@ -102,6 +104,10 @@ def _ended_by_sigterm() -> Iterator[None]:
     signal.signal(signal.SIGTERM, terminate)
     try:
         yield
+    except Exception as error:
+        if came:  # compiled code makes an error of its own of what is raised in the middle of it
+            raise _Terminated(128 + signal.SIGTERM) from error
+        raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

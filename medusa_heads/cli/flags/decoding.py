@@ -165,6 +165,8 @@ def generation_options(arguments: DecodingArguments, tokenizer: Any) -> dict[str
     for name in (*SAMPLING, *PENALTIES):
         if not math.isfinite(getattr(arguments, name) or 0):
             raise ValueError(f"{name} must be a finite number, got {getattr(arguments, name)}")
+    if not -(2**63) <= arguments.seed < 2**64:
+        raise ValueError(f"seed must be a number of 64 bits, got {arguments.seed}")
     if "" in arguments.stop:
         raise ValueError("a stop string must not be empty: every text ends in it")
     if (arguments.no_repeat_ngram_size or 0) < 0:

@@ -62,6 +62,7 @@ class Chains:
         import_all(MODULES)
         self._ask("given", lambda: make_given(self.given))
         self.references = {command.name: self._undisturbed(command) for command in commands}
+        self.seconds = {name: found.seconds for name, found in self.references.items()}
 
     def kill(
         self, command: Command, rng: random.Random, number: int, inside: int
@@ -92,10 +93,13 @@ class Chains:
                     events = [
                         n for n, e in enumerate(reference.events, 1) if command.phase_of(e) == phase
                     ]
-                sign = signal.SIGTERM if so_far % 2 else signal.SIGKILL
-                ending = place.run(Moment.draw(rng, events, reference.seconds), sign)
+                sign = rng.choice((signal.SIGKILL, signal.SIGTERM))
+                seconds = self.seconds[command.name]
+                ending = place.run(Moment.draw(rng, events, seconds), sign)
                 if ending.dying is None or ending.code == 0:
-                    break  # it came to its end first
+                    # It came to its end first: earlier runs had to import what is now there.
+                    self.seconds[command.name] = min(seconds, ending.seconds)
+                    return {"kills": kills, "faults": self._compare(place, ending, reference)}
                 looked = self._look(command, place, ending, sign, before, reference, remains)
                 kills.append(looked)
                 remains = place.remains()
@@ -164,7 +168,10 @@ class Chains:
 
     def _finish(self, place: Place, reference: Reference) -> list[str]:
         """Run to the end; what differs from an undisturbed run."""
-        ending = place.run()
+        return self._compare(place, place.run(), reference)
+
+    def _compare(self, place: Place, ending: Ending, reference: Reference) -> list[str]:
+        """What is wrong with a run that came to its end, and with what it left."""
         left, broken = place.read()
         whole = place.command.once and ending.code == 2 and left == reference.left
         faults = [] if whole else of_the_end(ending)

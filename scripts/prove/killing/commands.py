@@ -22,6 +22,7 @@ _TRAINED = (
     '--training_args {{"use_cpu":true}}'
 )
 _OF_TARGET = "--model_name_or_path {given}/target"
+_WITHIN = re.compile(r"\.part|checkpoint-|POST|PUT")
 _ANY = r"os\.|open |shutil\."
 
 
@@ -65,7 +66,9 @@ class Command:
             shutil.copytree(given / fixture, folder / name)
 
     def phase_of(self, event: str) -> str | None:
-        """Within which kind of write an event lies."""
+        """Within which kind of write an event lies; making a folder for what comes is none."""
+        if not _WITHIN.search(event):
+            return None
         return next((name for name, like in self.phases.items() if re.search(like, event)), None)
 
     def work(self, given: Path) -> Callable[[], int]:
@@ -170,7 +173,7 @@ COMMANDS = (
         "medusa_heads.cli.verbs.generate",
         "{given}/heads --target {given}/target --prompt tree --max_new_tokens 4 "
         "--corpus {given}/texts.jsonl --dtype float32",
-        {"corpus index": r"cache/"},
+        {"corpus index": r"cache/corpora", "measurement": r"cache/"},
     ),
 )
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 LEFTOVER = re.compile(r"\..*\.part|\.tmp\w+")
-# Times, random names, and how many answers an earlier run made: it hangs on when it was killed.
+# Times, the revision, which a commit changes meanwhile, random names, and what hangs on when a
+# run was told to stop: how many answers an earlier one made, and that this one stops.
 _TIMES = re.compile(
-    r"created|seconds|\w*_(runtime|per_second|preparation_time)|_fingerprint|reused"
+    r"created|seconds|\w*_(runtime|per_second|preparation_time)|_fingerprint|reused|git_sha|should_training_stop"
 )
 # Drawn or written for people; tested to be whole, and full of times.
 _FOR_PEOPLE = (".md", ".png", ".txt", ".py")
@@ -88,9 +89,9 @@ def _read(path: Path, name: str) -> Iterator[tuple[str, Any]]:
         yield from _tensors(path, name)
     elif path.suffix == ".json":
         content = json.loads(path.read_text(encoding="utf-8"))
-        # A measurement is a time; that it is there is what can be compared.
-        measured = isinstance(content, dict) and set(content) == {"of", "values"}
-        yield name, sorted(content["values"]) if measured else without_times(content)
+        # A measurement is a time, and is kept only where nothing else runs.
+        if not (isinstance(content, dict) and set(content) == {"of", "values"}):
+            yield name, without_times(content)
     elif path.suffix == ".jsonl":
         yield name, [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     elif path.suffix == ".yaml":

@@ -23,6 +23,7 @@ from typing import Any
 
 _MOVES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 _PATIENCE = 120.0  # seconds that a command may take in all
+_CORES = os.sched_getaffinity(0)  # for all alike: their number decides what is measured anew
 GRACE = 20.0  # seconds from SIGTERM to the end
 
 
@@ -31,8 +32,8 @@ class Moment:
     """When a process is sent its signal.
 
     Attributes:
-        event: after the event of this number; 1 is the beginning of its work.
-        seconds: and so much later.
+        event: after the event of this number; 0: by its own time, however busy the machine is.
+        seconds: so much later; or, of the processor's time that it has had.
         held: the process stands still at that event until the signal has come.
     """
 
@@ -42,9 +43,10 @@ class Moment:
 
     @classmethod
     def draw(cls, rng: random.Random, events: list[int], seconds: float) -> Moment:
-        """At one of these events, or a moment after it; without events, within so many seconds."""
+        """At one of these events, or a moment after it; without events, within so many seconds of
+        the process's own."""
         if not events:
-            return cls(1, rng.uniform(0.01, seconds), held=False)
+            return cls(0, rng.uniform(0.01, seconds), held=False)
         held = rng.random() < 0.6
         return cls(rng.choice(events), 0.0 if held else rng.expovariate(1000.0), held)
 
@@ -58,7 +60,7 @@ class Ending:
         events: what it did to its files, in order.
         stood_at: the event at which it stood still when the signal came.
         output: what it printed.
-        seconds: from its start to its end.
+        seconds: of the processor's time that it had.
         dying: from the signal to its end; None where none was sent.
     """
 
@@ -155,49 +157,59 @@ def run(
     gate.hold(moment.event if moment and moment.held else 0)
     log = folder.parent / f"{folder.name}.log"
     log.write_text("")
-    start = time.monotonic()
     process = os.fork()
     if process == 0:
         _become(work, folder, log, gate, watch=own)
     try:
-        code, events, sent, ended = _follow(process, gate, moment, sign, start)
+        code, events, seconds, dying = _follow(process, gate, moment, sign)
     finally:
         if own:
             gate.close()
-    held = moment is not None and moment.held and sent is not None
+    stood = dying is not None and moment is not None and moment.held
     return Ending(
         code,
         events,
-        events[moment.event - 1] if held and moment is not None else None,
+        events[moment.event - 1] if stood and moment is not None else None,
         log.read_text(encoding="utf-8", errors="replace"),
-        ended - start,
-        None if sent is None else ended - sent,
+        seconds,
+        dying,
     )
 
 
 def _follow(
-    process: int, gate: Gate, moment: Moment | None, sign: signal.Signals, start: float
-) -> tuple[int, list[str], float | None, float]:
-    """Exit code, events, and when the signal was sent and the process ended."""
-    text, sent, due = b"", None, None
+    process: int, gate: Gate, moment: Moment | None, sign: signal.Signals
+) -> tuple[int, list[str], float, float | None]:
+    """Exit code, events, seconds of processor time, and seconds from the signal to the end."""
+    start, text = time.monotonic(), b""
+    due: float | None = None  # when the signal is to be sent
+    sent: float | None = None
     while True:
-        now = time.monotonic()
-        text += gate.events(0.02 if due is None else min(0.02, max(0.0, due - now)))
-        if moment is not None and due is None and text.count(b"\n") >= moment.event:
-            due = time.monotonic() + moment.seconds
+        wait = 0.02 if due is None or sent is not None else due - time.monotonic()
+        text += gate.events(min(0.02, max(0.0, wait)))
+        if due is None and moment is not None and _has_come(moment, process, text.count(b"\n")):
+            due = time.monotonic() + (moment.seconds if moment.event else 0.0)
         if due is not None and sent is None and time.monotonic() >= due:
             sent = time.monotonic()
             os.kill(process, sign)
             if moment is not None and moment.held:
                 gate.release()
-        ended, status = os.waitpid(process, os.WNOHANG)
+        ended, status, used = os.wait4(process, os.WNOHANG)
         if ended:
             text += gate.events(0.0)
-            code = os.waitstatus_to_exitcode(status)
-            return code, text.decode().splitlines(), sent, time.monotonic()
-        late = time.monotonic() - (sent or start) > (GRACE if sent else _PATIENCE)
-        if late:
+            code, seconds = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+            dying = None if sent is None else time.monotonic() - sent
+            return code, text.decode().splitlines(), seconds, dying
+        if time.monotonic() - (sent or start) > (GRACE if sent else _PATIENCE):
             os.kill(process, signal.SIGKILL)  # seen by its exit code, which none asked for
+
+
+def _has_come(moment: Moment, process: int, events: int) -> bool:
+    """Whether a process has done what its moment waits for."""
+    if moment.event:
+        return events >= moment.event
+    after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    ticks = int(after_name[11]) + int(after_name[12])
+    return events > 0 and ticks / os.sysconf("SC_CLK_TCK") >= moment.seconds
 
 
 def _become(work: Callable[[], int], folder: Path, log: Path, gate: Gate, *, watch: bool) -> None:
@@ -206,6 +218,7 @@ def _become(work: Callable[[], int], folder: Path, log: Path, gate: Gate, *, wat
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(folder)
+        os.sched_setaffinity(0, _CORES)
         to_log = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(to_log, 1)
         os.dup2(to_log, 2)

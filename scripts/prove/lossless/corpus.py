@@ -13,6 +13,7 @@ from scripts.prove.lossless.texts import Options, OwnDraws, Text
 from tests.inference.processor_kinds import kinds
 
 BATCH = 8
+SPREAD = 2.0  # of the logits that random targets' tokens are drawn from, at a temperature of 1
 # Of random targets; of the demo's, whose text is no noise, rows end where it ends a function.
 ENDS = {DEMO: [0, 199], "": [5, 50, 100]}
 
@@ -67,6 +68,9 @@ def texts(target: ProofTarget, turn: int, seed: int, new_tokens: int) -> Iterato
 def usual(target: ProofTarget, family: str, seed: int, new_tokens: int) -> Iterator[Text]:
     """Greedy and sampled, alone and, of a target that verifies trees, in batches."""
     warped = list(WARPERS.values())[seed % len(WARPERS)]
+    if target.name != DEMO:
+        # So that the text decides what is drawn, and a broken engine shows.
+        warped = warped | {"temperature": warped.get("temperature", 1.0) * target.spread / SPREAD}
     ends = {"eos_token_id": ENDS.get(target.name, ENDS[""])}
 
     def text(name: str, batch: int, options: Callable[[], Options], **kind: Any) -> Text:
@@ -94,14 +98,15 @@ def usual(target: ProofTarget, family: str, seed: int, new_tokens: int) -> Itera
     yield text(
         "sampled, batch of 8, each row its own draws",
         BATCH,
-        lambda: {"do_sample": True, "top_k": 0, **ends, **_own_draws(seed)},
+        lambda: {"do_sample": True, "top_k": 0, **ends, **_own_draws(seed, target)},
         by_row=True,
         reads_text=True,
     )
 
 
-def _own_draws(seed: int) -> Options:
-    warpers = [TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)]
+def _own_draws(seed: int, target: ProofTarget) -> Options:
+    temperature = 0.8 if target.name == DEMO else 0.8 * target.spread / SPREAD
+    warpers = [TemperatureLogitsWarper(temperature), TopPLogitsWarper(0.95)]
     return {"logits_processor": LogitsProcessorList([OwnDraws(seed, LogitsProcessorList(warpers))])}
 
 

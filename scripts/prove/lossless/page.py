@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from textwrap import fill
@@ -23,13 +23,14 @@ rows of unlike lengths that end apart. A batch draws from one stream of random n
 by seed, row and place. The true continuation is planted on branches of the drafted trees among
 false ones, so that deep paths, rejections in the middle of a tree and moves in the cache all
 happen. Drafts that are drawn are accepted by rejection, which keeps the law and not the text:
-sampled text is not compared there (see sampling.md)."""
+sampled text is not compared
+there, but [counted](sampling.md)."""
 FAULTS_SAY = """The same texts were decoded by engines broken in one place each. A fault must show
 as a difference, or as an error."""
 
 
-def section(summary: Summary, command: str) -> str:
-    """Markdown with the figures, and with what made them."""
+def section(summary: Summary, command: str, asked: int) -> str:
+    """Markdown with the figures, and with what made them; `asked` tokens were to be compared."""
     facts = machine_facts()
     sha = (provenance()["git_sha"] or "unknown")[:7]
     made = (
@@ -48,10 +49,14 @@ def section(summary: Summary, command: str) -> str:
         f"tie is a text that goes on with the other of the two best tokens, where these are less "
         f"than {EPSILON:g} standard deviations of the logits apart."
     )
+    if summary.tokens < asked:
+        result += f" The run was stopped before the {asked:,} tokens that it was asked for."
     parts = [_filled(INTRODUCTION), _filled(made), _filled(result)]
     parts += [_by("texts", summary.compared, lambda record: record.group)]
     parts += [_by("drafts", summary.compared, lambda record: record.family)]
-    parts += [_filled(FAULTS_SAY), _faults(summary)]
+    parts += [_filled(FAULTS_SAY)]
+    parts += [_noticed("fault", summary.broken, lambda record: str(record.fault))]
+    parts += [_noticed("texts", summary.broken, lambda record: record.group)]
     if summary.unnoticed:
         names = sorted(f"{record.case}" for record in summary.unnoticed)
         parts.append("Unnoticed:\n\n" + "\n".join(f"- {name}" for name in names))
@@ -73,30 +78,43 @@ def write_section(page: Path, title: str, text: str) -> None:
 
 
 def _by(title: str, records: Iterable[Record], key: Callable[[Record], str]) -> str:
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(key(record), []).append(record)
     lines = [
         f"| {title} | tokens | mismatches | ties | tokens per step |",
         "|---|---:|---:|---:|---:|",
     ]
-    for name, members in sorted(groups.items()):
-        tokens = sum(record.tokens for record in members)
-        steps = sum(record.tokens / record.tokens_per_step for record in members if record.tokens)
-        wrong = sum(record.mismatches for record in members)
-        ties = sum(record.ties for record in members)
-        speed = tokens / steps if steps else 0.0
-        lines.append(f"| {name} | {tokens:,} | {wrong:,} | {ties} | {speed:.2f} |")
+    for name, members in _grouped(records, key):
+        lines.append(f"| {name} | {' | '.join(_figures(members))} |")
     return "\n".join(lines)
 
 
-def _faults(summary: Summary) -> str:
-    lines = ["| fault | texts | noticed | of these by an error |", "|---|---:|---:|---:|"]
-    for fault in sorted({str(record.fault) for record in summary.broken}):
-        caught = [record.caught for record in summary.broken if record.fault == fault]
+def _figures(records: Sequence[Record]) -> list[str]:
+    """Tokens, mismatches, ties and speed."""
+    tokens = sum(record.tokens for record in records)
+    steps = sum(record.tokens / record.tokens_per_step for record in records if record.tokens)
+    wrong = sum(record.mismatches for record in records)
+    ties = sum(record.ties for record in records)
+    return [f"{tokens:,}", f"{wrong:,}", str(ties), f"{tokens / max(steps, 1e-9):.2f}"]
+
+
+def _noticed(title: str, records: Iterable[Record], key: Callable[[Record], str]) -> str:
+    lines = [
+        f"| {title} | broken engines | noticed | of these by an error |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, members in _grouped(records, key):
+        caught = [record.caught for record in members]
         noticed, errors = sum(map(bool, caught)), caught.count("error")
-        lines.append(f"| {fault} | {len(caught):,} | {noticed:,} | {errors:,} |")
+        lines.append(f"| {name} | {len(caught):,} | {noticed:,} | {errors:,} |")
     return "\n".join(lines)
+
+
+def _grouped(
+    records: Iterable[Record], key: Callable[[Record], str]
+) -> list[tuple[str, list[Record]]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return sorted(groups.items())
 
 
 def _filled(text: str) -> str:

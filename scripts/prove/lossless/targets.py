@@ -9,6 +9,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,14 @@ class ProofTarget:
     def vocab_size(self) -> int:
         """V."""
         return self.view.vocab_size
+
+    @cached_property
+    def spread(self) -> float:
+        """How far its logits are apart, as a standard deviation: of some targets so little that all
+        tokens are drawn alike, whatever the text."""
+        with torch.no_grad():
+            logits_TV = self.model(self.prompts(1, 0)["input_ids"]).logits[0]
+        return float(logits_TV.std(dim=-1).mean())
 
     @property
     def positions(self) -> bool:

@@ -136,12 +136,13 @@ def assisted(model: AssistedModel, family: str, name: str, **kind: bool) -> Way:
     return Way(family, name, decoded, **kind)
 
 
+FEW = 20  # tokens that heads can draft
 HEADS: dict[str, dict[str, Any]] = {
     "medusa": {},
     "medusa, 2 layers, prefix": {"num_layers": 2, "prefix_attention": True},
-    "medusa, own matrix, 50 tokens": {"vocab_matrix": "own", "draft_vocab_size": 50},
+    "medusa, own matrix, few tokens": {"vocab_matrix": "own", "draft_vocab_size": FEW},
     "hydra": {"kind": "hydra"},
-    "hydra, 2 layers, 50 tokens": {"kind": "hydra", "num_layers": 2, "draft_vocab_size": 50},
+    "hydra, 2 layers, few tokens": {"kind": "hydra", "num_layers": 2, "draft_vocab_size": FEW},
     "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
 }
 TREES = ("static:12", "dynamic:12", "cartesian:3,2,1", "chain")

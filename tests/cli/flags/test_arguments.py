@@ -180,6 +180,19 @@ def test_sigterm_ends_a_command_with_a_sentence(capsys: pytest.CaptureFixture[st
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_sigterm_is_known_behind_the_error_that_a_library_makes_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def draw() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            raise ValueError("Invalid bounding box") from None
+
+    assert run_command(draw, prog="tool") == 143
+    assert capsys.readouterr().err == "tool: ended by SIGTERM\n"
+
+
 def test_a_program_that_handles_sigterm_goes_on_handling_it() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))

@@ -157,6 +157,7 @@ def test_bytes_that_are_no_text_are_refused(
         (["{}/heads", "--prompt", "x", "--top-p", "2"], "top_p must be above 0 and at most 1"),
         (["{}/heads", "--prompt", "x", "--temperature", "0"], "strictly positive float"),
         (["{}/heads", "--prompt", "x", "--temperature", "inf"], "temperature must be a finite"),
+        (["{}/heads", "--prompt", "x", "--seed", "1" * 40], "seed must be a number of 64 bits"),
         (["{}/heads", "--prompt", "x", "--stop", ""], "a stop string must not be empty"),
         (["{}/heads", "--prompt", "x", "--no-repeat-ngram-size", "-1"], "at least 0, got -1"),
         (["{}/heads", "--prompt", "x", "--max-new-tokens", "0"], "must be greater than 0"),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    EosTokenCriteria,
     LogitsProcessor,
     LogitsProcessorList,
-    MaxLengthCriteria,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -21,28 +18,8 @@ from transformers import (
 
 from medusa_heads.inference.acceptance import SampleThenMatch
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
-from medusa_heads.trees.tree import TokenTree, TreeShape
-
-VOCAB = 12
-#   0:5 --- 1:6 --- 2:7 --- 3:8
-#      `--- 4:9 --- 5:7
-SHAPE = TreeShape.from_choices([(0,), (0, 0), (0, 0, 0), (1,), (1, 0)])
-
-
-def tree(batch: int = 1) -> TokenTree:
-    return SHAPE.tree(torch.tensor([[5, 6, 7, 8, 9, 7]] * batch))
-
-
-def logits_naming(tokens: list[int]) -> Tensor:
-    """[1, N, V]: node i's most likely token is tokens[i]."""
-    return torch.nn.functional.one_hot(torch.tensor([tokens]), VOCAB).float() * 20
-
-
-def row(max_length: int = 100, eos: int | None = None, index: int = 0, batch: int = 1) -> Row:
-    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
-    if eos is not None:
-        criteria.append(EosTokenCriteria(eos))
-    return Row(index, batch, torch.tensor([1, 2, 5]), StopCheck(criteria, batch))
+from medusa_heads.trees.tree import TreeShape
+from tests.inference.walking import VOCAB, logits_naming, row, tree
 
 
 @pytest.fixture(params=[True, False], ids=["all at once", "lazy"])
@@ -63,6 +40,8 @@ def runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         pytest.param([6, 7, 8, 3, 0, 0], [0, 1, 2, 3], [6, 7, 8, 3], id="always accepts"),
         pytest.param([9, 0, 0, 0, 7, 11], [0, 4, 5], [9, 7, 11], id="the second branch"),
         pytest.param([6, 0, 0, 0, 0, 0], [0, 1], [6, 0], id="token 0 is no padding"),
+        pytest.param([7, 0, 0, 0, 0, 0], [0], [7], id="a token that stands behind others alone"),
+        pytest.param([6, 9, 0, 0, 0, 0], [0, 1], [6, 9], id="a token of another branch"),
     ],
 )
 def test_greedy_walk(named: list[int], path: list[int], tokens: list[int]) -> None:
@@ -215,6 +194,27 @@ def test_processors_see_each_row_at_its_place_in_the_batch() -> None:
     assert [one.tokens for one in rows] == [[11], [9, 9], [6, 6]]
 
 
+class NamesInTurn(LogitsProcessor):
+    """Names another token at each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        named = torch.tensor([9, 7, 11][self.calls])
+        self.calls += 1
+        return scores + 100 * torch.nn.functional.one_hot(named, VOCAB)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_processors_keep_a_state_for_each_row(batch: int) -> None:
+    rule = SampleThenMatch(LogitsProcessorList([NamesInTurn()]), do_sample=False)
+    rows = [row(index=index, batch=batch) for index in range(batch)]
+    paths = rule(tree(batch), logits_naming([0] * 6).expand(batch, -1, -1), rows)
+    assert paths == [[0, 4, 5]] * batch
+    assert [one.tokens for one in rows] == [[9, 7, 11]] * batch
+
+
 @pytest.mark.parametrize("runs_ahead", [True, False])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_tokens_are_drawn_with_the_random_numbers_of_generate(
@@ -240,63 +240,3 @@ def test_tokens_are_drawn_with_the_random_numbers_of_generate(
             assert drawn[:, 0].tolist() == [rows[b].tokens[level] for b in walking]
             deep += level > 0
     assert deep > 10
-
-
-def chi_square(counts_V: Tensor, probabilities_V: Tensor) -> float:
-    expected_V = probabilities_V * counts_V.sum()
-    seen_V = expected_V > 0
-    assert counts_V[~seen_V].sum() == 0, "a token of probability 0 was drawn"
-    return float(((counts_V - expected_V) ** 2 / expected_V)[seen_V].sum())
-
-
-def draw_pairs(rule: SampleThenMatch, logits_1NV: Tensor, rounds: int, batch: int = 1) -> Tensor:
-    """The first two tokens of each of many steps; a walk that ends early gives -1 as its second."""
-    pairs = []
-    for _ in range(rounds // batch):
-        rows = [row() for _ in range(batch)]
-        rule(tree(batch), logits_1NV.expand(batch, -1, -1), rows)
-        pairs += [[*one.tokens, -1][:2] for one in rows]
-    return torch.tensor(pairs)
-
-
-@pytest.mark.parametrize("batch", [1, 8])
-def test_sampled_tokens_follow_the_targets_distribution(batch: int) -> None:
-    """First tokens, and second tokens given an accepted first one, against the exact law."""
-    torch.manual_seed(0)
-    logits_BNV = torch.randn(1, 6, VOCAB) * 1.5
-    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(8)])
-    rule = SampleThenMatch(processors, do_sample=True)
-    pairs = draw_pairs(rule, logits_BNV, 6000, batch)
-    dummy: Tensor = torch.zeros(1, 1, dtype=torch.long)
-    for node, counts_V in (
-        (0, torch.bincount(pairs[:, 0], minlength=VOCAB)),
-        (1, torch.bincount(pairs[pairs[:, 0] == 6, 1], minlength=VOCAB)),
-        (4, torch.bincount(pairs[pairs[:, 0] == 9, 1], minlength=VOCAB)),
-    ):
-        scores_1V = processors(dummy, logits_BNV[:, node].clone())  # type: ignore[arg-type]
-        statistic = chi_square(counts_V.float(), scores_1V.softmax(-1)[0])
-        assert statistic < 24.3, f"node {node}"  # 7 degrees of freedom, p = 0.001
-
-
-class AcceptMoreThanAllowed(SampleThenMatch):
-    """A wrong rule: takes a drafted child whenever it is likely enough, as lossy rules do."""
-
-    def _draw(
-        self, logits_BNV: Tensor, rows: Sequence[Row], walking: Sequence[int], nodes: Sequence[int]
-    ) -> list[int]:
-        drawn = super()._draw(logits_BNV, rows, walking, nodes)
-        likely_B = logits_BNV[:, 0].softmax(-1)[:, 6] > 0.05
-        return [
-            6 if node == 0 and likely_B[b] and token != 9 else token
-            for b, node, token in zip(walking, nodes, drawn, strict=True)
-        ]
-
-
-def test_a_wrong_rule_is_caught() -> None:
-    """Negative control for the distribution test."""
-    torch.manual_seed(0)
-    logits_BNV = torch.randn(1, 6, VOCAB) * 0.5
-    rule = AcceptMoreThanAllowed(LogitsProcessorList(), do_sample=True)
-    rule._processors = LogitsProcessorList([TemperatureLogitsWarper(1.0001)])
-    counts_V = torch.bincount(draw_pairs(rule, logits_BNV, 2000)[:, 0], minlength=VOCAB)
-    assert chi_square(counts_V.float(), logits_BNV[0, 0].softmax(-1)) > 100

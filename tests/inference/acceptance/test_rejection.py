@@ -24,6 +24,7 @@ from transformers import (
 from medusa_heads.inference.acceptance import RejectionSampling, SampleThenMatch
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.trees.tree import TokenTree, TreeShape
+from tests.inference.outcomes import Outcomes
 
 VOCAB = 4
 # Laws of four tokens: usual, sure, equal, without some tokens.
@@ -36,33 +37,6 @@ LAWS = [
     [0.3, 0.0, 0.0, 0.7],
     [0.0, 0.0, 1.0, 0.0],
 ]
-
-
-class Outcomes:
-    """Stands in for torch's dice: each run takes the next path through all that may be drawn."""
-
-    def __init__(self) -> None:
-        self._ahead: list[list[int]] = [[]]
-        self._taken: list[int] = []
-        self._step = 0
-        self.chance = 1.0
-
-    def runs(self) -> Iterator[None]:
-        """Once for each outcome; `chance` is its probability afterwards."""
-        while self._ahead:
-            self._taken, self._step, self.chance = self._ahead.pop(), 0, 1.0
-            yield
-
-    def choose(self, chances: Sequence[float]) -> int:
-        """One of the possibilities; the others are left for later runs."""
-        if self._step == len(self._taken):
-            first, *others = [i for i, chance in enumerate(chances) if chance > 0]
-            self._ahead += [[*self._taken, other] for other in others]
-            self._taken = [*self._taken, first]
-        choice = self._taken[self._step]
-        self._step += 1
-        self.chance *= chances[choice]
-        return choice
 
 
 class Uniform:
@@ -294,3 +268,11 @@ def test_chosen_drafts_are_walked_with_the_random_numbers_of_generate() -> None:
             said.append((kind(LogitsProcessorList(), True)(tree, logits_BNV, rows), rows))
         assert said[0][0] == said[1][0]
         assert [row.tokens for row in said[0][1]] == [row.tokens for row in said[1][1]]
+
+
+def test_the_drafts_law_goes_to_the_device_of_the_targets() -> None:
+    """Torch's device without memory says so when numbers are sent for."""
+    tree = TreeShape.from_choices([(0,)]).tree(torch.tensor([[0, 1]]))
+    tree.drawn_from[0] = sure([1]).to("meta")  # type: ignore[index]
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        rule()(tree, sure([1, 2]).log()[None], batch_of(1))

@@ -18,6 +18,7 @@ from medusa_heads.inference.drafters.hydra import HydraDrafter
 from medusa_heads.inference.plan.trees import make_drafter
 from medusa_heads.trees.tree import TreeShape, cartesian_choices
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.planted import BUSHY
 from tests.inference.rereading import RereadingDrafter, random_heads, run
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -153,7 +154,7 @@ def test_the_prefix_layer_reads_on_as_if_from_the_start(
     options |= {"eos_token_id": references[2][11], "pad_token_id": 0}
     if chunk:
         options["prefill_chunk_size"] = chunk
-    drafter = RereadingDrafter(heads, target, references, 199)
+    drafter = RereadingDrafter(heads, target, references, 199, BUSHY, 0.5)
     with torch.no_grad():
         got_BT = model.generate(ids_BT, **options, custom_generate=partial(run, target, drafter))
     options.pop("prefill_chunk_size", None)

@@ -72,6 +72,16 @@ def test_sources_that_contradict_each_other_promise_no_more_than_certainty() -> 
     assert tree.chances[1:] == pytest.approx([0.5, 0.5]) and tree.expected()[-1] <= 1.0
 
 
+def test_a_node_that_sources_share_is_promised_once() -> None:
+    one: Table = {(): {1: 0.8, 2: 0.15}}
+    other: Table = {(): {1: 0.5, 3: 0.4}}
+    tree = grow(9, [Tabled(one), Tabled(other)], 9)
+    both = 0.8 + 0.5 - 0.8 * 0.5
+    total = both + 0.15 + 0.4
+    assert tree.tokens == [9, 1, 3, 2]
+    assert tree.chances[1:] == pytest.approx([both / total, 0.4 / total, 0.15 / total])
+
+
 def test_a_chain_where_branches_cannot_be_verified() -> None:
     table: Table = {(): {1: 0.3, 2: 0.5}, (2,): {3: 0.2, 4: 0.1}, (1,): {5: 0.9}}
     tree = grow(9, [Tabled(table)], 9, chain_only=True)

@@ -12,12 +12,13 @@ import torch
 
 from scripts.prove.lossless.cases import Record, caught
 from scripts.prove.lossless.comparison import compare
-from scripts.prove.lossless.corpus import processed, usual
+from scripts.prove.lossless.corpus import SPREAD, processed, usual
 from scripts.prove.lossless.faults import FAULTS, Fault
 from scripts.prove.lossless.page import write_section
 from scripts.prove.lossless.records import Records, Summary
 from scripts.prove.lossless.targets import ProofTarget, processors_target, random_target
 from scripts.prove.lossless.texts import Reference, Text
+from scripts.prove.lossless.ways import HEADS, every_way
 from scripts.prove.tokens import main
 
 NEW = 24
@@ -57,7 +58,7 @@ def target() -> ProofTarget:
 
 @pytest.fixture(scope="module")
 def made(target: ProofTarget) -> list[Reference]:
-    return [Reference(text, target.model) for text in usual(target, "tiny", 0, 48)]
+    return [Reference(text, target.model) for text in usual(target, "tiny", 0, 32)]
 
 
 def names(made: list[Reference]) -> list[str]:
@@ -119,7 +120,7 @@ def test_only_the_other_of_two_equal_tokens_is_a_tie(target: ProofTarget) -> Non
 
 def test_what_stands_behind_an_end_is_compared(made: list[Reference]) -> None:
     ends = next(r for r in made if r.text.name == "greedy, batch of 8")
-    row = next(row for row, tokens in enumerate(ends.rows) if len(tokens) < 40)
+    row = next(row for row, tokens in enumerate(ends.rows) if len(tokens) < 28)
     got_BT = ends.sequences_BT.clone()
     got_BT[row, -1] = 7
     assert compare(ends, got_BT).mismatches == 1
@@ -177,7 +178,23 @@ def test_processors_of_every_kind_have_texts() -> None:
     assert len({text.name for text in made}) == len(made) > 100
 
 
+def test_every_turn_has_drafters_also_where_tokens_are_few() -> None:
+    target = processors_target()
+    ways = [way for turn in range(len(HEADS)) for way in every_way(target, turn)]
+    assert {way.family for way in ways} == {
+        *("random trees", "random heads", "no training", "draft model")
+    }
+    assert {kind for kind in HEADS for way in ways if way.name.startswith(kind)} == set(HEADS)
+
+
+def test_random_targets_draw_what_their_text_says(target: ProofTarget) -> None:
+    """However little their logits differ."""
+    text = next(t for t in usual(target, "tiny", 0, 8) if t.sampled)
+    assert text.first["temperature"] == pytest.approx(0.7 * target.spread / SPREAD)
+    assert 0.1 < target.spread < 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["processors", "demo"])
 def test_the_heaviest_targets_hold(name: str, tmp_path: Path) -> None:
-    assert prove(tmp_path, "--targets", name, "--tokens", "5000") == 0
+    assert main(["--targets", name, "--tokens", "5000", "--out", str(tmp_path)]) == 0

@@ -63,6 +63,7 @@ def test_a_corpus_must_be_named(text: str | None, tmp_path: Path) -> None:
         ({"on_bad_row": "ignore"}, "on_bad_row must be 'error' or 'skip', got 'ignore'"),
         ({"streaming": True, "dataset_num_proc": 2}, "leave dataset_num_proc out"),
         ({"chat_template": "missing.jinja"}, "Jinja template at 'missing.jinja'"),
+        ({"chat_template": "a\0b"}, r"Jinja template at 'a\\x00b'"),
         ({"chat_template_kwargs": "{"}, "must be a JSON object"),
         ({"chat_template_kwargs": "[1]"}, "must map names to values"),
     ],

@@ -80,6 +80,7 @@ def test_heads_arguments_make_a_heads_config() -> None:
         (TargetArguments, {"model_name_or_path": "x", "dtype": "half"}, "dtype must be one of"),
         (HeadsArguments, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
         (OptimisationArguments, {"gradient_accumulation_steps": 0}, "must be at least 1"),
+        (OptimisationArguments, {"logging_steps": float("-inf")}, "logging_steps must be above 0"),
         (OptimisationArguments, {"weight_decay": float("nan")}, "weight_decay must be at least 0"),
         (OptimisationArguments, {"warmup_share": 1.0}, "warmup_share must lie in"),
         (OptimisationArguments, {"learning_rate": 0.0}, "learning_rate must be above 0"),

@@ -1,6 +1,7 @@
 """Data files: every kind is read alike, and files that are damaged are refused by name."""
 
 import gzip
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,14 @@ def test_files_that_are_no_corpus(
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_corpus(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "dataset_dict.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "5", '{"splits": 5}', '{"splits": [5]}'])
+def test_a_folder_that_only_looks_saved(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        load_corpus(str(tmp_path))
 
 
 @pytest.mark.parametrize("damage", ["page", "text"])

@@ -176,7 +176,7 @@ def test_an_index_with_a_strange_dtype_is_named(dtype: str, folder: Path) -> Non
 
 
 def test_beginning_anew_removes_shards_and_what_dead_writers_left(folder: Path) -> None:
-    left = folder / ".0123.part"
+    left = folder / ".0123456789abcdef.part"
     left.mkdir()
     (left / "000002-0.safetensors").write_bytes(b"half")
     (folder / "notes.txt").write_text("kept")

@@ -137,6 +137,16 @@ def test_a_run_from_the_start_wants_no_leftovers(
     assert find_checkpoint("auto", tmp_path / "elsewhere") is None
 
 
+def test_auto_begins_anew_where_the_first_checkpoint_was_not_written_to_its_end(
+    run: Callable[..., DraftHeads], tmp_path: Path
+) -> None:
+    run()
+    for checkpoint in checkpoints(tmp_path / "run"):
+        (checkpoint / "trainer_state.json").unlink()
+    run(resume_from_checkpoint="auto")
+    assert all(is_whole(checkpoint) for checkpoint in checkpoints(tmp_path / "run"))
+
+
 def test_another_run_is_not_resumed(run: Callable[..., DraftHeads], make_rows: Rows) -> None:
     run()
     with pytest.raises(ValueError, match="was made with another training set"):

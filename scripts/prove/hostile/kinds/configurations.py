@@ -215,7 +215,13 @@ class Configurations:
             label,
             "bad",
             command("train-heads", argv),
-            (flag, flag.replace("_", "-"), flag.partition("_")[2] or flag, "corpus", "YAML"),
+            (
+                flag,
+                flag.replace("_", "-"),
+                flag.partition("_")[2] or flag,
+                "YAML",
+                value[:40] or flag,
+            ),
         )
 
     def _generate(self, rng: random.Random, place: Place) -> Attempt:
@@ -237,7 +243,7 @@ class Configurations:
         value = rng.choice(FLAGS_OF_GENERATE[flag])
         argv = [*start, "--prompt", "x", f"--{flag}={value}"]
         label = f"generate --{flag}={value[:20]!r}"
-        names = (flag, *flag.split("_"), value[:40] or flag)
+        names = (flag, *flag.split("_"), value[:40] or "language model")
         return Attempt(label, "bad", command("generate", argv), names)
 
     def _mutated(self, rng: random.Random, place: Place) -> Attempt:

@@ -1,0 +1,242 @@
+"""What matrix products take here: measured once, kept whole, never taken from a damaged file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads.machine import (
+    Measurements,
+    Shape,
+    Use,
+    choose,
+    measurement_folder,
+)
+from medusa_heads.machine import products as module
+from medusa_heads.machine.products import product_seconds
+from tests.measured import keep_products
+
+CPU = torch.device("cpu")
+SMALL = Shape(hidden=32, intermediate=64, vocab=128, layers=2)
+BF16 = torch.bfloat16
+SLOW_BF16 = {"float32 1": 0.002, "bfloat16 1": 0.01}
+FAST_BF16 = {"float32 1": 0.010, "bfloat16 1": 0.004}
+
+
+def store_of(folder: Path, seconds: dict[str, float], use: Use = "tree") -> Measurements:
+    return keep_products(SMALL, seconds, use, Measurements(folder))
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """Seconds that threads have waited, as they are asked for, and no round unlike the others,
+    however busy this machine is; once all were given, no thread waits any more."""
+    given: list[float | None] = []
+    monkeypatch.setattr(module, "_waited", lambda: given.pop(0) if given else 0.0)
+    monkeypatch.setattr(module, "_spread", lambda _: 0.0)
+    return given
+
+
+@pytest.mark.parametrize("use", ["decode", "tree", "batch", "train"])
+def test_measured_once_and_kept(use: Use, tmp_path: Path, waits: list[float | None]) -> None:
+    store = Measurements(tmp_path)
+    before = torch.get_num_threads()
+    first = product_seconds(use, CPU, ["float32", "bfloat16"], SMALL, store)
+    assert set(first) == {("float32", 1), ("bfloat16", 1)} and min(first.values()) > 0
+    assert torch.get_num_threads() == before
+    (file,) = (tmp_path / "products").iterdir()
+    written = file.read_bytes()
+    module._known.clear()  # as in another process
+    assert product_seconds(use, CPU, ["bfloat16", "float32"], SMALL, store) == first
+    assert file.read_bytes() == written
+
+
+def test_what_a_busy_machine_says_is_for_this_process_alone(
+    tmp_path: Path, waits: list[float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, dtypes = Measurements(tmp_path), ["float32", "bfloat16"]
+
+    def measured_and_kept() -> tuple[bool, bool]:
+        module._known.clear()  # as in another process
+        began = dict(product_seconds("tree", CPU, dtypes, SMALL, store))
+        assert product_seconds("tree", CPU, dtypes, SMALL, store) == began  # not measured twice
+        return not waits, (tmp_path / "products").exists()
+
+    waits += [0.0, 9.0]  # others had the processor
+    assert measured_and_kept() == (True, False)
+    waits += [None, None]  # the system does not say how long threads wait
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0), raising=False)
+    assert measured_and_kept() == (True, False)
+    monkeypatch.setattr(module, "_spread", lambda _: 3.0)  # rounds disagree
+    waits += [9.0, 9.0]
+    assert measured_and_kept() == (True, False)
+    monkeypatch.setattr(module, "_spread", lambda _: 0.0)
+    waits += [9.0, 9.0]
+    assert measured_and_kept() == (True, True)
+    waits += [0.0, 9.0]
+    assert measured_and_kept() == (False, True)  # read, not measured again
+
+
+@pytest.mark.skipif(
+    module._waited() is None, reason="the system does not say how long threads wait"
+)
+def test_waiting_for_a_processor_is_noticed() -> None:
+    """One processor for two programs: each waits about half of the time."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    other = "print(flush=True)\nwhile True: pass"
+    try:
+        with subprocess.Popen([sys.executable, "-c", other], stdout=subprocess.PIPE) as running:
+            assert running.stdout is not None
+            running.stdout.readline()
+            waited, began = module._waited(), time.perf_counter()
+            while time.perf_counter() < began + 0.2:
+                pass
+            assert module._is_busy(waited, time.perf_counter() - began)
+            running.kill()
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_without_a_home_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user need not be known to it."""
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in ("MEDUSA_HEADS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    assert measurement_folder().is_absolute()
+
+
+def test_processes_that_measure_at_once_do_not_disturb_each_other(cache: Path) -> None:
+    program = (
+        "import torch; from medusa_heads.machine import Shape, choose, products; "
+        "products._is_busy = lambda *_: False; products._spread = lambda _: 0.0; "
+        "print(choose('tree', stored=torch.bfloat16, shape=Shape(32, 64, 128, 2), device='cpu'))"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, **pipes)
+        for _ in range(2)
+    ]
+    for each in both:
+        said, wrong = each.communicate()
+        assert (each.returncode, wrong) == (0, "") and said.startswith("cpu, 1 thread, ")
+    (kept,) = (cache / "products").iterdir()
+    assert set(json.loads(kept.read_text())["values"]["seconds"]) == {"float32 1", "bfloat16 1"}
+
+
+def test_other_processes_measure_nothing_again(cache: Path) -> None:
+    program = (
+        "import torch; from medusa_heads.machine import Shape, choose; "
+        "print(choose('tree', stored=torch.bfloat16, shape=Shape(32, 64, 128, 2), device='cpu'))"
+    )
+    store_of(cache, SLOW_BF16)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    said = [each.communicate()[0].decode() for each in done]
+    assert [each.returncode for each in done] == [0, 0]
+    assert said[0] == said[1] and "bfloat16 at 0.2 of float32's speed" in said[0]
+
+
+DAMAGE = {
+    "empty": "",
+    "no JSON": "{",
+    "a list": "[]",
+    "deep": "[" * 100_000,
+    "of something else": '{"of": {}, "values": {"seconds": 1}}',
+    "no values": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_no_measurement(
+    damage: str | None, tmp_path: Path, waits: list[float | None]
+) -> None:
+    store = store_of(tmp_path, SLOW_BF16)
+    (file,) = (tmp_path / "products").iterdir()
+    whole = json.loads(file.read_text())
+    facts = whole["of"]["facts"]
+    assert store.read("products", facts) == whole["values"]
+    file.write_text(json.dumps(whole | {"values": 3}) if damage is None else damage)
+    assert store.read("products", facts) is None
+    module._known.clear()
+    measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, store)
+    assert measured["float32", 1] != 0.002
+    assert store.read("products", facts) is not None  # whole again
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"seconds": {}},
+        {"seconds": {"float32 1": "x"}},
+        {"seconds": None},
+        {"seconds": {"float32 1": 10**400, "bfloat16 1": 1.0}},
+        {"seconds": {"float32 1": True, "bfloat16 1": 1.0}},
+        {"seconds": {"float32 1": float("nan"), "bfloat16 1": 1.0}},
+    ],
+)
+def test_values_of_another_version_are_measured_anew(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    store = store_of(tmp_path, {})
+    (file,) = (tmp_path / "products").iterdir()
+    facts = json.loads(file.read_text())["of"]["facts"]
+    store.write("products", facts, values)
+    measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, store)
+    assert 0 < measured["float32", 1] < 12
+
+
+def test_what_is_no_file_is_no_measurement(tmp_path: Path) -> None:
+    store = store_of(tmp_path, SLOW_BF16)
+    (file,) = (tmp_path / "products").iterdir()
+    facts = json.loads(file.read_text())["of"]["facts"]
+    file.unlink()
+    os.mkfifo(file)  # whoever opens it waits for a writer
+    assert store.read("products", facts) is None
+
+
+@pytest.mark.parametrize(
+    "seconds", [-1.0, 0.0, float("inf"), float("nan"), 10**400, True, "0.01", None]
+)
+def test_times_that_cannot_be_are_measured_anew(seconds: Any, tmp_path: Path) -> None:
+    store = store_of(tmp_path, {"float32 1": seconds, "bfloat16 1": 0.01})
+    measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, store)
+    assert 0 < measured["float32", 1] < float("inf")
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = Measurements(tmp_path / "file")  # no folder can be made there, whoever tries
+    store.write("kind", {"a": 1}, {"b": 2})
+    assert store.read("kind", {"a": 1}) is None
+    assert choose("tree", stored=BF16, shape=SMALL, device="cpu", store=store).threads >= 1
+
+
+def test_measurements_are_kept_apart(tmp_path: Path) -> None:
+    store = Measurements(tmp_path)
+    store.write("a", {"x": 1}, {"value": 1})
+    store.write("a", {"x": 2}, {"value": 2})
+    store.write("b", {"x": 1}, {"value": 3})
+    assert store.read("a", {"x": 1}) == {"value": 1}
+    assert store.read("a", {"x": 2}) == {"value": 2}
+    assert store.read("b", {"x": 1}) == {"value": 3}
+    assert store.read("a", {"x": 3}) is None
+    store.write("a", {"x": 1}, {"value": 4})  # the last one stays
+    assert store.read("a", {"x": 1}) == {"value": 4}
