@@ -1,7 +1,7 @@
 """Proof that default learning rates hold at the widths of real models.
 
 python -m scripts.prove.width --report runs/width/report.json
-python -m scripts.prove.width --kinds hydra prefix --num_prompts 96 --seeds 0 --tolerance 0.1
+python -m scripts.prove.width --kinds hydra prefix --undivided --num_prompts 96 --seeds 0
 
 The demo's target is grown to 2,048 channels and turned into a random basis: another width, every
 channel in use, the same logits and so the same text. Heads learn from that text at both widths, at
@@ -14,6 +14,7 @@ matrix, which is compared with what the wide one itself makes of a text.
 
 Two more runs say what else a difference could come from: other seeds at the small width, and the
 small target turned into a random basis at its own width, which folds its norms as the wide one's.
+The negative control gives the wide target the small one's rate, and must come out of tolerance.
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ class Arguments:
         metadata={"help": "orders of the text at the small width; the first is the wide one's too"},
     )
     tolerance: float = field(default=0.02, metadata={"help": "of the ratio of tokens per step"})
+    undivided: bool = field(
+        default=False, metadata={"help": "the negative control: the wide target at the full rate"}
+    )
     output_dir: Path = field(default=Path("runs/width"), metadata={"help": "texts and states"})
     report: str | None = field(default=None, metadata={"help": "JSON file to write"})
 
@@ -95,15 +99,16 @@ class Outcome:
 
     Attributes:
         kind: of heads.
-        target: `own`, `rotated` at the small width, or `wide`.
+        target: `own`, `rotated` at the small width, `wide`, or `undivided`: wide at the full rate.
         seed: of the order of the text.
         width: of the target.
         learning_rate: the default's peak.
         steps: of the optimiser.
         losses: of training, by step.
-        tokens_per_step: on held-out text.
+        tokens_per_step: on held-out text; 1 where the run stopped, and left no heads.
         top_1: likewise, of each head.
         cpu_seconds: of training and measuring.
+        stopped: the sentence that it stopped with.
     """
 
     kind: str
@@ -116,6 +121,7 @@ class Outcome:
     tokens_per_step: float
     top_1: Sequence[float]
     cpu_seconds: float
+    stopped: str | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,12 +149,14 @@ def prove(arguments: Arguments) -> int:
     ]
     outcomes: list[Outcome] = []
     first, *others = arguments.seeds
-    for name, seeds in (("own", [first]), ("wide", [first]), ("rotated", [first]), ("own", others)):
+    once = ["own", "wide", "rotated", *["undivided"] * arguments.undivided]
+    for name, seeds in (*((name, [first]) for name in once), ("own", others)):
         rotated = None
         if name != "own":
-            rotated = Rotated.of(small, arguments.width if name == "wide" else small.hidden_size)
+            width = small.hidden_size if name == "rotated" else arguments.width
+            rotated = Rotated.of(small, width)
         for kind, seed in product(arguments.kinds, seeds):
-            found = run(kind, rotated, small, texts, seed, arguments)
+            found = run(kind, rotated, small, texts, seed, arguments, fitted=name != "undivided")
             outcomes.append(Outcome(kind=kind, target=name, seed=seed, **found))
             console.print(line(outcomes[-1]))
             _write(outcomes, arguments)
@@ -165,8 +173,19 @@ def run(
     texts: Sequence[Dataset],
     seed: int,
     arguments: Arguments,
+    *,
+    fitted: bool,
 ) -> dict[str, Any]:
-    """Train one set of heads at its default rate and measure it: the rest of an Outcome."""
+    """Train one set of heads and measure it: the rest of an Outcome.
+
+    Args:
+        kind, seed: see Outcome.
+        rotated: the target, where it is not the small one.
+        small: the small target.
+        texts: to learn from, and held out.
+        arguments: amounts.
+        fitted: whether the default rate is fitted to the width.
+    """
     started = time.process_time()
     optimisation = OptimisationArguments(
         output_dir=str(arguments.output_dir),
@@ -194,12 +213,20 @@ def run(
     target = small
     if rotated is not None:
         target, states = rotated.target, RotatedStates(rotated, states)
-    fit_rate(args, target.hidden_size)
+    if fitted:
+        fit_rate(args, target.hidden_size)
     set_seed(seed)
     heads = new_heads(target, config)
     trainer = HeadsTrainer(heads, target, args, data.rows, data.held_out, hidden_states=states)
-    trainer.train()
-    measured = measure(torch.as_tensor(trainer.predict(data.held_out).predictions), (NODES,))
+    measured: dict[str, Any] = {"top_1": [], "tokens_per_step": {NODES: 1.0}}
+    stopped = None
+    try:
+        trainer.train()
+        measured = measure(torch.as_tensor(trainer.predict(data.held_out).predictions), (NODES,))
+    except ValueError as error:
+        if fitted:
+            raise
+        stopped = str(error)
     return {
         "width": target.hidden_size,
         "learning_rate": args.learning_rate,
@@ -208,23 +235,29 @@ def run(
         "tokens_per_step": measured["tokens_per_step"][NODES],
         "top_1": measured["top_1"],
         "cpu_seconds": round(time.process_time() - started, 1),
+        "stopped": stopped,
     }
 
 
 def verdict(kind: str, outcomes: Sequence[Outcome], tolerance: float) -> tuple[bool, str]:
-    """Whether the wide run is within tolerance of the small one with the same seed, in words."""
+    """Whether the wide run is within tolerance of the small one with the same seed, and the control
+    is not; in words."""
     of_kind = [o for o in outcomes if o.kind == kind]
     own = [o.tokens_per_step for o in of_kind if o.target == "own"]
     (rotated,) = [o.tokens_per_step for o in of_kind if o.target == "rotated"]
     (wide,) = [o for o in of_kind if o.target == "wide"]
     ratio = wide.tokens_per_step / own[0]
+    control = [o.tokens_per_step / own[0] for o in of_kind if o.target == "undivided"]
     holds = abs(ratio - 1) <= tolerance
-    return holds, (
+    sentence = (
         f"{kind}: {ratio:.3f} of the small width's tokens per step at width {wide.width} "
         f"({'within' if holds else 'NOT within'} {tolerance:.0%}); rotated at the small width "
         f"{rotated / own[0]:.3f}; over {len(own)} seeds at the small width "
         f"{min(own):.3f} to {max(own):.3f}"
     )
+    if control:
+        sentence += f"; at the full rate {control[0]:.3f}"
+    return holds and all(other < 1 - tolerance for other in control), sentence
 
 
 def line(outcome: Outcome) -> str:
@@ -235,6 +268,7 @@ def line(outcome: Outcome) -> str:
         f"{outcome.tokens_per_step:.3f} tokens per step, loss {losses[0]:.3f} to {losses[-1]:.3f} "
         f"in {outcome.steps} steps at a peak rate of {outcome.learning_rate:.3g}, "
         f"{outcome.cpu_seconds:.0f} CPU seconds"
+        + (f"; {outcome.stopped}" if outcome.stopped else "")
     )
 
 

@@ -11,8 +11,9 @@ from scripts.prove.width import Outcome, main, verdict
 from tests.conftest import Refused, TinyLlama
 
 
-def outcomes(wide: float) -> list[Outcome]:
+def outcomes(wide: float, **control: float) -> list[Outcome]:
     drafted = {("own", 0): 2.0, ("own", 1): 2.04, ("rotated", 0): 2.02, ("wide", 0): wide}
+    drafted |= {(name, 0): tokens for name, tokens in control.items()}
     return [
         Outcome("medusa", target, seed, 8, 5e-3, 25, {10: 2.0, 20: 1.0}, tokens, [0.5], 1.0)
         for (target, seed), tokens in drafted.items()
@@ -24,6 +25,12 @@ def test_the_wide_run_is_held_against_the_small_one_of_its_seed(wide: float, hol
     got, sentence = verdict("medusa", outcomes(wide), 0.02)
     assert got == holds and ("NOT within 2%" in sentence) != holds
     assert "rotated at the small width 1.010; over 2 seeds" in sentence
+
+
+@pytest.mark.parametrize(("undivided", "fails"), [(1.0, True), (1.99, False), (2.1, False)])
+def test_the_control_must_fail(undivided: float, fails: bool) -> None:
+    got, sentence = verdict("medusa", outcomes(1.99, undivided=undivided), 0.02)
+    assert got == fails and f"at the full rate {undivided / 2:.3f}" in sentence
 
 
 def test_a_small_proof(
