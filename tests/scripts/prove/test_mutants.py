@@ -62,7 +62,7 @@ def test_a_mutant_takes_the_place_of_a_method_for_all_who_hold_it() -> None:
     for _, source in mutants(Kind.say):  # type: ignore[arg-type]
         put(Kind.say, source)  # type: ignore[arg-type]
         said.add((held(), held(3)))
-        Kind.say.__code__, Kind.say.__defaults__ = kept  # type: ignore[assignment]
+        Kind.say.__code__, Kind.say.__defaults__ = kept
     assert ("2 words", "3 words") in said  # times >= 2
     assert ("3 words", "3 words") in said  # the default is 3
     assert ("XXmoreXX", "3 words") in said
