@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from medusa_heads.machine import (
-    Measurements,
     Shape,
-    Use,
     choose,
     describe_machine,
     find_device,
@@ -20,17 +18,7 @@ from medusa_heads.machine import (
     speeds,
 )
 from medusa_heads.machine.choice import fastest_threads
-from tests.measured import keep_products
-
-CPU = torch.device("cpu")
-SMALL = Shape(hidden=32, intermediate=64, vocab=128, layers=2)
-BF16 = torch.bfloat16
-SLOW_BF16 = {"float32 1": 0.002, "bfloat16 1": 0.01}
-FAST_BF16 = {"float32 1": 0.010, "bfloat16 1": 0.004}
-
-
-def store_of(folder: Path, seconds: dict[str, float], use: Use = "tree") -> Measurements:
-    return keep_products(SMALL, seconds, use, Measurements(folder))
+from tests.machine.small import BF16, CPU, FAST_BF16, SLOW_BF16, SMALL, store_of
 
 
 def test_the_facts_are_plain_and_stay_the_same() -> None:

@@ -15,24 +15,13 @@ import torch
 
 from medusa_heads.machine import (
     Measurements,
-    Shape,
     Use,
     choose,
     measurement_folder,
 )
 from medusa_heads.machine import products as module
 from medusa_heads.machine.products import product_seconds
-from tests.measured import keep_products
-
-CPU = torch.device("cpu")
-SMALL = Shape(hidden=32, intermediate=64, vocab=128, layers=2)
-BF16 = torch.bfloat16
-SLOW_BF16 = {"float32 1": 0.002, "bfloat16 1": 0.01}
-FAST_BF16 = {"float32 1": 0.010, "bfloat16 1": 0.004}
-
-
-def store_of(folder: Path, seconds: dict[str, float], use: Use = "tree") -> Measurements:
-    return keep_products(SMALL, seconds, use, Measurements(folder))
+from tests.machine.small import BF16, CPU, SLOW_BF16, SMALL, store_of
 
 
 @pytest.fixture
