@@ -24,18 +24,6 @@ class MedusaWarning(UserWarning):
     """What a user should know of a call that goes on: a sentence, which commands print as such."""
 
 
-def at_least(arguments: object, least: int, *names: str) -> None:
-    """Check settings: each named attribute is `least` or more.
-
-    Raises:
-        ValueError: the first one that is not, by name.
-    """
-    for name in names:
-        value = getattr(arguments, name)
-        if not value >= least:  # NaN is neither
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
 def first_line(error: BaseException) -> str:
     """What a library says of an error in its first line, or in all of them where that one only
     announces the others."""

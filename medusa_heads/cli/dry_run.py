@@ -2,71 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.distilling import distilled_prompts
 from medusa_heads.cli.settled import tell_choices
-from medusa_heads.cli.training import Texts, device_to_choose_for
-from medusa_heads.training.arguments.draft import DraftArguments
-from medusa_heads.training.arguments.target import TargetArguments
+from medusa_heads.cli.training import Run
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from medusa_heads.config import HeadsConfig
     from medusa_heads.target.target import TargetModel
-    from medusa_heads.training.arguments.joint_config import JointConfig
-    from medusa_heads.training.runs.dry_run import TextSize
+    from medusa_heads.training.runs.dry_run import Plan, TextSize
 
 
-def dry_run_heads(
-    to_target: TargetArguments,
-    texts: Texts,
-    config: HeadsConfig,
+def dry_run(
+    run: Run,
     args: TrainingArguments,
-    *,
-    joint: JointConfig | None = None,
+    num_heads: int,
+    plan: Callable[[TargetModel, TextSize], Plan],
 ) -> None:
     """Print a sample of the text and what the run would be; only the first process does.
 
     Raises:
-        ValueError: the target has no configuration, or the text cannot be used.
+        ValueError: the target has no configuration, or the text or the plan cannot be.
     """
+    from rich.console import Console
+
+    from medusa_heads.training.data.sample import show_sample
     from medusa_heads.training.hidden.meta_target import meta_target
-    from medusa_heads.training.runs.dry_run import plan_heads
+    from medusa_heads.training.runs.dry_run import show_plan
 
-    target = meta_target(to_target, device_to_choose_for(args))
-    rows, size = _text(target, texts, config.num_heads, args)
-    four_bits = to_target.load_in_4bit
-    plan = plan_heads(target, config, args, size, four_bits=four_bits, joint=joint)
-    _show(rows, texts, plan, args)
-
-
-def dry_run_draft(
-    to_target: TargetArguments, texts: Texts, to_draft: DraftArguments, args: TrainingArguments
-) -> None:
-    """The same for a draft model.
-
-    Raises:
-        ValueError: there is no such target or draft model, or the text cannot be used.
-    """
-    from medusa_heads.training.hidden.meta_target import meta_target
-    from medusa_heads.training.measure.draft_metrics import CHAINS
-    from medusa_heads.training.runs.dry_run import plan_draft
-    from medusa_heads.training.runs.pruned_target import draft_shape
-
-    target = meta_target(to_target, device_to_choose_for(args))
-    draft = draft_shape(
-        target, **to_draft.beginning(), trust_remote_code=to_target.trust_remote_code
-    )
-    rows, size = _text(target, texts, CHAINS[-1], args)
-    plan = plan_draft(target, draft, args, size, four_bits=to_target.load_in_4bit)
-    _show(rows, texts, plan, args)
+    # Several processes take the target in the dtype it is stored in.
+    target = meta_target(run.to_target, args.device if args.world_size == 1 else None)
+    rows, size = _text(run, target, args, num_heads)
+    planned = plan(target, size)
+    if args.process_index == 0:
+        tell_choices()
+        console = Console()
+        show_sample(rows, run.tokenizer, console)
+        show_plan(planned, console)
 
 
 def _text(
-    target: TargetModel, texts: Texts, num_heads: int, args: TrainingArguments
+    run: Run, target: TargetModel, args: TrainingArguments, num_heads: int
 ) -> tuple[Any, TextSize]:
     """The rows of a run, and how much text they are; of text to be written only its prompts."""
     from medusa_heads.config import IGNORED
@@ -74,11 +53,9 @@ def _text(
     from medusa_heads.training.data.prepare import prepare_data
     from medusa_heads.training.runs.dry_run import TextSize, text_size
 
-    to_data, to_distill = texts.settings, texts.distillation
+    to_data, to_distill = run.to_data, run.to_distill
     if to_distill.self_distill:
-        prompts = distilled_prompts(
-            target, texts.tokenizer, texts.corpus, texts.held_out, to_data, to_distill, args.seed
-        )[0]
+        prompts = run.prompts(target)[0]
         length = to_distill.prompt_length + to_distill.continuation_length
         learnt = len(prompts) * to_distill.continuation_length
         labels = [IGNORED] * to_distill.prompt_length
@@ -87,9 +64,9 @@ def _text(
     # Whether packed documents see each other is measured with weights, which are not here.
     data = prepare_data(
         target,
-        texts.corpus,
-        texts.held_out,
-        texts.tokenizer,
+        run.corpus,
+        run.held_out,
+        run.tokenizer,
         replace(to_data, packing=False),
         num_heads=num_heads,
         seed=args.seed,
@@ -99,16 +76,3 @@ def _text(
         return data.rows, TextSize(None, None, None, to_data.max_length)
     rows: Any = pack_rows(data.known_rows, to_data.max_length) if to_data.packing else data.rows
     return rows, text_size(rows, data.facts.supervised_tokens)
-
-
-def _show(rows: Any, texts: Texts, plan: Any, args: TrainingArguments) -> None:
-    from rich.console import Console
-
-    from medusa_heads.training.data.sample import show_sample
-    from medusa_heads.training.runs.dry_run import show_plan
-
-    if args.process_index == 0:
-        tell_choices()
-        console = Console()
-        show_sample(rows, texts.tokenizer, console)
-        show_plan(plan, console)

@@ -7,20 +7,17 @@ train-draft --model_name_or_path Qwen/Qwen2.5-7B --draft_model Qwen/Qwen2.5-0.5B
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from medusa_heads.cli.flags.arguments import parse_arguments
-from medusa_heads.cli.training import (
-    autocast_for,
-    find_texts,
-    load_target,
-    prepare_texts,
-    run_training,
-)
+from medusa_heads.cli.training import Run, run_training
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.training.arguments.data import DataArguments
-from medusa_heads.training.arguments.draft import DraftArguments, DraftOptimisationArguments
+from medusa_heads.training.arguments.draft import (
+    DraftArguments,
+    DraftOptimisationArguments,
+    draft_training_arguments,
+)
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.launched import launched_sharding
 
@@ -50,38 +47,46 @@ def _train(argv: Sequence[str] | None) -> None:
             "a draft model is taught by a whole target in each process: leave shard_target out, "
             "and launch several with configs/accelerate/ddp.yaml"
         )
-    texts = find_texts(to_target, to_data, to_distill)
-
-    from medusa_heads.training.arguments.draft import draft_training_arguments
-
-    given = to_draft.draft_model is not None
-    args = draft_training_arguments(to_optimise, given=given, autocast=autocast_for(to_target))
-    if to_optimise.dry_run:
-        from medusa_heads.cli.dry_run import dry_run_draft
-
-        dry_run_draft(to_target, texts, to_draft, args)
-        return
+    run = Run.begin(to_target, to_data, to_distill, to_optimise)
 
     from medusa_heads.training.measure.draft_metrics import CHAINS
-    from medusa_heads.training.runs.draft import train_draft
     from medusa_heads.training.runs.pruned_target import draft_shape
 
-    target = load_target(to_target, to_optimise, args)
+    given = to_draft.draft_model is not None
+    args = draft_training_arguments(to_optimise, given=given, autocast=run.autocast)
+    beginning = {**to_draft.beginning(), "trust_remote_code": to_target.trust_remote_code}
+    if to_optimise.dry_run:
+        from medusa_heads.cli.dry_run import dry_run
+        from medusa_heads.training.runs.dry_run import plan_draft
+
+        dry_run(
+            run,
+            args,
+            CHAINS[-1],
+            lambda target, size: plan_draft(
+                target,
+                draft_shape(target, **beginning),
+                args,
+                size,
+                four_bits=to_target.load_in_4bit,
+            ),
+        )
+        return
+
+    from medusa_heads.training.runs.draft import train_draft
+
+    target = run.load_target(args)
     # Begun when the text is there; refused here, before hours may go into writing it.
-    draft_shape(target, **to_draft.beginning(), trust_remote_code=to_target.trust_remote_code)
-    data = prepare_texts(target, texts, to_optimise, args, CHAINS[-1])
+    draft_shape(target, **beginning)
+    data = run.prepare(target, args, CHAINS[-1])
     train_draft(
         target,
         data,
         draft=to_draft,
-        output_dir=to_optimise.output_dir,
         training_args=args,
-        tokenizer=texts.tokenizer,
-        resume_from_checkpoint=to_optimise.resume_from_checkpoint,
-        overwrite_output_dir=to_optimise.overwrite_output_dir,
-        early_stopping_patience=to_optimise.early_stopping_patience,
-        record={"data": asdict(to_data), "distillation": asdict(to_distill)},
+        tokenizer=run.tokenizer,
         trust_remote_code=to_target.trust_remote_code,
+        **run.course(),
     )
     if args.process_index == 0:
         _report(Path(to_optimise.output_dir))

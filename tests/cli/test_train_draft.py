@@ -9,7 +9,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_heads.cli.flags.arguments import read_config
+from medusa_heads.cli.flags.config_file import read_config
 from medusa_heads.cli.train_draft import ARGUMENTS, main
 from medusa_heads.cli.verbs.generate import main as generate
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa_heads.checkpoint.checkpoint import load_heads
-from medusa_heads.cli.flags.arguments import read_config
+from medusa_heads.cli.flags.config_file import read_config
 from medusa_heads.cli.train_heads import ARGUMENTS, main
 from medusa_heads.cli.verbs import generate
 from medusa_heads.machine import Shape

@@ -9,8 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.files import parse_yaml, replace_file
+from medusa_heads.files import replace_file
 from medusa_heads.masking import masked
+from medusa_heads.plain_yaml import parse_yaml
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

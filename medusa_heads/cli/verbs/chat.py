@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from medusa_heads.cli.decoding import describe, warn_if_lossy
-from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
-from medusa_heads.cli.flags.arguments import coerce, parse_arguments, run_command
+from medusa_heads.cli.decoding import describe, load_drafting_model, warn_if_lossy
+from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.config_file import coerce
 from medusa_heads.cli.flags.decoding import (
     DecodingArguments,
     ModelArguments,
@@ -19,7 +19,8 @@ from medusa_heads.cli.flags.decoding import (
     generation_options,
 )
 from medusa_heads.cli.settled import tell_choices
-from medusa_heads.files import parse_yaml
+from medusa_heads.plain_yaml import parse_yaml
+from medusa_heads.settings import flag
 
 if TYPE_CHECKING:
     from medusa_heads.cli.conversation import Conversation
@@ -39,23 +40,7 @@ HELP = """\
 class ChatArguments(DecodingArguments):
     """Whom to talk to."""
 
-    system: str | None = field(default=None, metadata={"help": "System message."})
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (ChatArguments,),
-            argv,
-            prog="medusa-heads chat",
-            description=f"{__doc__}\n\n{HELP}",
-            positional="checkpoint",
-        )
-        chat(arguments)
-
-    return run_command(work)
+    system: str | None = flag(None, "System message.")
 
 
 def chat(arguments: ChatArguments) -> None:
@@ -73,7 +58,8 @@ def chat(arguments: ChatArguments) -> None:
     session = Session(arguments, tokenizer, Conversation(model, tokenizer, arguments.system))
     terminal = sys.stdin.isatty()
     if terminal:
-        _start_history()
+        with suppress(ImportError):  # arrow keys and history at the prompt, where Python has them
+            import readline  # noqa: F401
         say(f"Talking to {model.target.name_or_path}. /help lists the commands, Ctrl-D leaves.")
     if not session.conversation.has_template:
         say("The target has no chat template: it continues the text, line after line.")
@@ -162,11 +148,8 @@ class Session:
         if not self._turns:
             raise ValueError("nothing has been answered yet")
         conversation = self.conversation
-        stats = conversation.model.last_stats
-        if stats.total_seconds:  # an answer that was stopped has no total
-            say(describe(stats))
-            if drafts := describe_drafts(conversation.model, self.arguments.draft_model):
-                say(drafts)
+        if conversation.model.last_stats.total_seconds:  # an answer that was stopped has no total
+            say(describe(conversation.model, self.arguments.draft_model))
         say(
             f"prompt: {conversation.prompt_tokens} tokens, {conversation.cached_tokens} of them "
             "in the cache already"
@@ -249,9 +232,4 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _start_history() -> None:
-    """Arrow keys and history at the prompt, where Python has them."""
-    try:
-        import readline  # noqa: F401
-    except ImportError:
-        return
+main = verb("chat", chat, ChatArguments, f"{__doc__}\n\n{HELP}", "checkpoint")

@@ -4,38 +4,21 @@ corpus's prompts itself, and train-heads --dataset FOLDER learns from that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import verb
 from medusa_heads.cli.settled import settle, tell_choices
-from medusa_heads.files import parse_json
 from medusa_heads.inference.regeneration.arguments import RegenerateArguments
+from medusa_heads.settings import mapping
 
 if TYPE_CHECKING:
     from medusa_heads.inference.regeneration.answers import Backend
     from medusa_heads.target.target import TargetModel
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (RegenerateArguments,),
-            argv,
-            prog="medusa-heads regenerate",
-            description=__doc__ or "",
-            positional="model_name_or_path",
-        )
-        run_regenerate(arguments)
-
-    return run_command(work)
-
-
-def run_regenerate(arguments: RegenerateArguments) -> None:
+def regenerate(arguments: RegenerateArguments) -> None:
     """Ask, write the dataset, and say what became of every prompt.
 
     Raises:
@@ -52,7 +35,7 @@ def run_regenerate(arguments: RegenerateArguments) -> None:
     disable_progress_bar()
     folder = Path(arguments.output_dir)
     check_output(folder)
-    options = _template_options(arguments.chat_template_kwargs)
+    options = mapping(arguments, "chat_template_kwargs")
     corpus = read_table(arguments.dataset, arguments.dataset_split, config=arguments.dataset_config)
     tokenizer = _tokenizer(arguments)
     dialogues = read_dialogues(
@@ -94,17 +77,6 @@ def run_regenerate(arguments: RegenerateArguments) -> None:
             f"{accounting.asked - accounting.done} of {accounting.asked} answers are missing, and "
             f"strict was asked for: {file} names them"
         )
-
-
-def _template_options(given: dict[str, Any] | str | None) -> dict[str, Any]:
-    if isinstance(given, str):
-        try:
-            given = parse_json(given)
-        except ValueError as error:
-            raise ValueError(f"chat_template_kwargs must be JSON, got {given!r}") from error
-    if given is not None and not isinstance(given, dict):
-        raise ValueError(f"chat_template_kwargs must map names to values, got {given!r}")
-    return given or {}
 
 
 def _tokenizer(arguments: RegenerateArguments) -> Any:
@@ -190,3 +162,6 @@ def _server(arguments: RegenerateArguments, tokenizer: Any) -> Backend | None:
         timeout=arguments.timeout,
         api_key_variable=arguments.api_key_variable,
     )
+
+
+main = verb("regenerate", regenerate, RegenerateArguments, __doc__, "model_name_or_path")
