@@ -5,12 +5,8 @@ from __future__ import annotations
 
 
 class UnsupportedArchitecture(ValueError):
-    """The target cannot be decoded exactly with a token tree.
-
-    Args:
-        reason: what in the architecture prevents it, by name.
-        suggestion: what to do instead.
-    """
+    """The target cannot be decoded exactly with a token tree: what in the architecture prevents it,
+    by name, and what to do instead."""
 
     def __init__(
         self, reason: str, suggestion: str = "decode with transformers' own generate()"

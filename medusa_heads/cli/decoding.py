@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 def load_model(arguments: ModelArguments, **options: Any) -> tuple[MedusaModel, Any]:
-    """The target with its heads, and its tokenizer; `options` are those of MedusaModel.
-
-    Raises:
-        ValueError: checkpoint, target or device is unusable.
-        OSError: no tokenizer beside the target.
-    """
+    """The target with its heads, and its tokenizer; `options` are those of MedusaModel."""
     from medusa_heads.inference.models.medusa import MedusaModel
 
     options["target"] = arguments.target
@@ -40,9 +35,6 @@ def load_measured_model(
         arguments: what to load.
         contexts: in which steps will be measured.
         worth: what statistics say the worth of.
-
-    Raises:
-        ValueError: see `load_model`; or no statistics, or a context that does not fit.
     """
     # "chain": attaching must not measure already.
     model, _ = load_model(arguments, tree="chain")
@@ -67,10 +59,6 @@ def load_measured_model(
 def load_drafting_model(arguments: DecodingArguments) -> tuple[AssistedModel, Any]:
     """The target with what drafts for it (heads, a draft model or several, or a drafter that was
     not trained), and its tokenizer.
-
-    Raises:
-        ValueError: something of it is unusable, or two things are to draft.
-        OSError: no tokenizer beside the target.
     """
     options, drafts = decoder_options(arguments), arguments.draft_model
     if arguments.drafter is not None:

@@ -22,11 +22,7 @@ def dry_run(
     num_heads: int,
     plan: Callable[[TargetModel, TextSize], Plan],
 ) -> None:
-    """Print a sample of the text and what the run would be; only the first process does.
-
-    Raises:
-        ValueError: the target has no configuration, or the text or the plan cannot be.
-    """
+    """Print a sample of the text and what the run would be; only the first process does."""
     from rich.console import Console
 
     from medusa_heads.training.data.sample import show_sample

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from medusa_heads.cli.flags.arguments import parse_arguments
-from medusa_heads.cli.training import Run, run_training
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.training import Run
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.draft import (
@@ -32,7 +32,7 @@ ARGUMENTS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train a draft model as the flags say; returns the exit code."""
-    return run_training(lambda: _train(argv), prog="train-draft")
+    return run_command(lambda: _train(argv), prog="train-draft")
 
 
 def _train(argv: Sequence[str] | None) -> None:

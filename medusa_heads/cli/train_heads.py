@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from medusa_heads.cli.flags.arguments import parse_arguments
-from medusa_heads.cli.training import Run, run_training
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.training import Run
 from medusa_heads.config import HeadsConfig
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.settings import flag, flag_name
@@ -55,7 +55,7 @@ ARGUMENTS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train heads as the flags say; returns the exit code."""
-    return run_training(lambda: _train(argv), prog="train-heads")
+    return run_command(lambda: _train(argv), prog="train-heads")
 
 
 def _train(argv: Sequence[str] | None) -> None:
@@ -115,11 +115,7 @@ def _train(argv: Sequence[str] | None) -> None:
 
 
 def joint_if(joint: bool, config: JointConfig) -> JointConfig | None:
-    """The configuration of joint training where that is asked for.
-
-    Raises:
-        ValueError: it is not, and a flag of it was given.
-    """
+    """The configuration of joint training where that is asked for."""
     if not joint and config != JointConfig():
         idle = [
             flag_name(part)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.flags.arguments import run_command
 from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments
+from medusa_heads.training.data.sources import Corpus, as_corpus, find_names
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,27 +20,12 @@ if TYPE_CHECKING:
 
     from medusa_heads.target.target import TargetModel
     from medusa_heads.training.data.prepare import TrainingData
-    from medusa_heads.training.data.sources import Corpus
     from medusa_heads.training.hidden.launched import Sharding
-
-
-def run_training(train: Callable[[], None], prog: str) -> int:
-    """Run a command that trains, and return its exit code; see `run_command`."""
-    # Waiting threads sleep instead of spinning, which on busy cores slows small models tenfold.
-    # Read when torch is loaded, so it is set before.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return run_command(train, prog=prog)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run was told, and the text that was found for it.
-
-    Attributes:
-        corpus: to train on.
-        held_out: to measure on, where it is given apart.
-        tokenizer: the one beside the target, None where there is none.
-    """
+    """What a run was told, and the text and tokenizer (None: there is none) found for it."""
 
     to_target: TargetArguments
     to_data: DataArguments
@@ -59,13 +43,7 @@ class Run:
         to_distill: DistillArguments,
         to_optimise: OptimisationArguments,
     ) -> Run:
-        """Find and open the corpora, and the tokenizer.
-
-        Raises:
-            ValueError: a corpus is not there, or cannot be read.
-        """
-        from medusa_heads.training.data.sources import find_names
-
+        """Find and open the corpora and the tokenizer; ValueError where one cannot be read."""
         # A mistyped path is answered before torch is loaded, which takes seconds.
         find_names([*to_data.dataset, *(to_data.eval_dataset or [])])
 
@@ -80,13 +58,8 @@ class Run:
         return cls(to_target, to_data, to_distill, to_optimise, *corpora, tokenizer)
 
     def load_target(self, args: TrainingArguments, sharding: Sharding | None = None) -> TargetModel:
-        """The target of a run that can begin in its folder; spread over the processes, if so
-        wished.
-
-        Raises:
-            ValueError: the folder holds another run, or nothing to resume; or there is no such
-                target, or it cannot be spread.
-        """
+        """The target, perhaps spread over the processes; ValueError where the run cannot begin in
+        its folder, or its target cannot be had."""
         from medusa_heads.target.target import TargetModel
         from medusa_heads.training.hidden.sharding import load_to_spread
         from medusa_heads.training.runs.setup import as_target, find_start
@@ -127,33 +100,28 @@ class Run:
         return choice.dtype == torch.bfloat16
 
     def prepare(self, target: TargetModel, args: TrainingArguments, num_heads: int) -> TrainingData:
-        """Rows of the corpus, or of the target's continuations of it; the first one is shown.
+        """Rows of the corpus, or of the target's continuations of it; the first one is shown."""
+        from rich.console import Console
 
-        Raises:
-            ValueError: text that cannot be used.
-        """
         from medusa_heads.training.data.prepare import prepare_data
         from medusa_heads.training.data.sample import show_sample
 
         if args.process_index == 0:
             tell_choices()
-        corpus, held_out = self.corpus, self.held_out
+        texts = self.corpus, self.held_out
         if self.to_distill.self_distill:
             kept = self.to_distill.distill_cache or Path(self.to_optimise.output_dir) / "distilled"
             # The first process writes the text, the others read it from the cache.
             with args.main_process_first(desc="the target's text"):
-                corpus, held_out = (
-                    continued(target, prompts, self.to_distill, name, kept, args.seed)
-                    for prompts, name in zip(
-                        self.prompts(target),
-                        ("distilled text", "distilled held-out text"),
-                        strict=True,
-                    )
+                prompts, of_held_out = self.prompts(target)
+                told = self.to_distill, kept, args.seed
+                texts = (
+                    continued(target, prompts, "distilled text", *told),
+                    continued(target, of_held_out, "distilled held-out text", *told),
                 )
         data = prepare_data(
             target,
-            corpus,
-            held_out,
+            *texts,
             self.tokenizer,
             self.to_data,
             num_heads=num_heads,
@@ -161,8 +129,6 @@ class Run:
             max_steps=args.max_steps,
         )
         if args.process_index == 0:
-            from rich.console import Console
-
             show_sample(data.rows, self.tokenizer, Console())
         return data
 
@@ -180,45 +146,42 @@ class Run:
                     f"in {part.name!r}"
                 )
         told, seed = self.to_distill, self.to_optimise.seed
-        length = told.prompt_length + told.continuation_length
-        target.check_length(length, "prompt_length + continuation_length")
+        length = told.prompt_length
+        target.check_length(
+            length + told.continuation_length, "prompt_length + continuation_length"
+        )
         if self.held_out is None:
             share, rows = self.to_data.eval_share, self.to_data.eval_rows
             texts = hold_out(self.corpus.rows, share, seed, rows)
         else:
             texts = self.corpus.rows, self.held_out.rows
+        counts = told.num_prompts, told.num_eval_prompts
         return [
-            prompt_windows(
-                text,
-                self.tokenizer,
-                num_prompts=count,
-                prompt_length=told.prompt_length,
-                seed=seed,
-            )
-            for text, count in zip(texts, (told.num_prompts, told.num_eval_prompts), strict=True)
+            prompt_windows(text, self.tokenizer, num_prompts=count, prompt_length=length, seed=seed)
+            for text, count in zip(texts, counts, strict=True)
         ]
 
     def course(self) -> dict[str, Any]:
         """What `train_heads` and `train_draft` are told alike."""
-        names = ("output_dir", "resume_from_checkpoint", "overwrite_output_dir")
-        course = {
-            name: getattr(self.to_optimise, name) for name in (*names, "early_stopping_patience")
+        return {
+            "output_dir": self.to_optimise.output_dir,
+            "resume_from_checkpoint": self.to_optimise.resume_from_checkpoint,
+            "overwrite_output_dir": self.to_optimise.overwrite_output_dir,
+            "early_stopping_patience": self.to_optimise.early_stopping_patience,
+            "record": {"data": asdict(self.to_data), "distillation": asdict(self.to_distill)},
         }
-        record = {"data": asdict(self.to_data), "distillation": asdict(self.to_distill)}
-        return {**course, "record": record}
 
 
 def continued(
     target: TargetModel,
     prompts: Dataset,
-    told: DistillArguments,
     name: str,
+    told: DistillArguments,
     cache_dir: str | Path,
     seed: int = 0,
 ) -> Corpus:
     """The target's own continuations of prompts, cached on disk."""
     from medusa_heads.inference.regeneration.regenerate import regenerate
-    from medusa_heads.training.data.sources import as_corpus
 
     rows = regenerate(
         target,

@@ -1,7 +1,4 @@
-"""The flags and YAML keys of train-draft alone. Light: nothing here imports torch or transformers.
-
-Target, corpora and the course of the run have the flags of train-heads.
-"""
+"""The flags and YAML keys of train-draft alone. Light: no torch or transformers is imported."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""The flags and YAML keys of the training run. Light: nothing here imports torch or transformers.
-
-Field names follow transformers where it has the same thing.
-"""
+"""The flags and YAML keys of the training run. Light: no torch or transformers is imported."""
 
 import difflib
 from collections.abc import Callable
@@ -124,11 +121,6 @@ class OptimisationArguments:
             raise ValueError(f"warmup_share must lie in [0, 1), got {self.warmup_share}")
 
 
-def default_learning_rate(vocab_matrix: str) -> float:
-    """A shared matrix leaves few parameters to learn with and wants the higher rate (measured)."""
-    return SHARED_LEARNING_RATE if vocab_matrix == "shared" else OWN_LEARNING_RATE
-
-
 def to_training_arguments(
     arguments: OptimisationArguments,
     vocab_matrix: str,
@@ -144,8 +136,7 @@ def to_training_arguments(
             is certain.
 
     Raises:
-        ValueError: `training_args` names a field that transformers does not know, or one that has a
-            flag of its own; or transformers refuses a value.
+        ValueError: a field of `training_args` that is unknown or has a flag, or a refused value.
     """
     import torch
     from transformers import SchedulerType, TrainingArguments
@@ -162,15 +153,17 @@ def to_training_arguments(
     values["warmup_steps"] = values.pop("warmup_share")
     values["rates_by_width"] = values["learning_rate"] is None
     if values["rates_by_width"]:
-        values["learning_rate"] = default_learning_rate(vocab_matrix)
+        # A shared matrix leaves few parameters to learn with and wants the higher rate (measured).
+        rate = SHARED_LEARNING_RATE if vocab_matrix == "shared" else OWN_LEARNING_RATE
+        values["learning_rate"] = rate
     if values["bf16"] is None:
         values["bf16"] = not extra.get("fp16") and autocast("cpu" if extra.get("use_cpu") else None)
+    # The best heads are among those that were both evaluated and saved: one follows the other.
     steps = {kind: values.pop(f"{kind}_steps") for kind in ("eval", "save")}
     for kind, other in (("eval", "save"), ("save", "eval")):
-        # The best heads are among those that were both evaluated and saved: one follows the other.
-        every = steps[other] if steps[kind] is None else steps[kind]
-        values[f"{kind}_strategy"] = "epoch" if every is None else "steps"
-        if every is not None:
+        every = steps[kind] or steps[other]
+        values[f"{kind}_strategy"] = "steps" if every else "epoch"
+        if every:
             values[f"{kind}_steps"] = every
     defaults = {
         "optim": "adamw_torch_fused",

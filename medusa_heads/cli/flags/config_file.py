@@ -15,12 +15,7 @@ from medusa_heads.plain_yaml import parse_yaml
 
 
 def read_config(path: str | os.PathLike[str], types: Sequence[type]) -> dict[str, Any]:
-    """The values of a YAML file by the names of the flags of these dataclasses.
-
-    Raises:
-        ValueError: not a YAML mapping, an unknown key, or a value of another type.
-        OSError: the file cannot be read.
-    """
+    """The values of a YAML file by the names of the flags of these dataclasses."""
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"expected a YAML file at {str(path)!r}, found none")
@@ -48,11 +43,7 @@ def read_config(path: str | os.PathLike[str], types: Sequence[type]) -> dict[str
 
 
 def coerce(value: Any, hint: Any, label: str) -> Any:
-    """`value` as the type `hint`: YAML reads `1e-4` as a string and `5` as an integer.
-
-    Raises:
-        ValueError: it does not fit; the message begins with `label`.
-    """
+    """`value` as the type `hint`: YAML reads `1e-4` as a string and `5` as an integer."""
     options = get_args(hint)
     if get_origin(hint) is Literal:
         if value in options:

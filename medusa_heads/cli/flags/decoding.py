@@ -103,11 +103,7 @@ class DecodingArguments(ModelArguments):
 
 
 def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
-    """What the model is built with: tree or drafter, corpus, the acceptance rule, compiled or not.
-
-    Raises:
-        ValueError: both a tree and a drafter.
-    """
+    """What the model is built with: tree or drafter, corpus, acceptance rule, compiled or not."""
     drafts = {"tree": arguments.tree}
     if arguments.drafter is not None:
         if arguments.tree != "auto":
@@ -125,11 +121,7 @@ def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
 
 
 def generation_options(arguments: DecodingArguments, tokenizer: Any) -> dict[str, Any]:
-    """The options that were given, as generate() names them.
-
-    Raises:
-        ValueError: a value that generate() itself would ignore without a word.
-    """
+    """The options that were given, as generate() names them."""
     chosen = _given(arguments, SAMPLING + PENALTIES)
     for name in ("top_p", "typical_p"):
         if not 0 < chosen.get(name, 1) <= 1:

@@ -6,9 +6,9 @@ transformers.TrainingArguments, whose fields go into `training_args`.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,17 +92,8 @@ def _read(value: str | None) -> Any:
         return value
 
 
-def _trainer_fields() -> set[str]:
+def _trainer_fields() -> list[str]:
     """Names of the fields of transformers.TrainingArguments, read from its source: an import of it
     would bring torch and take seconds."""
-    try:
-        tree = ast.parse(transformers_file("training_args.py").read_text("utf-8"))
-    except (OSError, SyntaxError):
-        return set()
-    return {
-        line.target.id
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
-        for line in node.body
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-    }
+    source = transformers_file("training_args.py").read_text("utf-8")
+    return re.findall(r"^    (\w+): .+ = field\(", source, re.M)

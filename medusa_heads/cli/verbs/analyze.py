@@ -25,11 +25,7 @@ class AnalyzeArguments(MeasureArguments):
 
 
 def analyze(arguments: AnalyzeArguments) -> None:
-    """Measure, or read what was measured earlier, and show it.
-
-    Raises:
-        ValueError: checkpoint, target or a setting is unusable.
-    """
+    """Measure, or read what was measured earlier, and show it."""
     if arguments.context < 1 or not arguments.batch_sizes or min(arguments.batch_sizes) < 1:
         raise ValueError("expected a context and batch sizes of at least 1")
     if arguments.report is not None:

@@ -96,12 +96,12 @@ class BenchmarkArguments:
 
 
 def benchmark(arguments: BenchmarkArguments) -> None:
-    """Measure, show the tables, write the report.
-
-    Raises:
-        ValueError: a setting, a file, the checkpoint or its target is unusable.
-    """
-    _check(arguments)
+    """Measure, show the tables, write the report."""
+    if arguments.num_prompts < 0 or (arguments.prompts is None and arguments.num_prompts == 0):
+        raise ValueError(f"num_prompts must be at least 1, got {arguments.num_prompts}")
+    for name, known in (("dtypes", DTYPES), ("decodings", DECODINGS)):
+        if unknown := [value for value in getattr(arguments, name) if value not in known]:
+            raise ValueError(f"expected {name} among {', '.join(known)}, got {unknown[0]!r}")
     if arguments.report is not None:
         check_folder(arguments.report)
     from medusa_heads.checkpoint.stored_heads import read_sidecar
@@ -163,17 +163,6 @@ def benchmark(arguments: BenchmarkArguments) -> None:
             console.print(f"Written: {path}", soft_wrap=True, highlight=False)
 
 
-def _check(arguments: BenchmarkArguments) -> None:
-    if arguments.num_prompts < 0 or (arguments.prompts is None and arguments.num_prompts == 0):
-        raise ValueError(f"num_prompts must be at least 1, got {arguments.num_prompts}")
-    for name, given, known in (
-        ("dtypes", arguments.dtypes, DTYPES),
-        ("decodings", arguments.decodings, DECODINGS),
-    ):
-        if unknown := [value for value in given if value not in known]:
-            raise ValueError(f"expected {name} among {', '.join(known)}, got {unknown[0]!r}")
-
-
 def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
     """The fastest, and float32 for the proof where that is cheap."""
     from medusa_heads.machine import choose
@@ -184,13 +173,8 @@ def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
     form = stored_form(name, revision=revision, trust_remote_code=trusted)
     if form is None:
         return ["float32"]
-    choice = choose(
-        "tree",
-        device=arguments.device,
-        stored=form.dtype,
-        shape=form.shape,
-        count_threads=False,
-    )
+    device = arguments.device
+    choice = choose("tree", device=device, stored=form.dtype, shape=form.shape, count_threads=False)
     settle(choice)
     fastest = str(choice.dtype).removeprefix("torch.")
     proved = form.shape.parameters <= PROVED_PARAMETERS
@@ -199,7 +183,7 @@ def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
 
 def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
     from medusa_heads.inference.bench.methods import COMPILE, CORPUS, DRAFT_MODEL, HEADS
-    from medusa_heads.inference.bench.setting import Plan, Setting, default_settings
+    from medusa_heads.inference.bench.setting import Plan, default_settings
 
     def methods(default: tuple[str, ...]) -> tuple[str, ...]:
         names = arguments.methods
@@ -213,12 +197,13 @@ def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
         treed = {HEADS + end: f"{HEADS}:{arguments.tree}{end}" for end in ends}
         return tuple(treed.get(name, name) for name in names)
 
+    settings = [
+        replace(setting, methods=methods(setting.methods))
+        for setting in default_settings(arguments.dtypes)
+        if setting.name in arguments.decodings
+    ]
     return Plan(
-        settings=[
-            Setting(setting.name, setting.dtype, methods(setting.methods))
-            for setting in default_settings(arguments.dtypes)
-            if setting.name in arguments.decodings
-        ],
+        settings,
         batch_sizes=arguments.batch_sizes,
         max_new_tokens=arguments.max_new_tokens,
         max_prompt_length=arguments.max_prompt_length,

@@ -64,12 +64,7 @@ class CalibrateArguments(ModelArguments):
 
 
 def calibrate(arguments: CalibrateArguments) -> HeadStatistics:
-    """Measure the heads, store the result in their checkpoint, and show it.
-
-    Raises:
-        ValueError: checkpoint, target, text or a setting is unusable. The checkpoint is as it was.
-        OSError: its folder cannot be written, or the target has no tokenizer.
-    """
+    """Measure the heads, store the result in their checkpoint, and show it."""
     at_least(arguments, 1, "max_positions")
     folder = _folder(arguments.checkpoint)
     corpus, settings = find_text(arguments)
@@ -122,11 +117,7 @@ def calibrate(arguments: CalibrateArguments) -> HeadStatistics:
 
 
 def find_text(arguments: CalibrateArguments) -> tuple[Corpus, DataArguments]:
-    """The corpus to measure on, and how it is read.
-
-    Raises:
-        ValueError: none is named, or it cannot be read.
-    """
+    """The corpus to measure on, and how it is read."""
     if not arguments.dataset:
         raise ValueError(
             "--dataset is missing: name text to measure on, best the target's own answers (a "

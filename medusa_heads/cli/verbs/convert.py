@@ -49,12 +49,7 @@ class ConvertArguments:
 
 
 def convert(arguments: ConvertArguments) -> None:
-    """Convert, say what was found, and measure the heads where there is text.
-
-    Raises:
-        ValueError: nothing to convert, or nothing that can be held.
-        OSError: the folder cannot be written.
-    """
+    """Convert, say what was found, and measure the heads where there is text."""
     if arguments.corpus:
         from medusa_heads.training.data.sources import find_names
 

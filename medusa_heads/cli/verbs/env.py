@@ -41,9 +41,6 @@ class EnvArguments:
 def show(arguments: EnvArguments) -> None:
     """Print lines none of which names a user or a secret; the first stand there should a
     measurement fail.
-
-    Raises:
-        ValueError: no such device or target.
     """
     from medusa_heads.machine import (
         Shape,

@@ -26,12 +26,7 @@ class ExportArguments:
 
 
 def export(arguments: ExportArguments) -> None:
-    """Export, and say what the user should know.
-
-    Raises:
-        ValueError: no checkpoint, or heads that the engine cannot hold.
-        OSError: the folder cannot be written.
-    """
+    """Export, and say what the user should know."""
     from medusa_heads.interop.export import export_heads
 
     exported = export_heads(**asdict(arguments))

@@ -41,11 +41,7 @@ class PushArguments:
 
 
 def push_heads(arguments: PushArguments) -> None:
-    """Show what is pushed, push it unless it is a dry run, and say where it is.
-
-    Raises:
-        ValueError: checkpoint, name or token is unusable, or the hub refuses.
-    """
+    """Show what is pushed, push it unless it is a dry run, and say where it is."""
     from medusa_heads.hub.push import prepare_push, push
 
     prepared = prepare_push(

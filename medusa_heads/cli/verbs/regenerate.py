@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def regenerate(arguments: RegenerateArguments) -> None:
-    """Ask, write the dataset, and say what became of every prompt.
-
-    Raises:
-        ValueError: unusable arguments; not one answer; or, if `strict`, not all of them.
-    """
+    """Ask, write the dataset, and say what became of every prompt."""
     from transformers.utils.logging import disable_progress_bar
 
     from medusa_heads.inference.regeneration.answers import Sampling
@@ -31,13 +27,19 @@ def regenerate(arguments: RegenerateArguments) -> None:
     from medusa_heads.inference.regeneration.output import check_output, write_output
     from medusa_heads.inference.regeneration.regenerate import answer_dialogues
     from medusa_heads.inference.regeneration.tables import read_table
+    from medusa_heads.target.loading import load_tokenizer
 
     disable_progress_bar()
     folder = Path(arguments.output_dir)
     check_output(folder)
     options = mapping(arguments, "chat_template_kwargs")
     corpus = read_table(arguments.dataset, arguments.dataset_split, config=arguments.dataset_config)
-    tokenizer = _tokenizer(arguments)
+    try:
+        tokenizer: Any = load_tokenizer(
+            arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
+        )
+    except (OSError, ValueError):
+        tokenizer = None  # token ids need none
     dialogues = read_dialogues(
         corpus,
         tokenizer,
@@ -47,11 +49,11 @@ def regenerate(arguments: RegenerateArguments) -> None:
         seed=arguments.seed,
         template_options=options,
     )
-    backend = _server(arguments, tokenizer)
-    target = None
-    if backend is None:
-        target = _target(arguments)
-        backend = _local(arguments, target)
+    backend, target = (
+        (_server(arguments, tokenizer), None)
+        if arguments.backend == "server"
+        else _local(arguments)
+    )
     tell_choices()
     result = answer_dialogues(
         backend,
@@ -79,22 +81,11 @@ def regenerate(arguments: RegenerateArguments) -> None:
         )
 
 
-def _tokenizer(arguments: RegenerateArguments) -> Any:
-    """The tokenizer beside the target, None where there is none: token ids need none."""
-    from medusa_heads.target.loading import load_tokenizer
-
-    try:
-        return load_tokenizer(
-            arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
-        )
-    except (OSError, ValueError):
-        return None
-
-
-def _target(arguments: RegenerateArguments) -> TargetModel:
+def _local(arguments: RegenerateArguments) -> tuple[Backend, TargetModel]:
+    """The target, and who has it answer here."""
     from medusa_heads.target.target import TargetModel
 
-    return TargetModel.from_pretrained(
+    target = TargetModel.from_pretrained(
         arguments.model_name_or_path,
         dtype=arguments.dtype,
         device=arguments.device,
@@ -102,29 +93,25 @@ def _target(arguments: RegenerateArguments) -> TargetModel:
         use="tree" if arguments.backend == "heads" else "batch",
         on_choice=settle,
     )
-
-
-def _local(arguments: RegenerateArguments, target: TargetModel) -> Backend:
     sizes = {} if arguments.batch_size is None else {"batch_size": arguments.batch_size}
     if arguments.backend == "heads":
         from medusa_heads.inference.models.medusa import MedusaModel
         from medusa_heads.inference.regeneration.heads_backend import HeadsBackend
 
         assert arguments.heads is not None
-        return HeadsBackend(MedusaModel.from_pretrained(arguments.heads, target=target), **sizes)
+        model = MedusaModel.from_pretrained(arguments.heads, target=target)
+        return HeadsBackend(model, **sizes), target
     if arguments.backend == "continuous":
         from medusa_heads.inference.regeneration.continuous_backend import ContinuousBackend
 
-        return ContinuousBackend(target, **sizes)
+        return ContinuousBackend(target, **sizes), target
     from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
 
-    return TransformersBackend(target, num_workers=arguments.num_workers, **sizes)
+    return TransformersBackend(target, num_workers=arguments.num_workers, **sizes), target
 
 
-def _server(arguments: RegenerateArguments, tokenizer: Any) -> Backend | None:
-    """The server, for which the target's weights are not needed here; None for other backends."""
-    if arguments.backend != "server":
-        return None
+def _server(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
+    """A server, for which the target's weights are not needed here."""
     if tokenizer is None:
         raise ValueError(
             "a server's answers are tokenised with the target's tokenizer: name the hub id or "
@@ -146,21 +133,16 @@ def _server(arguments: RegenerateArguments, tokenizer: Any) -> Backend | None:
             ends = None
     known = [ends] if isinstance(ends, int) else list(ends or [])
     # Several tokens may end a text; the tokenizer says which one ends an answer.
-    own = tokenizer.eos_token_id
-    known = [token for token in dict.fromkeys([own, *known]) if token is not None]
+    known = list(dict.fromkeys([tokenizer.eos_token_id, *known]))
     assert arguments.base_url is not None
+    settings = ("endpoint", "token_ids", "concurrency", "retries", "timeout", "api_key_variable")
     return ServerBackend(
         arguments.base_url,
         arguments.model or name,
         tokenizer,
-        ends=known,
+        ends=[token for token in known if token is not None],
         max_positions=getattr(config.get_text_config(), "max_position_embeddings", None),
-        endpoint=arguments.endpoint,
-        token_ids=arguments.token_ids,
-        concurrency=arguments.concurrency,
-        retries=arguments.retries,
-        timeout=arguments.timeout,
-        api_key_variable=arguments.api_key_variable,
+        **{setting: getattr(arguments, setting) for setting in settings},
     )
 
 

@@ -31,11 +31,7 @@ class TuneArguments(MeasureArguments):
 
 
 def tune(arguments: TuneArguments) -> None:
-    """Measure, or read what was measured earlier, and show every tree considered.
-
-    Raises:
-        ValueError: checkpoint, target or a setting is unusable.
-    """
+    """Measure, or read what was measured earlier, and show every tree considered."""
     if any(context < 1 for context in arguments.context) or arguments.batch_size < 1:
         raise ValueError("expected a context and a batch size of at least 1")
     if arguments.write is not None and len(arguments.context) > 1:
