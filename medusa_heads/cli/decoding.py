@@ -28,14 +28,8 @@ def load_model(arguments: ModelArguments, **options: Any) -> tuple[MedusaModel, 
 def load_measured_model(
     arguments: ModelArguments, contexts: Sequence[int], worth: str
 ) -> tuple[MedusaModel, int | None]:
-    """The target with heads that carry statistics, for measuring steps, and the longest context
-    that leaves room for a tree; None where nothing limits it.
-
-    Args:
-        arguments: what to load.
-        contexts: in which steps will be measured.
-        worth: what statistics say the worth of.
-    """
+    """The target with heads, whose statistics say the worth of `worth`, for measuring steps in
+    these contexts; and the longest that leaves room for a tree, None where nothing limits it."""
     # "chain": attaching must not measure already.
     model, _ = load_model(arguments, tree="chain")
     if model.statistics is None:

@@ -1,10 +1,8 @@
 """Command lines made of dataclasses, a YAML file underneath, and errors in one sentence.
 
-Every command builds on these functions:
-
-    parse_arguments((TargetArguments, DataArguments), argv, prog="train-heads", description=...)
-    run_command(lambda: work(arguments))
-    main = verb("pull", pull_heads, PullArguments, __doc__, "repo_id")  # both of them
+parse_arguments((TargetArguments, DataArguments), argv, prog="train-heads", description=...)
+run_command(lambda: work(arguments))
+main = verb("pull", pull_heads, PullArguments, __doc__, "repo_id")  # both of them
 """
 
 from __future__ import annotations
@@ -202,15 +200,8 @@ def verb(
     description: str | None,
     *positional: str,
 ) -> Callable[[Sequence[str] | None], int]:
-    """The entry point of a verb of `medusa-heads`: it reads its arguments and works as they say.
-
-    Args:
-        name: of the verb.
-        work: is given the arguments.
-        arguments: their dataclass.
-        description: what the verb does.
-        positional: see `parse_arguments`.
-    """
+    """The entry point of a verb of `medusa-heads`: reads a dataclass of `arguments` and does the
+    work with it."""
 
     def main(argv: Sequence[str] | None = None) -> int:
         def read_and_work() -> None:

@@ -39,14 +39,8 @@ def _as_typed(hint: Any) -> Any:
 def make_parser(
     types: Sequence[type], prog: str, description: str, positional: Sequence[str]
 ) -> Any:
-    """A parser of these dataclasses' flags and of --config; misuse raises ValueError.
-
-    Args:
-        types: dataclasses whose fields become flags.
-        prog: the command.
-        description: what it does.
-        positional: flags that may be given first, without their names.
-    """
+    """A parser of these dataclasses' flags and of --config; misuse raises ValueError. The flags in
+    `positional` may be given first, without their names."""
 
     class Parser(_hf_argument_parser()):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:

@@ -22,12 +22,12 @@ from medusa_heads.files import check_folder, expanded
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.settings import at_least, flag
 from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.data.sources import HELD_OUT, Corpus, load_corpus
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from medusa_heads.target.target import TargetModel
-    from medusa_heads.training.data.sources import Corpus
     from medusa_heads.trees.statistics import HeadStatistics
 
 MAX_POSITIONS = 8192
@@ -46,6 +46,7 @@ class CalibrateArguments(ModelArguments):
         [],
         "Text like that to be written, best the target's own answers: a file, a folder, a hub id "
         "or 'stdlib', as train-heads reads them.",
+        required=True,
     )
     dataset_config: str | None = flag(None, "Configuration (subset) of a hub dataset.")
     dataset_split: str = flag(
@@ -67,7 +68,7 @@ def calibrate(arguments: CalibrateArguments) -> HeadStatistics:
     """Measure the heads, store the result in their checkpoint, and show it."""
     at_least(arguments, 1, "max_positions")
     folder = _folder(arguments.checkpoint)
-    corpus, settings = find_text(arguments)
+    corpus, settings = _find_text(arguments)
     from datasets import disable_progress_bars
     from rich.console import Console
     from tqdm import tqdm
@@ -84,14 +85,8 @@ def calibrate(arguments: CalibrateArguments) -> HeadStatistics:
     if arguments.self_distill:
         corpus = _own_text(model.target, tokenizer, corpus, arguments.max_positions)
     num_heads = model.heads.config.num_heads
-    rows = draw_rows(
-        model.target,
-        corpus,
-        tokenizer,
-        settings,
-        num_heads=num_heads,
-        tokens=arguments.max_positions,
-    )
+    tokens = arguments.max_positions
+    rows = draw_rows(model.target, corpus, tokenizer, settings, num_heads=num_heads, tokens=tokens)
     measure = partial(measure_heads, model.heads, HiddenStates(model.target))
     console = Console()
     positions = measurable(rows, num_heads)
@@ -116,20 +111,13 @@ def calibrate(arguments: CalibrateArguments) -> HeadStatistics:
     return statistics
 
 
-def find_text(arguments: CalibrateArguments) -> tuple[Corpus, DataArguments]:
+def _find_text(arguments: CalibrateArguments) -> tuple[Corpus, DataArguments]:
     """The corpus to measure on, and how it is read."""
-    if not arguments.dataset:
-        raise ValueError(
-            "--dataset is missing: name text to measure on, best the target's own answers (a "
-            "file, a folder, a hub id or 'stdlib')"
-        )
     settings = DataArguments(
         dataset=arguments.dataset,
         text_column=arguments.text_column,
         max_length=arguments.max_length,
     )
-    from medusa_heads.training.data.sources import HELD_OUT, load_corpus
-
     embedded = arguments.dataset == ["stdlib"]
     corpus = load_corpus(
         arguments.dataset,
@@ -158,7 +146,7 @@ def _own_text(target: TargetModel, tokenizer: Any, corpus: Corpus, tokens: int) 
         seed=0,
     )
     with TemporaryDirectory() as cache:
-        return continued(target, prompts, as_trained, "the target's own text", cache)
+        return continued(target, prompts, "the target's own text", as_trained, cache)
 
 
 def _table(statistics: HeadStatistics) -> Table:
@@ -171,11 +159,10 @@ def _table(statistics: HeadStatistics) -> Table:
     for column in ("head", "token ahead", *(f"top-{k}" for k in _TOP), "T"):
         table.add_column(column, justify="right")
     shares = zip(*(statistics.top_k_accuracy(k) for k in _TOP), strict=True)
-    for head, (of_head, temperature) in enumerate(
-        zip(shares, statistics.temperatures, strict=True)
-    ):
+    for head, of_head in enumerate(shares):
         held = (f"{share:.3f}" for share in of_head)
-        table.add_row(str(head), str(head_offset(head)), *held, f"{temperature:.2f}")
+        temperature = f"{statistics.temperatures[head]:.2f}"
+        table.add_row(str(head), str(head_offset(head)), *held, temperature)
     return table
 
 
