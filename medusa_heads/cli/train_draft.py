@@ -47,7 +47,7 @@ def _train(argv: Sequence[str] | None) -> None:
             "a draft model is taught by a whole target in each process: leave shard_target out, "
             "and launch several with configs/accelerate/ddp.yaml"
         )
-    run = Run.begin(to_target, to_data, to_distill, to_optimise)
+    run = Run(to_target, to_data, to_distill, to_optimise)
 
     from medusa_heads.training.measure.draft_metrics import CHAINS
     from medusa_heads.training.runs.pruned_target import draft_shape
@@ -56,11 +56,9 @@ def _train(argv: Sequence[str] | None) -> None:
     args = draft_training_arguments(to_optimise, given=given, autocast=run.autocast)
     beginning = {**to_draft.beginning(), "trust_remote_code": to_target.trust_remote_code}
     if to_optimise.dry_run:
-        from medusa_heads.cli.dry_run import dry_run
         from medusa_heads.training.runs.dry_run import plan_draft
 
-        dry_run(
-            run,
+        run.plan(
             args,
             CHAINS[-1],
             lambda target, size: plan_draft(

@@ -79,15 +79,13 @@ def _train(argv: Sequence[str] | None) -> None:
             "apart: make it with medusa-heads regenerate, and give it as --dataset"
         )
     to_cache.check(joint=joint is not None, spread=sharding is not None)
-    run = Run.begin(to_target, to_data, to_distill, to_optimise)
+    run = Run(to_target, to_data, to_distill, to_optimise)
     args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=run.autocast)
     if to_optimise.dry_run:
-        from medusa_heads.cli.dry_run import dry_run
         from medusa_heads.training.runs.dry_run import plan_heads
 
         four_bits = to_target.load_in_4bit
-        dry_run(
-            run,
+        run.plan(
             args,
             config.num_heads,
             lambda target, size: plan_heads(

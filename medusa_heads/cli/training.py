@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.settled import settle, tell_choices
+from medusa_heads.config import IGNORED
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.target import TargetArguments
@@ -21,9 +23,10 @@ if TYPE_CHECKING:
     from medusa_heads.target.target import TargetModel
     from medusa_heads.training.data.prepare import TrainingData
     from medusa_heads.training.hidden.launched import Sharding
+    from medusa_heads.training.runs.dry_run import Plan, TextSize
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """What a run was told, and the text and tokenizer (None: there is none) found for it."""
 
@@ -31,31 +34,19 @@ class Run:
     to_data: DataArguments
     to_distill: DistillArguments
     to_optimise: OptimisationArguments
-    corpus: Corpus
-    held_out: Corpus | None
-    tokenizer: Any
 
-    @classmethod
-    def begin(
-        cls,
-        to_target: TargetArguments,
-        to_data: DataArguments,
-        to_distill: DistillArguments,
-        to_optimise: OptimisationArguments,
-    ) -> Run:
-        """Find and open the corpora and the tokenizer; ValueError where one cannot be read."""
+    def __post_init__(self) -> None:
         # A mistyped path is answered before torch is loaded, which takes seconds.
-        find_names([*to_data.dataset, *(to_data.eval_dataset or [])])
+        find_names([*self.to_data.dataset, *(self.to_data.eval_dataset or [])])
 
         from medusa_heads.training.data.prepare import find_tokenizer, load_corpora
 
-        corpora = load_corpora(to_data)
-        tokenizer = find_tokenizer(
-            to_target.model_name_or_path,
-            to_target.model_revision,
-            trust_remote_code=to_target.trust_remote_code,
+        self.corpus, self.held_out = load_corpora(self.to_data)
+        self.tokenizer: Any = find_tokenizer(
+            self.to_target.model_name_or_path,
+            self.to_target.model_revision,
+            trust_remote_code=self.to_target.trust_remote_code,
         )
-        return cls(to_target, to_data, to_distill, to_optimise, *corpora, tokenizer)
 
     def load_target(self, args: TrainingArguments, sharding: Sharding | None = None) -> TargetModel:
         """The target, perhaps spread over the processes; ValueError where the run cannot begin in
@@ -103,12 +94,11 @@ class Run:
         """Rows of the corpus, or of the target's continuations of it; the first one is shown."""
         from rich.console import Console
 
-        from medusa_heads.training.data.prepare import prepare_data
         from medusa_heads.training.data.sample import show_sample
 
         if args.process_index == 0:
             tell_choices()
-        texts = self.corpus, self.held_out
+        texts: tuple[Corpus, Corpus | None] = self.corpus, self.held_out
         if self.to_distill.self_distill:
             kept = self.to_distill.distill_cache or Path(self.to_optimise.output_dir) / "distilled"
             # The first process writes the text, the others read it from the cache.
@@ -119,18 +109,30 @@ class Run:
                     continued(target, prompts, "distilled text", *told),
                     continued(target, of_held_out, "distilled held-out text", *told),
                 )
-        data = prepare_data(
+        data = self._rows(target, texts, self.to_data, args, num_heads)
+        if args.process_index == 0:
+            show_sample(data.rows, self.tokenizer, Console())
+        return data
+
+    def _rows(
+        self,
+        target: TargetModel,
+        texts: tuple[Corpus, Corpus | None],
+        settings: DataArguments,
+        args: TrainingArguments,
+        num_heads: int,
+    ) -> TrainingData:
+        from medusa_heads.training.data.prepare import prepare_data
+
+        return prepare_data(
             target,
             *texts,
             self.tokenizer,
-            self.to_data,
+            settings,
             num_heads=num_heads,
             seed=args.seed,
             max_steps=args.max_steps,
         )
-        if args.process_index == 0:
-            show_sample(data.rows, self.tokenizer, Console())
-        return data
 
     def prompts(self, target: TargetModel) -> list[Dataset]:
         """Prompts for the target from the text to train on, and from the held-out text."""
@@ -160,6 +162,54 @@ class Run:
             prompt_windows(text, self.tokenizer, num_prompts=count, prompt_length=length, seed=seed)
             for text, count in zip(texts, counts, strict=True)
         ]
+
+    def plan(
+        self,
+        args: TrainingArguments,
+        num_heads: int,
+        make: Callable[[TargetModel, TextSize], Plan],
+    ) -> None:
+        """Everything but steps: print a sample of the text and what the run would be; only the
+        first process does."""
+        from rich.console import Console
+
+        from medusa_heads.training.data.sample import show_sample
+        from medusa_heads.training.hidden.meta_target import meta_target
+        from medusa_heads.training.runs.dry_run import show_plan
+
+        # Several processes take the target in the dtype it is stored in.
+        target = meta_target(self.to_target, args.device if args.world_size == 1 else None)
+        rows, size = self._planned_text(target, args, num_heads)
+        plan = make(target, size)
+        if args.process_index == 0:
+            tell_choices()
+            console = Console()
+            show_sample(rows, self.tokenizer, console)
+            show_plan(plan, console)
+
+    def _planned_text(
+        self, target: TargetModel, args: TrainingArguments, num_heads: int
+    ) -> tuple[Any, TextSize]:
+        """The rows of a run, and how much text they are; of text to be written only its prompts."""
+        from medusa_heads.training.data.pack import pack_rows
+        from medusa_heads.training.runs.dry_run import TextSize, text_size
+
+        told = self.to_distill
+        if told.self_distill:
+            prompts = self.prompts(target)[0]
+            length = told.prompt_length + told.continuation_length
+            learnt = len(prompts) * told.continuation_length
+            labels = [IGNORED] * told.prompt_length
+            first = {"input_ids": prompts[0]["input_ids"], "labels": labels}
+            return [first], TextSize(len(prompts), len(prompts) * length, learnt, length)
+        # Whether packed documents see each other is measured with weights, which are not here.
+        unpacked = replace(self.to_data, packing=False)
+        data = self._rows(target, (self.corpus, self.held_out), unpacked, args, num_heads)
+        length = self.to_data.max_length
+        if data.is_stream:
+            return data.rows, TextSize(None, None, None, length)
+        rows: Any = pack_rows(data.known_rows, length) if self.to_data.packing else data.rows
+        return rows, text_size(rows, data.facts.supervised_tokens)
 
     def course(self) -> dict[str, Any]:
         """What `train_heads` and `train_draft` are told alike."""

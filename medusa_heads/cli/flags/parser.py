@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, ArgumentParser
+from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import Field, field, fields, make_dataclass
@@ -42,12 +42,10 @@ def make_parser(
     """A parser of these dataclasses' flags and of --config; misuse raises ValueError. The flags in
     `positional` may be given first, without their names."""
 
-    class Parser(_hf_argument_parser()):  # type: ignore[misc]
-        def error(self, message: str) -> NoReturn:
-            # argparse would print the usage, a screen long, before the one line that matters.
-            raise ValueError(f"{message} (see {self.prog} --help)")
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {prog} --help)")
 
-    parser = Parser(
+    parser: Any = _hf_argument_parser()(
         [make_dataclass("Flags", flags_of(types), kw_only=True)],
         prog=prog,
         description=description,
@@ -55,6 +53,8 @@ def make_parser(
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
+    # argparse would print the usage, a screen long, before the one line that matters.
+    parser.error = refuse
     usage = [prog]
     for action in parser._actions:
         if action.option_strings[0].startswith("--no_"):
@@ -83,7 +83,7 @@ class _HelpFormatter(ArgumentDefaultsHelpFormatter):
         return super()._format_action_invocation(shown)
 
 
-def _hf_argument_parser() -> type[ArgumentParser]:
+def _hf_argument_parser() -> Any:
     """transformers' HfArgumentParser, without the seconds that `import transformers` can take: its
     file needs the standard library alone. Should that change, the ordinary import serves."""
     spec = importlib.util.spec_from_file_location(
@@ -95,8 +95,7 @@ def _hf_argument_parser() -> type[ArgumentParser]:
         spec.loader.exec_module(module)
     except (ImportError, OSError):
         import transformers as module
-    found: type[ArgumentParser] = module.HfArgumentParser
-    return found
+    return module.HfArgumentParser
 
 
 def transformers_file(name: str) -> Path:
