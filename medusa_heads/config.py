@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from medusa_heads.settings import NO_FLAG, at_least, flag, one_of
+from medusa_heads.settings import NO_FLAG, at_least, one_of, told
 
 HeadsKind = Literal["medusa", "hydra"]
 VocabMatrix = Literal["shared", "own"]
@@ -33,37 +33,57 @@ def head_offset(head: int) -> int:
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """Shape of a set of heads: `"medusa"` heads, which predict independently of each other (Cai et
-    al. 2024, arXiv:2401.10774, section 2.1), or `"hydra"`, sequential heads that also see the
-    tokens drafted before theirs (Ankner et al. 2024, arXiv:2402.05109).
+    """Shape of a set of heads.
 
     Args:
+        kind: `"medusa"`, heads that predict independently of each other (Cai et al. 2024,
+            arXiv:2401.10774, section 2.1), or `"hydra"`, sequential heads that also see the tokens
+            drafted before theirs (Ankner et al. 2024, arXiv:2402.05109).
+        num_heads: K, how many tokens beyond the target's own next token are predicted.
+        num_layers: residual blocks in each head.
+        vocab_matrix: `"shared"` projects with the target's own frozen lm_head; `"own"` gives each
+            head a trainable copy of it.
+        draft_vocab_size: how many tokens the heads can draft; None for all of the target's. Which
+            ones is stored with the heads.
+        prefix_attention: a layer of the heads' own attends over the text so far (prefix.py).
         raw_embeddings: token embeddings are read as the target has them, as the heads of Hydra's
             authors do, and not brought to unit scale.
-        hidden_size: D of the target; filled in by `from_target`, as is V, `vocab_size`.
+        hidden_size: D of the target; filled in by `from_target`.
+        vocab_size: V of the target; filled in by `from_target`.
 
     Raises:
         ValueError: a size below one or beyond reason, an unknown word, or parts that do not go
             together.
     """
 
-    kind: HeadsKind = flag(
-        "medusa",
-        "Independent heads (medusa), or heads that also see the drafts before them (hydra). vLLM "
-        "serves medusa heads only.",
+    # Fields of dataclasses itself, which the page of the Python names reads the defaults of.
+    kind: HeadsKind = field(
+        default="medusa",
+        metadata=told(
+            "Independent heads (medusa), or heads that also see the drafts before them (hydra). "
+            "vLLM serves medusa heads only."
+        ),
     )
-    num_heads: int = flag(4, "Number of heads; each looks one token further ahead.")
-    num_layers: int = flag(1, "Residual blocks in each head.")
-    vocab_matrix: VocabMatrix = flag(
-        "shared", "Project with the target's lm_head, or with a trained copy for each head."
+    num_heads: int = field(
+        default=4, metadata=told("Number of heads; each looks one token further ahead.")
     )
-    draft_vocab_size: int | None = flag(
-        None, "Draft only so many tokens, the commonest of the training text. Default: all."
+    num_layers: int = field(default=1, metadata=told("Residual blocks in each head."))
+    vocab_matrix: VocabMatrix = field(
+        default="shared",
+        metadata=told("Project with the target's lm_head, or with a trained copy for each head."),
     )
-    prefix_attention: bool = flag(
-        False,
-        "Give the heads a layer that attends over the text so far. Such heads guess better, and no "
-        "other engine can serve them.",
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata=told(
+            "Draft only so many tokens, the commonest of the training text. Default: all."
+        ),
+    )
+    prefix_attention: bool = field(
+        default=False,
+        metadata=told(
+            "Give the heads a layer that attends over the text so far. Such heads guess better, "
+            "and no other engine can serve them."
+        ),
     )
     raw_embeddings: bool = field(default=False, metadata=NO_FLAG)
     hidden_size: int | None = field(default=None, metadata=NO_FLAG)

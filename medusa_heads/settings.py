@@ -15,18 +15,18 @@ NO_FLAG = {"flag": None}
 
 
 def flag(default: Any, help: str, name: str | None = None, **options: Any) -> Any:
-    """A field that is also a flag and a YAML key.
-
-    Args:
-        default: dataclasses.MISSING where it must be given; of a list every instance has a copy.
-        help: a sentence.
-        name: of the flag, where it is not the field's: `--name`.
-        options: of argparse's add_argument, and its `aliases`.
-    """
-    metadata = {"help": help, **options} | ({} if name is None else {"flag": name[2:]})
+    """A field that is also a flag and a YAML key; with MISSING as default it must be given, and of
+    a list every instance has a copy. See `told`."""
+    metadata = told(help, name, **options)
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def told(help: str, name: str | None = None, **options: Any) -> dict[str, Any]:
+    """Metadata of such a field: a sentence, the name of the flag as `--name` where it is not the
+    field's, and options of argparse's add_argument, or its `aliases`."""
+    return {"help": help, **options} | ({} if name is None else {"flag": name[2:]})
 
 
 def flag_name(part: Field[Any]) -> str | None:

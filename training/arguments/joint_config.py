@@ -19,9 +19,7 @@ class JointConfig:
     The loss is `lm_weight * CE + kl_weight * KL(before || now) + heads_weight * heads' loss`: CE of
     the target's own next token, and how far its distribution has moved from that without the
     adapter (equation 3 there, in which either the one or the other preserves the target).
-
-    Raises:
-        ValueError: a value out of its range, or nothing in the loss that preserves the target.
+    ValueError: a value is out of its range, or nothing in the loss preserves the target.
     """
 
     lora_r: int = flag(32, "Rank of the adapter.")

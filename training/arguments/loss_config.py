@@ -37,14 +37,8 @@ class LossConfig:
     - `acceptance`: -log sum min(p, q), the log of the chance that a token drawn from q is accepted
       (Samarin et al. 2026, LK losses, arXiv:2602.23881)
 
-    Args:
-        terms: weight of each term.
-        temperature: of p and q in the terms with p; cross-entropy is always at 1.
-        head_weights: `"acceptance"` weighs each pair by how much the expected length of the
-            accepted draft hangs on it (D-PACE; see `head_weights.py`).
-
-    Raises:
-        ValueError: an unknown name, or a number out of its range.
+    The temperature is that of p and q; cross-entropy is always at 1. Head weights by `"acceptance"`
+    are those of D-PACE (see `head_weights.py`). ValueError: an unknown name, a number out of range.
     """
 
     terms: Mapping[str, float] = flag(
@@ -54,9 +48,7 @@ class LossConfig:
         "--loss",
     )
     temperature: float = flag(
-        1.0,
-        "Sampling temperature at which heads should resemble the target.",
-        "--loss_temperature",
+        1.0, "Sampling temperature at which heads should resemble the target.", "--loss_temperature"
     )
     head_weights: HeadWeights = flag(
         "decay",

@@ -127,16 +127,10 @@ def to_training_arguments(
     *,
     autocast: Callable[[str | None], bool] = lambda _: False,
 ) -> "RunArguments":
-    """The same run as transformers.TrainingArguments, which is imported only here.
+    """The same run as transformers.TrainingArguments; the learning rate goes by the vocab_matrix.
 
-    Args:
-        arguments: of the run.
-        vocab_matrix: of the heads, for the learning rate.
-        autocast: says whether to train in bf16 where `arguments` do not, told the device if that
-            is certain.
-
-    Raises:
-        ValueError: a field of `training_args` that is unknown or has a flag, or a refused value.
+    `autocast` says whether to train in bf16 where `arguments` do not, told the device if that is
+    certain. ValueError: a field of `training_args` is unknown or has a flag, or a value is refused.
     """
     import torch
     from transformers import SchedulerType, TrainingArguments
