@@ -6,10 +6,9 @@ train-draft --model_name_or_path Qwen/Qwen2.5-7B --draft_model Qwen/Qwen2.5-0.5B
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.training import Run
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.training.arguments.data import DataArguments
@@ -30,18 +29,14 @@ ARGUMENTS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train a draft model as the flags say; returns the exit code."""
-    return run_command(lambda: _train(argv), prog="train-draft")
-
-
-def _train(argv: Sequence[str] | None) -> None:
-    to_target, to_data, to_draft, to_distill, to_optimise = parse_arguments(
-        ARGUMENTS,
-        argv,
-        prog="train-draft",
-        description="Distil a small draft model from a causal language model.",
-    )
+def train(
+    to_target: TargetArguments,
+    to_data: DataArguments,
+    to_draft: DraftArguments,
+    to_distill: DistillArguments,
+    to_optimise: DraftOptimisationArguments,
+) -> None:
+    """Distil a small draft model from a causal language model."""
     if to_target.shard_target or launched_sharding() is not None:
         raise ValueError(
             "a draft model is taught by a whole target in each process: leave shard_target out, "
@@ -116,6 +111,8 @@ def _report(folder: Path) -> None:
     console.print(table)
     console.print(f"Draft model: {folder}", soft_wrap=True, highlight=False)
 
+
+main = command("train-draft", train, ARGUMENTS, train.__doc__)
 
 if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.train_draft
     raise SystemExit(main())

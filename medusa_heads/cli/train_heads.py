@@ -6,11 +6,10 @@ train-heads --model_name_or_path Qwen/Qwen2.5-0.5B --dataset corpus.jsonl --self
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.training import Run
 from medusa_heads.config import HeadsConfig
 from medusa_heads.inference.regeneration.arguments import DistillArguments
@@ -53,20 +52,18 @@ ARGUMENTS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train heads as the flags say; returns the exit code."""
-    return run_command(lambda: _train(argv), prog="train-heads")
-
-
-def _train(argv: Sequence[str] | None) -> None:
-    to_target, to_data, config, objective, to_distill, to_cache, to_save, to_join, to_optimise = (
-        parse_arguments(
-            ARGUMENTS,
-            argv,
-            prog="train-heads",
-            description="Train extra decoding heads for a frozen causal language model.",
-        )
-    )
+def train(
+    to_target: TargetArguments,
+    to_data: DataArguments,
+    config: HeadsConfig,
+    objective: LossConfig,
+    to_distill: DistillArguments,
+    to_cache: CacheArguments,
+    to_save: CheckpointArguments,
+    to_join: JointConfig,
+    to_optimise: OptimisationArguments,
+) -> None:
+    """Train extra decoding heads for a frozen causal language model."""
     joint = joint_if(to_save.joint, to_join)
     if to_save.with_vocab_matrix:
         from medusa_heads.checkpoint.vocab_matrix import check_takes_matrix
@@ -141,6 +138,8 @@ def _report(folder: Path) -> None:
         console.print(describe_own(own), highlight=False)
     console.print(f"Checkpoint: {folder}", soft_wrap=True, highlight=False)
 
+
+main = command("train-heads", train, ARGUMENTS, train.__doc__)
 
 if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.train_heads
     raise SystemExit(main())

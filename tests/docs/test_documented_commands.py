@@ -117,8 +117,8 @@ def test_a_command_is_understood(
     found = find_command(command)
     assert found is not None
     module: Any = import_module(found[0])
-    is_verb = found[0].startswith("medusa_heads.cli.verbs")
-    parsing = import_module("medusa_heads.cli.flags.arguments") if is_verb else module
+    is_ours = found[0].startswith("medusa_heads.cli")
+    parsing = import_module("medusa_heads.cli.flags.arguments") if is_ours else module
     arguments = shlex.split(found[1], comments=True)
     if not hasattr(parsing, "parse_arguments") and not hasattr(parsing, "HfArgumentParser"):
         assert not any(word.startswith("-") for word in arguments), f"{place}: takes no flags"

@@ -2,7 +2,7 @@
 
 parse_arguments((TargetArguments, DataArguments), argv, prog="train-heads", description=...)
 run_command(lambda: work(arguments))
-main = verb("pull", pull_heads, PullArguments, __doc__, "repo_id")  # both of them
+main = command("medusa-heads env", show, [EnvArguments], __doc__, "target")  # both of them
 """
 
 from __future__ import annotations
@@ -193,27 +193,20 @@ def _made(kind: type, given: Namespace) -> Any:
         raise ValueError(f"{flags[first]} {rest}") from error
 
 
-def verb(
-    name: str,
-    work: Callable[[Any], object],
-    arguments: type,
+def command(
+    prog: str,
+    work: Callable[..., object],
+    types: Sequence[type],
     description: str | None,
     *positional: str,
 ) -> Callable[[Sequence[str] | None], int]:
-    """The entry point of a verb of `medusa-heads`: reads a dataclass of `arguments` and does the
-    work with it."""
+    """The entry point of a command: does the work with these dataclasses of its arguments."""
 
     def main(argv: Sequence[str] | None = None) -> int:
-        def read_and_work() -> None:
-            (given,) = parse_arguments(
-                (arguments,),
-                argv,
-                prog=f"medusa-heads {name}",
-                description=description or "",
-                positional=positional,
-            )
-            work(given)
+        def parse_and_work() -> None:
+            said = description or ""
+            work(*parse_arguments(types, argv, prog=prog, description=said, positional=positional))
 
-        return run_command(read_and_work)
+        return run_command(parse_and_work, prog=prog.split()[0])
 
     return main

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from medusa_heads.cli.decoding import load_measured_model
-from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import MeasureArguments
 from medusa_heads.cli.settled import tell_choices
 from medusa_heads.files import check_folder
@@ -62,4 +62,4 @@ def analyze(arguments: AnalyzeArguments) -> None:
             console.print(f"Written: {path}", soft_wrap=True, highlight=False)
 
 
-main = verb("analyze", analyze, AnalyzeArguments, __doc__, "checkpoint")
+main = command("medusa-heads analyze", analyze, [AnalyzeArguments], __doc__, "checkpoint")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.errors import first_line
 from medusa_heads.files import check_folder
@@ -246,4 +246,4 @@ def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt
     return [Prompt(tuple(window)) for window in windows], 0
 
 
-main = verb("benchmark", benchmark, BenchmarkArguments, __doc__, "checkpoint")
+main = command("medusa-heads benchmark", benchmark, [BenchmarkArguments], __doc__, "checkpoint")

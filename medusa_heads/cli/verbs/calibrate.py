@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.decoding import load_model
-from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.cli.training import continued
 from medusa_heads.contents import instead_of_heads, is_heads
@@ -64,7 +64,7 @@ class CalibrateArguments(ModelArguments):
     )
 
 
-def calibrate(arguments: CalibrateArguments) -> HeadStatistics:
+def calibrate(arguments: CalibrateArguments) -> None:
     """Measure the heads, store the result in their checkpoint, and show it."""
     at_least(arguments, 1, "max_positions")
     folder = _folder(arguments.checkpoint)
@@ -108,7 +108,6 @@ def calibrate(arguments: CalibrateArguments) -> HeadStatistics:
         highlight=False,
     )
     console.print(f"Stored in {folder}", soft_wrap=True, highlight=False)
-    return statistics
 
 
 def _find_text(arguments: CalibrateArguments) -> tuple[Corpus, DataArguments]:
@@ -181,4 +180,4 @@ def _folder(name: str) -> Path:
     return folder
 
 
-main = verb("calibrate", calibrate, CalibrateArguments, __doc__, "checkpoint")
+main = command("medusa-heads calibrate", calibrate, [CalibrateArguments], __doc__, "checkpoint")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from medusa_heads.cli.decoding import describe, load_drafting_model, warn_if_lossy
-from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.config_file import coerce
 from medusa_heads.cli.flags.decoding import (
     DecodingArguments,
@@ -210,4 +210,4 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-main = verb("chat", chat, ChatArguments, f"{__doc__}\n\n{HELP}", "checkpoint")
+main = command("medusa-heads chat", chat, [ChatArguments], f"{__doc__}\n\n{HELP}", "checkpoint")

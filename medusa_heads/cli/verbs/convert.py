@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass
 
-from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.verbs.calibrate import CalibrateArguments, calibrate
 from medusa_heads.config import HeadsConfig
 from medusa_heads.interop import ReadFormat
@@ -92,4 +92,4 @@ def _describe(config: HeadsConfig) -> str:
     )
 
 
-main = verb("convert", convert, ConvertArguments, __doc__, "source", "out")
+main = command("medusa-heads convert", convert, [ConvertArguments], __doc__, "source", "out")

@@ -13,7 +13,7 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.settings import flag
 
 if TYPE_CHECKING:
@@ -84,4 +84,4 @@ def show(arguments: EnvArguments) -> None:
     say(f"measurements are kept in {shown}")
 
 
-main = verb("env", show, EnvArguments, __doc__, "target")
+main = command("medusa-heads env", show, [EnvArguments], __doc__, "target")

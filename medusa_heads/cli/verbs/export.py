@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass
 
-from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.interop import WrittenFormat
 from medusa_heads.settings import flag
 
@@ -35,4 +35,4 @@ def export(arguments: ExportArguments) -> None:
     print(f"written for {arguments.to} to {exported.folder}")
 
 
-main = verb("export", export, ExportArguments, __doc__, "checkpoint", "out")
+main = command("medusa-heads export", export, [ExportArguments], __doc__, "checkpoint", "out")

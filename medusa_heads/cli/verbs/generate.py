@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 
 from medusa_heads.cli.decoding import describe, load_drafting_model, warn_if_lossy
-from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import (
     NOT_UTF8,
     DecodingArguments,
@@ -65,4 +65,4 @@ def _from_standard_input() -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
-main = verb("generate", generate, GenerateArguments, __doc__, "checkpoint")
+main = command("medusa-heads generate", generate, [GenerateArguments], __doc__, "checkpoint")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass
 
-from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.settings import flag
 
 
@@ -25,4 +25,4 @@ def pull_heads(arguments: PullArguments) -> None:
     print(f"Checkpoint: {pull(**asdict(arguments))}")
 
 
-main = verb("pull", pull_heads, PullArguments, __doc__, "repo_id", "out")
+main = command("medusa-heads pull", pull_heads, [PullArguments], __doc__, "repo_id", "out")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
 
-from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.settings import flag
 
 
@@ -70,4 +70,4 @@ def push_heads(arguments: PushArguments) -> None:
     print(f"{'Proposed' if arguments.create_pr else 'Pushed'}: {address}")
 
 
-main = verb("push", push_heads, PushArguments, __doc__, "checkpoint", "repo_id")
+main = command("medusa-heads push", push_heads, [PushArguments], __doc__, "checkpoint", "repo_id")

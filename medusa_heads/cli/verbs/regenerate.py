@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.inference.regeneration.arguments import RegenerateArguments
 from medusa_heads.settings import mapping
@@ -146,4 +146,6 @@ def _server(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
     )
 
 
-main = verb("regenerate", regenerate, RegenerateArguments, __doc__, "model_name_or_path")
+main = command(
+    "medusa-heads regenerate", regenerate, [RegenerateArguments], __doc__, "model_name_or_path"
+)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_heads.cli.decoding import load_measured_model
-from medusa_heads.cli.flags.arguments import verb
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import MeasureArguments
 from medusa_heads.cli.settled import tell_choices
 from medusa_heads.settings import flag
@@ -95,4 +95,4 @@ def _table(sizes: Sequence[TreeSize], title: str) -> Table:
     return table
 
 
-main = verb("tune", tune, TuneArguments, __doc__, "checkpoint")
+main = command("medusa-heads tune", tune, [TuneArguments], __doc__, "checkpoint")
