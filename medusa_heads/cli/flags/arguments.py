@@ -199,7 +199,7 @@ def command(
     types: Sequence[type],
     description: str | None,
     *positional: str,
-) -> Callable[[Sequence[str] | None], int]:
+) -> Callable[..., int]:
     """The entry point of a command: does the work with these dataclasses of its arguments."""
 
     def main(argv: Sequence[str] | None = None) -> int:
