@@ -46,10 +46,10 @@ def launched_sharding() -> Sharding | None:
         )
     if not _is_true(_FSDP):
         return None
-    if os.environ.get("FSDP_VERSION", "1") != "2":
+    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise ValueError(
-            f"the target is spread by FSDP2, got fsdp_version {os.environ.get('FSDP_VERSION', 1)}: "
-            "set fsdp_version: 2 in the launch's fsdp_config"
+            f"the target is spread by FSDP2, got fsdp_version {version}: set fsdp_version: 2 in "
+            "the launch's fsdp_config"
         )
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
@@ -68,12 +68,11 @@ def launched_sharding() -> Sharding | None:
         "fsdp_auto_wrap_policy: SIZE_BASED_WRAP": plugin.min_num_params is not None,
         "parallelism_config": _is_true("ACCELERATE_USE_PARALLELISM_CONFIG"),
     }
-    for name, is_set in unusable.items():
-        if is_set:
-            raise ValueError(
-                f"an FSDP launch spreads the frozen target layer by layer, without {name}: leave "
-                "that out of the launch's configuration, as configs/accelerate/fsdp.yaml does"
-            )
+    if name := next((name for name, is_set in unusable.items() if is_set), None):
+        raise ValueError(
+            f"an FSDP launch spreads the frozen target layer by layer, without {name}: leave that "
+            "out of the launch's configuration, as configs/accelerate/fsdp.yaml does"
+        )
     return Sharding(
         layer_classes=tuple(plugin.transformer_cls_names_to_wrap or ()),
         reshard_after_forward=bool(plugin.reshard_after_forward),

@@ -13,14 +13,7 @@ from torch import Tensor
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads, product_dtype
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.loss.chunks import Workspace
-from medusa_heads.training.loss.fused import (
-    Pairs,
-    Recipe,
-    frozen_matrix_losses,
-    trained_matrix_loss,
-)
-from medusa_heads.training.loss.head_weights import acceptance_weights, decay_weights
+from medusa_heads.training.loss.fused import Pairs, Recipe, Workspace, matrix_losses
 from medusa_heads.training.loss.rows import SupervisedRows, per_item
 from medusa_heads.training.loss.teacher import Lessons, Teacher
 
@@ -58,87 +51,78 @@ def heads_loss(
         ValueError: a term needs the teacher, and none is given.
     """
     objective = objective or LossConfig()
-    supervised_RK = rows.labels_RK != IGNORED
     labels_RK = heads.draft_ids(rows.labels_RK)
+    matrix_VD, bias_V = heads.vocab_matrix(0)
+    recipe = Recipe(objective, product_dtype(matrix_VD), workspace=workspace or Workspace())
     if objective.needs_teacher:
         if teacher is None:
             raise ValueError(
                 f"the loss terms {sorted(objective.terms)} need the target's own distribution: "
                 "pass teacher=Teacher.from_target(target).reading(hidden)"
             )
+        lessons = Lessons(teacher, heads.draft_tokens, objective, recipe.compute)
+        recipe = replace(recipe, lessons=lessons)
+        supervised_RK = rows.labels_RK != IGNORED
     else:
-        teacher = None
-        # Tokens that cannot be drafted teach nothing here.
-        supervised_RK = labels_RK != IGNORED
+        supervised_RK = labels_RK != IGNORED  # tokens that cannot be drafted teach nothing here
     offsets_K = 1 + torch.arange(labels_RK.shape[1], device=labels_RK.device)
     positions_RK = rows.positions_R[:, None] + offsets_K
-    matrix_VD, bias_V = heads.vocab_matrix(0)
-    recipe = _recipe(heads, matrix_VD, objective, teacher, workspace or Workspace())
-    # Left on, autocast would cast the whole matrix anew for every chunk.
-    with torch.autocast(features_RKD.device.type, enabled=False):
-        if heads.config.vocab_matrix == "shared":
-            # One matrix: the rows of all heads go through it together.
-            losses_N, log_true_N = frozen_matrix_losses(
-                features_RKD.flatten(0, 1),
-                matrix_VD,
-                bias_V,
-                Pairs(labels_RK.flatten(), positions_RK.flatten()),
-                recipe,
-            )
-            weights_RK = _weights(objective, log_true_N.view_as(labels_RK), supervised_RK)
-            total = losses_N @ weights_RK.flatten()
-        else:
-            total = _own_matrices_loss(
-                heads, features_RKD, labels_RK, positions_RK, supervised_RK, recipe
-            )
-    return per_item(total, num_items)
-
-
-def _own_matrices_loss(
-    heads: DraftHeads,
-    features_RKD: Tensor,
-    labels_RK: Tensor,
-    positions_RK: Tensor,
-    supervised_RK: Tensor,
-    recipe: Recipe,
-) -> Tensor:
+    if heads.config.vocab_matrix == "shared":
+        # One matrix: the rows of all heads go through it together.
+        pairs = Pairs(labels_RK.flatten(), positions_RK.flatten())
+        features_ND = features_RKD.flatten(0, 1)
+        losses_N, log_true_N, _ = matrix_losses(features_ND, matrix_VD, bias_V, pairs, recipe)
+        weights_RK = _weights(objective, log_true_N.view_as(labels_RK), supervised_RK)
+        return per_item((losses_N * weights_RK.flatten()).sum(), num_items)
     # Head after head over all rows: each matrix and its gradient are large, and read once a chunk.
-    features = features_RKD.unbind(dim=1)
-    pairs = [Pairs(labels_RK[:, i], positions_RK[:, i]) for i in range(labels_RK.shape[1])]
-    if recipe.objective.head_weights == "acceptance":
-        # A pair's weight hangs on all heads, so it takes a pass of its own to know them first.
-        plain = replace(recipe, objective=LossConfig(), lessons=None, learning=False)
-        with torch.no_grad():
-            log_true = [
-                frozen_matrix_losses(x_RD, *heads.vocab_matrix(i), pairs[i], plain)[1]
-                for i, x_RD in enumerate(features)
-            ]
-        log_true_RK = torch.stack(log_true, dim=1)
-    else:
-        log_true_RK = features_RKD.new_empty(labels_RK.shape, dtype=recipe.exact)
-    weights_RK = _weights(recipe.objective, log_true_RK, supervised_RK)
-    parts = [
-        trained_matrix_loss(x_RD, *heads.vocab_matrix(i), pairs[i], weights_RK[:, i], recipe)
-        for i, x_RD in enumerate(features)
+    of_heads = [
+        (x_RD, *heads.vocab_matrix(i), Pairs(labels_RK[:, i], positions_RK[:, i]))
+        for i, x_RD in enumerate(features_RKD.unbind(dim=1))
     ]
-    return torch.stack(parts).sum()
+    log_true_RK = features_RKD.new_empty(labels_RK.shape, dtype=recipe.exact)
+    if objective.head_weights == "acceptance":
+        # A pair's weight hangs on all heads, so it takes a pass of its own to know them first.
+        plain = replace(recipe, objective=LossConfig(), lessons=None)
+        with torch.no_grad():
+            for i, of_head in enumerate(of_heads):
+                log_true_RK[:, i] = matrix_losses(*of_head, plain)[1]
+    weights_RK = _weights(objective, log_true_RK, supervised_RK)
+    parts = [
+        matrix_losses(*of_head, recipe, weights_RK[:, i])[2] for i, of_head in enumerate(of_heads)
+    ]
+    return per_item(torch.stack(parts).sum(), num_items)
 
 
 def _weights(objective: LossConfig, log_true_RK: Tensor, supervised_RK: Tensor) -> Tensor:
+    """How much each pair of a position and a head counts."""
     if objective.head_weights == "decay":
         return decay_weights(supervised_RK, objective.decay, log_true_RK.dtype)
     return acceptance_weights(log_true_RK, supervised_RK, objective.smoothing)
 
 
-def _recipe(
-    heads: DraftHeads,
-    matrix_VD: Tensor,
-    objective: LossConfig,
-    teacher: Teacher | None,
-    workspace: Workspace,
-) -> Recipe:
-    compute = product_dtype(matrix_VD)
-    lessons = None
-    if teacher is not None:
-        lessons = Lessons(teacher, heads.draft_tokens, objective, compute)
-    return Recipe(objective, lessons, compute, torch.is_grad_enabled(), workspace=workspace)
+def decay_weights(
+    supervised_RK: Tensor, decay: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`decay ** i` for head i (Cai et al. 2024, arXiv:2401.10774, section 2.2.1)."""
+    heads_K = torch.arange(supervised_RK.shape[1], device=supervised_RK.device, dtype=dtype)
+    return torch.pow(decay, heads_K) * supervised_RK
+
+
+def acceptance_weights(log_true_RK: Tensor, supervised_RK: Tensor, smoothing: float) -> Tensor:
+    """D-PACE (Wu et al. 2026, arXiv:2605.18810, equations 7 and 8).
+
+    With c_i the probability that head i gives the true token, smoothed to (1 - smoothing) c_i +
+    smoothing, a draft is accepted up to about S = sum_m prod_{i <= m} c_i tokens. A pair counts as
+    much as S hangs on it, w_j = dS / d log c_j = sum_{m >= j} prod_{i <= m} c_i, a number without
+    gradient: early heads, on which the later ones hang, count most, and the later ones count more
+    as the earlier ones get better. As in the paper the weights, between 0 and K, are not brought to
+    a fixed sum: how large they are is part of the rule.
+
+    Args:
+        log_true_RK: log q of the true token; -inf where the head cannot draft it.
+        supervised_RK: pairs that count; the others neither stop a draft nor add to its length.
+        smoothing: the paper's alpha, 0.5 there.
+    """
+    confidence_RK = (1 - smoothing) * log_true_RK.detach().exp() + smoothing
+    reached_RK = confidence_RK.where(supervised_RK, 1).cumprod(dim=1) * supervised_RK
+    return reached_RK.flip(1).cumsum(dim=1).flip(1) * supervised_RK

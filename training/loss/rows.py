@@ -1,4 +1,4 @@
-"""The label rule: which heads learn what at which position.
+"""The label rule: which heads learn what at which position, and what a model's own lm_head learns.
 
 Shapes: B batch, T tokens, K heads, R rows (supervised positions), D hidden.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from medusa_heads.config import IGNORED, head_offset
 from medusa_heads.heads import DraftHeads
+from medusa_heads.training.loss.fused import Pairs
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,9 @@ def supervised_rows(
     """Where heads learn, and what; gathered BEFORE the heads run."""
     labels_RK = head_labels(labels_BT, num_heads, position_ids_BT).flatten(0, 1)
     positions_R = (labels_RK != IGNORED).any(dim=1).nonzero().squeeze(1)
-    padded_BT = F.pad(input_ids_BT, (0, num_heads))
-    tokens_BTK = padded_BT.unfold(1, num_heads, 1)[:, 1:]
-    return SupervisedRows(
-        positions_R, labels_RK[positions_R], tokens_BTK.flatten(0, 1)[positions_R]
-    )
+    tokens_BTK = F.pad(input_ids_BT, (0, num_heads)).unfold(1, num_heads, 1)[:, 1:]
+    tokens_RK = tokens_BTK.flatten(0, 1)[positions_R]
+    return SupervisedRows(positions_R, labels_RK[positions_R], tokens_RK)
 
 
 def head_labels(labels_BT: Tensor, num_heads: int, position_ids_BT: Tensor | None = None) -> Tensor:
@@ -62,20 +61,28 @@ def head_labels(labels_BT: Tensor, num_heads: int, position_ids_BT: Tensor | Non
     Returns:
         labels_BTK.
     """
-    batch, tokens = labels_BT.shape
-    labels_BTK = labels_BT.new_full((batch, tokens, num_heads), IGNORED)
-    for i in range(num_heads):
-        reach = max(tokens - head_offset(i), 0)
-        labels_BTK[:, :reach, i] = labels_BT[:, head_offset(i) :]
-    next_is_generated_BT = labels_BT.new_zeros((batch, tokens), dtype=torch.bool)
-    next_is_generated_BT[:, :-1] = labels_BT[:, 1:] != IGNORED
-    if position_ids_BT is not None:
-        document_BT = (position_ids_BT == 0).cumsum(dim=1)
-        for i in range(num_heads):
-            reach = max(tokens - head_offset(i), 0)
-            apart_BT = document_BT[:, :reach] != document_BT[:, head_offset(i) :]
-            labels_BTK[:, :reach, i].masked_fill_(apart_BT, IGNORED)
-    return labels_BTK.masked_fill(~next_is_generated_BT[..., None], IGNORED)
+    offsets = (head_offset(i) for i in range(num_heads))
+    ahead = [_ahead(labels_BT, offset, position_ids_BT) for offset in offsets]
+    next_is_generated_BT = _ahead(labels_BT, 1) != IGNORED
+    return torch.stack(ahead, dim=2).masked_fill(~next_is_generated_BT[..., None], IGNORED)
+
+
+def own_rows(labels_BT: Tensor, position_ids_BT: Tensor | None = None) -> Pairs:
+    """All positions whose next token is supervised and of the same document, with that token;
+    arguments as those of `head_labels`."""
+    next_P = _ahead(labels_BT, 1, position_ids_BT).flatten()
+    positions_N = (next_P != IGNORED).nonzero()[:, 0]
+    return Pairs(next_P[positions_N], positions_N)
+
+
+def _ahead(labels_BT: Tensor, distance: int, position_ids_BT: Tensor | None = None) -> Tensor:
+    """The label so many tokens ahead, -100 behind the end of the row or of the document."""
+    ahead_BT = F.pad(labels_BT, (0, distance), value=IGNORED)[:, distance:]
+    if position_ids_BT is None:
+        return ahead_BT
+    # A token that stands less than this far into its document is of a later one.
+    reached_BT = F.pad(position_ids_BT, (0, distance))[:, distance:]
+    return ahead_BT.masked_fill(reached_BT < distance, IGNORED)
 
 
 def encode_rows(

@@ -16,9 +16,9 @@ from medusa_heads.heads.vocabulary import vocabulary
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 
-# Under these names configurations say what follows the lm_head (Cohere, Falcon-H1; Granite; Gemma).
-_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
-_DIVISORS = ("logits_scaling",)
+# Under these names configurations say what follows the lm_head (Cohere, Falcon-H1; Granite; Gemma):
+# factors and divisors with their powers, and caps.
+_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1, "logits_scaling": -1}
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
@@ -26,14 +26,8 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 class Teacher:
     """The target's lm_head, what follows it, and the hidden states of a batch.
 
-    Logits are `cap * tanh(x / cap)` of `x = scale * (weight h + bias)`, without cap `x` itself.
-
-    Attributes:
-        weight_WD: the lm_head's.
-        bias_W: the lm_head's, where it has one.
-        scale: factor behind the lm_head.
-        cap: soft limit behind the factor, or None.
-        hidden_PD: what the lm_head would read at each position of the batch, row after row.
+    Logits are `cap * tanh(x / cap)` of `x = scale * (weight h + bias)`, without cap `x` itself;
+    hidden_PD is what the lm_head would read at each position of the batch, row after row.
     """
 
     weight_WD: Tensor
@@ -49,16 +43,12 @@ class Teacher:
         Raises:
             ValueError: the target makes its logits in another way.
         """
-        weight_WD, bias_W = vocabulary(target)
         scale, cap = 1.0, None
-        for names, power in ((_FACTORS, 1), (_DIVISORS, -1)):
-            for name in names:
-                if value := getattr(target.config, name, None):
-                    scale *= float(value) ** power
+        for name, power in _FACTORS.items():
+            scale *= float(getattr(target.config, name, None) or 1) ** power
         for name in _CAPS:
-            if value := getattr(target.config, name, None):
-                cap = float(value)
-        teacher = cls(weight_WD, bias_W, scale, cap)
+            cap = float(getattr(target.config, name, None) or 0) or cap
+        teacher = cls(*vocabulary(target), scale, cap)
         teacher._check(target)
         return teacher
 
@@ -93,11 +83,6 @@ class Teacher:
             logits_UW.div_(self.cap).tanh_().mul_(self.cap)
         return logits_UW
 
-    def drafting(self, draft_tokens: Tensor) -> Teacher:
-        """The same teacher over the tokens that heads with a reduced vocabulary can draft."""
-        bias_W = None if self.bias_W is None else self.bias_W[draft_tokens]
-        return replace(self, weight_WD=self.weight_WD[draft_tokens], bias_W=bias_W)
-
 
 @dataclass(frozen=True)
 class Lesson:
@@ -106,8 +91,7 @@ class Lesson:
     Two pairs that predict the same token share a row, so that K heads cost one product, not K.
 
     Attributes:
-        log_p_UV: over the heads' vocabulary, summing to one there.
-        p_UV: likewise.
+        log_p_UV: over the heads' vocabulary, summing to one there; `p_UV` likewise.
         share_UV: probabilities as the target gives them: with a reduced vocabulary their sum is
             below one, and the rest is what no draft can reach. Else the same as `p_UV`.
         certainty_U: sum p log p, the entropy's negative.
@@ -149,14 +133,12 @@ class Lessons:
             if objective.needs_overlap:
                 self.columns_V = draft_tokens
             else:
-                teacher = teacher.drafting(draft_tokens)
+                bias_V = None if teacher.bias_W is None else teacher.bias_W[draft_tokens]
+                matrix_VD = teacher.weight_WD[draft_tokens]
+                teacher = replace(teacher, weight_WD=matrix_VD, bias_W=bias_V)
         self.teacher = teacher
         self.matrix_WD = teacher.weight_WD.to(compute)
-
-    @property
-    def width(self) -> int:
-        """Logits of a position."""
-        return self.matrix_WD.shape[0]
+        self.width = len(self.matrix_WD)  # logits of a position
 
     def of(self, positions_C: Tensor) -> Lesson:
         """For pairs whose token the target predicts at these positions of the batch."""

@@ -39,37 +39,45 @@ def rank_metrics(ranks_BTK: Tensor) -> dict[str, float]:
     Tokens per step are simulated: the same sequences are walked with the best static tree that
     their own ranks imply. With thousands of positions for a few dozen nodes that flatters little.
     """
-    statistics = rank_statistics(ranks_BTK)
-    figures: dict[str, float] = {}
-    for k in (1, 5):
-        for i, accuracy in enumerate(statistics.top_k_accuracy(k)):
-            figures[f"head{i}_top{k}"] = accuracy
-    runs = complete_runs(ranks_BTK)
+    statistics, runs = rank_statistics(ranks_BTK), complete_runs(ranks_BTK)
+    figures = {
+        f"head{i}_top{k}": accuracy
+        for k in (1, 5)
+        for i, accuracy in enumerate(statistics.top_k_accuracy(k))
+    }
     for size in TREE_SIZES:
-        figures[f"tokens_per_step_{size}"] = simulate_tokens_per_step(
-            runs, statistics.choices(size)
-        )
+        simulated = simulate_tokens_per_step(runs, statistics.choices(size))
+        figures[f"tokens_per_step_{size}"] = simulated
     return figures
 
 
-def describe(metrics: dict[str, Any], prefix: str = "eval_") -> str | None:
-    """One readable line out of `rank_metrics`, with the prefix the Trainer gave the names; None
-    where the metrics are others."""
-    if f"{prefix}head0_top1" not in metrics:
+def describe(metrics: Mapping[str, Any]) -> str | None:
+    """One readable line out of `rank_metrics`, as the Trainer named them; None where the metrics
+    are others."""
+    if "eval_head0_top1" not in metrics:
         return None
 
     def of_heads(k: int) -> str:
-        names = (f"{prefix}head{i}_top{k}" for i in range(len(metrics)))
+        names = (f"eval_head{i}_top{k}" for i in range(len(metrics)))
         return " ".join(f"{metrics[name]:.3f}" for name in names if name in metrics)
 
     steps = ", ".join(
-        f"{metrics[f'{prefix}tokens_per_step_{size}']:.2f} with {size} nodes" for size in TREE_SIZES
+        f"{metrics[f'eval_tokens_per_step_{size}']:.2f} with {size} nodes" for size in TREE_SIZES
     )
     return f"held-out top-1 {of_heads(1)} | top-5 {of_heads(5)} | tokens per step {steps}"
 
 
-def own_figures(metrics: Mapping[str, Any], prefix: str) -> dict[str, float] | None:
+def own_figures(metrics: Mapping[str, Any]) -> dict[str, float] | None:
     """How the target itself did, with its adapter and without; None where it did not learn."""
-    if f"{prefix}_target_loss" not in metrics:
+    if "eval_target_loss" not in metrics:
         return None
-    return {name: metrics[f"{prefix}_target_{name}"] for name in OWN_FIGURES}
+    return {name: metrics[f"eval_target_{name}"] for name in OWN_FIGURES}
+
+
+def describe_own(figures: Mapping[str, float]) -> str:
+    """`own_figures` in a line."""
+    now, before = figures["loss"], figures["loss_before"]
+    return (
+        f"the target's own held-out loss {now:.4f}, without adapter {before:.4f} "
+        f"({now / before - 1:+.2%}), KL {figures['kl']:.4f}"
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads
-from medusa_heads.training.loss.chunks import chunk_pairs
+from medusa_heads.training.loss.fused import chunk_pairs
 from medusa_heads.training.loss.rows import SupervisedRows
 
 
@@ -21,21 +21,14 @@ def head_ranks(heads: DraftHeads, hidden_RD: Tensor, rows: SupervisedRows, max_r
     Equal logits, common in bf16, rank by token id; a token that the heads cannot draft ranks last.
     Features and logits exist for one chunk of rows at a time.
 
-    Args:
-        heads: any kind.
-        hidden_RD: what the heads read at the rows.
-        rows: labels, and the tokens that sequential heads see.
-        max_rank: the rank of everything that is not counted apart.
-
     Returns:
         ranks_RK, int64, -100 where the rows' labels are.
     """
     labels_RK = rows.labels_RK
     drafted_RK = heads.draft_ids(labels_RK)
     ranks_RK = torch.full_like(labels_RK, IGNORED)
-    size = chunk_pairs(
-        heads.config.num_candidates, hidden_RD.device.type, heads.vocab_matrix(0)[0].dtype
-    )
+    dtype = heads.vocab_matrix(0)[0].dtype
+    size = chunk_pairs(heads.config.num_candidates, hidden_RD.device.type, dtype)
     for start in range(0, len(labels_RK), size):
         chunk = slice(start, start + size)
         features_CKD = heads.features(hidden_RD[chunk], rows.tokens_RK[chunk])

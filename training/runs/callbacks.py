@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
-from medusa_heads.training.hidden.processes import anywhere
+from medusa_heads.training.hidden.sharding import anywhere
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.data.own_text import OwnText
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.data.sources import is_stream
-from medusa_heads.training.loss.draft import DraftLoss
-from medusa_heads.training.loss.own import own_rows
+from medusa_heads.training.loss.next_token import DraftLoss
+from medusa_heads.training.loss.rows import own_rows
 from medusa_heads.training.measure.draft_metrics import describe_draft, draft_metrics
 from medusa_heads.training.measure.fresh_heads import Comparison
 from medusa_heads.training.runs.trainer import TaughtTrainer

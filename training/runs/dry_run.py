@@ -19,7 +19,7 @@ from torch import nn
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import KINDS
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.loss.chunks import chunk_pairs
+from medusa_heads.training.loss.fused import chunk_pairs
 from medusa_heads.training.loss.row_blocks import BLOCK_FEATURES_CPU, BLOCK_FEATURES_GPU
 
 if TYPE_CHECKING:

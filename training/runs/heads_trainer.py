@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, R supervised rows, K heads, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,10 +18,10 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import by_width, rate_groups
 from medusa_heads.training.hidden.states import HiddenStates
-from medusa_heads.training.loss.row_blocks import rows_loss
+from medusa_heads.training.loss.row_blocks import batch_loss
 from medusa_heads.training.loss.rows import SupervisedRows, encode_rows, supervised_rows
 from medusa_heads.training.loss.teacher import Teacher
-from medusa_heads.training.measure.fresh_heads import Comparison, FreshHeads, plain_loss
+from medusa_heads.training.measure.fresh_heads import Comparison, FreshHeads
 from medusa_heads.training.measure.metrics import describe, rank_metrics
 from medusa_heads.training.measure.ranks import head_ranks
 from medusa_heads.training.runs.trainer import TaughtTrainer
@@ -48,14 +49,14 @@ class HeadsObjective(nn.Module):
         rows: SupervisedRows,
         num_items: Tensor | int,
     ) -> Tensor:
-        hidden_RD = encode_rows(self.heads, hidden_BTD, inputs, rows)
-        return rows_loss(
+        return batch_loss(
             self.heads,
-            hidden_RD,
+            hidden_BTD,
+            inputs,
             rows,
             objective=self.objective,
             num_items=num_items,
-            teacher=None if self.teacher is None else self.teacher.reading(hidden_BTD),
+            teacher=self.teacher,
         )
 
 
@@ -164,8 +165,14 @@ class HeadsTrainer(TaughtTrainer):
             ValueError: training makes the heads worse than they began.
         """
         if self._comparison.is_due(self.state.global_step):
-            pairs = zip(self._compared, hidden(), strict=True)
-            losses = [plain_loss(heads, read_BTD, inputs, rows) for heads, read_BTD in pairs]
+            with torch.no_grad():
+                # Per row, and plain: a run's own loss may weigh the heads by how good they are.
+                plain = partial(batch_loss, inputs=inputs, rows=rows, objective=LossConfig())
+                count = max(len(rows.positions_R), 1)
+                losses = [
+                    plain(heads, read_BTD, num_items=count).float()
+                    for heads, read_BTD in zip(self._compared, hidden(), strict=True)
+                ]
             self._check_progress(self._comparison, torch.stack(losses)[:, None])
 
     def _judge(

@@ -19,9 +19,8 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import rate_groups
-from medusa_heads.training.loss.own import own_rows
-from medusa_heads.training.loss.rows import SupervisedRows, supervised_rows
-from medusa_heads.training.measure.metrics import OWN_FIGURES, own_figures
+from medusa_heads.training.loss.rows import SupervisedRows, own_rows, supervised_rows
+from medusa_heads.training.measure.metrics import OWN_FIGURES, describe_own, own_figures
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.joint_objective import JointObjective
 
@@ -181,15 +180,6 @@ class OwnLossLine(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Write it, where these are the figures of an evaluation."""
-        figures = None if logs is None else own_figures(logs, "eval")
+        figures = None if logs is None else own_figures(logs)
         if state.is_world_process_zero and figures is not None:
             tqdm.write(describe_own(figures))
-
-
-def describe_own(figures: Mapping[str, float]) -> str:
-    """The target's own held-out loss, with and without the adapter."""
-    now, before = figures["loss"], figures["loss_before"]
-    return (
-        f"the target's own held-out loss {now:.4f}, without adapter {before:.4f} "
-        f"({now / before - 1:+.2%}), KL {figures['kl']:.4f}"
-    )

@@ -22,9 +22,10 @@ from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.loss.own import OwnRows, own_losses, own_rows
-from medusa_heads.training.loss.row_blocks import rows_loss
-from medusa_heads.training.loss.rows import SupervisedRows, encode_rows, per_item
+from medusa_heads.training.loss.fused import Pairs
+from medusa_heads.training.loss.next_token import own_losses
+from medusa_heads.training.loss.row_blocks import batch_loss
+from medusa_heads.training.loss.rows import SupervisedRows, own_rows, per_item
 from medusa_heads.training.loss.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -186,14 +187,14 @@ class JointObjective(nn.Module):
                 before_BTD = target.hidden(*_texts(inputs))
         return Reading(target.hidden_with_grad(*_texts(inputs)), before_BTD)
 
-    def own_losses(self, reading: Reading, rows: OwnRows) -> Tensor:
+    def own_losses(self, reading: Reading, rows: Pairs) -> Tensor:
         """losses_N of the target's own predictions, weighted."""
         return own_losses(
             self.lm_head, reading.now_BTD, rows, self.own_objective, reading.before_BTD
         )[0]
 
     @torch.no_grad()
-    def measure(self, reading: Reading, rows: OwnRows) -> tuple[Tensor, Tensor]:
+    def measure(self, reading: Reading, rows: Pairs) -> tuple[Tensor, Tensor]:
         """losses_N, and figures_N3: the target's own loss with the adapter and without, and
         KL(before || now)."""
         assert reading.before_BTD is not None
@@ -227,17 +228,15 @@ class JointObjective(nn.Module):
         rows: SupervisedRows,
         num_items: Tensor | int,
     ) -> Tensor:
-        teacher = None
-        if self.heads_objective.needs_teacher:
-            teacher = self.lm_head.reading(hidden_BTD.detach())
         # The same weight while they learn alone: Adam's memory of the gradients' size stays right.
-        return self.settings.heads_weight * rows_loss(
+        return self.settings.heads_weight * batch_loss(
             self.heads,
-            encode_rows(self.heads, hidden_BTD, inputs, rows),
+            hidden_BTD,
+            inputs,
             rows,
             objective=self.heads_objective,
             num_items=num_items,
-            teacher=teacher,
+            teacher=self.lm_head,
         )
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads
 from medusa_heads.training.arguments.loss_config import TERMS, LossConfig
-from medusa_heads.training.loss import chunks
+from medusa_heads.training.loss import fused as chunks
 from medusa_heads.training.loss import fused as vocab_loss
 from medusa_heads.training.loss.heads import heads_loss
 from medusa_heads.training.loss.row_blocks import rows_loss

@@ -18,8 +18,8 @@ from transformers import (
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.loss.own import own_losses, own_rows
-from medusa_heads.training.loss.rows import supervised_rows
+from medusa_heads.training.loss.next_token import own_losses
+from medusa_heads.training.loss.rows import own_rows, supervised_rows
 from medusa_heads.training.loss.teacher import Teacher
 from medusa_heads.training.runs.joint_objective import JointObjective, adapted
 from tests.training.joint_cases import SMALL, Rows, disturb, fresh, text
