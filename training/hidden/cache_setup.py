@@ -25,7 +25,6 @@ from medusa_heads.training.hidden.cached_rows import KeptPositions, RowPlan, pla
 from medusa_heads.training.hidden.states import CachedHiddenStates, HiddenStates
 from medusa_heads.training.hidden.store import INDEX_FILE, CacheError, CacheKey, HiddenCache
 
-DEFAULT_FOLDER = "hidden_states"
 # Of a target's configuration: says nothing of what its forward computes.
 _IDLE_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 
@@ -40,18 +39,11 @@ def open_hidden_states(
     target_weights_sha256: str,
     resumed: bool,
 ) -> HiddenStates:
-    """Where a run takes the target's hidden states from.
+    """Where a run takes the target's hidden states from. Prints how large the cache is and will be,
+    before anything is written.
 
-    Prints how large the cache is and will be, before anything is written.
-
-    Args:
-        settings: whether and where there is a cache.
-        target: the frozen model.
-        data: rows to train on, and held out.
-        config: of the heads; some read whole rows.
-        args: of the run; names the default folder.
-        target_weights_sha256: the target's `weights_digest()`.
-        resumed: the run goes on from a checkpoint, and so does a cache that it was writing.
+    A run that is `resumed` goes on from a checkpoint, and so does a cache that it was writing;
+    `target_weights_sha256` is the target's `weights_digest()`.
 
     Raises:
         ValueError: the text is a stream, the disk is too small, or a cache that is only to be read
@@ -65,7 +57,7 @@ def open_hidden_states(
             "or hidden_cache off"
         )
     kept: KeptPositions = "all" if config.prefix_attention else "learnt"
-    folder = Path(settings.hidden_cache_dir or Path(args.output_dir or ".") / DEFAULT_FOLDER)
+    folder = Path(settings.hidden_cache_dir or Path(args.output_dir or ".") / "hidden_states")
     plans: dict[CacheKey, RowPlan] = {}
     expected: dict[CacheKey, float] = {}  # how many rows the run comes to see
     settings_sha256 = _settings_sha256(target)
@@ -159,7 +151,7 @@ def _check_disk(folder: Path, caches: Mapping[HiddenCache, float]) -> None:
     there = needed = rows = 0
     for cache, seen in caches.items():
         missing = cache.missing()
-        absent = sum(cache.plan.counts[name] for name in missing) * cache.row_bytes
+        absent = sum(map(cache.plan.counts.__getitem__, missing)) * cache.row_bytes
         share = min(1.0, seen / len(missing)) if missing else 0.0
         needed += round(absent * share)
         there += cache.plan.positions * cache.row_bytes - absent

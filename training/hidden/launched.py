@@ -18,19 +18,14 @@ _DDP = "configs/accelerate/ddp.yaml"
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a target is spread over the processes.
-
-    Attributes:
-        layer_classes: of the modules that are gathered one at a time. Default: the model's layers.
-        reshard_after_forward: give a gathered layer up at once; else all of them stay, which takes
-            the memory of the whole target from the first step on and saves gathering again.
-        load_once: the first process alone reads the weights, and hands them round; else each does,
-            and the CPU holds the target once for each process of the machine.
-    """
+    """How a target is spread over the processes."""
 
     layer_classes: tuple[str, ...] = ()
+    """Of the modules that are gathered one at a time. Default: the model's layers."""
     reshard_after_forward: bool = True
+    """Give a gathered layer up at once; else all stay, which takes the memory of the target."""
     load_once: bool = True
+    """The first process alone reads the weights, and hands them round."""
 
 
 def launched_sharding() -> Sharding | None:

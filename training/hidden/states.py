@@ -22,12 +22,8 @@ from medusa_heads.training.hidden.store import CacheError, HiddenCache, all_fini
 
 
 class HiddenStates:
-    """Those of a frozen target, run on every batch.
-
-    Attributes:
-        collate: makes batches of rows.
-        callbacks: for the Trainer.
-    """
+    """Those of a frozen target, run on every batch that `collate` made; callbacks are for the
+    Trainer."""
 
     collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]] = staticmethod(collate)
     callbacks: Sequence[TrainerCallback] = ()
@@ -47,15 +43,10 @@ class HiddenStates:
 
 class CachedHiddenStates(HiddenStates, TrainerCallback):
     """Rows that a cache holds are read from it; the target runs on the others, and they are kept.
+    As a callback it writes the caches where the Trainer pauses, after each pass.
 
     At positions that are not kept (see `KeptPositions`) hidden states read back are 0. Those of a
     row are the ones of the batch it was first in: in bf16 other batches round differently.
-    As a callback it writes the cache where the Trainer pauses, after each pass.
-
-    Args:
-        target: the frozen model.
-        caches: of the datasets that batches come from.
-        kept: positions that the caches hold.
     """
 
     def __init__(
@@ -76,12 +67,7 @@ class CachedHiddenStates(HiddenStates, TrainerCallback):
                     cache.add(name, found)
 
     def of(self, inputs: Mapping[str, Any]) -> Tensor:
-        """hidden_BTD, likewise.
-
-        Raises:
-            CacheError: a row must be read, and cannot be.
-            ValueError: what the target computed is not finite.
-        """
+        """hidden_BTD, likewise; raises CacheError where a row must be read and cannot be."""
         device = self.target.device
         if "hidden" in inputs:
             return inputs["hidden"].to(device)
@@ -148,11 +134,7 @@ def _collate_read(
 def read_batch(
     caches: Sequence[HiddenCache], names: Sequence[str], kept_BT: Tensor
 ) -> tuple[Tensor, list[int]]:
-    """hidden_BTD on the CPU, 0 where nothing is known, and the rows b that no cache holds.
-
-    Raises:
-        CacheError: a file cannot be used, and may not be rewritten.
-    """
+    """hidden_BTD on the CPU, 0 where nothing is known, and the rows b that no cache holds."""
     shape = *kept_BT.shape, caches[0].key.hidden_size
     hidden_BTD = torch.zeros(shape, dtype=caches[0].dtype)
     missing = []

@@ -45,16 +45,9 @@ _OPEN_SHARDS = 128  # far below what a process may hold open
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What hidden states belong to. A difference in any field means another folder.
-
-    Attributes:
-        target_weights_sha256: over every weight, bit for bit.
-        target_settings_sha256: over what else the forward hangs on.
-        computed_in: dtype of the weights.
-        hidden_size: D.
-        positions: which ones of a row are kept.
-        rows_sha256: over token ids and positions of all rows, in no order.
-    """
+    """What hidden states belong to: the target's weights, bit for bit; what else its forward hangs
+    on; the weights' dtype; D; which positions of a row are kept; and token ids and positions of all
+    rows, in no order. A difference in any field means another folder."""
 
     target_weights_sha256: str
     target_settings_sha256: str
@@ -73,10 +66,9 @@ class CacheError(ValueError):
 
 
 class HiddenCache:
-    """The hidden states of one dataset.
+    """The hidden states of one dataset, in a folder of its own.
 
     Args:
-        folder: of this cache alone.
         key: what it must belong to.
         plan: the rows that should be in it.
         dtype: of the hidden states; default: what the index says.
@@ -105,7 +97,7 @@ class HiddenCache:
         self.dtype = dtype or self._indexed_dtype()
         self._shard_of: dict[str, Path] = {}
         self._scanned: set[Path] = set()
-        self._checked: set[str] = set()
+        self._checked: set[str] = set()  # rows that are known to be finite
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._opened: OrderedDict[Path, Any] = OrderedDict()
@@ -158,32 +150,29 @@ class HiddenCache:
     def refresh(self) -> None:
         """See the shards that other processes wrote meanwhile."""
         # In the order of their numbers: a row that was written again counts as it was last.
-        for path in self._shards():
-            if path not in self._scanned:
-                self._scanned.add(path)
-                try:
-                    self._scan(path)
-                except CacheError as error:
-                    self._give_up(error)
-                    path.unlink(missing_ok=True)
+        for path in (path for path in self._shards() if path not in self._scanned):
+            self._scanned.add(path)
+            try:
+                self._scan(path)
+            except CacheError as error:
+                self._give_up(error)
+                path.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove all shards."""
         assert not self.read_only
         for path in self._shards():
             path.unlink(missing_ok=True)
-        self._shard_of.clear()
-        self._scanned.clear()
-        self._opened.clear()
+        for known in (self._shard_of, self._scanned, self._opened):
+            known.clear()
 
     def remove_leftovers(self) -> None:
         """Remove what killed processes left of shards."""
         remove_leftovers(self.folder)
 
     def read(self, name: str) -> Tensor | None:
-        """A row's hidden states [P, D] on the CPU, None if they are not there.
-
-        They are mapped, and not to be changed. NaN and infinities are looked for once a process.
+        """A row's hidden states [P, D] on the CPU, mapped, and not to be changed; None if they are
+        not there.
 
         Raises:
             CacheError: the file cannot be used, and may not be rewritten.
@@ -205,7 +194,7 @@ class HiddenCache:
         return hidden_PD
 
     def add(self, name: str, hidden_PD: Tensor) -> None:
-        """Keep a row's hidden states, on the CPU; written once a shard is full, or by `flush`."""
+        """Keep a row's hidden states on the CPU, to be written once a shard is full."""
         assert not self.read_only and hidden_PD.dtype == self.dtype
         assert hidden_PD.shape == (self.plan.counts[name], self.key.hidden_size)
         self._pending[name] = hidden_PD

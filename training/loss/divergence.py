@@ -48,15 +48,9 @@ def measure_terms(
     slope: bool,
     log_q_CV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Losses and, if wanted, slopes of a chunk.
-
-    Args:
-        objective: which terms.
-        logits_CV: fp32; they are overwritten.
-        labels_C: true tokens. A pair without one, -100, has no cross-entropy.
-        lesson: the target's distributions.
-        slope: whether slopes are wanted.
-        log_q_CV: memory to work in; slopes may be returned in it.
+    """Losses and, if wanted, slopes of a chunk of fp32 logits, which are overwritten; so is
+    `log_q_CV`, memory in which slopes may be returned. A pair without a true token, -100, has no
+    cross-entropy.
 
     Returns:
         losses_C, log_true_C (log q of the label, -inf where there is none), slope_CV or None.

@@ -80,15 +80,9 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How losses are computed.
-
-    Attributes:
-        objective: which terms.
-        compute: dtype of the products; softmax and sums run in fp32 (fp64 for fp64).
-        lessons: the target's distributions, if a term needs them.
-        cap: logits x become `cap * tanh(x / cap)`, as some targets' own do; None: they stay.
-        workspace: shared by calls that follow each other.
-    """
+    """How losses are computed: which terms, the dtype of the products (softmax and sums run in
+    fp32, fp64 for fp64), the target's distributions if a term needs them, a cap that logits x pass
+    as `cap * tanh(x / cap)`, and memory shared by calls that follow each other."""
 
     objective: LossConfig
     compute: torch.dtype

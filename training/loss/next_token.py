@@ -29,18 +29,10 @@ def own_losses(
     objective: LossConfig,
     before_BTD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The objective's loss of a target at each row, without the logits of all rows at once.
-
-    Args:
-        head: the target's lm_head and what follows it.
-        hidden_BTD: what the lm_head reads; gradients flow there.
-        rows: positions and labels.
-        objective: weights of cross-entropy and of KL(before || now).
-        before_BTD: what it read before the adapter; for the KL.
-
-    Returns:
-        losses_N, and the log-probability of each label, log_true_N, without gradients.
-    """
+    """losses_N of a target at supervised rows, without the logits of all rows at once; and
+    log_true_N, the log-probability of each label, without gradients. Those of the losses flow to
+    what the lm_head reads, `hidden_BTD`; `before_BTD` is what it read before the adapter, for
+    KL(before || now)."""
     features_ND = hidden_BTD.flatten(0, 1).index_select(0, rows.positions_N)
     compute = product_dtype(head.weight_WD)
     lessons = None
@@ -57,12 +49,7 @@ def own_losses(
 
 class DraftLoss:
     """The loss of a draft model that learns a target's distribution, and the figures it is judged
-    by.
-
-    Args:
-        draft: the model that is trained.
-        target: the frozen one, on the same device.
-        objective: which terms, at which temperature.
+    by; both models are on the same device.
 
     Raises:
         ValueError: logits of either are made in a way that is not known, or the draft's are capped.
@@ -92,15 +79,9 @@ class DraftLoss:
         hidden_BTD: Tensor,
         num_items: Tensor | int,
     ) -> Tensor:
-        """The terms' sum over the positions, divided by `num_items`; a scalar in fp32.
-
-        Args:
-            features_RD: what the draft's lm_head would read.
-            labels_R: the true next tokens, -100 where there is none to learn.
-            positions_R: where in the batch the positions are.
-            hidden_BTD: the target's hidden states.
-            num_items: the divisor, counted over ALL micro-batches of an optimiser step.
-        """
+        """The terms' sum over the positions, divided by `num_items`, those of ALL micro-batches of
+        an optimiser step; a scalar in fp32. `features_RD` is what the draft's lm_head would read,
+        `labels_R` the true next tokens, -100 where there is none to learn."""
         matrix_VD, bias_V = self._matrix()
         compute = product_dtype(matrix_VD)
         pairs = Pairs(labels_R.where(labels_R < self._shared, IGNORED), positions_R)

@@ -19,15 +19,12 @@ from medusa_heads.training.loss.fused import Pairs
 
 @dataclass(frozen=True)
 class SupervisedRows:
-    """The positions where at least one head learns.
+    """The positions where at least one head learns: indices of t into the flattened B * T
+    positions, token t + 2 + i (-100 where head i learns nothing), and token t + 1 + i, what
+    sequential heads see (0 beyond the end of the row).
 
     The target's own distribution of the token that head i learns at row r is what its lm_head makes
     of the hidden state at the flat position `positions_R[r] + 1 + i`.
-
-    Attributes:
-        positions_R: indices of t into the flattened B * T positions.
-        labels_RK: token t + 2 + i, -100 where head i learns nothing.
-        tokens_RK: token t + 1 + i, what sequential heads see; 0 beyond the end of the row.
     """
 
     positions_R: Tensor
@@ -50,16 +47,14 @@ def supervised_rows(
 
 
 def head_labels(labels_BT: Tensor, num_heads: int, position_ids_BT: Tensor | None = None) -> Tensor:
-    """The token that each head should predict at each position, -100 where there is none.
+    """labels_BTK: the token that each head should predict at each position, -100 where there is
+    none.
 
     `labels_BT` is unshifted: `labels[t]` is the token at t, -100 where the text was not generated
     (a prompt, padding). Head i at t predicts token t + 2 + i, and is supervised iff token t + 1 is
     generated text (only then does the engine draft from t) and token t + 2 + i is too. Where
     several documents are packed in a row, their `position_ids` each start at 0, and no label
     crosses over.
-
-    Returns:
-        labels_BTK.
     """
     offsets = (head_offset(i) for i in range(num_heads))
     ahead = [_ahead(labels_BT, offset, position_ids_BT) for offset in offsets]

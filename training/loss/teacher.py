@@ -24,11 +24,9 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's lm_head, what follows it, and the hidden states of a batch.
-
-    Logits are `cap * tanh(x / cap)` of `x = scale * (weight h + bias)`, without cap `x` itself;
-    hidden_PD is what the lm_head would read at each position of the batch, row after row.
-    """
+    """The target's lm_head, what follows it (logits are `cap * tanh(x / cap)` of `x = scale *
+    (weight h + bias)`, without cap `x` itself), and what the lm_head would read at each position of
+    a batch, row after row."""
 
     weight_WD: Tensor
     bias_W: Tensor | None
@@ -86,16 +84,13 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What the target predicts for the tokens of a chunk of pairs, each position once.
+    """What the target predicts for the tokens of a chunk of pairs, each position once: pairs that
+    predict the same token share a row, so that K heads cost one product, not K. `rows_C` is the row
+    of each pair.
 
-    Two pairs that predict the same token share a row, so that K heads cost one product, not K.
-
-    Attributes:
-        log_p_UV: over the heads' vocabulary, summing to one there; `p_UV` likewise.
-        share_UV: probabilities as the target gives them: with a reduced vocabulary their sum is
-            below one, and the rest is what no draft can reach. Else the same as `p_UV`.
-        certainty_U: sum p log p, the entropy's negative.
-        rows_C: the row of each pair.
+    `p_UV` is over the heads' vocabulary, summing to one there; `share_UV` as the target gives it:
+    with a reduced vocabulary the rest to one is what no draft can reach. `certainty_U` is sum p log
+    p.
     """
 
     log_p_UV: Tensor
@@ -110,14 +105,9 @@ class Lesson:
 
 
 class Lessons:
-    """Hands out the `Lesson` of any pairs of a batch.
-
-    Args:
-        teacher: with the hidden states of the batch.
-        draft_tokens: of heads with a reduced vocabulary.
-        objective: says at which temperature, and whether the rest of the vocabulary matters.
-        compute: dtype of the products.
-    """
+    """Hands out the `Lesson` of any pairs of a batch that the teacher reads, at the objective's
+    temperature, over `draft_tokens` where heads have a reduced vocabulary, with products in
+    `compute`."""
 
     def __init__(
         self,

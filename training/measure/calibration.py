@@ -21,7 +21,7 @@ from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads
 from medusa_heads.training.hidden.states import HiddenStates, refuse_not_finite
 from medusa_heads.training.loss.rows import SupervisedRows, encode_rows, supervised_rows
-from medusa_heads.training.measure.ranks import head_ranks
+from medusa_heads.training.measure.metrics import head_ranks
 from medusa_heads.trees.dynamic_tree import (
     DYNAMIC_RANKS,
     DYNAMIC_SIZES,
@@ -86,16 +86,9 @@ def expected_error(bins: Sequence[Bin]) -> float:
 def measure_heads(
     heads: DraftHeads, hidden_states: HiddenStates, text: Dataset, *, watch: Watch = iter
 ) -> tuple[HeadStatistics, list[HeadCalibration]]:
-    """Everything that is known of heads after their training, of heads from anywhere.
-
-    Args:
-        heads: on their target.
-        hidden_states: of that target, which reads the text once.
-        text: columns `input_ids` and `labels`; every position of it is measured.
-        watch: shows how far the target has read.
-
-    Returns:
-        The statistics, calibrated, and how honest each head is.
+    """Everything that is known of heads after their training, of heads from anywhere: statistics,
+    calibrated, and how honest each head is. Every position of the text (columns `input_ids` and
+    `labels`) is measured; the target reads it once, and `watch` shows how far.
 
     Raises:
         ValueError: no position has a true token for every head, or the target's hidden states are
@@ -112,13 +105,11 @@ def measure_heads(
 def calibrate(
     statistics: HeadStatistics, heads: DraftHeads, hidden_states: HiddenStates, held_out: Dataset
 ) -> list[HeadCalibration]:
-    """Fit the temperatures by held-out likelihood, and measure dynamic trees with them.
+    """Fit the temperatures by held-out likelihood, and measure dynamic trees with them; both are
+    written into `statistics`. Returns how honest each head is.
 
-    Both are written into `statistics`. Only positions with a true token for every head count; where
+    Only positions with a true token for every head count (without any, nothing is done); where
     there are more than MAX_POSITIONS, they are taken evenly from all of the text.
-
-    Returns:
-        How honest each head is there; nothing where no position has all true tokens.
     """
     supervised = sum(sum(label != IGNORED for label in row) for row in held_out["labels"])
     found = _positions(heads, hidden_states, held_out, every=-(-supervised // MAX_POSITIONS))
@@ -159,12 +150,10 @@ def _calibrate(
     tokens_SK: Tensor,
     labels_SK: Tensor,
 ) -> list[HeadCalibration]:
-    """Temperatures and dynamic trees, written into `statistics`.
-
-    A head's node is reached only where the heads before it were right, and there it is surer than
-    elsewhere. Its temperature is therefore fitted on positions where the true tokens were among the
-    earlier heads' best two. Tokens that the heads cannot draft say nothing of their temperature.
-    """
+    """A head's node is reached only where the heads before it were right, and there it is surer
+    than elsewhere. Its temperature is therefore fitted on positions where the true tokens were
+    among the earlier heads' best two. Tokens that the heads cannot draft say nothing of their
+    temperature."""
     found = hidden_SD, tokens_SK, labels_SK
     step = max(1, _LOGITS_AT_ONCE // (heads.config.num_heads * heads.config.num_candidates))
     parts = [
@@ -205,8 +194,8 @@ def _measure(logits_RKV: Tensor, labels_RK: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _reached(ranks_SK: Tensor) -> Tensor:
-    """The positions to fit the last of these heads on: it can draft the truth, and the heads before
-    it did well, if that leaves enough."""
+    """Where to fit the last of these heads: it can draft the truth, and the heads before it did
+    well, if that leaves enough."""
     known_S = ranks_SK[:, -1] != IGNORED
     well_S = known_S & ((ranks_SK[:, :-1] >= 0) & (ranks_SK[:, :-1] < _WELL_SO_FAR)).all(dim=1)
     return well_S if well_S.sum() >= 64 else known_S

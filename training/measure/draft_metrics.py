@@ -22,16 +22,12 @@ CHAINS = tuple(range(1, 9))
 def draft_metrics(figures_BT3: Tensor) -> dict[str, float]:
     """Means over all held-out positions, and simulated tokens per step.
 
-    Args:
-        figures_BT3: at every position -100, or: sum min(p, q) over the vocabulary, whether the
-            likeliest tokens of target and draft are the same, and whether the draft's likeliest
-            token is the text's next one.
-
-    Returns:
-        `acceptance`, the chance that a token drawn from q survives the rejection rule (Leviathan
-        et al. 2022, arXiv:2211.17192, corollary 3.6); `agreement`; and `tokens_per_step_1`, ..,
-        `tokens_per_step_8`, what greedy chains of these lengths would have reached on the very
-        text, bonus token included.
+    `figures_BT3` hold at every position -100, or: sum min(p, q) over the vocabulary, whether the
+    likeliest tokens of target and draft are the same, and whether the draft's likeliest token is
+    the text's next one. Of them are made `acceptance`, the chance that a token drawn from q
+    survives the rejection rule (Leviathan et al. 2022, arXiv:2211.17192, corollary 3.6),
+    `agreement`, and `tokens_per_step_1`, .., `tokens_per_step_8`, what greedy chains of these
+    lengths would have reached on the very text, bonus token included.
     """
     known_BT = figures_BT3[..., 0] != IGNORED
     acceptance, agreement, _ = figures_BT3[known_BT].double().mean(dim=0).tolist()

@@ -45,12 +45,9 @@ class FreshHeads(MedusaHeads):
 
 
 class Comparison:
-    """Losses of what learns and of what it began as on the same text, now and then.
-
-    Args:
-        worse: what a run that is stopped has done, for the sentence.
-        rates: the settings that may be too high.
-    """
+    """Losses of what learns and of what it began as on the same text, now and then. `worse` is what
+    a run that is stopped has done, `rates` the settings that may be too high: both for the
+    sentence."""
 
     def __init__(self, worse: str, rates: str = "learning_rate") -> None:
         self._worse, self._rates = worse, rates
@@ -60,10 +57,10 @@ class Comparison:
     def is_due(self, step: int) -> bool:
         """Whether to compare in a step, once: a step may have several batches."""
         every = _EVERY if step < _OFTEN_UNTIL else _SELDOM
-        due = step % every == every - 1 and step != self._compared
-        if due:
-            self._compared = step
-        return due
+        if step % every < every - 1 or step == self._compared:
+            return False
+        self._compared = step
+        return True
 
     def check(self, losses: Tensor, step: int, rate: float) -> None:
         """Take the losses of a comparison, now and in the beginning, [2, F].

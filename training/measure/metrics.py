@@ -1,6 +1,7 @@
-"""From the ranks of an evaluation to the figures people read.
+"""Where the heads' guesses hold the true tokens, and the figures of an evaluation that people read.
 
-Shapes: B batch or sequences, T tokens, K heads.
+Shapes: B batch or sequences, T tokens, R rows, C rows of a chunk, K heads, D hidden, V vocabulary
+of the heads.
 """
 
 from __future__ import annotations
@@ -11,10 +12,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_heads.config import IGNORED
+from medusa_heads.heads import DraftHeads
+from medusa_heads.training.loss.fused import chunk_pairs
+from medusa_heads.training.loss.rows import SupervisedRows
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
 
 TREE_SIZES = (16, 32)
 OWN_FIGURES = ("loss", "loss_before", "kl")  # of a target that learns too
+
+
+@torch.no_grad()
+def head_ranks(heads: DraftHeads, hidden_RD: Tensor, rows: SupervisedRows, max_rank: int) -> Tensor:
+    """ranks_RK each head gave the true tokens: 0 for its top-1, `max_rank` for all at or beyond,
+    -100 where the rows' labels are.
+
+    Equal logits, common in bf16, rank by token id; a token that the heads cannot draft ranks last.
+    Features and logits exist for one chunk of rows at a time.
+    """
+    labels_RK = rows.labels_RK
+    drafted_RK = heads.draft_ids(labels_RK)
+    ranks_RK = torch.full_like(labels_RK, IGNORED)
+    dtype = heads.vocab_matrix(0)[0].dtype
+    size = chunk_pairs(heads.config.num_candidates, hidden_RD.device.type, dtype)
+    for start in range(0, len(labels_RK), size):
+        chunk = slice(start, start + size)
+        features_CKD = heads.features(hidden_RD[chunk], rows.tokens_RK[chunk])
+        for i in range(labels_RK.shape[1]):
+            rank_C = _ranks(heads.project(i, features_CKD[:, i]), drafted_RK[chunk, i], max_rank)
+            ranks_RK[chunk, i] = rank_C.where(labels_RK[chunk, i] != IGNORED, IGNORED)
+    return ranks_RK
+
+
+def _ranks(logits_CV: Tensor, drafted_C: Tensor, max_rank: int) -> Tensor:
+    label_C1 = drafted_C[:, None].clamp(min=0)
+    true_C1 = logits_CV.gather(1, label_C1)
+    tokens_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+    ahead_CV = (logits_CV > true_C1) | ((logits_CV == true_C1) & (tokens_V < label_C1))
+    ranks_C = ahead_CV.sum(dim=1).clamp(max=max_rank)
+    return ranks_C.where(drafted_C != IGNORED, max_rank)
 
 
 def complete_runs(ranks_BTK: Tensor) -> list[Tensor]:
@@ -52,8 +88,8 @@ def rank_metrics(ranks_BTK: Tensor) -> dict[str, float]:
 
 
 def describe(metrics: Mapping[str, Any]) -> str | None:
-    """One readable line out of `rank_metrics`, as the Trainer named them; None where the metrics
-    are others."""
+    """One readable line out of `rank_metrics`, as the Trainer named them, and one of the target's
+    own figures; None where the metrics are others."""
     if "eval_head0_top1" not in metrics:
         return None
 
@@ -64,7 +100,9 @@ def describe(metrics: Mapping[str, Any]) -> str | None:
     steps = ", ".join(
         f"{metrics[f'eval_tokens_per_step_{size}']:.2f} with {size} nodes" for size in TREE_SIZES
     )
-    return f"held-out top-1 {of_heads(1)} | top-5 {of_heads(5)} | tokens per step {steps}"
+    line = f"held-out top-1 {of_heads(1)} | top-5 {of_heads(5)} | tokens per step {steps}"
+    own = own_figures(metrics)
+    return line if own is None else f"{line}\n{describe_own(own)}"
 
 
 def own_figures(metrics: Mapping[str, Any]) -> dict[str, float] | None:

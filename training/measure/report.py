@@ -47,20 +47,12 @@ def make_report(
     metrics: Mapping[str, Any],
     log: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Everything of a run that is worth telling, as plain values.
+    """Everything of a run that is worth telling, as plain values: of statistics, calibrated, of
+    ranks [T, K] of held-out sequences, of metrics as in `metrics.json`, and of the Trainer's
+    history.
 
-    Static trees are walked over the held-out sequences as decoding would walk them; of dynamic
-    trees is known what they gain at any position. Both are given for static trees: compare like
-    with like.
-
-    Args:
-        statistics: of the held-out text, calibrated.
-        runs: ranks [T, K] of its sequences.
-        calibrations: of each head; may be empty.
-        heads: their configuration.
-        target: its name.
-        metrics: of the last evaluation and of the training, as in `metrics.json`.
-        log: the Trainer's history.
+    Static trees are walked over the sequences as decoding would walk them; of dynamic trees is
+    known what they gain at any position. Both are given for static trees: compare like with like.
     """
     static = []
     for nodes in SIZES:
