@@ -142,7 +142,10 @@ def _nearest(folder: Path, key: CacheKey) -> str:
             found.append([name for name, value in asdict(key).items() if other[name] != value])
         except (OSError, ValueError, KeyError, TypeError):
             continue
-    return f" (the nearest differs in {' and '.join(min(found, key=len))})" if found else ""
+    if not found:
+        return ""
+    nearest: list[str] = min(found, key=len)
+    return f" (the nearest differs in {' and '.join(nearest)})"
 
 
 def _check_disk(folder: Path, caches: Mapping[HiddenCache, float]) -> None:

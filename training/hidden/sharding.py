@@ -122,7 +122,8 @@ def _layers(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
             f"expected a list of layers in {type(model).__name__}, found none: leave shard_target "
             "and FSDP out"
         )
-    return list(max(lists, key=lambda part: sum(p.numel() for p in part.parameters())))
+    longest: nn.ModuleList = max(lists, key=lambda part: sum(p.numel() for p in part.parameters()))
+    return list(longest)
 
 
 def _take_dtypes(model: nn.Module, device: torch.device) -> None:

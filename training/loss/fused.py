@@ -189,7 +189,7 @@ class _MatrixLosses(torch.autograd.Function):
             grad_ND = grad_ND.to(ctx.dtype)
             grad_N = grad_N if weights_N is None else weights_N * grad
             # In strips, because bf16 times fp32 goes through copies of both in fp32.
-            for strip in strips(*grad_ND.shape, grad_ND.device.type):
+            for strip in strips(len(grad_ND), grad_ND.shape[1], grad_ND.device.type):
                 grad_ND[strip].mul_(grad_N[strip, None])
         scaled = (None if saved is None else saved * grad.to(saved.dtype) for saved in of_matrix)
         return (grad_ND, *scaled, None, None, None, None)
@@ -206,7 +206,8 @@ def _measure_strip(
     """losses_S and log_true_S; if wanted, the slopes take the place of the products."""
 
     def scratch(name: str) -> Tensor:
-        return recipe.workspace.matrix(name, *products_SV.shape, recipe.exact, products_SV.device)
+        rows, width = products_SV.shape
+        return recipe.workspace.matrix(name, rows, width, recipe.exact, products_SV.device)
 
     z_SV = products_SV
     if recipe.compute != recipe.exact:

@@ -93,7 +93,7 @@ def plan_heads(
         trained += adapter
         memory["adapter, gradients, AdamW"] = adapter * _ADAMW_BYTES
         # What each layer keeps for the backward pass.
-        layers = 1 if args.activation_checkpointing else target.config.num_hidden_layers
+        layers = 1 if args.gradient_checkpointing else target.config.num_hidden_layers
         memory["target's backward"] = layers * tokens * (4 * wide + 12 * width) * element
     disk = {"each checkpoint": trained * _SAVED_BYTES}
     if text.learnt is not None:

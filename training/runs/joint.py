@@ -135,7 +135,7 @@ class JointObjective(nn.Module):
         target: TargetModel,
         model: PeftModel,
         config: JointConfig,
-        heads_objective: LossConfig,
+        objective: LossConfig,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -145,13 +145,15 @@ class JointObjective(nn.Module):
         self.own_objective = LossConfig({name: weight for name, weight in terms.items() if weight})
         self._beside = (target, model)  # in a tuple, so that the target does not become a part
         self.lm_head = Teacher.from_target(target)
-        self.heads_loss = partial(
-            batch_loss, heads, objective=heads_objective, teacher=self.lm_head
-        )
+        self.heads_loss = partial(batch_loss, heads, objective=objective, teacher=self.lm_head)
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
         """Let the target's layers drop their activations and make them anew; asked by Trainer."""
-        self._beside[0].model.activation_checkpointing_enable(**options)
+        model = self._beside[0].model
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)(**options)
+
+    gradient_checkpointing_enable = activation_checkpointing_enable  # Trainer's word until 5.23
 
     def forward(
         self,
@@ -162,11 +164,10 @@ class JointObjective(nn.Module):
     ) -> Tensor:
         """The loss; gradients of the heads' part flow into the adapter through the hidden states,
         unless the heads learn alone."""
-        if heads_alone:
-            # The same weight: Adam's memory of the gradients' size stays right.
-            hidden_BTD = self._beside[0].hidden(*_texts(inputs))
-            part = self.heads_loss(hidden_BTD, inputs, rows, num_items=num_items)
-            return self.settings.heads_weight * part
+        if heads_alone:  # with the same weight: Adam's memory of the gradients' size stays right
+            with torch.no_grad():
+                hidden_BTD = self.read_now(inputs)
+            return self.loss(hidden_BTD, hidden_BTD.new_zeros(()), inputs, rows, num_items)
         before_BTD = self.read_before(inputs) if self.own_objective.needs_teacher else None
         now_BTD = self.read_now(inputs)
         own = own_rows(inputs["labels"], inputs.get("position_ids"))
@@ -175,14 +176,15 @@ class JointObjective(nn.Module):
 
     def read_now(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """hidden_BTD of the target with its adapter; gradients flow through it."""
-        return self._beside[0].hidden_with_grad(*_texts(inputs))
+        mask_BT, positions_BT = inputs.get("attention_mask"), inputs.get("position_ids")
+        return self._beside[0].hidden_with_grad(inputs["input_ids"], mask_BT, positions_BT)
 
+    @torch.no_grad()
     def read_before(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """hidden_BTD without the adapter; to be read first, because peft takes the adapter's
         requires_grad away while it is disabled."""
-        target, model = self._beside
-        with model.disable_adapter():
-            return target.hidden(*_texts(inputs))
+        with self._beside[1].disable_adapter():
+            return self.read_now(inputs)
 
     @torch.no_grad()
     def read_twice(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -227,7 +229,7 @@ class JointTrainer(HeadsTrainer):
     unusable: ClassVar[Mapping[str, Any]] = {
         name: unset
         for name, unset in HeadsTrainer.unusable.items()
-        if name != "activation_checkpointing"
+        if name != "gradient_checkpointing"
     }
 
     def __init__(
@@ -251,12 +253,9 @@ class JointTrainer(HeadsTrainer):
         rate = self.joint.settings.learning_rate
         if rate is None:
             rate = self.args.learning_rate / HEADS_TO_ADAPTER_RATE
+        of_heads = rate_groups(self.heads, self.args, decaying=list(self.heads.parameters()))
         adapter = {"params": list(self.joint.adapter.parameters()), "lr": rate}
-        decaying = list(self.heads.parameters())
-        return [
-            *rate_groups(self.heads, self.args, decaying),
-            {**adapter, "weight_decay": self.args.weight_decay},
-        ]
+        return [*of_heads, {**adapter, "weight_decay": self.args.weight_decay}]
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -293,8 +292,3 @@ class JointTrainer(HeadsTrainer):
         for name, figure_N in zip(OWN_FIGURES, figures_N3.unbind(dim=1), strict=True):
             self._add_up(f"target_{name}", figure_N.sum(), torch.ones_like(figure_N).sum())
         return self.joint.loss(now_BTD, losses_N, inputs, rows, items), now_BTD, rows
-
-
-def _texts(inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What the target reads of a batch."""
-    return inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids")

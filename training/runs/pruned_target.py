@@ -35,8 +35,9 @@ def begin_draft(
     """
     model: Any
     if draft_model is not None:
-        given = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-        model = load_draft(draft_model, target, **given).model
+        model = load_draft(
+            draft_model, target, dtype=torch.float32, trust_remote_code=trust_remote_code
+        ).model
     else:
         chosen = _chosen(target, num_layers)
         if hidden_size is None:

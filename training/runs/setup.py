@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -36,7 +36,7 @@ from medusa_heads.training.runs.trainer import TaughtTrainer
 
 Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 GivenTarget = str | TargetModel | PreTrainedModel
-GivenText = Dataset | IterableDataset | TrainingData | Names
+GivenText: TypeAlias = Dataset | IterableDataset | TrainingData | Names
 
 
 class Run:
@@ -186,7 +186,7 @@ def prepare_sets(
         ValueError: a corpus or setting that cannot be used, or less text than a batch of those
             that must be full.
     """
-    data = dataset
+    data: Any = dataset
     if not isinstance(data, TrainingData):
         given = {"dataset": dataset, "eval_dataset": eval_dataset}
         in_memory: dict[str, Any] = {
