@@ -25,8 +25,8 @@ from medusa_heads.trees.dynamic_tree import (
     DYNAMIC_WIDTH,
     accepted_by_size,
     best_first_tree,
+    guesses,
 )
-from medusa_heads.trees.guesses import guesses
 from medusa_heads.trees.statistics import MAX_RANK, HeadStatistics
 
 if TYPE_CHECKING:
