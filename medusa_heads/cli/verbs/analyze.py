@@ -69,7 +69,7 @@ def analyze(arguments: AnalyzeArguments) -> dict[str, Any]:
         )
     from medusa_heads.inference.adapt.measure import SIZES
     from medusa_heads.inference.bench import speedup, speedup_report
-    from medusa_heads.inference.bench.memory_overhead import memory_overhead
+    from medusa_heads.inference.bench.speedup import memory_overhead
     from medusa_heads.inference.engine.capability import capability
 
     limit = model.target.max_positions

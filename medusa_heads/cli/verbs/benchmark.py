@@ -76,9 +76,8 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
     )
     from rich.console import Console
 
-    from medusa_heads.inference.bench.report import write_numbers, write_report
+    from medusa_heads.inference.bench.report import tables, write_numbers, write_report
     from medusa_heads.inference.bench.run import benchmark
-    from medusa_heads.inference.bench.tables import tables
     from medusa_heads.trees.statistics import HeadStatistics
 
     prompts, left_out = _prompts(arguments, source)
