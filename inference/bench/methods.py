@@ -66,6 +66,13 @@ class _Parts(NamedTuple):
     corpus: bool
     compiled: bool
 
+    @property
+    def needs(self) -> list[str]:
+        """What must be given besides the target: heads, a draft model, a corpus."""
+        drafted = self.kind in (DRAFT_MODEL, ASSISTED)
+        needed = {"heads": self.kind == HEADS, "draft": drafted, "corpus": self.corpus}
+        return [name for name, is_needed in needed.items() if is_needed]
+
 
 def _parts(name: str) -> _Parts:
     drafter = name.removesuffix(COMPILE)
@@ -76,50 +83,46 @@ def _parts(name: str) -> _Parts:
 
 def needs_heads(methods: Sequence[str]) -> bool:
     """Whether one of them decodes with trained heads."""
-    return any(_parts(name).kind == HEADS for name in methods)
+    return any("heads" in _parts(name).needs for name in methods)
+
+
+_MISSING = {
+    "heads": "a heads checkpoint, and the target has come alone",
+    "draft": "a draft model: give --draft_model",
+    "corpus": "text to continue: give --corpus",
+}
+_UNUSED = {
+    "draft": "a draft model is given, and none of the methods {} drafts with it: name "
+    f"{DRAFT_MODEL} or {ASSISTED}",
+    "corpus": "a corpus is given, and none of the methods {} continues it: name one NAME+corpus, "
+    "such as auto+corpus",
+}
 
 
 def check_methods(
     settings: Sequence[Sequence[str]], *, heads: bool, draft: bool, corpus: bool = False
 ) -> None:
-    """Refuse names that stand for nothing, or for what was not given.
-
-    Args:
-        settings: the names in each.
-        heads, draft, corpus: whether heads, a draft model, a corpus were given; the last two for
-            at least one of the methods.
+    """Refuse names of any setting that stand for nothing, or for what was not given.
 
     Raises:
         ValueError: such a name, one given twice, or a draft model or a corpus for none of them.
     """
-    named = {name: _parts(name) for methods in settings for name in methods}
+    given = {"heads": heads, "draft": draft, "corpus": corpus}
+    needs: dict[str, list[str]] = {}
     for methods in settings:
         for place, name in enumerate(methods):
-            parts = named[name]
-            _check_name(name, parts)
+            needs[name] = _checked(name).needs
             if name in methods[:place]:
                 raise ValueError(f"the method {name!r} is given twice: name it once")
-            if parts.kind == HEADS and not heads:
-                raise ValueError(
-                    f"{name!r} needs a heads checkpoint, and the target has come alone"
-                )
-            if parts.kind in (DRAFT_MODEL, ASSISTED) and not draft:
-                raise ValueError(f"{name!r} needs a draft model: give --draft_model")
-            if parts.corpus and not corpus:
-                raise ValueError(f"{name!r} needs text to continue: give --corpus")
-    if draft and not any(parts.kind in (DRAFT_MODEL, ASSISTED) for parts in named.values()):
-        raise ValueError(
-            f"a draft model is given, and none of the methods {', '.join(named)} drafts with it: "
-            f"name {DRAFT_MODEL} or {ASSISTED}"
-        )
-    if corpus and not any(parts.corpus for parts in named.values()):
-        raise ValueError(
-            f"a corpus is given, and none of the methods {', '.join(named)} continues it: name "
-            "one NAME+corpus, such as auto+corpus"
-        )
+            if missing := [need for need in needs[name] if not given[need]]:
+                raise ValueError(f"{name!r} needs {_MISSING[missing[0]]}")
+    for what, message in _UNUSED.items():
+        if given[what] and not any(what in of_one for of_one in needs.values()):
+            raise ValueError(message.format(", ".join(needs)))
 
 
-def _check_name(name: str, parts: _Parts) -> None:
+def _checked(name: str) -> _Parts:
+    parts = _parts(name)
     treed = parts.kind in (HEADS, DRAFT_MODEL)
     # A drafter's name may hold the layers it runs: `early_exit:4+suffix`.
     known = treed or re.sub(r":\d+", "", parts.drafts) in DRAFTERS or parts.drafts in _PLAINLY
@@ -141,15 +144,12 @@ def _check_name(name: str, parts: _Parts) -> None:
         raise ValueError(
             f"early_exit runs layers of an uncompiled target, got {name!r}: leave {COMPILE!r} out"
         )
+    return parts
 
 
 def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
-    """What a name stands for.
-
-    Args:
-        name: one that check_methods let pass.
-        models: loaded.
-        most_tokens: in the longest text, prompt included; a static cache holds as many.
+    """What a name that check_methods let pass stands for. `most_tokens` are in the longest text,
+    prompt included: a static cache holds as many.
 
     Raises:
         ValueError: a tree that cannot be drafted, or that the target cannot verify.

@@ -143,10 +143,7 @@ def _draw_categories(axes: Any, methods: Sequence[Mapping[str, Any]], title: str
 
 
 def _draw_nodes(
-    axes: Any,
-    methods: Sequence[Mapping[str, Any]],
-    title: str,
-    statistics: HeadStatistics | None,
+    axes: Any, methods: Sequence[Mapping[str, Any]], title: str, statistics: HeadStatistics | None
 ) -> None:
     """The limit is that of heads: each of them right, and the target's own token."""
     axes.set_xlabel("draft tokens of a step, at most")

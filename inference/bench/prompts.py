@@ -15,31 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Question:
-    """What somebody asks, before it is made into tokens.
+    """What somebody asks, before it is made into tokens."""
 
-    Attributes:
-        turns: asked one behind the other, each behind the answer to the one before.
-        category: what kind of text it is, where the file says so.
-        chat: asked through the target's chat template, where it has one.
-    """
-
-    turns: tuple[str, ...]
-    category: str | None = None
-    chat: bool = False
+    turns: tuple[str, ...]  # one behind the other, each behind the answer to the one before
+    category: str | None = None  # what kind of text it is, where the file says so
+    chat: bool = False  # asked through the target's chat template, where it has one
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to generate from.
-
-    Attributes:
-        tokens: the ids.
-        category: see Question.
-        follow_up: makes the next turn's prompt of the tokens that answered this one.
-    """
+    """Token ids to generate from."""
 
     tokens: tuple[int, ...]
-    category: str | None = None
+    category: str | None = None  # see Question
+    # Makes the next turn's prompt of the tokens that answered this one.
     follow_up: Callable[[list[int]], Prompt] | None = None
 
 
@@ -167,12 +156,8 @@ def _in_template(
 def choose_prompts(
     prompts: Sequence[Prompt], num_prompts: int, longest: int | None = None
 ) -> tuple[list[Prompt], int]:
-    """So many prompts, from all categories in turn, and how many were too long to be chosen.
-
-    Args:
-        prompts: in the file's order, which is kept within a category.
-        num_prompts: how many at most.
-        longest: in tokens; longer ones are left out.
+    """At most so many prompts, from all categories in turn, each in the file's order; and how many
+    had more than `longest` tokens.
 
     Raises:
         ValueError: all of them are too long.

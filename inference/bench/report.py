@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,16 @@ from medusa_heads.trees.statistics import HeadStatistics
 if TYPE_CHECKING:
     from rich.table import Table
 
+JSON_FILE, MARKDOWN_FILE, PNG_FILE = "report.json", "report.md", "report.png"
 Rows = tuple[list[str], list[list[str]]]  # the columns' names, and the rows below them
+# Columns of a table, and how an entry of the report is written in them.
+_SPEEDS = {
+    "method": "{name}",
+    "tokens/s": "{tokens_per_second:.1f}",
+    "speed-up": "{speedup:.2f}",
+    "tokens per step": "{tokens_per_step:.2f}",
+    "output identical": "{same}",
+}
 
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
@@ -32,14 +41,8 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
 def rich_table(
     title: str, rows: Rows, *, caption: str = "", bold: int | None = None, narrow: bool = False
 ) -> Table:
-    """Rows as a table on the screen.
-
-    Args:
-        title, caption: above and below it.
-        rows: what it holds.
-        bold: the row that stands out.
-        narrow: there are many columns of short numbers: their names are broken, not cut.
-    """
+    """Rows as a table on the screen, of which one may stand out; where it is narrow, for many
+    columns of short numbers, their names are broken and not cut."""
     from rich import box
     from rich.table import Table
 
@@ -63,20 +66,18 @@ def _whole_title(setting: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     return f"{setting_title(setting, report.get('temperature'))}: {size}"
 
 
+def formatted(columns: Mapping[str, str], entries: Iterable[Mapping[str, Any]]) -> Rows:
+    """Rows of a table whose columns say how an entry is written in them."""
+    cells = [[cell.format(**entry) for cell in columns.values()] for entry in entries]
+    return list(columns), cells
+
+
 def _speed_rows(setting: Mapping[str, Any]) -> Rows:
     """The methods of one setting; the output of the first is what others' is compared with."""
-    columns = ["method", "tokens/s", "speed-up", "tokens per step", "output identical"]
-    rows = [
-        [
-            method["name"],
-            f"{method['tokens_per_second']:.1f}",
-            f"{method['speedup']:.2f}",
-            f"{method['tokens_per_step']:.2f}",
-            identity_cell(method["identical"], setting["prompts"]) if place else "-",
-        ]
-        for place, method in enumerate(setting["methods"])
-    ]
-    return columns, rows
+    plain, *others = setting["methods"]
+    prompts = setting["prompts"]
+    rest = [method | {"same": identity_cell(method["identical"], prompts)} for method in others]
+    return formatted(_SPEEDS, [plain | {"same": "-"}, *rest])
 
 
 def identity_cell(share: float, prompts: int) -> str:
@@ -128,14 +129,11 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def _detail_rows(setting: Mapping[str, Any]) -> Rows:
     columns = ["method", "speed-up, quartiles", "first token, ms", "peak memory, MB", "of a run"]
+    shown = {"first_token_seconds": 1e3, "peak_memory_bytes": 1e-6, "run_memory_bytes": 1e-6}
     rows = []
     for method in setting["methods"]:
         low, high = method.get("speedup_quartiles", [method["speedup"]] * 2)
-        shown = {"first_token_seconds": 1e3, "peak_memory_bytes": 1e-6, "run_memory_bytes": 1e-6}
-        figures = [
-            f"{method[name] * scale:.1f}" if name in method else "-"
-            for name, scale in shown.items()
-        ]
+        figures = [f"{method[n] * scale:.1f}" if n in method else "-" for n, scale in shown.items()]
         rows.append([method["name"], f"{low:.2f} - {high:.2f}", *figures])
     return columns, rows
 
@@ -166,17 +164,13 @@ def write_report(
     report: Mapping[str, Any],
     statistics: HeadStatistics | None = None,
 ) -> tuple[Path, Path, Path]:
-    """Write the three files, each beside its place first; return their paths.
-
-    Args:
-        folder: made if it is not there.
-        report: what `benchmark` returned.
-        statistics: of the heads, to be drawn beside.
+    """Write what `benchmark` returned as three files, each beside its place first, and return their
+    paths; the heads' statistics are drawn beside.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    png_file = Path(folder) / "report.png"
+    png_file = Path(folder) / PNG_FILE
     png_file.parent.mkdir(parents=True, exist_ok=True)
     draw(report, statistics, png_file)
     # The numbers last: where they are, the rest is too.
@@ -191,7 +185,7 @@ def write_numbers(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> 
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    json_file, markdown_file = path / "report.json", path / "report.md"
+    json_file, markdown_file = path / JSON_FILE, path / MARKDOWN_FILE
     replace_file(markdown_file, markdown(report))
     replace_file(json_file, json.dumps(report, indent=2) + "\n")
     return json_file, markdown_file

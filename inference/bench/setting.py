@@ -12,13 +12,7 @@ from tqdm.auto import tqdm
 
 from medusa_heads.inference.bench.methods import HEADS, PLAIN, PLAIN_METHODS, PROMPT_LOOKUP
 from medusa_heads.inference.bench.prompts import Prompt, batches_of
-from medusa_heads.inference.bench.timed_run import (
-    WARM_UP_TOKENS,
-    Method,
-    Run,
-    run_once,
-    summarise,
-)
+from medusa_heads.inference.bench.timed_run import WARM_UP_TOKENS, Method, Run, run_once, summarise
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,10 @@ class Source:
 
 
 def find_source(name: str | os.PathLike[str], target: str | None, *, heads: bool) -> Source:
-    """Tell a heads checkpoint from a target.
+    """Tell a heads checkpoint from a target, by the folder or hub id of either.
 
     Args:
-        name: folder or hub id of either.
+        name: of it.
         target: of the heads, where it is not the one they name.
         heads: heads are to be measured: nothing else will do.
 
@@ -102,7 +102,7 @@ def load_models(
     drafts = []
     for named in draft_models:
         name, revision = split_revision(named)
-        at = {} if revision is None else {"revision": revision}
+        at: dict[str, Any] = {} if revision is None else {"revision": revision}
         drafts.append(TargetModel.from_pretrained(name, **options, **at))
         check_vocabulary(drafts[-1], target)
     return Models(target, medusa, tuple(drafts), index)

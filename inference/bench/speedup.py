@@ -32,11 +32,8 @@ _LONGEST_CHAIN = 64
 
 
 def chain_tokens(acceptance: float, length: int) -> float:
-    """Expected tokens a step of a chain of `length` drafts: equation 1 of Leviathan et al.
-
-    Args:
-        acceptance: the chance that a draft behind accepted ones is accepted.
-        length: drafts in the chain; 0 is plain decoding, one token a step.
+    """Expected tokens a step of a chain of `length` drafts, each of which is accepted behind
+    accepted ones with the chance `acceptance`: equation 1 of Leviathan et al.
 
     Raises:
         ValueError: an acceptance that is no chance, or a length below 0.
@@ -50,11 +47,8 @@ def chain_tokens(acceptance: float, length: int) -> float:
 
 
 def chain_speedup(acceptance: float, length: int, draft_cost: float) -> float:
-    """How many times as fast as plain decoding: theorem 3.8 of Leviathan et al.
-
-    Args:
-        acceptance, length: see `chain_tokens`.
-        draft_cost: what one draft takes, in forwards of the target.
+    """How many times as fast as plain decoding such a chain is, where one draft takes `draft_cost`
+    forwards of the target: theorem 3.8 of Leviathan et al.
 
     Raises:
         ValueError: an acceptance that is no chance, a length or a cost below 0.
@@ -93,15 +87,8 @@ def mean_acceptance(chances: Sequence[float]) -> float:
 
 
 def break_even(batch_sizes: Sequence[int], speedups: Sequence[float]) -> float | None:
-    """The batch size up to which drafting pays, between measured ones on a logarithmic scale.
-
-    Args:
-        batch_sizes: ascending.
-        speedups: of each over plain decoding of the same batch.
-
-    Returns:
-        0.0 where it does not pay even at the smallest size, None where it pays at all of them.
-    """
+    """The batch size up to which drafting pays, between measured ones, which ascend, on a
+    logarithmic scale: 0.0 where it does not even at the smallest, None where it does at all."""
     assert sorted(batch_sizes) == list(batch_sizes)
     if speedups[0] <= 1:
         return 0.0
@@ -125,9 +112,7 @@ def analyze(
     """All of it for heads on this machine, as plain values.
 
     Args:
-        target: the target.
-        heads: attached to it.
-        statistics: measured ranks of the heads.
+        target, heads, statistics: heads, their measured ranks, and what they are attached to.
         context: tokens in the cache while steps are measured.
         batch_sizes: sequences decoded together; the costs of each are measured.
         chain_only: the target verifies chains alone, so trees are left out.
@@ -227,33 +212,19 @@ def _describe(size: TreeSize, plain: TreeSize) -> dict[str, Any]:
 def memory_overhead(
     target: TargetModel, heads: DraftHeads, nodes: int, batch_size: int = 1
 ) -> dict[str, int]:
-    """Bytes of each part.
-
-    Args:
-        target: the target.
-        heads: attached to it.
-        nodes: drafted nodes of a tree; its root is what plain decoding would run as well.
-        batch_size: rows that draft a tree each.
-
-    Returns:
-        `target`: the target's weights. `heads`: theirs, with the second copy of their blocks that
-        medusa heads keep in one piece while they decode, with the rows of the vocabulary matrix
-        that a reduced vocabulary copies, and with the preview of a large one. `cache_per_token`:
-        the target's keys and values of one token; `prefix_per_token`: those of the heads' own
-        layer, if they have one. `tree_cache`: the rows of all drafted nodes, held until the walk
-        has dropped most of them. `tree_logits`: the target's logits of these nodes, for as long as
-        a step takes.
-    """
+    """Bytes of each part, where so many rows draft so many nodes each; the root of a tree is what
+    plain decoding would run as well."""
     per_token = cache_bytes_per_token(target)
     drafted = nodes * batch_size
     prefix = heads.prefix
     return {
         "target": _bytes(target.model.parameters()),
         "heads": _heads_bytes(heads),
-        "cache_per_token": per_token,
+        "cache_per_token": per_token,  # the target's keys and values
+        # Those of the heads' own layer, if they have one.
         "prefix_per_token": 2 * target.hidden_size * prefix.dtype.itemsize if prefix else 0,
-        "tree_cache": drafted * per_token,
-        "tree_logits": drafted * target.vocab_size * target.dtype.itemsize,
+        "tree_cache": drafted * per_token,  # held until the walk has dropped most of its rows
+        "tree_logits": drafted * target.vocab_size * target.dtype.itemsize,  # of the target
     }
 
 
@@ -268,6 +239,8 @@ def cache_bytes_per_token(target: TargetModel) -> int:
 
 
 def _heads_bytes(heads: DraftHeads) -> int:
+    """With the second copy of their blocks that medusa heads keep in one piece while they decode,
+    the rows that a reduced vocabulary copies, and the preview of a large one."""
     total = _bytes(heads.parameters())
     if heads.kind == "medusa":
         total += _bytes(p for name, p in heads.named_parameters() if ".linear." in name)

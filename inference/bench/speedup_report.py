@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import replace_file
 from medusa_heads.inference.bench.plots import over_rows, target_name, where_measured
-from medusa_heads.inference.bench.report import Rows, rich_table
+from medusa_heads.inference.bench.report import formatted, rich_table
 from medusa_heads.pictures import LIGHT, Line, draw_lines, save_picture
 
 if TYPE_CHECKING:
@@ -25,82 +25,71 @@ _PARTS = {
     "tree_cache": "keys and values of the drafted nodes",
     "tree_logits": "logits of the drafted nodes",
 }
-# Columns of the tables, and how an entry of the report is written in them.
+# Columns of the tables, and how an entry of the report, in milliseconds, is written in them.
 _CHAINS = {
     "length": "{length}",
     "tokens per step": "{tokens_per_step:.2f}",
     "equation 1": "{equation_1:.2f}",
     "draft cost": "{draft_cost:.3f}",
-    "step ms": "{step_ms:.2f}",
+    "step ms": "{step_seconds:.2f}",
     "speed-up": "{speedup:.2f}",
     "theorem 3.8": "{theorem_3_8:.2f}",
 }
 _TREES = {
     "tree": "{tree}",
     "tokens per step": "{tokens_per_step:.2f}",
-    "step ms": "{step_ms:.2f}",
-    "of it drafting": "{of_it_drafting:.0%}",
+    "step ms": "{step_seconds:.2f}",
+    "of it drafting": "{drafting_share:.0%}",
     "speed-up": "{speedup:.2f}",
 }
 _BATCHES = {
     "rows": "{batch_size}",
-    "plain step ms": "{plain_ms:.2f}",
+    "plain step ms": "{plain_step_seconds:.2f}",
     "tree": "{tree}",
-    "step ms": "{step_ms:.2f}",
+    "step ms": "{step_seconds:.2f}",
     "speed-up": "{speedup:.2f}",
 }
 
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
     """Chains against theory (where a batch of 1 was measured), trees, batches, memory."""
-    first = report["batches"][0]
-    found = []
-    if "chains" in report:
-        mean = f"mean acceptance {report['acceptance']:.3f}"
-        rows = _rows(_CHAINS, report["chains"])
-        found.append(rich_table(f"chains of best guesses, batch of 1; {mean}", rows))
-    context = f"{report['context']} tokens of context"
+    batches, first = report["batches"], report["batches"][0]
+    chains = f"chains of best guesses, batch of 1; mean acceptance {report['acceptance']:.3f}"
+    found = (
+        [rich_table(chains, formatted(_CHAINS, map(_in_ms, report["chains"])))]
+        if "chains" in report
+        else []
+    )
+    title = (
+        f"batch of {first['batch_size']}, {report['dtype']}, {report['context']} tokens of context"
+    )
     plain = {"tree": "none", "tokens_per_step": 1.0, "speedup": 1.0, "drafting_seconds": 0.0}
-    plain["step_seconds"] = first["plain_step_seconds"]
-    trees = [plain, *first["chains"], *first["trees"]]
-    found.append(
-        rich_table(
-            f"batch of {first['batch_size']}, {report['dtype']}, {context}",
-            _rows(_TREES, trees),
-            bold=trees.index(first["best"]),
-        )
-    )
-    best = [
-        {
-            **batch["best"],
-            "batch_size": batch["batch_size"],
-            "plain_ms": 1e3 * batch["plain_step_seconds"],
-        }
-        for batch in report["batches"]
+    trees = [
+        plain | {"step_seconds": first["plain_step_seconds"]},
+        *first["chains"],
+        *first["trees"],
     ]
-    found.append(rich_table("the best draft by batch size", _rows(_BATCHES, best)))
+    best = trees.index(first["best"])
+    found.append(rich_table(title, formatted(_TREES, map(_in_ms, trees)), bold=best))
+    best_drafts = [{**batch, **batch["best"]} for batch in batches]
+    rows = formatted(_BATCHES, map(_in_ms, best_drafts))
+    found.append(rich_table("the best draft by batch size", rows))
     memory: Mapping[str, int] = report["memory"]
-    cells = []
-    for part, value in memory.items():
-        share = f"{value / memory['target']:.2%}" if value else "-"
-        cells.append([_PARTS[part], f"{value / 1e6:.3f}", share])
-    found.append(
-        rich_table(
-            f"memory, {first['best']['tree']}, {_in_rows(first)}",
-            (["what", "MB", "share"], cells),
-            caption="share of the target's weights",
-        )
-    )
+    cells = [
+        [_PARTS[part], f"{size / 1e6:.3f}", f"{size / memory['target']:.2%}" if size else "-"]
+        for part, size in memory.items()
+    ]
+    title = f"memory, {first['best']['tree']}, {_in_rows(first)}"
+    share = "share of the target's weights"
+    found.append(rich_table(title, (["what", "MB", "share"], cells), caption=share))
     return found
 
 
-def _rows(columns: Mapping[str, str], entries: Sequence[Mapping[str, Any]]) -> Rows:
-    cells = []
-    for entry in entries:
-        step, drafting = entry["step_seconds"], entry["drafting_seconds"]
-        shown = {**entry, "step_ms": 1e3 * step, "of_it_drafting": drafting / step}
-        cells.append([cell.format(**shown) for cell in columns.values()])
-    return list(columns), cells
+def _in_ms(entry: Mapping[str, Any]) -> dict[str, Any]:
+    shown = dict(entry) | {"drafting_share": entry["drafting_seconds"] / entry["step_seconds"]}
+    return {
+        name: 1e3 * value if name.endswith("seconds") else value for name, value in shown.items()
+    }
 
 
 def _in_rows(batch: Mapping[str, Any]) -> str:
