@@ -103,33 +103,30 @@ def is_ours(name: str) -> bool:
 def _by_rows(settings: Sequence[Mapping[str, Any]]) -> list[Line]:
     """Speed-up by batch size of each method of this engine, where several sizes were measured."""
     first = settings[0]
-    alike = {
-        setting.get("batch_size", 1): setting["methods"]
-        for setting in settings
-        if (setting["name"], setting["dtype"]) == (first["name"], first["dtype"])
-    }
-    if len(alike) < 2:
-        return []
+    alike = [s for s in settings if (s["name"], s["dtype"]) == (first["name"], first["dtype"])]
+    points = sorted(
+        (setting.get("batch_size", 1), place, method["name"], method["speedup"])
+        for setting in alike
+        for place, method in enumerate(setting["methods"])
+    )
     found: dict[str, list[tuple[float, float]]] = {}
-    for size, methods in sorted(alike.items()):
-        for name, speedup in ((method["name"], method["speedup"]) for method in methods):
-            if is_ours(name):
-                found.setdefault(name, []).append((size, speedup))
-    return [Line(name, points) for name, points in found.items()]
+    for size, _, name, speedup in points:
+        if is_ours(name):
+            found.setdefault(name, []).append((size, speedup))
+    return [Line(*line) for line in found.items()] if points[0][0] < points[-1][0] else []
 
 
 def _draw_batches(axes: Any, by_rows: Sequence[Line]) -> None:
     sizes = sorted({int(x) for line in by_rows for x, _ in line.points})
-    over_rows(axes, sizes, "speed-up over plain decoding")
+    speedup_axes(axes, "rows decoded together", "speed-up over plain decoding")
+    axes.set_xticks(sizes, map(str, sizes))
     draw_lines(axes, by_rows, title="Speed-up by batch size")
 
 
-def over_rows(axes: Any, sizes: Sequence[int], measured: str) -> None:
-    """Name axes on which a speed-up is drawn over batch sizes."""
+def speedup_axes(axes: Any, along: str, measured: str) -> None:
+    """Speed-ups over what grows in powers of two, and the line of plain decoding."""
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.set_xlabel("rows decoded together")
-    axes.set_ylabel(measured)
+    axes.set(xlabel=along, ylabel=measured)
     axes.axhline(1.0, color=LIGHT.ink, linewidth=0.8, linestyle="--")
 
 
@@ -146,8 +143,7 @@ def _draw_nodes(
     axes: Any, methods: Sequence[Mapping[str, Any]], title: str, statistics: HeadStatistics | None
 ) -> None:
     """The limit is that of heads: each of them right, and the target's own token."""
-    axes.set_xlabel("draft tokens of a step, at most")
-    axes.set_ylabel("tokens per step")
+    axes.set(xlabel="draft tokens of a step, at most", ylabel="tokens per step")
     limit = None
     if statistics is not None:
         limit = (f"limit of {statistics.num_heads} heads alone", statistics.num_heads + 1.0)
@@ -164,8 +160,7 @@ def _draw_phases(axes: Any, methods: Sequence[Mapping[str, Any]], title: str) ->
         axes.barh(names, shares, 0.66, left=lefts, label=name, color=colour)
         lefts = [left + share for left, share in zip(lefts, shares, strict=True)]
     axes.invert_yaxis()
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("share of the time")
+    axes.set(xlim=(0, 1), xlabel="share of the time")
     axes.set_title(f"Where the time goes\n{title}", pad=26)
     axes.legend(fontsize=8, ncols=len(_PHASES), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
@@ -178,7 +173,6 @@ def _draw_accuracy(axes: Any, statistics: HeadStatistics) -> None:
         axes.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
     heads = range(statistics.num_heads)
     axes.set_xticks(heads, [f"head {i}\n{i + 2} ahead" for i in heads])
-    axes.set_ylim(0, 1)
-    axes.set_ylabel("share of held-out positions")
+    axes.set(ylim=(0, 1), ylabel="share of held-out positions")
     axes.set_title("The true token among a head's best guesses")
     axes.legend(ncols=2)

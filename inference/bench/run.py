@@ -8,7 +8,7 @@ batch's ratio to plain decoding moments before or after.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from itertools import groupby
@@ -80,27 +80,27 @@ def benchmark(
         "corpus": None if corpus is None else str(corpus),
     }
     options = {"device": device, "trust_remote_code": trust_remote_code}
-    report = measure_models(
+    return measure_models(
         lambda dtype: load_models(source, drafts, corpus, dtype=dtype, **options),
         prompts,
         plan,
+        asked_for,
         progress=progress,
-        on_setting=lambda so_far: on_setting(so_far | asked_for),
+        on_setting=on_setting,
     )
-    return report | asked_for
 
 
 def measure_models(
     load: Callable[[torch.dtype], Models],
     prompts: Sequence[Prompt | Sequence[int]],
     plan: Plan,
+    asked_for: Mapping[str, Any] | None = None,
     *,
     progress: bool = True,
     on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """`benchmark` of models that come from anywhere, and its report without where they came from.
-
-    `load` is called for each dtype, and gives what the settings' methods need.
+    """`benchmark` of models that come from anywhere: `load` is called for each dtype, and gives
+    what the settings' methods need. The report holds what was asked for, too.
 
     Raises:
         ValueError: no prompts, or a prompt beyond the target's context.
@@ -121,7 +121,7 @@ def measure_models(
             if not report:
                 asked, left_out = _with_further_turns(models, asked, plan)
                 _check_length(models, asked, plan)
-                report = _about(models, plan, machine, left_out)
+                report = _about(models, plan, machine, left_out) | dict(asked_for or {})
             longest = max(len(prompt.tokens) for prompt in asked) + plan.max_new_tokens
             methods: dict[str, Method] = {}
             for setting in settings:

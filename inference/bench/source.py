@@ -43,12 +43,8 @@ class Source:
 
 
 def find_source(name: str | os.PathLike[str], target: str | None, *, heads: bool) -> Source:
-    """Tell a heads checkpoint from a target, by the folder or hub id of either.
-
-    Args:
-        name: of it.
-        target: of the heads, where it is not the one they name.
-        heads: heads are to be measured: nothing else will do.
+    """Tell a heads checkpoint from a target, by the folder or hub id of either; where heads are to
+    be measured, nothing else will do. `target` is another than the one that the heads name.
 
     Raises:
         ValueError: neither stands there, or a draft model does.

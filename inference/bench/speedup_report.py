@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import replace_file
-from medusa_heads.inference.bench.plots import over_rows, target_name, where_measured
+from medusa_heads.inference.bench.plots import speedup_axes, target_name, where_measured
 from medusa_heads.inference.bench.report import formatted, rich_table
-from medusa_heads.pictures import LIGHT, Line, draw_lines, save_picture
+from medusa_heads.pictures import Line, draw_lines, save_picture
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+_EXPECTED = "expected speed-up over plain decoding"
 _PARTS = {
     "target": "the target's weights",
     "heads": "the heads, as held while decoding",
@@ -128,7 +129,8 @@ def _draw(figure: Any, report: Mapping[str, Any]) -> None:
     by_nodes, by_rows = figure.subplots(1, 2)
     _draw_by_nodes(by_nodes, report["batches"][0])
     sizes = {batch["batch_size"]: batch["best"]["speedup"] for batch in report["batches"]}
-    over_rows(by_rows, list(sizes), "expected speed-up over plain decoding")
+    speedup_axes(by_rows, "rows decoded together", _EXPECTED)
+    by_rows.set_xticks(list(sizes), map(str, sizes))
     draw_lines(by_rows, [Line("best draft", list(sizes.items()))], title="Speed-up by batch size")
     grown = " (grown from a smaller model)" if report["grown_from"] else ""
     where = f"{report['dtype']}, on {where_measured(report['machine'])}"
@@ -142,9 +144,6 @@ def _draw_by_nodes(axes: Any, batch: Mapping[str, Any]) -> None:
         drafts = [d for d in (*batch["chains"], *batch["trees"]) if d["tree"].startswith(kind)]
         if drafts:
             lines.append(Line(kind, [(draft["nodes"], draft["speedup"]) for draft in drafts]))
-    axes.axhline(1.0, color=LIGHT.ink, linewidth=0.8, linestyle="--")
-    axes.set_xscale("log", base=2)
+    speedup_axes(axes, "draft tokens of a step (nodes of the tree)", _EXPECTED)
     axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set_xlabel("draft tokens of a step (nodes of the tree)")
-    axes.set_ylabel("expected speed-up over plain decoding")
     draw_lines(axes, lines, title=f"Speed-up by tree, {_in_rows(batch)}")

@@ -53,18 +53,15 @@ def capability(target: TargetModel) -> Capability:
 
 
 def _is_sharded(target: TargetModel) -> bool:
-    if (getattr(target.model, "_tp_size", None) or 1) > 1:
-        return True
     # However it came about: what processes share are DTensors.
-    return any(hasattr(parameter, "full_tensor") for parameter in target.model.parameters())
+    shared = any(hasattr(parameter, "full_tensor") for parameter in target.model.parameters())
+    return shared or (getattr(target.model, "_tp_size", None) or 1) > 1
 
 
 def _couples_tokens(target: TargetModel) -> bool:
     """Random text need not have an outlier, so the numbers alone would not tell."""
-    quantization: Any = getattr(target.model.config, "quantization_config", None)
-    if not getattr(quantization, "load_in_8bit", False):
-        return False
-    return bool(quantization.llm_int8_threshold > 0)
+    how: Any = getattr(target.model.config, "quantization_config", None)
+    return bool(getattr(how, "load_in_8bit", False) and how.llm_int8_threshold > 0)
 
 
 def _is(*kinds: str) -> Callable[[TargetModel], bool]:
@@ -74,30 +71,24 @@ def _is(*kinds: str) -> Callable[[TargetModel], bool]:
 Check = Callable[[TargetModel], bool]
 
 # Targets that verify nothing: why, and what to do instead.
-_NOTHING: Sequence[tuple[Check, tuple[str, ...]]] = (
+_NOTHING: Sequence[tuple[Check, str, str]] = (
     (
         _is_sharded,
-        (
-            "the weights of {kind} are spread over several processes, each of which would measure "
-            "its own steps and choose its own drafts, and wait for the others in vain",
-            "load it whole in each process, without tp_plan",
-        ),
+        "the weights of {kind} are spread over several processes, each of which would measure "
+        "its own steps and choose its own drafts, and wait for the others in vain",
+        "load it whole in each process, without tp_plan",
     ),
     (
         _couples_tokens,
-        (
-            "{kind} is loaded in 8 bits with a threshold for outliers, which bitsandbytes looks "
-            "for in all tokens of a forward together, so that they change each other",
-            "load the target with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
-        ),
+        "{kind} is loaded in 8 bits with a threshold for outliers, which bitsandbytes looks "
+        "for in all tokens of a forward together, so that they change each other",
+        "load the target with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
     ),
-    # Where generate() is not what the model's own forward says, there is nothing to be equal to.
-    (
+    (  # where generate() is not what the model's own forward says, nothing is to be equal to
         _is("moshi"),
-        (
-            "{kind} cannot be followed: its cache drops rows that leave a window, which its "
-            "attention does not have",
-        ),
+        "{kind} cannot be followed: its cache drops rows that leave a window, which its attention "
+        "does not have",
+        "decode with transformers' own generate()",
     ),
 )
 # Targets that verify no tree: attention goes by cache slot rather than by position in the text,
@@ -118,9 +109,9 @@ _NO_TREE: Sequence[tuple[Check, str]] = (
 def _examine(target: TargetModel) -> Capability:
     target.new_cache()  # refuses caches without rows, and attention that takes no mask
     kind = target.config.model_type
-    for applies, (why, *instead) in _NOTHING:
+    for applies, why, instead in _NOTHING:
         if applies(target):
-            raise UnsupportedArchitecture(why.format(kind=kind), *instead)
+            raise UnsupportedArchitecture(why.format(kind=kind), instead)
     reason = next((why for applies, why in _NO_TREE if applies(target)), None)
     prober = Prober(target)
     reason = reason or prober.probe(TREE).fault(target.dtype)

@@ -18,8 +18,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.stacks import Stacks
 
-# Layers that read another layer's keys and values (Gemma 3n) hold nothing of their own.
-_SHARED_LAYER = "DummyLayer"
 _PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
@@ -110,10 +108,10 @@ class RowCache(Cache):
         layers: list[Any] = []
         for layer in DynamicCache(config=config).layers:
             kind = type(layer).__name__
-            if kind == _SHARED_LAYER:
-                layers.append(layer)
-            elif kind in _PLAIN_LAYERS:
+            if kind in _PLAIN_LAYERS:
                 layers.append(self.layer_kind(self._stacks))
+            elif kind == "DummyLayer":  # reads another layer's keys and values (Gemma 3n)
+                layers.append(layer)
             else:
                 raise UnsupportedArchitecture(
                     f"{config.model_type} keeps {kind} state in its cache, which has no rows to "
