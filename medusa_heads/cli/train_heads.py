@@ -125,8 +125,8 @@ def _report(folder: Path) -> None:
     """What was learnt: accuracy of each head, the trees that implies, and where it all lies."""
     from rich.console import Console
 
+    from medusa_heads.training.measure.metrics import describe_own
     from medusa_heads.training.measure.report import LEGEND, headline, read_report, tables
-    from medusa_heads.training.runs.joint import describe_own
 
     report = read_report(folder)
     console = Console()

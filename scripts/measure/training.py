@@ -39,7 +39,7 @@ from medusa_heads.heads import new_heads
 from medusa_heads.machine import describe_machine
 from medusa_heads.settings import at_least
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.loss.row_blocks import rows_loss
+from medusa_heads.training.loss.heads import rows_loss
 from medusa_heads.training.loss.rows import encode_rows, supervised_rows
 from medusa_heads.training.loss.teacher import Teacher
 from scripts.measure.random_target import random_target

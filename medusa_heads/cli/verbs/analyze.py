@@ -34,7 +34,7 @@ def analyze(arguments: AnalyzeArguments) -> None:
 
     model, _ = load_measured_model(arguments, [arguments.context], "draft")
     from medusa_heads.inference.bench import speedup, speedup_report
-    from medusa_heads.inference.bench.memory_overhead import memory_overhead
+    from medusa_heads.inference.bench.speedup import memory_overhead
     from medusa_heads.inference.engine.capability import capability
 
     assert model.statistics is not None

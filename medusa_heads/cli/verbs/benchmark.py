@@ -126,8 +126,7 @@ def benchmark(arguments: BenchmarkArguments) -> None:
     from rich.console import Console
 
     from medusa_heads.inference.bench import run
-    from medusa_heads.inference.bench.report import write_numbers, write_report
-    from medusa_heads.inference.bench.tables import tables
+    from medusa_heads.inference.bench.report import tables, write_numbers, write_report
     from medusa_heads.trees.statistics import HeadStatistics
 
     prompts, left_out = _prompts(arguments, source)
