@@ -88,18 +88,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> None:
-        arguments, to_loss = parse_arguments(
+        arguments, objective = parse_arguments(
             (MeasureArguments, LossConfig),
             given,
             prog="scripts.measure.training",
             description=__doc__ or "",
         )
         if arguments.measure == "peak":
-            print(json.dumps(peak(Training(arguments, to_loss.config()))))
+            print(json.dumps(peak(Training(arguments, objective))))
             return
         report: dict[str, Any] = {"machine": describe_machine(), "arguments": vars(arguments)}
         if arguments.measure in ("all", "rate"):
-            report["rate"] = rate(Training(arguments, to_loss.config()), arguments.repeats)
+            report["rate"] = rate(Training(arguments, objective), arguments.repeats)
         if arguments.measure in ("all", "memory"):
             report["memory"] = [peak_of(given, heads) for heads in arguments.memory_heads]
         path = Path(arguments.output)
