@@ -12,8 +12,8 @@ from medusa_heads.training.arguments.training import OptimisationArguments
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from medusa_heads.data.sources import Corpus
     from medusa_heads.target.target import TargetModel
-    from medusa_heads.training.data.sources import Corpus
 
 
 def distilled_rows(
@@ -26,8 +26,8 @@ def distilled_rows(
     to_optimise: OptimisationArguments,
 ) -> tuple[Corpus, Corpus]:
     """The target's own continuations of prompts from both corpora, cached on disk."""
+    from medusa_heads.data.sources import as_corpus
     from medusa_heads.inference.regeneration.regenerate import regenerate
-    from medusa_heads.training.data.sources import as_corpus
 
     cache_dir = Path(to_distill.distill_cache or Path(to_optimise.output_dir) / "distilled")
     rows = [
@@ -60,7 +60,7 @@ def distilled_prompts(
 ) -> list[Dataset]:
     """Prompts from the text to train on, and from the held-out text."""
     from medusa_heads.data.corpus import prompt_windows
-    from medusa_heads.training.data.held_out import hold_out
+    from medusa_heads.training.data.prepare import hold_out
 
     if tokenizer is None:
         raise ValueError("self_distill needs the target's tokenizer, and none lies beside it")

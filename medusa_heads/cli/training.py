@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import TrainingArguments
 
+    from medusa_heads.data.sources import Corpus
     from medusa_heads.target.target import TargetModel
     from medusa_heads.training.data.prepare import TrainingData
-    from medusa_heads.training.data.sources import Corpus
     from medusa_heads.training.hidden.launched import Sharding
 
 
@@ -60,7 +60,7 @@ def find_texts(
     Raises:
         ValueError: a corpus is not there, or cannot be read.
     """
-    from medusa_heads.training.data.sources import find_names
+    from medusa_heads.data.finding import find_names
 
     # A mistyped path is answered before torch is loaded, which takes seconds.
     find_names([*to_data.dataset, *(to_data.eval_dataset or [])])

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, TrainingArguments
 
 from medusa_heads.config import IGNORED
+from medusa_heads.data.sources import is_stream
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.data.own_text import OwnText
 from medusa_heads.training.data.prepare import collate
-from medusa_heads.training.data.sources import is_stream
 from medusa_heads.training.loss.draft import DraftLoss
 from medusa_heads.training.loss.own import own_rows
 from medusa_heads.training.measure.draft_metrics import describe_draft, draft_metrics

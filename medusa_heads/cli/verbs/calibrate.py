@@ -26,8 +26,8 @@ from medusa_heads.training.arguments.data import DataArguments
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from medusa_heads.data.sources import Corpus
     from medusa_heads.target.target import TargetModel
-    from medusa_heads.training.data.sources import Corpus
     from medusa_heads.trees.statistics import HeadStatistics
 
 MAX_POSITIONS = 8192
@@ -163,7 +163,8 @@ def find_text(arguments: CalibrateArguments) -> tuple[Corpus, DataArguments]:
         text_column=arguments.text_column,
         max_length=arguments.max_length,
     )
-    from medusa_heads.training.data.sources import HELD_OUT, load_corpus
+    from medusa_heads.data.finding import HELD_OUT
+    from medusa_heads.data.sources import load_corpus
 
     embedded = arguments.dataset == ["stdlib"]
     corpus = load_corpus(
@@ -178,8 +179,8 @@ def find_text(arguments: CalibrateArguments) -> tuple[Corpus, DataArguments]:
 def _own_text(target: TargetModel, tokenizer: Any, corpus: Corpus, tokens: int) -> Corpus:
     """About so many tokens that the target writes itself, from prompts of plain text."""
     from medusa_heads.data.corpus import prompt_windows
+    from medusa_heads.data.sources import as_corpus
     from medusa_heads.inference.regeneration.regenerate import regenerate
-    from medusa_heads.training.data.sources import as_corpus
 
     if corpus.format.name != "text":
         raise ValueError(

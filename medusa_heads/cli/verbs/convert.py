@@ -88,7 +88,7 @@ def run_convert(arguments: ConvertArguments) -> None:
         OSError: the folder cannot be written.
     """
     if arguments.corpus:
-        from medusa_heads.training.data.sources import find_names
+        from medusa_heads.data.finding import find_names
 
         find_names(arguments.corpus)  # a mistyped path is answered before anything is written
 
