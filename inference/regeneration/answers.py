@@ -101,20 +101,16 @@ class Accounting:
     def answered(self, answer: Answer, row: int, turn: int, *, reused: bool) -> None:
         """Count what came back."""
         if answer.failure is not None:
-            self.failed[answer.failure] += 1
-            self._note(row, turn, "failed", answer.failure, answer.detail)
+            self.missed("failed", answer.failure, row, turn, answer.detail)
             return
         self.done += 1
         self.reused += reused
         self.tokens += len(answer.tokens)
         self.remarks.update(answer.remarks)
 
-    def skip(self, reason: str, row: int, turn: int, detail: str = "") -> None:
-        """Count what was not asked."""
-        self.skipped[reason] += 1
-        self._note(row, turn, "skipped", reason, detail)
-
-    def _note(self, row: int, turn: int, outcome: str, reason: str, detail: str) -> None:
+    def missed(self, outcome: str, reason: str, row: int, turn: int, detail: str) -> None:
+        """Count what has "failed", or was "skipped" and not asked at all."""
+        getattr(self, outcome)[reason] += 1
         self.problems.append(
             {"row": row, "turn": turn, "outcome": outcome, "reason": reason, "detail": detail}
         )

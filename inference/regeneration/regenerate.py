@@ -129,7 +129,7 @@ def answer_dialogues(
                     input_ids, messages = dialogue.ask(turn)
                     _check_length(len(input_ids), sampling, backend.max_positions)
                 except Unanswerable as error:
-                    accounting.skip(error.reason, dialogue.row, turn, error.detail)
+                    accounting.missed("skipped", error.reason, dialogue.row, turn, error.detail)
                     silent.add(place)
                     bar.answered(1)
                 else:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
@@ -223,22 +224,19 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     Packed rows have position_ids_BT in place of the mask, which would let documents see each other.
     There, padding is a document of its own, behind the others.
     """
-    shape = (len(rows), max(len(row["input_ids"]) for row in rows))
-    packed = "position_ids" in rows[0]
-    batch = {
-        "input_ids": torch.zeros(shape, dtype=torch.long),
-        "labels": torch.full(shape, IGNORED),
-        "position_ids" if packed else "attention_mask": torch.zeros(shape, dtype=torch.long),
-    }
-    for b, row in enumerate(rows):
-        length = len(row["input_ids"])
-        batch["input_ids"][b, :length] = torch.as_tensor(row["input_ids"])
-        batch["labels"][b, :length] = torch.as_tensor(row["labels"])
-        if packed:
-            batch["position_ids"][b, :length] = torch.as_tensor(row["position_ids"])
-            batch["position_ids"][b, length:] = torch.arange(shape[1] - length)
-        else:
-            batch["attention_mask"][b, :length] = 1
+
+    def padded(name: str, fill: int) -> Tensor:
+        parts = [torch.as_tensor(row[name], dtype=torch.long) for row in rows]
+        return pad_sequence(parts, batch_first=True, padding_value=fill)
+
+    batch = {"input_ids": padded("input_ids", 0), "labels": padded("labels", IGNORED)}
+    lengths_B1 = torch.tensor([len(row["input_ids"]) for row in rows])[:, None]
+    behind_BT = torch.arange(batch["input_ids"].shape[1]) - lengths_B1
+    if "position_ids" in rows[0]:
+        positions_BT = padded("position_ids", 0)
+        batch["position_ids"] = torch.where(behind_BT < 0, positions_BT, behind_BT)
+    else:
+        batch["attention_mask"] = (behind_BT < 0).long()
     return batch
 
 
