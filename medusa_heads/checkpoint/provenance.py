@@ -20,12 +20,12 @@ _COMMANDS = ("medusa-heads", "train-draft", "train-heads")
 
 def provenance(extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """How a checkpoint came to be: command, versions, revision of the code, time (UTC)."""
-    packages = ("medusa-heads", "torch", "transformers", "accelerate", "datasets", "safetensors")
+    packages = ("torch", "transformers", "accelerate", "datasets", "numpy", "safetensors")
     return {
         "command": _command(),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: _version(name) for name in ("medusa-heads", *packages)},
         "git_sha": _git_sha(),
         **(extra or {}),
     }

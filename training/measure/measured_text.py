@@ -10,12 +10,11 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
+from medusa_heads.data.sources import PLACE_COLUMN, Corpus
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.data.prepare import make_tokeniser
-from medusa_heads.training.data.readers import PLACE_COLUMN
-from medusa_heads.training.data.row_facts import RowLimits, check_rows
-from medusa_heads.training.data.sources import Corpus
+from medusa_heads.training.data.row_facts import check_rows
 from medusa_heads.training.data.tokenise import tokenise
 from medusa_heads.training.loss.rows import head_labels
 
@@ -44,7 +43,6 @@ def draw_rows(
     if corpus.format.name != "tokens":
         target.check_length(settings.max_length, "max_length")
     tokeniser = make_tokeniser(corpus, tokenizer, settings, target)
-    limits = RowLimits.of(target)
     generator = np.random.default_rng(seed)
     documents = generator.permutation(len(corpus.rows)).tolist()
     tables, found = [], 0
@@ -52,7 +50,7 @@ def draw_rows(
         if found >= tokens:
             break
         part = _part(corpus, documents[start : start + _DOCUMENTS])
-        tables.append(tokenise(part, tokeniser, limits).rows)
+        tables.append(tokenise(part, tokeniser).rows)
         found += sum(map(_supervised, tables[-1]["labels"]))
     rows = concatenate_datasets(tables)
     drawn = generator.permutation(len(rows))

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from medusa_heads.checkpoint.draft_checkpoint import save_draft
 from medusa_heads.config import IGNORED
+from medusa_heads.data.sources import is_stream
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.draft import (
     DraftArguments,
@@ -29,7 +30,6 @@ from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.data.own_text import OwnText
 from medusa_heads.training.data.pack import check_packing
 from medusa_heads.training.data.prepare import collate, find_tokenizer
-from medusa_heads.training.data.sources import is_stream
 from medusa_heads.training.loss.next_token import DraftLoss
 from medusa_heads.training.loss.rows import own_rows
 from medusa_heads.training.measure.draft_metrics import CHAINS, describe_draft, draft_metrics

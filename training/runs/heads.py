@@ -22,7 +22,7 @@ from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
-from medusa_heads.training.data.vocabulary import TOKENS_PER_ENTRY, count_tokens
+from medusa_heads.training.data.row_facts import TOKENS_PER_ENTRY, count_tokens
 from medusa_heads.training.hidden.cache_setup import open_hidden_states
 from medusa_heads.training.hidden.launched import launched_sharding
 from medusa_heads.training.hidden.sharding import is_sharded
