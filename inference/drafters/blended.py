@@ -67,7 +67,6 @@ class BlendedDrafter(Drafter):
         self.reads_prompt = any(source.reads_prompt for source in self._sources)
 
     def propose(self, state: DecodingState) -> TokenTree:
-        """The likeliest nodes of all, for every active row."""
         started = time.perf_counter()
         self.learn(state)
         situation = self._situation(state)
@@ -156,7 +155,6 @@ class BlendedDrafter(Drafter):
         situation.allowance.grow(seconds)
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
-        """See Drafter."""
         for i, source in enumerate(self._sources):
             if source.observes and (self._last is None or self._last.asked >> i & 1):
                 started = time.perf_counter()
@@ -167,7 +165,6 @@ class BlendedDrafter(Drafter):
                     self._last.observing += seconds
 
     def learn_seconds(self, nodes: int, seconds: float) -> None:
-        """See Drafter."""
         if self._last is not None:
             self._last.verifying = seconds - self._last.observing
 

@@ -63,7 +63,6 @@ class DynamicDrafter(HeadsDrafter):
         self.num_nodes = num_drafted + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
-        """The likeliest nodes, for every active row."""
         hidden_BD = encoded_hidden(self._heads, state)
         guess = guesses(self._heads, hidden_BD, self._num_ranks, self._temperatures)
         return best_first_tree(state.roots_B, guess, self.num_nodes - 1, self._depth, self._width)
@@ -105,7 +104,6 @@ class StaticDrafter(HeadsDrafter):
         self._places: tuple[torch.device, Any] | None = None
 
     def propose(self, state: DecodingState) -> TokenTree:
-        """The heads' candidates in the tree, for every active row."""
         if not self.shape.choices:
             return TokenTree.root_only(state.roots_B)
         device = state.roots_B.device

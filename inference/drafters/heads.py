@@ -5,7 +5,6 @@ Shapes: B active rows, K heads, R ranks, N nodes of a tree (root included).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,19 +23,17 @@ _NEGLIGIBLE = 0.004
 
 
 class _HeadsOffers(Source):
-    """What both ways to ask heads have in common."""
+    """What both ways to ask heads have in common; they were measured on held-out text, or a prior
+    stands for that."""
 
     name = "heads"
 
-    def __init__(self, depth: int, statistics: HeadStatistics | None) -> None:
+    def __init__(self, statistics: HeadStatistics) -> None:
         self._statistics = statistics
-        # Calibrated on held-out text: believed for a while.
-        self._evidence = by_drawn(lambda: Evidence([1.0] * (depth * LEVELS), weight=_WEIGHT))
+        groups = statistics.num_heads * LEVELS
+        self._evidence = by_drawn(lambda: Evidence([1.0] * groups, weight=_WEIGHT))
 
     def expected(self, nodes: int) -> float:
-        """See Source."""
-        if self._statistics is None:
-            return nodes / (nodes + 3.0)
         if not nodes:
             return 0.0
         nodes = min(nodes, len(self._statistics.paths))
@@ -47,7 +44,7 @@ class HeadsSource(_HeadsOffers):
     """Heads that do not see each other: one forward of all, a table of candidates."""
 
     def __init__(self, heads: DraftHeads, statistics: HeadStatistics) -> None:
-        super().__init__(heads.config.num_heads, statistics)
+        super().__init__(statistics)
         self._heads, self._temperatures = heads, statistics.temperatures
         self.reads_prompt = heads.config.prefix_attention
         self._ranks = min(_RANKS, heads.config.num_candidates)
@@ -76,37 +73,18 @@ def _of_table(
 
 
 class TreeSource(_HeadsOffers):
-    """A drafter's own trees, as offers.
+    """A drafter's own trees, which carry draft probabilities, as offers."""
 
-    Args:
-        drafter: its trees carry draft probabilities, unless `chances` stand for them.
-        depth: of its deepest tree.
-        chances: of a drafter whose trees always look alike: for each node but the root, the chance
-            that it is accepted where its parent is.
-        statistics: say what its trees are worth; None where nothing does.
-    """
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        depth: int,
-        chances: Sequence[float] | None = None,
-        statistics: HeadStatistics | None = None,
-    ) -> None:
-        super().__init__(depth, statistics)
+    def __init__(self, drafter: Drafter, statistics: HeadStatistics) -> None:
+        super().__init__(statistics)
         self.drafter, self.reads_prompt = drafter, drafter.reads_prompt
-        self._chances = chances
 
     def draft(self, state: DecodingState) -> list[Proposal]:
         """See Source. A place is a node."""
-        drafted = self.drafter.propose(state)
-        if self._chances is not None:
-            chances_BN = [[1.0, *self._chances]] * len(drafted.tokens_BN)
-        else:
-            assert drafted.log_probs_BN is not None
-            chances_BN = drafted.log_probs_BN.exp().tolist()
-        topology = (drafted.tokens_BN, drafted.parents_BN, drafted.depth_BN)
-        rows = zip(*(each.tolist() for each in topology), chances_BN, strict=True)
+        tree = self.drafter.propose(state)
+        assert tree.log_probs_BN is not None
+        tensors = (tree.tokens_BN, tree.parents_BN, tree.depth_BN, tree.log_probs_BN.exp())
+        rows = zip(*(each.tolist() for each in tensors), strict=True)
         evidence = self._evidence[state.warpers is not None]
         return [Proposal(evidence, 0, _children(*row).__getitem__) for row in rows]
 

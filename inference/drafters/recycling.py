@@ -38,7 +38,6 @@ class RecyclingSource(Source):
         self._seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def draft(self, state: DecodingState) -> list[Proposal]:
-        """See Source."""
         # Only now: what the last step offered was learnt from with the matrix as it was.
         for tokens_BN, successors_BNR, chances_BNR in self._seen:
             ranks = successors_BNR.shape[-1]
@@ -67,5 +66,4 @@ class RecyclingSource(Source):
         self._seen.append((tree.tokens_BN.cpu().numpy(), best.indices.cpu().numpy(), chances_BNR))
 
     def expected(self, nodes: int) -> float:
-        """See Source."""
         return 0.8 * nodes / (nodes + 3.0)

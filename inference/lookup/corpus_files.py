@@ -37,13 +37,8 @@ _TOGETHER = 64  # texts that are tokenised at a time
 def find_corpus(
     corpus: Corpus | None, target: TargetModel, *, trust_remote_code: bool = False
 ) -> CorpusIndex | None:
-    """The index that a user's corpus means: a file or a folder of text, a saved index, token ids,
-    one sequence a document, or None for none.
-
-    Args:
-        corpus: see above.
-        target: by whose tokenizer text is read.
-        trust_remote_code: as the target was loaded with.
+    """The index that a user's corpus means: a file or a folder of text, read by the target's
+    tokenizer, a saved index, token ids, one sequence a document, or None for none.
 
     Raises:
         ValueError: nothing readable stands there, or its token ids are not the target's.

@@ -76,7 +76,8 @@ class TrainingFreeModel(AssistedModel):
         trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
-        _check_drafter(drafter, corpus, calibration, options.get("compile"))
+        compiled = options.get("compile") or isinstance(target, CompiledTarget)
+        _check_drafter(drafter, corpus, calibration, compiled)
         super().__init__(target, **options)
         name, _, suffix = drafter.partition("+")
         name, _, kept = name.partition(":")
@@ -153,7 +154,6 @@ class TrainingFreeModel(AssistedModel):
         from medusa_heads.inference.drafters.extra.early_exit import ExitClock
         from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
 
-        _check_uncompiled(isinstance(self.target, CompiledTarget))
         self._stack = LayerStack(self.target)
         layers = len(self._stack)
         if kept is not None:
@@ -198,9 +198,5 @@ def _check_drafter(drafter: str, corpus: object, calibration: object, compiled: 
     name = drafter.partition("+")[0]
     if calibration is not None and name != "early_exit":
         raise ValueError(f"calibration is of the drafter 'early_exit', {drafter!r} tries nothing")
-    _check_uncompiled(bool(compiled) and name.startswith("early_exit"))
-
-
-def _check_uncompiled(compiled: bool) -> None:
-    if compiled:
+    if compiled and name.startswith("early_exit"):
         raise ValueError("early_exit runs layers of an uncompiled target: leave compile out")

@@ -149,7 +149,7 @@ def heads_drafter(
     if drafter.num_nodes == 1 or isinstance(drafter, BlendedDrafter):
         raise ValueError(f"{tree!r} leaves the heads nothing to draft: use 'suffix'")
     nodes = drafter.num_nodes - 1
-    sources = [TreeSource(drafter, heads.config.num_heads, statistics=statistics)]
+    sources = [TreeSource(drafter, statistics)]
     if deterministic or isinstance(target, CompiledTarget):
         return tree, blend(sources, deterministic=True, nodes=nodes)
     return tree, BlendedDrafter(
@@ -171,7 +171,7 @@ def _own_source(
     if heads.sequential:
         sizes = [n for n in ((_UNVARYING,) if deterministic else _SEQUENTIAL) if n < room(target)]
         drafter = _sequential(heads, statistics, clock or target_clock(target), sizes)
-        source = TreeSource(drafter, heads.config.num_heads, statistics=statistics)
+        source = TreeSource(drafter, statistics)
     if clock is None:
         kind = heads.config.to_dict() | {"preview": heads.previews is not None}
         kind |= {"nodes": drafter.num_nodes}

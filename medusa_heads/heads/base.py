@@ -144,8 +144,7 @@ class DraftHeads(nn.Module, ABC):
         the target's: neither parameters of the heads nor part of their state dict.
 
         Raises:
-            ValueError: the target's sizes are not those the heads were made for, or its embeddings
-                cannot be read where heads need them.
+            ValueError: the target's sizes or embeddings are not those that the heads need.
         """
         weight_VD, bias_V = vocabulary(target)
         vocab_size, hidden_size = weight_VD.shape
@@ -191,13 +190,9 @@ class DraftHeads(nn.Module, ABC):
 
     @abstractmethod
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
-        """Outputs of the residual blocks, before the vocabulary: (..., D) -> (..., K, D).
-
-        Args:
-            hidden_RD: hidden states h_t, as `encode` left them.
-            tokens_RK: what follows in the text: `tokens[..., j]` is token t + 1 + j. Head i sees
-                those up to j = i, if it is sequential.
-        """
+        """Outputs of the residual blocks, before the vocabulary: (..., D) -> (..., K, D), of h_t as
+        `encode` left it. `tokens[..., j]` is token t + 1 + j; a sequential head i sees those up to
+        j = i."""
 
     def forward(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """Logits of every head over its own vocabulary: (..., D) -> (..., K, V)."""

@@ -81,18 +81,9 @@ def best_first_tree(
 
     A path's probability is the product of its nodes'. A child is never likelier than its parent,
     hence the likeliest `num_drafted` paths form a tree, and each level need keep no more than that
-    many. All rows are expanded at once, level by level: no loop over nodes.
-
-    Args:
-        roots_B: last committed token of each row.
-        guess: what may follow.
-        num_drafted: nodes besides the root; at most as many as the guesses make.
-        num_levels: the deepest path.
-        width: of each level only so many paths, the likeliest, are asked to go on; where asking
-            costs, little is lost by it. Default: all that could matter.
-
-    Returns:
-        A tree per row, all of the same size; nodes in order of depth.
+    many. All rows are expanded at once, level by level: no loop over nodes. The guesses make at
+    least as many nodes. At a `width`, only so many paths of each level, the likeliest, are asked to
+    go on; where asking costs, little is lost by it. Nodes stand in order of depth.
     """
     batch, device = len(roots_B), roots_B.device
     scores_BF = torch.zeros(batch, 1, device=device)

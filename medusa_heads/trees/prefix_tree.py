@@ -14,24 +14,16 @@ from medusa_heads.trees.tree import TokenTree
 
 
 class PrefixTree:
-    """One row's draft. Node 0 is the last committed token.
+    """One row's draft: tokens, parents, depths and chances that a node is accepted, none above its
+    parent's. Node 0 is the last committed token; its parent is -1.
 
     Nodes stand in the order in which they were added. Where each is added after its parent and
     with no larger a chance than those before it, the first n nodes are the subtree of n nodes with
     the most expected tokens.
-
-    Attributes:
-        tokens: token id of each node.
-        parents: index of each node's parent, smaller than its own; -1 for node 0.
-        depth: distance from node 0.
-        chances: estimated probability that the node is accepted; never above its parent's.
     """
 
     def __init__(self, root: int) -> None:
-        self.tokens = [root]
-        self.parents = [-1]
-        self.depth = [0]
-        self.chances = [1.0]
+        self.tokens, self.parents, self.depth, self.chances = [root], [-1], [0], [1.0]
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -116,7 +116,10 @@ class RandomTrees(Drafter):
         shape = (len(state.rows), self.num_nodes)
         tokens_BN = torch.randint(self.vocab_size, shape, generator=self.random)
         tokens_BN[:, 0] = state.roots_B.cpu()
-        return self.shape.tree(tokens_BN.to(state.roots_B.device))
+        chances = [0.6 ** len(path) / 3 for path in self.shape.choices]
+        log_probs_N = torch.tensor([1.0, *chances]).log()
+        device = state.roots_B.device
+        return self.shape.tree(tokens_BN.to(device), log_probs_N.expand(shape).to(device))
 
 
 class PlantedDrafter(Planting):

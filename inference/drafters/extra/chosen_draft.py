@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.base import Drafter, Memory
 from medusa_heads.inference.drafters.model.choice import DraftChoice
 from medusa_heads.inference.drafters.model.draft_model import AdaptiveTree
 from medusa_heads.inference.drafters.model.drafted_text import DraftedText
-from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
 
@@ -51,7 +51,6 @@ class ChosenDraftDrafter(Drafter):
         self._took: float | None = None
 
     def propose(self, state: DecodingState) -> TokenTree:
-        """A tree of the chosen draft model for every active row."""
         last = self._learn(state)
         rows = len(state.rows)
         active = [row for row in state.rows if not row.done]  # a compiled batch keeps the others
@@ -74,12 +73,11 @@ class ChosenDraftDrafter(Drafter):
             text: DraftedText = state.memories[drafter]
             seconds = sum(clock.step(rows * nodes) for nodes in text.reads)
         nodes = rows * tree.num_nodes
-        state.memories[self] = _Step(active, choice, which, rows, nodes, seconds)
+        state.memories[self] = _Step(Memory(active), choice, which, rows, nodes, seconds)
         self._took = None
         return tree
 
     def learn_seconds(self, nodes: int, seconds: float) -> None:
-        """See Drafter."""
         self._took = seconds
 
     def _learn(self, state: DecodingState) -> int | None:
@@ -88,8 +86,8 @@ class ChosenDraftDrafter(Drafter):
         if step is None:
             return None
         if self._took is not None and len(state.rows) == step.batch:
-            self._clock.learn(step.nodes, self._took, max(step.lengths))
-        gained = fmean(map(len, step.committed()))
+            self._clock.learn(step.nodes, self._took, max(step.active.lengths))
+        gained = fmean(map(len, step.active.committed()))
         step.choice.learn(gained, self._clock.step(step.nodes) + step.drafting)
         drafter = self._drafters[step.which][0]
         if step.which >= 0 and isinstance(drafter, AdaptiveTree):
@@ -131,19 +129,19 @@ class ChosenDraftDrafter(Drafter):
         return max(steps, key=lambda step: step[0] / step[1])
 
 
-class _Step(Memory):
-    """A step of rows that had not ended then: who chose, and which draft model (below 0: none) in
-    how many seconds; rows and nodes that were verified, ended rows and roots included."""
+class _Step(NamedTuple):
+    """A step that was decided on.
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        choice: DraftChoice,
-        which: int,
-        batch: int,
-        nodes: int,
-        drafting: float,
-    ) -> None:
-        super().__init__(rows)
-        self.choice, self.which = choice, which
-        self.batch, self.nodes, self.drafting = batch, nodes, drafting
+    Attributes:
+        active: the rows that had not ended.
+        which: draft model drafted; below 0 where none did.
+        batch, nodes: rows and nodes that were verified, ended rows and roots included.
+        drafting: seconds that drafting took.
+    """
+
+    active: Memory
+    choice: DraftChoice
+    which: int
+    batch: int
+    nodes: int
+    drafting: float

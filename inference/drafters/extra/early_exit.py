@@ -131,7 +131,6 @@ class EarlyExitSource(Source):
         clock.steps.learn_drafting(self.name, _USUAL_LENGTH * clock.token(thinned.layers))
 
     def draft(self, state: DecodingState) -> list[Proposal]:
-        """See Source."""
         rows = len(state.rows)
         chains: list[list[tuple[int, float]]] = [[] for _ in state.rows]
         chances, expected, seconds = [1.0] * rows, 1.0, 0.0
@@ -160,7 +159,6 @@ class EarlyExitSource(Source):
         return [Proposal(self._evidence, 0, partial(_behind, chain)) for chain in chains]
 
     def expected(self, nodes: int) -> float:
-        """See Source."""
         return sum(self._agreement**depth for depth in range(1, min(nodes, self._most) + 1))
 
     def _token_seconds(self, rows: int, took: float) -> float:
@@ -186,7 +184,6 @@ class _OneToken(Drafter):
         self._thinned, self._shape = thinned, TreeShape([(0,)])
 
     def propose(self, state: DecodingState) -> TokenTree:
-        """The thinned target's next token."""
         with closing(self._thinned.continuation(state)) as continuation:
             tokens, _ = next(continuation)
         drafted_B1 = torch.tensor(tokens, device=state.roots_B.device)[:, None]

@@ -102,11 +102,9 @@ class NgramSource(Source):
         self._evidence = Evidence([1.0] * (len(_FIRST) * NGRAM))
 
     def draft(self, state: DecodingState) -> list[Proposal]:
-        """See Source."""
         return [ngram_proposal(self._evidence, self._pool, row.tokens[-1]) for row in state.rows]
 
     def expected(self, nodes: int) -> float:
-        """See Source."""
         return nodes / (nodes + 6.0)
 
 
@@ -127,7 +125,6 @@ class LookaheadDrafter(Drafter):
         self.num_nodes, self.reads_prompt = drafts.num_nodes + WINDOW, drafts.reads_prompt
 
     def propose(self, state: DecodingState) -> TokenTree:
-        """Drafts for every active row, and the row's window behind them where that pays."""
         last: _Step | None = state.memories.get(self)
         if last is not None:
             gained = [len(committed) for committed in last.committed()]
@@ -146,7 +143,6 @@ class LookaheadDrafter(Drafter):
         return self._beside_windows(drafts, state, step.windows)
 
     def learn_seconds(self, nodes: int, seconds: float) -> None:
-        """See Drafter."""
         if not self._beside:  # else it would be taken for the time of the drafts alone
             self._drafts.learn_seconds(nodes, seconds)
 

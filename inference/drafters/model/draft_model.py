@@ -96,7 +96,6 @@ class DraftModelDrafter(Drafter):
             self.num_nodes = num_drafted + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
-        """The draft model's tokens for every active row."""
         warpers = state.warpers if self._draws else None
         walk = Walk(self._draft, self, state, self._vocab_size, warpers)
         if self._width > 1:

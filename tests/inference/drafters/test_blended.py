@@ -24,9 +24,9 @@ from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.lookup.suffix_automaton import Continuation
 from medusa_heads.inference.models.training_free import TrainingFreeModel
-from medusa_heads.trees.statistics import HeadStatistics
+from medusa_heads.trees.statistics import HeadStatistics, prior_statistics
 from tests.conftest import DEVICE, TinyLlama
-from tests.inference.planted import BUSHY, Misremembering, PlantedDrafter
+from tests.inference.planted import Misremembering, PlantedDrafter
 from tests.inference.rereading import RereadingDrafter, random_heads, run
 
 STEPS = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.2, 16: 1.5}
@@ -56,10 +56,6 @@ def blended(sources: Sequence[Source] = (), kind: type[BlendedDrafter] = Blended
     return kind(Clock(STEPS, learns=False), SIZES, text=TextSource(15), sources=sources)
 
 
-def chances(share: float = 0.6) -> list[float]:
-    return [share ** len(path) / 3 for path in BUSHY]
-
-
 def generate(model: Any, drafter: Any, inputs: dict[str, Any]) -> tuple[Tensor, GenerationStats]:
     stats, target = GenerationStats(), TargetModel(model)
 
@@ -80,7 +76,7 @@ def test_one_row_equals_generate(
     inputs |= options | {"max_new_tokens": 90}
     torch.manual_seed(7)
     expected_BT = model.generate(**inputs)
-    planted = TreeSource(PlantedDrafter(expected_BT[:, 12:].tolist(), 199), 4, chances())
+    planted = TreeSource(PlantedDrafter(expected_BT[:, 12:].tolist(), 199), prior_statistics(4))
     got_BT, stats = generate(model, blended([planted]), inputs)
     assert torch.equal(got_BT, expected_BT)
     assert min(asked) > 5 and stats.tokens_per_step > 1.1
@@ -95,7 +91,7 @@ def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama, asked: list[int])
     expected_BT = model.generate(**inputs)
     references = expected_BT[:, 10:].tolist()
     for drafter in (
-        blended([TreeSource(PlantedDrafter(references, 24), 4, chances())]),
+        blended([TreeSource(PlantedDrafter(references, 24), prior_statistics(4))]),
         blended(),
         text_drafter(6),
     ):
@@ -129,7 +125,7 @@ def test_heads_that_are_asked_now_and_then_have_read_everything(
     references = expected_BT[:, 9:].tolist()
     options |= {"eos_token_id": references[2][40], "pad_token_id": 0}
     base = RereadingDrafter(heads, target, references, 199)
-    drafter = blended([TreeSource(base, 4, chances())])
+    drafter = blended([TreeSource(base, prior_statistics(4))])
     with torch.no_grad():
         got_BT = model.generate(ids_BT, **options, custom_generate=partial(run, target, drafter))
     assert torch.equal(got_BT, model.generate(ids_BT, **options))
