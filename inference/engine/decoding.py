@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, make_rule
-from medusa_heads.inference.drafters.base import Drafter, Observer, Timed
+from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
@@ -104,8 +104,7 @@ def decode(
         with stats.phase("walk"):
             # The prompt's last token is a tree of one node, verified by the prefill.
             prompt = TokenTree.root_only(input_ids_BT[:, -1])
-            if isinstance(drafter, Observer):
-                drafter.observe(prompt, logits_BV[:, None])
+            drafter.observe(prompt, logits_BV[:, None])
             _finish_step(state, rule(prompt, logits_BV[:, None], rows), hidden_B1D, stats)
             if prompt_hidden:
                 state.take_prompt(torch.cat(prompt_hidden, dim=1))
@@ -153,12 +152,11 @@ def _step(
     with stats.phase("walk"):
         paths = rule(tree, logits_BNV, state.rows)
         walked = time.perf_counter()
-        if isinstance(drafter, Observer):
-            drafter.observe(tree, logits_BNV)
+        drafter.observe(tree, logits_BNV)
     with stats.phase("cache"):
         state.keep(paths)
         _finish_step(state, paths, hidden_BND, stats)
-    if stats.forwards > _WARM_UP and isinstance(drafter, Timed):
+    if stats.forwards > _WARM_UP:
         seconds = time.perf_counter() - started
         if logits_BNV.device.type == "cpu":  # elsewhere the walk also waits for the target
             # What every token takes is no reason to commit fewer of them.

@@ -226,7 +226,7 @@ def _training(provenance: Mapping[str, Any], report: Mapping[str, Any] | None) -
     return ["## Training", f"{listed}\n\n`{SIDECAR_FILE}` holds the rest."]
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], rule: str = "---") -> str:
     """In Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
+    lines = [columns, [rule] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

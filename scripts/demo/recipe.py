@@ -80,7 +80,7 @@ class Recipe:
     @cached_property
     def heads_config(self) -> HeadsConfig:
         """Of the heads."""
-        config: HeadsConfig = self.settings["HeadsArguments"].config()
+        config: HeadsConfig = self.settings["HeadsConfig"]
         return config
 
     @cached_property
