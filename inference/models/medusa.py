@@ -10,8 +10,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER, load_adapter
+from medusa_heads.checkpoint.adapter import load_adapter
 from medusa_heads.checkpoint.checkpoint import load_heads
+from medusa_heads.checkpoint.files import ADAPTER_FOLDER
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.previewed import with_preview

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from medusa_heads.checkpoint.adapter import adapter_digest
 from medusa_heads.checkpoint.checkpoint import save_heads
+from medusa_heads.checkpoint.files import ADAPTER_FILES, CARD_FILE, REPORT_FILES
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.checkpoint.stored_heads import (
     CONFIG_FILE,
@@ -19,7 +20,6 @@ from medusa_heads.checkpoint.stored_heads import (
     read_sidecar,
 )
 from medusa_heads.files import read_json, replace_file
-from medusa_heads.hub.files import ADAPTER_FILES, CARD_FILE, REPORT_FILES
 from medusa_heads.hub.folder import own_files
 from medusa_heads.hub.names import is_local
 from medusa_heads.hub.pull import copy_checkpoint

@@ -56,7 +56,7 @@ def _train(argv: Sequence[str] | None) -> None:
     )
     config, joint = to_heads.config(), to_joint.config()
     if to_heads.with_vocab_matrix:
-        from medusa_heads.checkpoint.vocab_matrix import check_takes_matrix
+        from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 
         check_takes_matrix(config)
     sharding = launched_sharding() or (Sharding() if to_target.shard_target else None)

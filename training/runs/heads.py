@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from medusa_heads.checkpoint.provenance import provenance
-from medusa_heads.checkpoint.vocab_matrix import check_takes_matrix
+from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, frequent_tokens, new_heads
 from medusa_heads.target.target import TargetModel
