@@ -66,7 +66,15 @@ def _above(parents: list[int], node: int) -> set[int]:
 def test_as_many_nodes_as_the_largest_tree_has() -> None:
     assert to_token_tree([PrefixTree(7)], torch.device("cpu")).num_nodes == 1
     batch = [PrefixTree(7), grown([(0, 0.5), (1, 0.5)])]
-    assert to_token_tree(batch, torch.device("cpu")).num_nodes == 3
+    tree = to_token_tree(batch, torch.device("cpu"))
+    assert tree.num_nodes == 3 and tree.ancestors_BNN.dtype == torch.bool
+
+
+def test_a_row_with_fewer_nodes_repeats_its_last() -> None:
+    batch = [grown([(0, 0.5), (1, 0.5)]), grown([(0, 0.5)] * 4)]
+    tree = to_token_tree(batch, torch.device("cpu"))
+    assert tree.tokens_BN.tolist()[0] == [7, 100, 101, 101, 101]
+    assert tree.parents_BN.tolist()[0] == [-1, 0, 1, 1, 1]
 
 
 def test_a_tree_lies_where_it_is_wanted() -> None:

@@ -113,7 +113,7 @@ def plan_heads(
         # What each layer keeps for the backward pass.
         layers = target.config.num_hidden_layers
         of_layer = tokens * (4 * wide + 12 * width) * element
-        memory["target's backward"] = of_layer * (1 if args.activation_checkpointing else layers)
+        memory["target's backward"] = of_layer * (1 if args.gradient_checkpointing else layers)
     disk = {"each checkpoint": trained * 12.0}
     if text.learnt is not None:
         kept = text.tokens if config.prefix_attention else text.learnt

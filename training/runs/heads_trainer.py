@@ -81,7 +81,7 @@ class HeadsTrainer(TaughtTrainer):
     unusable: ClassVar[Mapping[str, Any]] = {
         **TaughtTrainer.unusable,
         "neftune_noise_alpha": None,
-        "activation_checkpointing": False,
+        "gradient_checkpointing": False,
     }
 
     def __init__(

@@ -57,7 +57,7 @@ class JointTrainer(HeadsTrainer):
     unusable: ClassVar[Mapping[str, Any]] = {
         name: unset
         for name, unset in HeadsTrainer.unusable.items()
-        if name != "activation_checkpointing"
+        if name != "gradient_checkpointing"
     }
 
     def __init__(

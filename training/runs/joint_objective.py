@@ -158,7 +158,11 @@ class JointObjective(nn.Module):
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
         """Let the target's layers drop their activations and make them anew; asked by Trainer."""
-        self._beside[0].model.activation_checkpointing_enable(**options)
+        model = self._beside[0].model
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)(**options)
+
+    gradient_checkpointing_enable = activation_checkpointing_enable  # Trainer's word until 5.23
 
     def forward(
         self,

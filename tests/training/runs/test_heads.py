@@ -202,9 +202,9 @@ def test_the_last_checkpoint_is_resumed(
             "label_smoothing_factor has no place in this training: leave it out, got 0.1",
         ),
         (
-            {"training_args": {"use_cpu": True, "activation_checkpointing": True}},
+            {"training_args": {"use_cpu": True, "gradient_checkpointing": True}},
             {},
-            "activation_checkpointing has no place in this training",
+            "gradient_checkpointing has no place in this training",
         ),
         (
             {"training_args": {"use_cpu": True, "dataloader_drop_last": True}},
