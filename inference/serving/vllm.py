@@ -39,10 +39,8 @@ class MedusaProposer:
 
     Residual blocks lie in every process. A vocabulary matrix that the heads share is the target's
     own, read through its `compute_logits`; matrices of their own are spread over the processes of
-    tensor parallelism by rows, and their best tokens compared.
-
-    Raises:
-        ValueError: no checkpoint, one whose heads vLLM cannot draft with, or another target's.
+    tensor parallelism by rows, and their best tokens compared. Raises ValueError: no checkpoint,
+    one whose heads vLLM cannot draft with, or another target's.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -78,11 +76,8 @@ class MedusaProposer:
         _hand_over_hidden_states()
 
     def load_model(self, target: nn.Module) -> None:
-        """Put the heads beside the loaded target.
-
-        Raises:
-            ValueError: its vocabulary matrix is not the one the heads were trained with.
-        """
+        """Put the heads beside the loaded target. Raises ValueError: its vocabulary matrix is not
+        the one the heads were trained with."""
         model: Any = target
         lm_head = getattr(model, "lm_head", None)
         if lm_head is None and hasattr(model, "get_language_model"):

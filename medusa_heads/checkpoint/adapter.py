@@ -39,12 +39,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
 
 
 def _is_module(value: Any) -> bool:
@@ -75,8 +71,8 @@ _SHAPING: Mapping[str, Callable[[Any], bool]] = {
     "exclude_modules": _are_modules,
     "layers_to_transform": _are_layers,
     "layers_pattern": lambda value: _is_module(value) or _are_modules(value),
-    "fan_in_fan_out": _is_bool,
-    "use_rslora": _is_bool,
+    "fan_in_fan_out": _is(bool),
+    "use_rslora": _is(bool),
     "rank_pattern": _by_module,
     "alpha_pattern": _by_module,
 }
@@ -86,11 +82,11 @@ _KNOWN: Mapping[str, Callable[[Any], bool]] = {
     "peft_type": lambda value: value == "LORA",
     "task_type": lambda value: value == "CAUSAL_LM",
     "bias": lambda value: value == "none",
-    "peft_version": _is_text,
-    "base_model_name_or_path": _is_text,
-    "revision": _is_text,
-    "inference_mode": _is_bool,
-    "init_lora_weights": lambda value: _is_bool(value) or value == "gaussian",
+    "peft_version": _is(str),
+    "base_model_name_or_path": _is(str),
+    "revision": _is(str),
+    "inference_mode": _is(bool),
+    "init_lora_weights": lambda value: isinstance(value, bool) or value == "gaussian",
     "megatron_core": lambda value: value == "megatron.core",  # peft writes it and does not use it
     "qalora_group_size": _is_number,  # of what is off
 }
@@ -98,11 +94,8 @@ _REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
 
 
 def check_adapter_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What of a configuration shapes the adapter, as arguments of peft's `LoraConfig`.
-
-    Raises:
-        ValueError: a key or value is not one of a plain LoRA adapter; `where` it stands.
-    """
+    """What of a configuration shapes the adapter, as arguments of peft's `LoraConfig`. Raises
+    ValueError: a key or value is not one of a plain LoRA adapter; `where` it stands."""
     for name, value in config.items():
         # Nothing, no, and none at all ask for nothing.
         if value is None or (name not in _KNOWN and value in (False, {}, [])):
@@ -137,11 +130,8 @@ def describe_adapter(config: Mapping[str, Any], base_model: str | None) -> dict[
 def save_adapter(
     folder: str | os.PathLike[str], adapted: PeftModel, base_model: str | None, dtype: torch.dtype
 ) -> None:
-    """Write an adapter as peft reads it, and of its configuration what shapes it.
-
-    Raises:
-        ValueError: it is no plain LoRA adapter, so that `load_adapter` would refuse it.
-    """
+    """Write an adapter as peft reads it, and of its configuration what shapes it. Raises
+    ValueError: it is no plain LoRA adapter, so that `load_adapter` would refuse it."""
     from peft import get_peft_model_state_dict
 
     config = _plain_config(adapted)
@@ -178,11 +168,8 @@ def _check_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
 
 
 def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The configuration of a plain LoRA adapter whose matrices lie beside it.
-
-    Raises:
-        ValueError: the folder holds no adapter, or one that is no plain LoRA adapter.
-    """
+    """The configuration of a plain LoRA adapter whose matrices lie beside it. Raises ValueError:
+    the folder holds no adapter, or one that is no plain LoRA adapter."""
     folder = Path(folder)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
@@ -199,11 +186,8 @@ def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PeftModel:
     """Put a saved adapter into `model`, whose layers are wrapped in place; it is not trained.
-
-    Raises:
-        ValueError: the folder holds no adapter, one that is no plain LoRA adapter, or one that does
-            not fit.
-    """
+    Raises ValueError: the folder holds no adapter, one that is no plain LoRA adapter, or one that
+    does not fit."""
     from peft import LoraConfig, PeftModel
 
     config = read_adapter(folder)

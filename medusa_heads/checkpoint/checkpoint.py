@@ -71,10 +71,8 @@ def save_heads(
     Weights are stored in `dtype`, by default the target's own. An `adapter` that the heads were
     trained together with is stored beside them; from then on they are only loaded with it. With
     `with_vocab_matrix` so is a copy of the target's vocabulary matrix, for engines that want one.
-
-    Raises:
-        ValueError: no engine would read the matrix, or the adapter is no plain LoRA adapter.
-        OSError: the folder cannot be written.
+    Raises ValueError: no engine would read the matrix, or the adapter is no plain LoRA adapter;
+    OSError: the folder cannot be written.
     """
     dtype = dtype or target.dtype
     of_adapter = None
@@ -104,12 +102,9 @@ def replace_statistics(
     folder: str | os.PathLike[str], statistics: HeadStatistics, measured: Mapping[str, Any]
 ) -> None:
     """Store other statistics of a checkpoint's heads, and in its provenance as `calibrated` how
-    they were measured. All else stays as it is, and a reader finds the old or the new ones.
-
-    Raises:
-        ValueError: not a checkpoint, or its heads are others than those measured.
-        OSError: the folder cannot be written.
-    """
+    they were measured. All else stays as it is, and a reader finds the old or the new ones. Raises
+    ValueError: not a checkpoint, or its heads are others than those measured; OSError: the folder
+    cannot be written."""
     sidecar = read_sidecar(folder)
     if sidecar["heads"].get("num_heads") != statistics.num_heads:
         raise ValueError(
@@ -123,12 +118,9 @@ def replace_statistics(
 
 
 def load_heads(folder: str | os.PathLike[str], target: TargetModel) -> LoadedHeads:
-    """Load heads onto their target, in its dtype and on its device.
-
-    Raises:
-        ValueError: a missing, damaged or ill-fitting checkpoint, or another target's, or one whose
-            heads belong to an adapter that the target does not carry.
-    """
+    """Load heads onto their target, in its dtype and on its device. Raises ValueError: a missing,
+    damaged or ill-fitting checkpoint, or another target's, or one whose heads belong to an adapter
+    that the target does not carry."""
     stored = read_stored(folder)
     check_target(stored, target.fingerprint(), "pass")
     if stored.adapter is not None:

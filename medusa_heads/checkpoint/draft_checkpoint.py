@@ -56,11 +56,8 @@ def save_draft(
 
 
 def read_draft_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `save_draft` wrote beside the model.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
+    """What `save_draft` wrote beside the model. Raises ValueError: there is none, or it cannot be
+    read."""
     path = Path(folder) / DRAFT_FILE
     if not path.is_file():
         raise ValueError(
@@ -78,10 +75,7 @@ def load_draft(
     trust_remote_code: bool = False,
 ) -> TargetModel:
     """Load a causal LM that is to draft for the target, on its device, by default in its dtype.
-
-    Raises:
-        ValueError: nothing loadable, or its tokens are not the target's.
-    """
+    Raises ValueError: nothing loadable, or its tokens are not the target's."""
     draft = TargetModel.from_pretrained(
         str(name_or_path),
         dtype=dtype or target.dtype,
@@ -94,11 +88,8 @@ def load_draft(
 
 def check_vocabulary(draft: TargetModel, target: TargetModel) -> None:
     """The draft model's token ids must be the target's. Vocabulary matrices may be padded to
-    different sizes (as those of Qwen2.5 are) if the tokenizers are known and equal.
-
-    Raises:
-        ValueError: they are not.
-    """
+    different sizes (as those of Qwen2.5 are) if the tokenizers are known and equal. Raises
+    ValueError: they are not."""
     own, others = _vocabulary(draft.name_or_path), _vocabulary(target.name_or_path)
     if own is not None and others is not None:
         if own != others:

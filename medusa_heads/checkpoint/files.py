@@ -82,12 +82,8 @@ OWN_FILES = (*KEPT_FILES, *CUSTOM_GENERATE)
 
 
 def write_custom_generate(folder: Path) -> None:
-    """Write both programs into a checkpoint folder.
-
-    Raises:
-        ValueError: a link stands in the place of their folder.
-        OSError: the folder cannot be written.
-    """
+    """Write both programs into a checkpoint folder. Raises ValueError: a link stands in the place
+    of their folder; OSError: the folder cannot be written."""
     refuse_link(folder / _GENERATE_FOLDER)
     (folder / _GENERATE_FOLDER).mkdir(parents=True, exist_ok=True)
     for name, content in CUSTOM_GENERATE.items():
@@ -95,11 +91,8 @@ def write_custom_generate(folder: Path) -> None:
 
 
 def read_record(path: Path, *, needed: Iterable[str]) -> dict[str, Any]:
-    """A file that vouches for others in its folder, with the objects that it needs to have.
-
-    Raises:
-        ValueError: it cannot be read, is of another version, or lacks one.
-    """
+    """A file that vouches for others in its folder, with the objects that it needs to have. Raises
+    ValueError: it cannot be read, is of another version, or lacks one."""
     record = read_json(path)
     version = record.get("format_version")
     if version != FORMAT_VERSION or isinstance(version, bool):
@@ -119,11 +112,8 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def empty_folder(folder: str | os.PathLike[str]) -> Path:
-    """The path of a folder that is to be written, absolute.
-
-    Raises:
-        ValueError: something stands there already.
-    """
+    """The path of a folder that is to be written, absolute. Raises ValueError: something stands
+    there already."""
     path = expanded(folder).absolute()
     remove_leftovers(path.parent)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -150,11 +140,8 @@ def staged(folder: Path) -> Iterator[Path]:
 @contextmanager
 def filled(folder: Path, *last: str) -> Iterator[Path]:
     """A folder in `folder`, whose files take their places there when the block ends without an
-    error: those named `last`, which vouch for the others, after them and in this order.
-
-    Raises:
-        ValueError: a link stands in the place of a folder in it.
-    """
+    error: those named `last`, which vouch for the others, after them and in this order. Raises
+    ValueError: a link stands in the place of a folder in it."""
     folder.mkdir(parents=True, exist_ok=True)
     with staging(folder) as made:
         yield made

@@ -72,11 +72,8 @@ class StoredHeads:
 def write_stored(
     folder: str | os.PathLike[str], stored: StoredHeads, *, adapter: PeftModel | None = None
 ) -> Path:
-    """Write a checkpoint folder, beside its place first and then renamed, file by file.
-
-    Raises:
-        ValueError: the tensors are not those of such heads.
-    """
+    """Write a checkpoint folder, beside its place first and then renamed, file by file. Raises
+    ValueError: the tensors are not those of such heads."""
     _check_shapes(stored.tensors, stored.config, WEIGHTS_FILE)
     folder = Path(folder)
     # The sidecar comes last: it holds the weights' checksum, and so vouches for them.
@@ -88,21 +85,25 @@ def write_stored(
         if adapter is not None:
             dtype = next(t.dtype for t in stored.tensors.values() if t.is_floating_point())
             save_adapter(made / ADAPTER_FOLDER, adapter, base_model, dtype)
-        sidecar = {
-            "format_version": FORMAT_VERSION,
-            "heads": stored.config.to_dict(),
-            "weights_sha256": file_sha256(made / WEIGHTS_FILE),
-            "target": dict(stored.target),
-            "adapter": stored.adapter and dict(stored.adapter),
-            "statistics": stored.statistics and dict(stored.statistics),
-            "provenance": masked(stored.provenance),
-        }
         write_json(made / CONFIG_FILE, foreign_config(stored, base_model))
-        write_json(made / SIDECAR_FILE, sidecar)
+        write_json(made / SIDECAR_FILE, to_sidecar(stored, file_sha256(made / WEIGHTS_FILE)))
         write_custom_generate(made)
     if stored.vocab_matrix_VD is None:
         (folder / VOCAB_MATRIX_FILE).unlink(missing_ok=True)  # of heads that stood here before
     return folder
+
+
+def to_sidecar(stored: StoredHeads, weights_sha256: str) -> dict[str, Any]:
+    """What the sidecar holds, secrets starred out."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "heads": stored.config.to_dict(),
+        "weights_sha256": weights_sha256,
+        "target": dict(stored.target),
+        "adapter": stored.adapter and dict(stored.adapter),
+        "statistics": stored.statistics and dict(stored.statistics),
+        "provenance": masked(stored.provenance),
+    }
 
 
 def foreign_config(stored: StoredHeads, base_model: str | None) -> dict[str, Any]:
@@ -135,11 +136,8 @@ def foreign_config(stored: StoredHeads, base_model: str | None) -> dict[str, Any
 
 
 def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The sidecar of a checkpoint folder, without its weights.
-
-    Raises:
-        ValueError: not a checkpoint folder, or an unreadable or newer sidecar.
-    """
+    """The sidecar of a checkpoint folder, without its weights. Raises ValueError: not a checkpoint
+    folder, or an unreadable or newer sidecar."""
     path = Path(folder) / SIDECAR_FILE
     if not path.is_file():
         raise ValueError(
@@ -158,11 +156,8 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_stored(folder: str | os.PathLike[str]) -> StoredHeads:
-    """Read a checkpoint folder. Names, shapes and sizes are compared before memory is taken.
-
-    Raises:
-        ValueError: not a checkpoint folder, a damaged one, or one whose parts do not fit.
-    """
+    """Read a checkpoint folder. Names, shapes and sizes are compared before memory is taken. Raises
+    ValueError: not a checkpoint folder, a damaged one, or one whose parts do not fit."""
     folder = Path(folder)
     sidecar, path = read_sidecar(folder), folder / WEIGHTS_FILE
     try:
@@ -240,11 +235,8 @@ def _check_shapes(
 
 def check_target(stored: StoredHeads, got: Mapping[str, Any], do: str = "pass") -> None:
     """Compare what is known of a target with what a checkpoint says of the heads' own, as far as it
-    says: heads of another project's making do not say all.
-
-    Raises:
-        ValueError: they differ, and what to `do` with the right one.
-    """
+    says: heads of another project's making do not say all. Raises ValueError: they differ, and what
+    to `do` with the right one."""
     sizes = {"hidden_size": stored.config.hidden_size, "vocab_size": stored.config.vocab_size}
     expected = {**sizes, **stored.target}
     if differing := [key for key in got if expected.get(key) not in (None, got[key])]:
@@ -267,11 +259,8 @@ def check_takes_matrix(config: HeadsConfig, *, bias: bool = False) -> None:
 
 
 def read_vocab_matrix(folder: str | os.PathLike[str], config: HeadsConfig) -> Tensor:
-    """The copy [V, D] of the target's vocabulary matrix beside heads.
-
-    Raises:
-        ValueError: there is none, or what lies there is another matrix.
-    """
+    """The copy [V, D] of the target's vocabulary matrix beside heads. Raises ValueError: there is
+    none, or what lies there is another matrix."""
     path = Path(folder) / VOCAB_MATRIX_FILE
     tensors = read_tensors(path)
     shape = (config.vocab_size, config.hidden_size)

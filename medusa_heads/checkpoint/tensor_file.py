@@ -24,10 +24,8 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -
 
 def mapped_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Every tensor of a safetensors file, none of whose values is read before it is looked at.
-
-    Raises:
-        ValueError: there is none, it is damaged, or it holds a dtype that heads are not stored in.
-    """
+    Raises ValueError: there is none, it is damaged, or it holds a dtype that heads are not stored
+    in."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -49,11 +47,8 @@ def mapped_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file.
-
-    Raises:
-        ValueError: see `mapped_tensors`; or a value is not finite.
-    """
+    """Every tensor of a safetensors file. Raises ValueError: see `mapped_tensors`; or a value is
+    not finite."""
     tensors = mapped_tensors(path)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():

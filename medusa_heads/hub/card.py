@@ -28,11 +28,8 @@ def make_card(
     repo_id: str, texts: Mapping[str, Any], files: Collection[str], *, license: str | None = None
 ) -> str:
     """The README.md of a repository of heads, with its metadata in front: of what the checkpoint's
-    JSON files hold, by name, and of the names of all files that stand beside it.
-
-    Raises:
-        ValueError: a report is damaged, or of another version.
-    """
+    JSON files hold, by name, and of the names of all files that stand beside it. Raises ValueError:
+    a report is damaged, or of another version."""
     sidecar, report = texts[SIDECAR_FILE], texts.get(REPORT_FILE)
     config = HeadsConfig.from_dict(sidecar["heads"])
     with_matrix = VOCAB_MATRIX_FILE in files

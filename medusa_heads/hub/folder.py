@@ -15,22 +15,15 @@ _PNG = b"\x89PNG"
 
 
 def own_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Those of the names that are there, with their paths.
-
-    Raises:
-        ValueError: one is a link out of the folder, no regular file, a picture that is none, or far
-            larger than a report can be.
-    """
+    """Those of the names that are there, with their paths. Raises ValueError: one is a link out of
+    the folder, no regular file, a picture that is none, or far larger than a report can be."""
     found = {name: own_file(folder, name) for name in names}
     return {name: path for name, path in found.items() if path is not None}
 
 
 def own_file(folder: Path, name: str) -> Path | None:
-    """The path of a file in the folder; None where there is none.
-
-    Raises:
-        ValueError: as `own_files`.
-    """
+    """The path of a file in the folder; None where there is none. Raises ValueError: as
+    `own_files`."""
     path, real = folder / name, folder.resolve()
     if not os.path.lexists(path):
         return None

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 
 from medusa_heads.checkpoint.adapter import check_adapter_config, describe_adapter
 from medusa_heads.checkpoint.files import ADAPTER_FILES, BENCHMARK_FILE, CONFIG_FILE, REPORT_FILE
-from medusa_heads.checkpoint.stored_heads import StoredHeads, foreign_config
+from medusa_heads.checkpoint.stored_heads import StoredHeads, foreign_config, to_sidecar
 from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.hub.names import check_repo_id, is_local, is_repo_id, split_revision
 from medusa_heads.masking import is_secret_name, masked, masked_text, shows_secret
@@ -58,11 +59,8 @@ def published_target(
     folder: Path, target: Mapping[str, Any], base_model: str | None
 ) -> tuple[str, str | None]:
     """Name and revision by which others find the target: as the user gives it, else as the sidecar
-    of the checkpoint in `folder` has it.
-
-    Raises:
-        ValueError: the checkpoint knows it by a path, and no other name is given.
-    """
+    of the checkpoint in `folder` has it. Raises ValueError: the checkpoint knows it by a path, and
+    no other name is given."""
     if base_model is not None:
         name, revision = split_revision(base_model)
         return check_repo_id(name), revision
@@ -82,13 +80,19 @@ def published(
     name: str, content: Any, stored: StoredHeads, target: str, revision: str | None
 ) -> Any:
     """The text or JSON of a checkpoint's file, as others may read it, who find the target by this
-    name and revision.
-
-    Raises:
-        ValueError: an adapter's configuration that is none of a plain adapter.
-    """
+    name and revision. Raises ValueError: an adapter's configuration that is none of a plain
+    adapter."""
     if name == SIDECAR_FILE:
-        return _sidecar(content, stored, target, revision)
+        fingerprint = {key: stored.target[key] for key in _TARGET if key in stored.target}
+        adapter, statistics = stored.adapter, stored.statistics
+        told = replace(
+            stored,
+            target={"name_or_path": target, "revision": revision, **_settings(fingerprint)},
+            adapter=adapter and _settings({k: adapter.get(k) for k in ("folder", "sha256")}),
+            statistics=statistics and HeadStatistics.from_dict(statistics).to_dict(),
+            provenance=published_story(stored.provenance),
+        )
+        return to_sidecar(told, content["weights_sha256"])
     if name == CONFIG_FILE:
         return foreign_config(stored, target)
     if name == ADAPTER_FILES[0]:
@@ -98,22 +102,6 @@ def published(
         content = {key: value for key, value in content.items() if key in allowed}
     known_as = str(stored.target.get("name_or_path") or "")
     return without_paths(masked(content), renamed=(known_as, target))
-
-
-def _sidecar(
-    sidecar: Mapping[str, Any], stored: StoredHeads, target: str, revision: str | None
-) -> dict[str, Any]:
-    adapter, statistics = stored.adapter, stored.statistics
-    fingerprint = {key: stored.target[key] for key in _TARGET if key in stored.target}
-    return {
-        "format_version": sidecar["format_version"],
-        "heads": stored.config.to_dict(),
-        "weights_sha256": sidecar["weights_sha256"],
-        "target": {"name_or_path": target, "revision": revision, **_settings(fingerprint)},
-        "adapter": adapter and _settings({k: adapter.get(k) for k in ("folder", "sha256")}),
-        "statistics": statistics and HeadStatistics.from_dict(statistics).to_dict(),
-        "provenance": published_story(stored.provenance),
-    }
 
 
 def published_story(story: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,8 +55,9 @@ def find_checkpoint(
         return folder
     revision = wanted_revision(name, revision)
     options = {"local_files_only": local_files_only, "force_download": force_download}
+    cache = {"cache_dir": cache_dir and os.fspath(cache_dir)}
     try:
-        return _download(repo_id, revision, LOADED_FILES, token, cache_dir, **options)
+        return _download(repo_id, revision, LOADED_FILES, token, **options, **cache)
     except ValueError as error:
         raise ValueError(
             f"expected a heads checkpoint at {str(name)!r}: there is no such folder, and {error}"
@@ -69,7 +70,6 @@ def pull(
     *,
     revision: str | None = None,
     token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Bring a repository's checkpoint into a folder, whole or not at all.
@@ -93,7 +93,7 @@ def pull(
         if not (overwrite and replaceable):
             hint = "overwrite it (--overwrite), or " if replaceable else ""
             raise ValueError(f"{str(folder)!r} is in use: {hint}pull into another folder")
-    copy_checkpoint(_download(name, revision, KEPT_FILES, token, cache_dir), folder)
+    copy_checkpoint(_download(name, revision, KEPT_FILES, token), folder)
     return folder
 
 
@@ -102,7 +102,6 @@ def _download(
     revision: str | None,
     files: Sequence[str],
     token: str | bool | None,
-    cache_dir: str | os.PathLike[str] | None,
     **options: Any,
 ) -> Path:
     """The snapshot folder of these files, as far as the repository has them."""
@@ -110,8 +109,8 @@ def _download(
 
     token = check_token(token)
     with in_one_sentence(repo_id, revision, token):
-        options |= {"cache_dir": cache_dir and Path(cache_dir), "allow_patterns": list(files)}
-        found = Path(snapshot_download(repo_id, revision=revision, token=token, **options))
+        options |= {"revision": revision, "token": token, "allow_patterns": list(files)}
+        found = Path(snapshot_download(repo_id, **options))
     if not (found / SIDECAR_FILE).is_file():
         raise ValueError(
             f"the repository {repo_id!r} holds no heads of this package (no {SIDECAR_FILE}): those "
@@ -123,12 +122,8 @@ def _download(
 
 def copy_checkpoint(source: Path, folder: Path) -> None:
     """Copy a checkpoint's own files, beside their place first; earlier heads' files go. A folder
-    that holds nothing yet is there whole, or not at all.
-
-    Raises:
-        ValueError: a file is a link that leads elsewhere, or none that a checkpoint has.
-        OSError: the folder cannot be written.
-    """
+    that holds nothing yet is there whole, or not at all. Raises ValueError: a file is a link that
+    leads elsewhere, or none that a checkpoint has; OSError: the folder cannot be written."""
     present = own_files(source, KEPT_FILES)
     refuse_link(folder / ADAPTER_FOLDER)
     folder = folder.resolve()

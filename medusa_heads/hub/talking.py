@@ -19,11 +19,8 @@ LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def check_token(token: str | bool | None) -> str | bool | None:
-    """The token without white space around it.
-
-    Raises:
-        ValueError: it cannot stand in a request; an HTTP library's own words would quote it.
-    """
+    """The token without white space around it. Raises ValueError: it cannot stand in a request; an
+    HTTP library's own words would quote it."""
     if not isinstance(token, str):
         return token
     token = token.strip()

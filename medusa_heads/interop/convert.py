@@ -128,7 +128,7 @@ def convert_heads(
             form = FORMATS[source_format]
             rest = {key: said for key, said in found.config.items() if key not in form.marks}
             names = [name for name in found.files if not name.startswith(form.prefix)]
-            write_model(made / TARGET_FOLDER, found, names, rest)
+            write_model(made / TARGET_FOLDER, found, names, rest, {})
         write_stored(made, stored)
     return Converted(folder, source_format, stored, (*layout.notices, *_of_target(stored)))
 

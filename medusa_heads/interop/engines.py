@@ -18,7 +18,7 @@ from medusa_heads.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, write_json
 from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
 from medusa_heads.checkpoint.tensor_file import write_tensors
 from medusa_heads.interop import WrittenFormat
-from medusa_heads.interop.formats import FASTERDECODING_KEYS, FORMATS
+from medusa_heads.interop.formats import FORMATS
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import write_model
 
@@ -35,6 +35,9 @@ _VLLM_NAMES = {
     r"(\d+)\.\d+\.weight": r"lm_heads.\1.weight",
     DRAFT_TOKENS: "token_map",
 }
+
+_Written = tuple[str, dict[str, Tensor], dict[str, Any]]
+"""The weights' file, what it holds, and what config.json says beside the sizes."""
 
 
 @dataclass
@@ -87,10 +90,7 @@ class Outgoing:
 
     def over_full_vocabulary(self) -> Outgoing:
         """Heads that draft every token of the target's: those they were not trained to draft, too.
-
-        Raises:
-            ValueError: they have matrices of their own, without rows for other tokens.
-        """
+        Raises ValueError: they have matrices of their own, without rows for other tokens."""
         if self.config.draft_vocab_size is None:
             return self
         if not self.shared:
@@ -109,12 +109,8 @@ class Outgoing:
         return Outgoing(stored, self.matrix_VD, [*self.notices, notice])
 
     def write(self, folder: Path, to: WrittenFormat) -> None:
-        """Write what the engine reads.
-
-        Raises:
-            ValueError: the target's files or its vocabulary matrix are not at hand.
-            OSError: the folder cannot be written.
-        """
+        """Write what the engine reads. Raises ValueError: the target's files or its vocabulary
+        matrix are not at hand; OSError: the folder cannot be written."""
         if to == "modelopt":
             self._write_whole_model(folder)
             return
@@ -122,14 +118,12 @@ class Outgoing:
         if file.endswith(".safetensors"):
             write_tensors(folder / file, tensors)
         else:
-            torch.save(
-                {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file
-            )
-        write_json(folder / CONFIG_FILE, config)
+            torch.save(tensors, folder / file)
+        base_model = self.stored.target.get("name_or_path")
+        sizes = {key: getattr(self.config, ours) for ours, key in FORMATS[to].keys.items()}
+        write_json(folder / CONFIG_FILE, {"base_model_name_or_path": base_model, **sizes, **config})
 
-    def _of_fasterdecoding(
-        self, to: WrittenFormat
-    ) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
+    def _of_fasterdecoding(self, to: WrittenFormat) -> _Written:
         """v0.1 in the pickled file that its own code reads, heads that share a matrix as v2; for
         TGI and LoRAX in the one file that these read."""
         tensors, shared = self.stored.tensors, self.shared
@@ -142,15 +136,10 @@ class Outgoing:
             )
         # No `architectures`, by which TGI tells other models; LoRAX goes by the version.
         version = {"version": "2"} if shared else {"version": "1"} if to == "lorax" else {}
-        config = {
-            "base_model_name_or_path": self.stored.target.get("name_or_path"),
-            **{key: getattr(self.config, ours) for ours, key in FASTERDECODING_KEYS.items()},
-            **version,
-        }
         pickled = to == "fasterdecoding" and not shared
-        return "medusa_lm_head.pt" if pickled else WEIGHTS_FILE, tensors, config
+        return "medusa_lm_head.pt" if pickled else WEIGHTS_FILE, tensors, version
 
-    def _of_vllm(self) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
+    def _of_vllm(self) -> _Written:
         """With every key that vLLM reads, so that none of its defaults plays a part."""
         tensors = {}
         for name, tensor in self.stored.tensors.items():
@@ -169,14 +158,9 @@ class Outgoing:
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
-            "hidden_size": self.config.hidden_size,
-            "vocab_size": self.config.vocab_size,
-            "num_heads": self.config.num_heads,
-            "num_hidden_layers": self.config.num_layers,
             "medusa_fc_bias": True,
             "original_lm_head": self.shared,
             "truncated_vocab_size": self.config.num_candidates,
-            "base_model_name_or_path": self.stored.target.get("name_or_path"),
         }
         return "model.safetensors", tensors, config
 

@@ -129,7 +129,7 @@ def _finish_hydra(source: Source, layout: Layout) -> None:
         )
 
 
-FASTERDECODING_KEYS = {
+_FASTERDECODING_KEYS = {
     "num_heads": "medusa_num_heads",
     "num_layers": "medusa_num_layers",
     "hidden_size": "hidden_size",
@@ -141,7 +141,7 @@ _FASTERDECODING = Format(
     mark=_OWN,
     names={_OWN: r"\1.\2.\3", r"lm_heads\.0\.weight|lm_head\.weight": "matrix"},
     stranger=f"is no tensor of FasterDecoding's layout ({_OWN_WORDS})",
-    keys=FASTERDECODING_KEYS,
+    keys=_FASTERDECODING_KEYS,
 )
 FORMATS: dict[ReadFormat, Format] = {
     "fasterdecoding": _FASTERDECODING,
@@ -181,7 +181,7 @@ FORMATS: dict[ReadFormat, Format] = {
         mark=r"medusa_head\..*",
         names={rf"medusa_head\.{_OWN}": r"\1.\2.\3"},
         stranger=f"is no tensor of this layout (medusa_head.{_OWN_WORDS})",
-        keys=FASTERDECODING_KEYS,
+        keys=_FASTERDECODING_KEYS,
         prefix="medusa_head.",
         marks=("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"),
     ),
@@ -202,11 +202,8 @@ FORMATS: dict[ReadFormat, Format] = {
 
 
 def detect(source: Source) -> ReadFormat:
-    """The layout that the names of the tensors are in.
-
-    Raises:
-        ValueError: they are in none, or in several.
-    """
+    """The layout that the names of the tensors are in. Raises ValueError: they are in none, or in
+    several."""
     found: list[ReadFormat] = [
         name
         for name, form in FORMATS.items()
@@ -227,11 +224,8 @@ def detect(source: Source) -> ReadFormat:
 
 
 def find(source: Source, name: ReadFormat) -> Layout:
-    """Which tensor of the source is which, in the layout `name`.
-
-    Raises:
-        ValueError: the source is not in that layout, or a tensor of the heads has no place in it.
-    """
+    """Which tensor of the source is which, in the layout `name`. Raises ValueError: the source is
+    not in that layout, or a tensor of the heads has no place in it."""
     form = FORMATS[name]
     if not form.recognises(source):
         raise ValueError(

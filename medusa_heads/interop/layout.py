@@ -19,12 +19,9 @@ _OUT = {"weight", "bias"}
 
 def heads_config(source: Source, layout: Layout, target_vocab: int | None) -> HeadsConfig:
     """The heads' shape, as their tensors have it, each compared with all others; `target_vocab`:
-    rows of the target's lm_head, where it is known. What the configuration claims wrongly
-    is added to the layout's notices.
-
-    Raises:
-        ValueError: a tensor is missing, surplus or of another shape than the others imply.
-    """
+    rows of the target's lm_head, where it is known. What the configuration claims wrongly is added
+    to the layout's notices. Raises ValueError: a tensor is missing, surplus or of another shape
+    than the others imply."""
     num_heads, num_layers, own = _counts(layout)
     first = layout.names.get("0.0.linear.weight")
     if first is None:
@@ -66,11 +63,8 @@ def heads_config(source: Source, layout: Layout, target_vocab: int | None) -> He
 
 
 def read_heads(source: Source, layout: Layout, config: HeadsConfig) -> dict[str, Tensor]:
-    """The heads' tensors under our names, each in the dtype it is stored in.
-
-    Raises:
-        ValueError: a value is not finite, or the reduced vocabulary names tokens there are not.
-    """
+    """The heads' tensors under our names, each in the dtype it is stored in. Raises ValueError: a
+    value is not finite, or the reduced vocabulary names tokens there are not."""
     tensors = {ours: source.read(theirs) for ours, theirs in layout.names.items()}
     for name, shape in expected_shapes(config).items():
         # Heads without biases are heads whose biases are zero.

@@ -135,11 +135,7 @@ class Source:
 
 def open_source(name_or_path: str, *, revision: str | None = None, model: bool = False) -> Source:
     """The heads (or the model with heads in it; with `model`, that alone) in a file, a folder or a
-    repository.
-
-    Raises:
-        ValueError: nothing is there, or nothing that holds tensors.
-    """
+    repository. Raises ValueError: nothing is there, or nothing that holds tensors."""
     path = expanded(name_or_path)
     if path.is_file():
         source = Source(str(path.parent.resolve()), path.parent)
@@ -157,21 +153,17 @@ def open_source(name_or_path: str, *, revision: str | None = None, model: bool =
                 "none"
             )
         source = Source(repo_id, None, wanted_revision(name_or_path, revision))
-    for file in () if model else HEADS_FILES:
+    known = MODEL_FILES if model else (*HEADS_FILES, *MODEL_FILES)
+    for file in known:
         if found := source.find(file):
             source.take(found)
-            if matrix := source.find(VOCAB_MATRIX_FILE):
+            if file in HEADS_FILES and (matrix := source.find(VOCAB_MATRIX_FILE)):
                 source.take(matrix)
-            return source
-    for file in MODEL_FILES:
-        if found := source.find(file):
-            source.take(found)
             return source
     others = [] if source.folder is None else sorted(source.folder.glob("*.safetensors"))
     if len(others) != 1:
-        known = ", ".join((*(() if model else HEADS_FILES), *MODEL_FILES))
         raise ValueError(
-            f"{source.name!r} holds no weights: expected one of {known}"
+            f"{source.name!r} holds no weights: expected one of {', '.join(known)}"
             + (f", or one other .safetensors file, got {len(others)}" if others else "")
         )
     source.take(others[0])

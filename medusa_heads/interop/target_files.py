@@ -6,7 +6,6 @@ Shapes: D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,6 @@ BESIDE = (
     "merges.txt",
     "chat_template.jinja",
 )
-SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,8 @@ def read_target(
 ) -> TargetVocabulary:
     """Read the lm_head of a causal LM in a folder or a repository of the hub.
 
-    Where the files name it unlike the model's own modules, the model is loaded after all.
-
-    Raises:
-        ValueError: there is no causal LM, or its lm_head is quantised.
+    Where the files name it unlike the model's own modules, the model is loaded after all. Raises
+    ValueError: there is no causal LM, or its lm_head is quantised.
     """
     path = expanded(name_or_path)
     if path.is_file():
@@ -125,23 +121,21 @@ def write_model(
     source: Source,
     names: Collection[str],
     config: Mapping[str, Any],
-    heads: Mapping[str, Tensor] | None = None,
+    heads: Mapping[str, Tensor],
 ) -> None:
-    """A model as transformers reads it: shards of the source's tensors and of `heads`, their index,
-    the configuration and the tokenizer. One shard's worth of tensors is held in memory at a time.
-
-    Raises:
-        ValueError: a tensor is damaged.
-        OSError: the folder cannot be written.
-    """
+    """A model as transformers reads it: shards of the source's tensors, as it has them, and one of
+    `heads`, their index, configuration and tokenizer. One shard is held in memory at a time. Raises
+    ValueError: a tensor is damaged; OSError: the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    shards = _shards(source, names) + ([list(heads)] if heads else [])
+    shards: dict[Path | str | None, list[str]] = {}
+    for name in (*names, *heads):
+        shards.setdefault(None if name in heads else source.files[name], []).append(name)
     weight_map: dict[str, str] = {}
     total = 0
-    for number, shard in enumerate(shards, start=1):
+    for number, shard in enumerate(shards.values(), start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {
-            name: heads[name] if heads and name in heads else source.read(name, of_heads=False)
+            name: heads[name] if name in heads else source.read(name, of_heads=False)
             for name in shard
         }
         write_tensors(folder / file, tensors)
@@ -153,21 +147,3 @@ def write_model(
     for file in BESIDE:
         if found := source.find(file):
             (folder / file).write_bytes(found.read_bytes())
-
-
-def _shards(source: Source, names: Collection[str]) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name in sorted(names, key=_by_number):
-        size = 4 * math.prod(source.shape(name))  # bytes a value, for the few that take 8 as well
-        if shards[-1] and filled + size > SHARD_BYTES:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Layers in the order of their numbers, so that shards are read from front to back."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

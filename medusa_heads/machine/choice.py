@@ -89,11 +89,8 @@ def speeds(
     shape: Shape | None = None,
     store: Measurements = _STORE,
 ) -> Seconds:
-    """What `choose` goes by, by dtype and threads: speeds relative to float32's best.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    """What `choose` goes by, by dtype and threads: speeds relative to float32's best. Raises
+    ValueError: there is no such device."""
     where = find_device(device)
     low = _shorter(use, where, None, stored)
     seconds = _measured(use, where, low, shape or Shape(), store)
@@ -117,11 +114,8 @@ def _measured(
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
-    """The dtype of a name.
-
-    Raises:
-        ValueError: there is none of this name, or it is not of weights.
-    """
+    """The dtype of a name. Raises ValueError: there is none of this name, or it is not of
+    weights."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"expected a dtype such as float32 or bfloat16, got {str(dtype)!r}")

@@ -10,11 +10,8 @@ from medusa_heads.errors import first_line
 
 
 def find_device(asked: str | torch.device | None = None) -> torch.device:
-    """The device asked for; else the first of cuda, xpu, mps and cpu that works here.
-
-    Raises:
-        ValueError: torch knows no device of this name, or has none here.
-    """
+    """The device asked for; else the first of cuda, xpu, mps and cpu that works here. Raises
+    ValueError: torch knows no device of this name, or has none here."""
     if asked is None:
         return next(device for device in devices_here() if _failure(device) is None)
     try:

@@ -32,11 +32,8 @@ def measurement_folder() -> Path:
 
 
 def as_seconds(stored: Any, *, least: float = MOMENT) -> float:
-    """What a measurement holds as seconds, or as a share of them.
-
-    Raises:
-        ValueError: it is no number, or none that a clock could have shown.
-    """
+    """What a measurement holds as seconds, or as a share of them. Raises ValueError: it is no
+    number, or none that a clock could have shown."""
     if isinstance(stored, bool) or not isinstance(stored, int | float):
         raise ValueError(f"expected seconds, got {stored!r}")
     if not least <= stored <= AGE:
