@@ -285,7 +285,7 @@ vllm serve {base_model} --speculative-config '{{"method": "custom_class", \
     ]
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], rule: str = "---") -> str:
     """In Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
+    lines = [columns, [rule] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

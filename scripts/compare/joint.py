@@ -28,7 +28,8 @@ from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.data.prepare import collate
-from medusa_heads.training.loss.own import own_losses, own_rows
+from medusa_heads.training.loss.next_token import own_losses
+from medusa_heads.training.loss.rows import own_rows
 from medusa_heads.training.loss.teacher import Teacher
 from scripts.demo.texts import CONTINUATION, PROMPT, TARGET, check_recipes, windows, written
 

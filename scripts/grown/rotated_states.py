@@ -66,14 +66,7 @@ class RotatedStates(HiddenStates):
     def __init__(self, rotated: Rotated, small: HiddenStates) -> None:
         super().__init__(rotated.target)
         self._small, self._matrix_DE = small, rotated.matrix_DE
-
-    @property
-    def collate(self) -> Any:
-        return self._small.collate
-
-    @property
-    def callbacks(self) -> list[Any]:
-        return self._small.callbacks
+        self.collate, self.callbacks = small.collate, small.callbacks
 
     def of(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self._small.of(inputs) @ self._matrix_DE

@@ -6,13 +6,14 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
+from rich.filesize import decimal
 from transformers import TrainingArguments
 
 from medusa_heads.config import HeadsConfig
@@ -20,15 +21,10 @@ from medusa_heads.files import parse_json
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.data.prepare import TrainingData
-from medusa_heads.training.hidden.cache_index import INDEX_FILE, CacheError, CacheKey
 from medusa_heads.training.hidden.cached_rows import KeptPositions, RowPlan, plan_rows
 from medusa_heads.training.hidden.states import CachedHiddenStates, HiddenStates
-from medusa_heads.training.hidden.store import HiddenCache
+from medusa_heads.training.hidden.store import INDEX_FILE, CacheError, CacheKey, HiddenCache
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-DEFAULT_FOLDER = "hidden_states"
 # Of a target's configuration: says nothing of what its forward computes.
 _IDLE_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 
@@ -43,18 +39,11 @@ def open_hidden_states(
     target_weights_sha256: str,
     resumed: bool,
 ) -> HiddenStates:
-    """Where a run takes the target's hidden states from.
+    """Where a run takes the target's hidden states from. Prints how large the cache is and will be,
+    before anything is written.
 
-    Prints how large the cache is and will be, before anything is written.
-
-    Args:
-        settings: whether and where there is a cache.
-        target: the frozen model.
-        data: rows to train on, and held out.
-        config: of the heads; some read whole rows.
-        args: of the run; names the default folder.
-        target_weights_sha256: the target's `weights_digest()`.
-        resumed: the run goes on from a checkpoint, and so does a cache that it was writing.
+    A run that is `resumed` goes on from a checkpoint, and so does a cache that it was writing;
+    `target_weights_sha256` is the target's `weights_digest()`.
 
     Raises:
         ValueError: the text is a stream, the disk is too small, or a cache that is only to be read
@@ -68,35 +57,37 @@ def open_hidden_states(
             "or hidden_cache off"
         )
     kept: KeptPositions = "all" if config.prefix_attention else "learnt"
-    default = Path(args.output_dir or ".") / DEFAULT_FOLDER
-    folder = Path(settings.hidden_cache_dir or default)
+    folder = Path(settings.hidden_cache_dir or Path(args.output_dir or ".") / "hidden_states")
     plans: dict[CacheKey, RowPlan] = {}
-    expected: dict[CacheKey, int] = {}
-    sets: list[tuple[Dataset, int]] = [
-        (data.rows, _rows_seen(args, len(data.rows))),
-        (data.held_out, len(data.held_out)),
-    ]
-    for rows, seen in sets:
+    expected: dict[CacheKey, float] = {}  # how many rows the run comes to see
+    settings_sha256 = _settings_sha256(target)
+    for rows, seen in ((data.rows, _rows_seen(args, len(data.rows))), (data.held_out, math.inf)):
         plan = plan_rows(rows, kept)
-        key = cache_key(target, plan, kept, target_weights_sha256)
+        key = CacheKey(
+            target_weights_sha256=target_weights_sha256,
+            target_settings_sha256=settings_sha256,
+            computed_in=str(target.dtype).removeprefix("torch."),
+            hidden_size=target.hidden_size,
+            positions=kept,
+            rows_sha256=plan.sha256(),
+        )
         plans[key] = plan
         expected[key] = max(seen, expected.get(key, 0))
     if settings.hidden_cache == "read":
         caches = [_whole_cache(folder, key, plan) for key, plan in plans.items()]
         total = sum(cache.plan.positions * cache.row_bytes for cache in caches)
-        _say(f"Hidden states: {_size(total)} read from {folder}")
+        _say(f"Hidden states: {decimal(total)} read from {folder}")
         return CachedHiddenStates(target, caches, kept)
     dtype = target.hidden(torch.zeros(1, 1, dtype=torch.long, device=target.device)).dtype
     state = PartialState()
     caches = []
     for key, plan in plans.items():
-        cache = HiddenCache(folder / key.name(), key, plan, dtype)
+        caches.append(HiddenCache(folder / key.name(), key, plan, dtype))
         if settings.hidden_cache == "write" and not resumed:
             state.wait_for_everyone()  # else another process could still be looking at the old one
-            cache.clear()
-        caches.append(cache)
+            caches[-1].clear()
     state.wait_for_everyone()
-    _check_disk(folder, caches, list(expected.values()))
+    _check_disk(folder, {cache: expected[cache.key] for cache in caches})
     for cache in caches:
         if state.is_local_main_process:
             cache.write_index()
@@ -105,27 +96,10 @@ def open_hidden_states(
     return CachedHiddenStates(target, caches, kept)
 
 
-def cache_key(
-    target: TargetModel, plan: RowPlan, kept: KeptPositions, weights_sha256: str
-) -> CacheKey:
-    """What the hidden states of these rows belong to."""
-    return CacheKey(
-        target_weights_sha256=weights_sha256,
-        target_settings_sha256=_settings_sha256(target),
-        computed_in=str(target.dtype).removeprefix("torch."),
-        hidden_size=target.hidden_size,
-        positions=kept,
-        rows_sha256=plan.sha256(),
-    )
-
-
 def _settings_sha256(target: TargetModel) -> str:
     """Over the configuration, and over how strongly adapters count: no weight says either."""
-    settings = {
-        name: value
-        for name, value in target.model.config.to_dict().items()
-        if name not in _IDLE_SETTINGS
-    }
+    of_model = target.model.config.to_dict()
+    settings = {name: value for name, value in of_model.items() if name not in _IDLE_SETTINGS}
     adapters = {
         name: [module.scaling, bool(getattr(module, "disable_adapters", False))]
         for name, module in target.model.named_modules()
@@ -136,7 +110,6 @@ def _settings_sha256(target: TargetModel) -> str:
 
 
 def _rows_seen(args: TrainingArguments, rows: int) -> int:
-    """How many of the rows a run comes to see."""
     if args.max_steps > 0:
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         return min(rows, args.max_steps * batch)
@@ -162,25 +135,26 @@ def _whole_cache(folder: Path, key: CacheKey, plan: RowPlan) -> HiddenCache:
 
 def _nearest(folder: Path, key: CacheKey) -> str:
     """In what the most similar cache there differs."""
-    nearest: list[str] | None = None
+    found: list[list[str]] = []
     for path in folder.glob(f"*/{INDEX_FILE}"):
         try:
             other: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))["key"]
-            differing = [name for name, value in asdict(key).items() if other[name] != value]
+            found.append([name for name, value in asdict(key).items() if other[name] != value])
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        if nearest is None or len(differing) < len(nearest):
-            nearest = differing
-    return "" if nearest is None else f" (the nearest differs in {' and '.join(nearest)})"
+    if not found:
+        return ""
+    nearest: list[str] = min(found, key=len)
+    return f" (the nearest differs in {' and '.join(nearest)})"
 
 
-def _check_disk(folder: Path, caches: Sequence[HiddenCache], rows_seen: Sequence[int]) -> None:
-    """Say what will be written, and refuse what does not fit."""
+def _check_disk(folder: Path, caches: Mapping[HiddenCache, float]) -> None:
+    """Say what will be written of caches of which so many rows are seen; refuse what does not
+    fit."""
     there = needed = rows = 0
-    for cache, seen in zip(caches, rows_seen, strict=True):
-        counts = cache.plan.counts
+    for cache, seen in caches.items():
         missing = cache.missing()
-        absent = sum(counts[name] for name in missing) * cache.row_bytes
+        absent = sum(map(cache.plan.counts.__getitem__, missing)) * cache.row_bytes
         share = min(1.0, seen / len(missing)) if missing else 0.0
         needed += round(absent * share)
         there += cache.plan.positions * cache.row_bytes - absent
@@ -189,24 +163,16 @@ def _check_disk(folder: Path, caches: Sequence[HiddenCache], rows_seen: Sequence
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ValueError(
-            f"the hidden states of {rows} rows take {_size(needed)} and {folder} has {_size(free)} "
-            "free: give a hidden_cache_dir on a larger disk, or leave hidden_cache off"
+            f"the hidden states of {rows} rows take {decimal(needed)} and {folder} has "
+            f"{decimal(free)} free: give a hidden_cache_dir on a larger disk, or leave "
+            "hidden_cache off"
         )
     _say(
-        f"Hidden states: {_size(there)} in {folder}, about {_size(needed)} to be written "
-        f"({rows} rows; {_size(free)} are free)"
+        f"Hidden states: {decimal(there)} in {folder}, about {decimal(needed)} to be written "
+        f"({rows} rows; {decimal(free)} are free)"
     )
 
 
 def _say(line: str) -> None:
     if PartialState().is_main_process:
         print(line, flush=True)
-
-
-def _size(count: int) -> str:
-    amount = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} TB"

@@ -18,19 +18,14 @@ _DDP = "configs/accelerate/ddp.yaml"
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a target is spread over the processes.
-
-    Attributes:
-        layer_classes: of the modules that are gathered one at a time. Default: the model's layers.
-        reshard_after_forward: give a gathered layer up at once; else all of them stay, which takes
-            the memory of the whole target from the first step on and saves gathering again.
-        load_once: the first process alone reads the weights, and hands them round; else each does,
-            and the CPU holds the target once for each process of the machine.
-    """
+    """How a target is spread over the processes."""
 
     layer_classes: tuple[str, ...] = ()
+    """Of the modules that are gathered one at a time. Default: the model's layers."""
     reshard_after_forward: bool = True
+    """Give a gathered layer up at once; else all stay, which takes the memory of the target."""
     load_once: bool = True
+    """The first process alone reads the weights, and hands them round."""
 
 
 def launched_sharding() -> Sharding | None:
@@ -46,10 +41,10 @@ def launched_sharding() -> Sharding | None:
         )
     if not _is_true(_FSDP):
         return None
-    if os.environ.get("FSDP_VERSION", "1") != "2":
+    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise ValueError(
-            f"the target is spread by FSDP2, got fsdp_version {os.environ.get('FSDP_VERSION', 1)}: "
-            "set fsdp_version: 2 in the launch's fsdp_config"
+            f"the target is spread by FSDP2, got fsdp_version {version}: set fsdp_version: 2 in "
+            "the launch's fsdp_config"
         )
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
@@ -68,12 +63,11 @@ def launched_sharding() -> Sharding | None:
         "fsdp_auto_wrap_policy: SIZE_BASED_WRAP": plugin.min_num_params is not None,
         "parallelism_config": _is_true("ACCELERATE_USE_PARALLELISM_CONFIG"),
     }
-    for name, is_set in unusable.items():
-        if is_set:
-            raise ValueError(
-                f"an FSDP launch spreads the frozen target layer by layer, without {name}: leave "
-                "that out of the launch's configuration, as configs/accelerate/fsdp.yaml does"
-            )
+    if name := next((name for name, is_set in unusable.items() if is_set), None):
+        raise ValueError(
+            f"an FSDP launch spreads the frozen target layer by layer, without {name}: leave that "
+            "out of the launch's configuration, as configs/accelerate/fsdp.yaml does"
+        )
     return Sharding(
         layer_classes=tuple(plugin.transformer_cls_names_to_wrap or ()),
         reshard_after_forward=bool(plugin.reshard_after_forward),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa_heads.contents import refuse_heads
 from medusa_heads.errors import first_line
@@ -13,18 +15,11 @@ from medusa_heads.training.arguments.target import TargetArguments
 
 
 def meta_target(arguments: TargetArguments, device: torch.device | None = None) -> TargetModel:
-    """Make it, frozen.
-
-    Args:
-        arguments: which target, in which dtype.
-        device: for which "auto" chooses a dtype; None: "auto" is as it is stored.
+    """Make it, frozen. A dtype "auto" is what is fastest on `device`, without one as it is stored.
 
     Raises:
         ValueError: no configuration of a causal language model stands there.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     name = arguments.model_name_or_path
     refuse_heads(name)
     try:

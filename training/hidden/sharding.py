@@ -12,13 +12,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.launched import Sharding
 from medusa_heads.training.hidden.meta_target import meta_target
-from medusa_heads.training.hidden.processes import anywhere, several_processes
+
+
+def several_processes() -> bool:
+    """Whether this one is of several."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def anywhere(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set in any process; all must ask."""
+    if not several_processes():
+        return flag
+    flags = torch.tensor(float(flag), device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
 
 
 def load_to_spread(arguments: TargetArguments, sharding: Sharding) -> TargetModel:
@@ -55,22 +68,26 @@ def shard_target(
 
     sharding = sharding or Sharding()
     _check_processes()
-    layers = _layers(target.model, sharding.layer_classes)
+    model: Any = target.model
+    layers = _layers(model, sharding.layer_classes)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     kept = target.get_input_embeddings(), target.get_output_embeddings()
-    empty = anywhere(any(p.is_meta for p in target.model.parameters()), device)
+    empty = anywhere(any(p.is_meta for p in model.parameters()), device)
+    weights: dict[str, Any] = {}
     if empty:
-        _take_dtypes(target.model, device)
+        _take_dtypes(model, device)
+        weights = model.state_dict() if dist.get_rank() == 0 else {}
     for layer in layers:
-        if empty:
-            _send(layer, device)
         fully_shard(layer, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
-    if empty:
-        _send(target.model, device)
     whole = {parameter for module in kept for parameter in module.parameters()}
-    fully_shard(target.model, mesh=mesh, ignored_params=whole)
+    fully_shard(model, mesh=mesh, ignored_params=whole)
+    if empty and dist.get_rank() > 0:
+        model.to_empty(device=device)
+        model.tie_weights()
     for module in kept:
         module.to(device)
+    if empty:
+        _send(model, weights)
 
 
 def is_sharded(target: TargetModel) -> bool:
@@ -105,12 +122,8 @@ def _layers(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
             f"expected a list of layers in {type(model).__name__}, found none: leave shard_target "
             "and FSDP out"
         )
-    longest: nn.ModuleList = max(lists, key=_size)
+    longest: nn.ModuleList = max(lists, key=lambda part: sum(p.numel() for p in part.parameters()))
     return list(longest)
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _take_dtypes(model: nn.Module, device: torch.device) -> None:
@@ -129,22 +142,11 @@ def _take_dtypes(model: nn.Module, device: torch.device) -> None:
             own[name].data = own[name].data.to(dtype)
 
 
-def _send(module: nn.Module, device: torch.device) -> None:
-    """Put the first process's weights and buffers onto the device of every process, all but those
-    that are spread already."""
-    from torch.distributed.tensor import DTensor
+def _send(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Hand the first process's weights round, and its buffers, which they leave out in part."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    sent: dict[Tensor, Tensor] = {}  # a weight may stand in two places
-    for part in module.modules():
-        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        for name, tensor in own:
-            if isinstance(tensor, DTensor):
-                continue
-            if tensor not in sent:
-                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                if dist.get_rank() == 0:  # elsewhere there may be a shape alone
-                    whole.copy_(tensor)
-                dist.broadcast(whole, src=0)
-                is_weight = isinstance(tensor, nn.Parameter)
-                sent[tensor] = nn.Parameter(whole, requires_grad=False) if is_weight else whole
-            setattr(part, name, sent[tensor])
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)

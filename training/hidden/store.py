@@ -10,38 +10,65 @@ Shapes: P kept positions of a row, D hidden.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import re
 import uuid
 from collections import OrderedDict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from medusa_heads.files import move_in, remove_leftovers, staging
-from medusa_heads.training.hidden.cache_index import (
-    SAFETENSORS_NAMES,
-    CacheError,
-    CacheKey,
-    indexed_dtype,
-    write_index,
-)
-from medusa_heads.training.hidden.cached_rows import RowPlan
+from medusa_heads.files import move_in, parse_json, remove_leftovers, replace_file, staging
+from medusa_heads.training.hidden.cached_rows import KeptPositions, RowPlan
 
 logger = logging.getLogger(__name__)
 
+INDEX_FILE = "index.json"
+FORMAT_VERSION = 1
 SHARD_BYTES = 1 << 28
+_SAFETENSORS_NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
 _SHARD = re.compile(r"\d{6}-[0-9a-f]{8}\.safetensors")
 _OPEN_SHARDS = 128  # far below what a process may hold open
 
 
+@dataclass(frozen=True)
+class CacheKey:
+    """What hidden states belong to: the target's weights, bit for bit; what else its forward hangs
+    on; the weights' dtype; D; which positions of a row are kept; and token ids and positions of all
+    rows, in no order. A difference in any field means another folder."""
+
+    target_weights_sha256: str
+    target_settings_sha256: str
+    computed_in: str
+    hidden_size: int
+    positions: KeptPositions
+    rows_sha256: str
+
+    def name(self) -> str:
+        """Of the folder."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+
+
+class CacheError(ValueError):
+    """A file of the cache cannot be used; the message names it."""
+
+
 class HiddenCache:
-    """The hidden states of one dataset.
+    """The hidden states of one dataset, in a folder of its own.
 
     Args:
-        folder: of this cache alone.
         key: what it must belong to.
         plan: the rows that should be in it.
         dtype: of the hidden states; default: what the index says.
@@ -67,10 +94,10 @@ class HiddenCache:
         self.plan = plan
         self.read_only = read_only
         self.shard_bytes = shard_bytes
-        self.dtype = dtype or indexed_dtype(folder, key)
+        self.dtype = dtype or self._indexed_dtype()
         self._shard_of: dict[str, Path] = {}
         self._scanned: set[Path] = set()
-        self._checked: set[str] = set()
+        self._checked: set[str] = set()  # rows that are known to be finite
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._opened: OrderedDict[Path, Any] = OrderedDict()
@@ -93,62 +120,81 @@ class HiddenCache:
         return self.key.hidden_size * self.dtype.itemsize
 
     def write_index(self) -> None:
-        """Make the folder, with its index."""
+        """Make the folder, and say in it what the hidden states belong to."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_index(self.folder, self.key, self.dtype, self.plan)
+        index = {
+            "format_version": FORMAT_VERSION,
+            "key": asdict(self.key),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "rows": self.plan.rows,
+            "kept_rows": len(self.plan.counts),
+            "kept_positions": self.plan.positions,
+        }
+        replace_file(self.folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+
+    def _indexed_dtype(self) -> torch.dtype:
+        path = self.folder / INDEX_FILE
+        try:
+            index = parse_json(path.read_text(encoding="utf-8"))
+            if index["format_version"] != FORMAT_VERSION or index["key"] != asdict(self.key):
+                raise ValueError("it describes another cache")
+            found = {str(dtype): dtype for dtype in _SAFETENSORS_NAMES}.get(
+                f"torch.{index['dtype']}"
+            )
+            if found is None:
+                raise ValueError(f"hidden states of dtype {index['dtype']!r}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CacheError(f"{path} is no index of hidden states ({error})") from error
+        return found
 
     def refresh(self) -> None:
         """See the shards that other processes wrote meanwhile."""
         # In the order of their numbers: a row that was written again counts as it was last.
-        for path in self._shards():
-            if path not in self._scanned:
-                self._scanned.add(path)
-                try:
-                    self._scan(path)
-                except CacheError as error:
-                    self._give_up(error)
-                    path.unlink(missing_ok=True)
+        for path in (path for path in self._shards() if path not in self._scanned):
+            self._scanned.add(path)
+            try:
+                self._scan(path)
+            except CacheError as error:
+                self._give_up(error)
+                path.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove all shards."""
         assert not self.read_only
         for path in self._shards():
             path.unlink(missing_ok=True)
-        self._shard_of.clear()
-        self._scanned.clear()
-        self._opened.clear()
+        for known in (self._shard_of, self._scanned, self._opened):
+            known.clear()
 
     def remove_leftovers(self) -> None:
         """Remove what killed processes left of shards."""
         remove_leftovers(self.folder)
 
     def read(self, name: str) -> Tensor | None:
-        """A row's hidden states [P, D] on the CPU, None if they are not there.
-
-        They are mapped, and not to be changed. NaN and infinities are looked for once a process.
+        """A row's hidden states [P, D] on the CPU, mapped, and not to be changed; None if they are
+        not there.
 
         Raises:
             CacheError: the file cannot be used, and may not be rewritten.
         """
         if name in self._pending:
             return self._pending[name]
-        path = self._shard_of.get(name)
-        if path is None:
+        if name not in self._shard_of:
             return None
+        path = self._shard_of[name]
         try:
             hidden_PD: Tensor = self._open(path).get_tensor(name)
-            if name not in self._checked:
-                if not all_finite(hidden_PD):
-                    raise CacheError(f"{path} holds hidden states that are not finite (row {name})")
-                self._checked.add(name)
+            if name not in self._checked and not all_finite(hidden_PD):
+                raise CacheError(f"{path} holds hidden states that are not finite (row {name})")
         except CacheError as error:
             del self._shard_of[name]
             self._give_up(error)
             return None
+        self._checked.add(name)
         return hidden_PD
 
     def add(self, name: str, hidden_PD: Tensor) -> None:
-        """Keep a row's hidden states, on the CPU; written once a shard is full, or by `flush`."""
+        """Keep a row's hidden states on the CPU, to be written once a shard is full."""
         assert not self.read_only and hidden_PD.dtype == self.dtype
         assert hidden_PD.shape == (self.plan.counts[name], self.key.hidden_size)
         self._pending[name] = hidden_PD
@@ -162,9 +208,6 @@ class HiddenCache:
         Raises:
             OSError: the disk is full, or the folder is gone.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         if not self._pending:
             return
         number = max((int(path.name[:6]) for path in self._scanned), default=-1) + 1
@@ -192,9 +235,9 @@ class HiddenCache:
         shard = self._open(path)
         if (shard.metadata() or {}).get("cache") != self.key.name():
             raise CacheError(f"{path} belongs to another cache")
-        wanted = SAFETENSORS_NAMES[self.dtype]
-        found = {}
-        for name in shard.keys():  # noqa: SIM118  (no dictionary)
+        wanted = _SAFETENSORS_NAMES[self.dtype]
+        names = list(shard.keys())
+        for name in names:
             part = shard.get_slice(name)
             shape = [self.plan.counts.get(name), self.key.hidden_size]
             if part.get_shape() != shape or part.get_dtype() != wanted:
@@ -202,21 +245,17 @@ class HiddenCache:
                     f"{path} holds {part.get_dtype()} of shape {part.get_shape()} for the row "
                     f"{name}, expected {wanted} of shape {shape}"
                 )
-            found[name] = path
-        self._shard_of.update(found)
+        self._shard_of.update(dict.fromkeys(names, path))
 
     def _open(self, path: Path) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        if path in self._opened:
-            self._opened.move_to_end(path)
-            return self._opened[path]
-        try:
-            self._opened[path] = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise CacheError(f"{path} is no whole shard of hidden states ({error})") from error
-        if len(self._opened) > _OPEN_SHARDS:
-            self._opened.popitem(last=False)
+        if path not in self._opened:
+            try:
+                self._opened[path] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CacheError(f"{path} is no whole shard of hidden states ({error})") from error
+            if len(self._opened) > _OPEN_SHARDS:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(path)
         return self._opened[path]
 
     def _give_up(self, error: CacheError) -> None:

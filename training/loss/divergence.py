@@ -48,15 +48,9 @@ def measure_terms(
     slope: bool,
     log_q_CV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Losses and slopes of a chunk.
-
-    Args:
-        objective: which terms.
-        logits_CV: fp32; they are overwritten.
-        labels_C: true tokens. A pair without one, -100, has no cross-entropy.
-        lesson: the target's distributions.
-        slope: whether slopes are wanted.
-        log_q_CV: memory to work in; slopes may be returned in it.
+    """Losses and, if wanted, slopes of a chunk of fp32 logits, which are overwritten; so is
+    `log_q_CV`, memory in which slopes may be returned. A pair without a true token, -100, has no
+    cross-entropy.
 
     Returns:
         losses_C, log_true_C (log q of the label, -inf where there is none), slope_CV or None.
@@ -92,44 +86,39 @@ def _taught(
     log_q_CV: Tensor, q_CV: Tensor, lesson: Lesson, objective: LossConfig, slope: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Losses and slopes, in the logits over the temperature, of all terms with a p."""
-    losses_C = q_CV.new_zeros(len(q_CV))
-    slope_CV = None
+    losses_C, rows_C = q_CV.new_zeros(len(q_CV)), lesson.rows_C
+    slopes: list[Tensor] = []
 
-    def add(part_CV: Tensor) -> None:
-        nonlocal slope_CV
-        slope_CV = part_CV if slope_CV is None else slope_CV.add_(part_CV)
+    def add(loss_C: Tensor, part_CV: Tensor, mean_C: Tensor, size: float | Tensor) -> None:
+        """A loss; its slope is size q (part - mean), with the mean over q."""
+        losses_C.add_(loss_C)
+        if slope:
+            part_CV = part_CV.sub_(mean_C[:, None]).mul_(q_CV).mul_(size)
+            slopes[:] = [slopes[0].add_(part_CV) if slopes else part_CV]
 
     if weight := objective.weight("forward_kl"):
-        p_CV = lesson.p_UV[lesson.rows_C]
-        certainty_C = lesson.certainty_U[lesson.rows_C]
-        losses_C += weight * (certainty_C - torch.linalg.vecdot(p_CV, log_q_CV))
+        p_CV = lesson.p_UV[rows_C]
+        losses_C += weight * (lesson.certainty_U[rows_C] - torch.linalg.vecdot(p_CV, log_q_CV))
         if slope:
-            add(torch.sub(q_CV, p_CV, out=p_CV).mul_(weight))
+            slopes.append(torch.sub(q_CV, p_CV, out=p_CV).mul_(weight))
     if weight := objective.weight("jensen_shannon"):
-        p_CV = lesson.p_UV[lesson.rows_C]
+        p_CV = lesson.p_UV[rows_C]
         # Where both have underflown to 0, nothing is left to weigh the logarithm with.
         log_m_CV = ((p_CV + q_CV) / 2).clamp_min_(torch.finfo(q_CV.dtype).tiny).log_()
-        of_p_C = torch.linalg.vecdot(p_CV, lesson.log_p_UV[lesson.rows_C] - log_m_CV)
+        of_p_C = torch.linalg.vecdot(p_CV, lesson.log_p_UV[rows_C] - log_m_CV)
         surplus_CV = torch.sub(log_q_CV, log_m_CV, out=log_m_CV)
         of_q_C = torch.linalg.vecdot(q_CV, surplus_CV)
-        losses_C += weight / 2 * (of_p_C + of_q_C)
-        if slope:
-            add((surplus_CV - of_q_C[:, None]).mul_(q_CV).mul_(weight / 2))
+        add(weight / 2 * (of_p_C + of_q_C), surplus_CV, of_q_C, weight / 2)
     if weight := objective.weight("reverse_kl"):
-        surplus_CV = torch.sub(log_q_CV, lesson.log_p_UV[lesson.rows_C], out=log_q_CV)
+        surplus_CV = torch.sub(log_q_CV, lesson.log_p_UV[rows_C], out=log_q_CV)
         divergence_C = torch.linalg.vecdot(q_CV, surplus_CV)
-        losses_C += weight * divergence_C
-        if slope:
-            add((surplus_CV - divergence_C[:, None]).mul_(q_CV).mul_(weight))
+        add(weight * divergence_C, surplus_CV, divergence_C, weight)
     if objective.needs_overlap:
-        p_CV = lesson.share_UV[lesson.rows_C]
+        p_CV = lesson.share_UV[rows_C]
         below_CV = (q_CV < p_CV).to(q_CV.dtype)
         overlap_C = torch.minimum(q_CV, p_CV, out=p_CV).sum(dim=-1).clamp_min(_LEAST_OVERLAP)
         of_variation, of_acceptance = map(objective.weight, ("total_variation", "acceptance"))
-        losses_C += of_variation * (1 - overlap_C) - of_acceptance * overlap_C.log()
-        if slope:
-            drawn_C = torch.linalg.vecdot(q_CV, below_CV)
-            size_C = of_variation + of_acceptance / overlap_C
-            part_CV = torch.sub(drawn_C[:, None], below_CV, out=p_CV)
-            add(part_CV.mul_(q_CV).mul_(size_C[:, None]))
-    return losses_C, slope_CV
+        loss_C = of_variation * (1 - overlap_C) - of_acceptance * overlap_C.log()
+        size_C1 = -(of_variation + of_acceptance / overlap_C)[:, None]
+        add(loss_C, below_CV, torch.linalg.vecdot(q_CV, below_CV), size_C1)
+    return losses_C, slopes[0] if slopes else None

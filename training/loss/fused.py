@@ -3,8 +3,8 @@
 The logits of a vocabulary of 128k tokens are the largest thing in training by far: K heads over a
 few thousand rows would take tens of GB. Here they exist for one chunk of pairs at a time, and the
 gradient is taken while they do, as in Liger Kernel (Hsu et al. 2024, arXiv:2410.10989). Products
-want many pairs at a time; what is computed between them in fp32 goes over a chunk in strips that a
-processor's cache can hold.
+want many pairs at a time; what is computed between them in fp32 is quickest on one thread over so
+few that all of it stays in the processor's cache: strips.
 
 Shapes: N pairs of a position and a head, C of a chunk, S of a strip, D hidden, V vocabulary.
 """
@@ -20,19 +20,59 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.loss.chunks import Workspace, chunk_pairs, strips
 from medusa_heads.training.loss.divergence import cross_entropy, measure_terms
 from medusa_heads.training.loss.teacher import Lesson, Lessons
+
+# Bytes of logits held at a time, and pairs that a product should have at least: below them the
+# matrix is read from memory for too little work.
+CHUNK_BYTES_CPU = 1 << 23
+CHUNK_BYTES_GPU = 1 << 28
+LEAST_CHUNK = 256
+# Of a strip. Several threads have to be woken for every call, which costs more than their caches
+# gain: on two, a step with strips of a thread's size took 1.45 times as long. A GPU's caches are
+# too small for its many threads: there, too, only calls cost.
+STRIP_ELEMENTS_THREAD = 1 << 18
+STRIP_ELEMENTS_CPU = 1 << 21
+STRIP_ELEMENTS_GPU = 1 << 26
+
+
+def chunk_pairs(vocab_size: int, device: str, dtype: torch.dtype) -> int:
+    """How many pairs' logits are held at a time."""
+    budget = CHUNK_BYTES_CPU if device == "cpu" else CHUNK_BYTES_GPU
+    return max(budget // (vocab_size * dtype.itemsize), LEAST_CHUNK)
+
+
+def strips(rows: int, width: int, device: str) -> Iterator[slice]:
+    """Rows of a wide matrix that fit a processor's cache, part after part."""
+    if device != "cpu":
+        budget = STRIP_ELEMENTS_GPU
+    else:
+        budget = STRIP_ELEMENTS_THREAD if torch.get_num_threads() == 1 else STRIP_ELEMENTS_CPU
+    size = max(budget // width, 1)
+    return (slice(start, start + size) for start in range(0, rows, size))
+
+
+class Workspace:
+    """Memory that chunk after chunk is written to. Taken anew for each, on a CPU it would cost more
+    time than what is computed in it: every page is fetched from the system and cleared."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, Tensor] = {}
+
+    def matrix(
+        self, name: str, rows: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Uninitialised, [rows, width]; the next matrix of the same name lies in the same place."""
+        taken, size = self._taken.get(name), rows * width
+        if taken is None or len(taken) < size or (taken.dtype, taken.device) != (dtype, device):
+            taken = self._taken[name] = torch.empty(size, dtype=dtype, device=device)
+        return taken[:size].view(rows, width)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """What is known of N pairs of a position and a head.
-
-    Attributes:
-        labels_N: the true token in the heads' vocabulary, -100 where it has none.
-        positions_N: where in the batch the target predicts the same token.
-    """
+    """N pairs of a position and a head: the true tokens in the heads' vocabulary, -100 where it has
+    none, and where in the flattened batch the target predicts the same tokens."""
 
     labels_N: Tensor
     positions_N: Tensor
@@ -40,21 +80,13 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the losses are computed.
-
-    Attributes:
-        objective: which terms.
-        lessons: the target's distributions, if a term needs them.
-        compute: dtype of the products; softmax and sums run in fp32 (fp64 for fp64).
-        learning: whether gradients are wanted. Under no_grad autograd still says that they are.
-        cap: logits x become `cap * tanh(x / cap)`, as some targets' own do; None: they stay.
-        workspace: shared by calls that follow each other.
-    """
+    """How losses are computed: which terms, the dtype of the products (softmax and sums run in
+    fp32, fp64 for fp64), the target's distributions if a term needs them, a cap that logits x pass
+    as `cap * tanh(x / cap)`, and memory shared by calls that follow each other."""
 
     objective: LossConfig
-    lessons: Lessons | None
     compute: torch.dtype
-    learning: bool
+    lessons: Lessons | None = None
     cap: float | None = None
     workspace: Workspace = field(default_factory=Workspace)
 
@@ -63,75 +95,104 @@ class Recipe:
         """dtype of softmax and sums."""
         return torch.promote_types(torch.float32, self.compute)
 
-    def chunk(self, vocab_size: int, device: str) -> int:
-        """How many pairs at a time."""
-        if self.lessons is None:
-            return chunk_pairs(vocab_size, device, self.compute)
-        # The target's distributions stand beside the chunk's logits, exact.
-        return chunk_pairs(max(vocab_size, self.lessons.width), device, self.exact)
 
+def matrix_losses(
+    features_ND: Tensor,
+    matrix_VD: Tensor,
+    bias_V: Tensor | None,
+    pairs: Pairs,
+    recipe: Recipe,
+    weights_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """losses_N, log_true_N (the log-probability of the label), and `sum(weights * losses)`.
 
-def frozen_matrix_losses(
-    features_ND: Tensor, matrix_VD: Tensor, bias_V: Tensor | None, pairs: Pairs, recipe: Recipe
-) -> tuple[Tensor, Tensor]:
-    """losses_N and log_true_N (the log-probability of the label) through a matrix that is not
-    trained. Gradients flow from the losses to the features, once (no second derivatives).
-
-    Where cross-entropy is the only term, pairs without a label must be given the weight 0.
+    Without weights, gradients flow from the losses to the features alone. With them, they flow from
+    the sum, to matrix and bias too, whose gradients can only be taken while the logits exist. Both
+    once (no second derivatives). Where cross-entropy is the only term, pairs without a label must
+    be given the weight 0.
     """
-    losses: tuple[Tensor, Tensor] = _FrozenMatrix.apply(
-        features_ND, matrix_VD, bias_V, pairs, recipe
-    )
+    learning = torch.is_grad_enabled()  # which autograd's functions do not know
+    # Left on, autocast would cast the whole matrix anew for every chunk.
+    with torch.autocast(features_ND.device.type, enabled=False):
+        losses: tuple[Tensor, Tensor, Tensor] = _MatrixLosses.apply(
+            features_ND, matrix_VD, bias_V, pairs, recipe, weights_N, learning
+        )
     return losses
 
 
-def trained_matrix_loss(
-    features_ND: Tensor,
-    matrix_VD: Tensor,
-    bias_V: Tensor | None,
-    pairs: Pairs,
-    weights_N: Tensor,
-    recipe: Recipe,
-) -> Tensor:
-    """`sum(weights * losses)` through a matrix that is trained: gradients flow to features, matrix
-    and bias, once. The matrix's can only be summed while the logits exist, hence the weights."""
-    loss: Tensor = _TrainedMatrix.apply(features_ND, matrix_VD, bias_V, pairs, weights_N, recipe)
-    return loss
+class _MatrixLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features_ND: Tensor,
+        matrix_VD: Tensor,
+        bias_V: Tensor | None,
+        pairs: Pairs,
+        recipe: Recipe,
+        weights_N: Tensor | None,
+        learning: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        exact, compute, lessons = recipe.exact, recipe.compute, recipe.lessons
+        (count, _), width, device = features_ND.shape, len(matrix_VD), features_ND.device
+        wanted = [need and learning for need in ctx.needs_input_grad[:3]]
+        rounded_VD = matrix_VD.to(compute)
+        losses_N = features_ND.new_empty(count, dtype=exact)
+        log_true_N = torch.empty_like(losses_N)
+        # As the products leave them: weights go on the D features, not on the V slopes.
+        grad_ND = torch.empty_like(features_ND, dtype=compute) if wanted[0] else None
+        grad_VD = torch.zeros_like(matrix_VD, dtype=exact) if wanted[1] else None
+        grad_V = losses_N.new_zeros(width) if wanted[2] else None
+        size = chunk_pairs(width, device.type, compute)
+        if lessons is not None:  # the target's distributions stand beside the logits, exact
+            size = chunk_pairs(max(width, lessons.width), device.type, exact)
+        size = min(size, count)
+        products_CV = recipe.workspace.matrix("products", size, width, compute, device)
+        for start in range(0, count, max(size, 1)):
+            chunk = slice(start, start + size)
+            x_CD = features_ND[chunk].to(compute)
+            z_CV = torch.mm(x_CD, rounded_VD.T, out=products_CV[: len(x_CD)])
+            lesson = None if lessons is None else lessons.of(pairs.positions_N[chunk])
+            labels_C, losses_C = pairs.labels_N[chunk], losses_N[chunk]
+            for strip in strips(len(x_CD), width, device.type):
+                part = None if lesson is None else lesson.part(strip)
+                losses_C[strip], log_true_N[chunk][strip] = _measure_strip(
+                    z_CV[strip], bias_V, labels_C[strip], part, recipe, any(wanted)
+                )
+            # The slopes have taken the place of the products.
+            if grad_ND is not None:
+                torch.mm(z_CV, rounded_VD, out=grad_ND[chunk])
+            if weights_N is None:
+                continue
+            weighted_CD = (x_CD * weights_N[chunk, None]).to(compute)
+            if grad_VD is not None and compute == exact:
+                grad_VD.addmm_(z_CV.T, weighted_CD)
+            elif grad_VD is not None:
+                grad_VD += z_CV.T @ weighted_CD
+            if grad_V is not None:
+                grad_V += weights_N[chunk] @ z_CV.to(exact)
+        ctx.save_for_backward(
+            grad_ND,
+            None if grad_VD is None else grad_VD.to(matrix_VD.dtype),
+            None if grad_V is None or bias_V is None else grad_V.to(bias_V.dtype),
+            weights_N,
+        )
+        ctx.dtype = features_ND.dtype
+        total = losses_N.new_zeros(()) if weights_N is None else losses_N @ weights_N
+        ctx.mark_non_differentiable(log_true_N, total if weights_N is None else losses_N)
+        return losses_N, log_true_N, total
 
-
-def _chunks(
-    features_ND: Tensor,
-    matrix_VD: Tensor,
-    bias_V: Tensor | None,
-    pairs: Pairs,
-    recipe: Recipe,
-    slope: bool,
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor | None]]:
-    """Of each chunk: where it lies, features_CD, losses_C, log_true_C and slope_CV, the matrix
-    products' factors in `compute`. What is yielded is overwritten by the next chunk."""
-    device, width = features_ND.device, matrix_VD.shape[0]
-    size = min(recipe.chunk(width, device.type), len(features_ND))
-    products_CV = recipe.workspace.matrix("products", size, width, recipe.compute, device)
-    for start in range(0, len(features_ND), max(size, 1)):
-        chunk = slice(start, start + size)
-        x_CD = features_ND[chunk].to(recipe.compute)
-        z_CV = products_CV[: len(x_CD)]
-        torch.mm(x_CD, matrix_VD.T, out=z_CV)
-        lesson = None
-        if recipe.lessons is not None:
-            lesson = recipe.lessons.of(pairs.positions_N[chunk])
-        losses_C = z_CV.new_empty(len(x_CD), dtype=recipe.exact)
-        log_true_C = torch.empty_like(losses_C)
-        for strip in strips(len(x_CD), width, device.type):
-            losses_C[strip], log_true_C[strip] = _measure_strip(
-                z_CV[strip],
-                bias_V,
-                pairs.labels_N[chunk][strip],
-                None if lesson is None else lesson.part(strip),
-                recipe,
-                slope,
-            )
-        yield chunk, x_CD, losses_C, log_true_C, z_CV if slope else None
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_ND, *of_matrix, weights_N = ctx.saved_tensors
+        if grad_ND is not None:
+            grad_ND = grad_ND.to(ctx.dtype)
+            grad_N = grad_N if weights_N is None else weights_N * grad
+            # In strips, because bf16 times fp32 goes through copies of both in fp32.
+            for strip in strips(len(grad_ND), grad_ND.shape[1], grad_ND.device.type):
+                grad_ND[strip].mul_(grad_N[strip, None])
+        scaled = (None if saved is None else saved * grad.to(saved.dtype) for saved in of_matrix)
+        return (grad_ND, *scaled, None, None, None, None)
 
 
 def _measure_strip(
@@ -163,107 +224,11 @@ def _measure_strip(
         weight = objective.weight("cross_entropy")
         losses_S, log_true_S, slope_SV = cross_entropy(z_SV, labels_S, weight, slope=slope)
     else:
-        log_q_SV = scratch("log_q")
         losses_S, log_true_S, slope_SV = measure_terms(
-            objective, z_SV, labels_S, lesson, slope=slope, log_q_CV=log_q_SV
+            objective, z_SV, labels_S, lesson, slope=slope, log_q_CV=scratch("log_q")
         )
     if slope_SV is not None:
         if steepness_SV is not None:
             slope_SV.mul_(steepness_SV)
         products_SV.copy_(slope_SV)
     return losses_S, log_true_S
-
-
-class _FrozenMatrix(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        features_ND: Tensor,
-        matrix_VD: Tensor,
-        bias_V: Tensor | None,
-        pairs: Pairs,
-        recipe: Recipe,
-    ) -> tuple[Tensor, Tensor]:
-        wanted = recipe.learning and ctx.needs_input_grad[0]
-        losses_N = features_ND.new_empty(len(features_ND), dtype=recipe.exact)
-        log_true_N = torch.empty_like(losses_N)
-        # As the products leave them; their weights are known in backward.
-        grad_ND = torch.empty_like(features_ND, dtype=recipe.compute) if wanted else None
-        matrix_VD = matrix_VD.to(recipe.compute)
-        for chunk, _, losses_C, log_true_C, slope_CV in _chunks(
-            features_ND, matrix_VD, bias_V, pairs, recipe, wanted
-        ):
-            losses_N[chunk] = losses_C
-            log_true_N[chunk] = log_true_C
-            if grad_ND is not None:
-                assert slope_CV is not None
-                torch.mm(slope_CV, matrix_VD, out=grad_ND[chunk])
-        ctx.save_for_backward(grad_ND)
-        ctx.dtype = features_ND.dtype
-        ctx.mark_non_differentiable(log_true_N)
-        return losses_N, log_true_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (slopes_ND,) = ctx.saved_tensors
-        grad_ND = slopes_ND.to(ctx.dtype)
-        # In strips, because bf16 times fp32 goes through copies of both in fp32.
-        for strip in strips(len(grad_ND), grad_ND.shape[1], grad_ND.device.type):
-            grad_ND[strip].mul_(grad_N[strip, None])
-        return grad_ND, None, None, None, None
-
-
-class _TrainedMatrix(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        features_ND: Tensor,
-        matrix_VD: Tensor,
-        bias_V: Tensor | None,
-        pairs: Pairs,
-        weights_N: Tensor,
-        recipe: Recipe,
-    ) -> Tensor:
-        exact = recipe.exact
-        wanted = (need and recipe.learning for need in ctx.needs_input_grad[:3])
-        want_features, want_matrix, want_bias = wanted
-        rounded_VD = matrix_VD.to(recipe.compute)
-        total = torch.zeros((), dtype=exact, device=features_ND.device)
-        grad_ND = torch.empty_like(features_ND) if want_features else None
-        grad_VD = torch.zeros_like(matrix_VD, dtype=exact) if want_matrix else None
-        grad_V = None
-        if bias_V is not None and want_bias:
-            grad_V = torch.zeros_like(bias_V, dtype=exact)
-        slope = want_features or want_matrix or want_bias
-        for chunk, x_CD, losses_C, _, slope_CV in _chunks(
-            features_ND, rounded_VD, bias_V, pairs, recipe, slope
-        ):
-            weights_C = weights_N[chunk]
-            total += losses_C @ weights_C
-            if slope_CV is None:
-                continue
-            # The weights go on the D features, not on the V slopes.
-            if grad_ND is not None:
-                grad_ND[chunk] = (slope_CV @ rounded_VD).to(exact) * weights_C[:, None]
-            weighted_CD = (x_CD * weights_C[:, None]).to(recipe.compute)
-            if grad_VD is not None and recipe.compute == exact:
-                grad_VD.addmm_(slope_CV.T, weighted_CD)
-            elif grad_VD is not None:
-                grad_VD += slope_CV.T @ weighted_CD
-            if grad_V is not None:
-                grad_V += weights_C @ slope_CV.to(exact)
-        ctx.save_for_backward(
-            grad_ND,
-            None if grad_VD is None else grad_VD.to(matrix_VD.dtype),
-            None if grad_V is None or bias_V is None else grad_V.to(bias_V.dtype),
-        )
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (
-            None if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors
-        )
-        return (*grads, None, None, None)

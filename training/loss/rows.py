@@ -1,4 +1,4 @@
-"""The label rule: which heads learn what at which position.
+"""The label rule: which heads learn what at which position, and what a model's own lm_head learns.
 
 Shapes: B batch, T tokens, K heads, R rows (supervised positions), D hidden.
 """
@@ -14,19 +14,17 @@ from torch import Tensor
 
 from medusa_heads.config import IGNORED, head_offset
 from medusa_heads.heads import DraftHeads
+from medusa_heads.training.loss.fused import Pairs
 
 
 @dataclass(frozen=True)
 class SupervisedRows:
-    """The positions where at least one head learns.
+    """The positions where at least one head learns: indices of t into the flattened B * T
+    positions, token t + 2 + i (-100 where head i learns nothing), and token t + 1 + i, what
+    sequential heads see (0 beyond the end of the row).
 
     The target's own distribution of the token that head i learns at row r is what its lm_head makes
     of the hidden state at the flat position `positions_R[r] + 1 + i`.
-
-    Attributes:
-        positions_R: indices of t into the flattened B * T positions.
-        labels_RK: token t + 2 + i, -100 where head i learns nothing.
-        tokens_RK: token t + 1 + i, what sequential heads see; 0 beyond the end of the row.
     """
 
     positions_R: Tensor
@@ -43,39 +41,43 @@ def supervised_rows(
     """Where heads learn, and what; gathered BEFORE the heads run."""
     labels_RK = head_labels(labels_BT, num_heads, position_ids_BT).flatten(0, 1)
     positions_R = (labels_RK != IGNORED).any(dim=1).nonzero().squeeze(1)
-    padded_BT = F.pad(input_ids_BT, (0, num_heads))
-    tokens_BTK = padded_BT.unfold(1, num_heads, 1)[:, 1:]
-    return SupervisedRows(
-        positions_R, labels_RK[positions_R], tokens_BTK.flatten(0, 1)[positions_R]
-    )
+    tokens_BTK = F.pad(input_ids_BT, (0, num_heads)).unfold(1, num_heads, 1)[:, 1:]
+    tokens_RK = tokens_BTK.flatten(0, 1)[positions_R]
+    return SupervisedRows(positions_R, labels_RK[positions_R], tokens_RK)
 
 
 def head_labels(labels_BT: Tensor, num_heads: int, position_ids_BT: Tensor | None = None) -> Tensor:
-    """The token that each head should predict at each position, -100 where there is none.
+    """labels_BTK: the token that each head should predict at each position, -100 where there is
+    none.
 
     `labels_BT` is unshifted: `labels[t]` is the token at t, -100 where the text was not generated
     (a prompt, padding). Head i at t predicts token t + 2 + i, and is supervised iff token t + 1 is
     generated text (only then does the engine draft from t) and token t + 2 + i is too. Where
     several documents are packed in a row, their `position_ids` each start at 0, and no label
     crosses over.
-
-    Returns:
-        labels_BTK.
     """
-    batch, tokens = labels_BT.shape
-    labels_BTK = labels_BT.new_full((batch, tokens, num_heads), IGNORED)
-    for i in range(num_heads):
-        reach = max(tokens - head_offset(i), 0)
-        labels_BTK[:, :reach, i] = labels_BT[:, head_offset(i) :]
-    next_is_generated_BT = labels_BT.new_zeros((batch, tokens), dtype=torch.bool)
-    next_is_generated_BT[:, :-1] = labels_BT[:, 1:] != IGNORED
-    if position_ids_BT is not None:
-        document_BT = (position_ids_BT == 0).cumsum(dim=1)
-        for i in range(num_heads):
-            reach = max(tokens - head_offset(i), 0)
-            apart_BT = document_BT[:, :reach] != document_BT[:, head_offset(i) :]
-            labels_BTK[:, :reach, i].masked_fill_(apart_BT, IGNORED)
-    return labels_BTK.masked_fill(~next_is_generated_BT[..., None], IGNORED)
+    offsets = (head_offset(i) for i in range(num_heads))
+    ahead = [_ahead(labels_BT, offset, position_ids_BT) for offset in offsets]
+    next_is_generated_BT = _ahead(labels_BT, 1) != IGNORED
+    return torch.stack(ahead, dim=2).masked_fill(~next_is_generated_BT[..., None], IGNORED)
+
+
+def own_rows(labels_BT: Tensor, position_ids_BT: Tensor | None = None) -> Pairs:
+    """All positions whose next token is supervised and of the same document, with that token;
+    arguments as those of `head_labels`."""
+    next_P = _ahead(labels_BT, 1, position_ids_BT).flatten()
+    positions_N = (next_P != IGNORED).nonzero()[:, 0]
+    return Pairs(next_P[positions_N], positions_N)
+
+
+def _ahead(labels_BT: Tensor, distance: int, position_ids_BT: Tensor | None = None) -> Tensor:
+    """The label so many tokens ahead, -100 behind the end of the row or of the document."""
+    ahead_BT = F.pad(labels_BT, (0, distance), value=IGNORED)[:, distance:]
+    if position_ids_BT is None:
+        return ahead_BT
+    # A token that stands less than this far into its document is of a later one.
+    reached_BT = F.pad(position_ids_BT, (0, distance))[:, distance:]
+    return ahead_BT.masked_fill(reached_BT < distance, IGNORED)
 
 
 def encode_rows(

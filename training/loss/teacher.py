@@ -16,25 +16,17 @@ from medusa_heads.heads.vocabulary import vocabulary
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 
-# Under these names configurations say what follows the lm_head (Cohere, Falcon-H1; Granite; Gemma).
-_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
-_DIVISORS = ("logits_scaling",)
+# Under these names configurations say what follows the lm_head (Cohere, Falcon-H1; Granite; Gemma):
+# factors and divisors with their powers, and caps.
+_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1, "logits_scaling": -1}
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's lm_head, what follows it, and the hidden states of a batch.
-
-    Logits are `cap * tanh(x / cap)` of `x = scale * (weight h + bias)`, without cap `x` itself.
-
-    Attributes:
-        weight_WD: the lm_head's.
-        bias_W: the lm_head's, where it has one.
-        scale: factor behind the lm_head.
-        cap: soft limit behind the factor, or None.
-        hidden_PD: what the lm_head would read at each position of the batch, row after row.
-    """
+    """The target's lm_head, what follows it (logits are `cap * tanh(x / cap)` of `x = scale *
+    (weight h + bias)`, without cap `x` itself), and what the lm_head would read at each position of
+    a batch, row after row."""
 
     weight_WD: Tensor
     bias_W: Tensor | None
@@ -49,16 +41,12 @@ class Teacher:
         Raises:
             ValueError: the target makes its logits in another way.
         """
-        weight_WD, bias_W = vocabulary(target)
         scale, cap = 1.0, None
-        for names, power in ((_FACTORS, 1), (_DIVISORS, -1)):
-            for name in names:
-                if value := getattr(target.config, name, None):
-                    scale *= float(value) ** power
+        for name, power in _FACTORS.items():
+            scale *= float(getattr(target.config, name, None) or 1) ** power
         for name in _CAPS:
-            if value := getattr(target.config, name, None):
-                cap = float(value)
-        teacher = cls(weight_WD, bias_W, scale, cap)
+            cap = float(getattr(target.config, name, None) or 0) or cap
+        teacher = cls(*vocabulary(target), scale, cap)
         teacher._check(target)
         return teacher
 
@@ -93,25 +81,16 @@ class Teacher:
             logits_UW.div_(self.cap).tanh_().mul_(self.cap)
         return logits_UW
 
-    def drafting(self, draft_tokens: Tensor) -> Teacher:
-        """The same teacher over the tokens that heads with a reduced vocabulary can draft."""
-        bias_W = None if self.bias_W is None else self.bias_W[draft_tokens]
-        return replace(self, weight_WD=self.weight_WD[draft_tokens], bias_W=bias_W)
-
 
 @dataclass(frozen=True)
 class Lesson:
-    """What the target predicts for the tokens of a chunk of pairs, each position once.
+    """What the target predicts for the tokens of a chunk of pairs, each position once: pairs that
+    predict the same token share a row, so that K heads cost one product, not K. `rows_C` is the row
+    of each pair.
 
-    Two pairs that predict the same token share a row, so that K heads cost one product, not K.
-
-    Attributes:
-        log_p_UV: over the heads' vocabulary, summing to one there.
-        p_UV: likewise.
-        share_UV: probabilities as the target gives them: with a reduced vocabulary their sum is
-            below one, and the rest is what no draft can reach. Else the same as `p_UV`.
-        certainty_U: sum p log p, the entropy's negative.
-        rows_C: the row of each pair.
+    `p_UV` is over the heads' vocabulary, summing to one there; `share_UV` as the target gives it:
+    with a reduced vocabulary the rest to one is what no draft can reach. `certainty_U` is sum p log
+    p.
     """
 
     log_p_UV: Tensor
@@ -126,14 +105,9 @@ class Lesson:
 
 
 class Lessons:
-    """Hands out the `Lesson` of any pairs of a batch.
-
-    Args:
-        teacher: with the hidden states of the batch.
-        draft_tokens: of heads with a reduced vocabulary.
-        objective: says at which temperature, and whether the rest of the vocabulary matters.
-        compute: dtype of the products.
-    """
+    """Hands out the `Lesson` of any pairs of a batch that the teacher reads, at the objective's
+    temperature, over `draft_tokens` where heads have a reduced vocabulary, with products in
+    `compute`."""
 
     def __init__(
         self,
@@ -149,14 +123,12 @@ class Lessons:
             if objective.needs_overlap:
                 self.columns_V = draft_tokens
             else:
-                teacher = teacher.drafting(draft_tokens)
+                bias_V = None if teacher.bias_W is None else teacher.bias_W[draft_tokens]
+                matrix_VD = teacher.weight_WD[draft_tokens]
+                teacher = replace(teacher, weight_WD=matrix_VD, bias_W=bias_V)
         self.teacher = teacher
         self.matrix_WD = teacher.weight_WD.to(compute)
-
-    @property
-    def width(self) -> int:
-        """Logits of a position."""
-        return self.matrix_WD.shape[0]
+        self.width = len(self.matrix_WD)  # logits of a position
 
     def of(self, positions_C: Tensor) -> Lesson:
         """For pairs whose token the target predicts at these positions of the batch."""

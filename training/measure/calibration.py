@@ -1,36 +1,36 @@
-"""Honest probabilities: a temperature for each head, and what dynamic trees gain by them.
+"""Honest probabilities: how often heads are right where they say so, a temperature for each that
+mends it, and what dynamic trees gain by them.
 
-Shapes: B batch, T tokens, R supervised rows, S measured positions, H heads looked at, K heads, G
-temperatures tried, D hidden, V vocabulary.
-Source: Guo et al. 2017, "On calibration of modern neural networks", arXiv:1706.04599, section 4.2.
+Shapes: B batch, T tokens, R supervised rows, S measured positions, K heads, G temperatures tried,
+D hidden, V vocabulary.
+Source: Guo et al. 2017, "On calibration of modern neural networks", arXiv:1706.04599, section 2
+(reliability diagrams, the expected calibration error of equation 3) and section 4.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
+from accelerate.utils import send_to_device
+from datasets import Dataset
 from torch import Tensor
 
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads
 from medusa_heads.training.hidden.states import HiddenStates, refuse_not_finite
 from medusa_heads.training.loss.rows import SupervisedRows, encode_rows, supervised_rows
-from medusa_heads.training.measure.ranks import head_ranks
-from medusa_heads.training.measure.reliability import HeadCalibration, reliability
+from medusa_heads.training.measure.metrics import head_ranks
 from medusa_heads.trees.dynamic_tree import (
     DYNAMIC_RANKS,
     DYNAMIC_SIZES,
     DYNAMIC_WIDTH,
     accepted_by_size,
     best_first_tree,
+    guesses,
 )
-from medusa_heads.trees.guesses import guesses
 from medusa_heads.trees.statistics import MAX_RANK, HeadStatistics
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 TEMPERATURES = tuple(0.5 * 1.1**step for step in range(18))  # 0.5 to 2.5
 MAX_POSITIONS = 4096  # enough for one number a head, and a few seconds' work
@@ -38,32 +38,57 @@ _SEQUENTIAL_POSITIONS = 1024  # at which trees of sequential heads, which cost m
 _WELL_SO_FAR = 2  # a head's draft is looked at where the heads before it held the truth this high
 _BATCH = 8
 _LOGITS_AT_ONCE = 1 << 24
-
+BINS = 15
 
 Watch = Callable[[Sequence[range]], Iterable[range]]
 """Is given the batches of rows, and hands them on one by one: a progress bar."""
 
 
+@dataclass(frozen=True)
+class Bin:
+    """Guesses of about the same confidence: how many, the mean probability that the head gave its
+    best guess, and how often that was the true token."""
+
+    count: int
+    confidence: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class HeadCalibration:
+    """A head's temperature, and its best guesses at temperature 1 and at its own."""
+
+    temperature: float
+    before: Sequence[Bin]
+    after: Sequence[Bin]
+
+
+def reliability(confidence_S: Tensor, right_S: Tensor, bins: int = BINS) -> list[Bin]:
+    """Sort guesses, right or not, into bins of equal width by confidence; without empty bins."""
+    place_S = (confidence_S.double() * bins).long().clamp(0, bins - 1)
+    members = (place_S == place for place in place_S.unique())
+    return [
+        Bin(
+            int(in_S.sum()),
+            *(float(of_S[in_S].double().mean()) for of_S in (confidence_S, right_S)),
+        )
+        for in_S in members
+    ]
+
+
+def expected_error(bins: Sequence[Bin]) -> float:
+    """Expected calibration error: the mean gap between confidence and accuracy, 0 to 1."""
+    total = sum(part.count for part in bins)
+    return sum(part.count * abs(part.confidence - part.accuracy) for part in bins) / max(total, 1)
+
+
 @torch.no_grad()
 def measure_heads(
-    heads: DraftHeads,
-    hidden_states: HiddenStates,
-    text: Dataset,
-    *,
-    watch: Watch = iter,
+    heads: DraftHeads, hidden_states: HiddenStates, text: Dataset, *, watch: Watch = iter
 ) -> tuple[HeadStatistics, list[HeadCalibration]]:
-    """Everything that is known of heads after their training, of heads from anywhere.
-
-    The target reads the text once.
-
-    Args:
-        heads: on their target.
-        hidden_states: of that target.
-        text: columns `input_ids` and `labels`; every position of it is measured.
-        watch: shows how far the target has read.
-
-    Returns:
-        The statistics, calibrated, and how honest each head is.
+    """Everything that is known of heads after their training, of heads from anywhere: statistics,
+    calibrated, and how honest each head is. Every position of the text (columns `input_ids` and
+    `labels`) is measured; the target reads it once, and `watch` shows how far.
 
     Raises:
         ValueError: no position has a true token for every head, or the target's hidden states are
@@ -80,13 +105,11 @@ def measure_heads(
 def calibrate(
     statistics: HeadStatistics, heads: DraftHeads, hidden_states: HiddenStates, held_out: Dataset
 ) -> list[HeadCalibration]:
-    """Fit the temperatures by held-out likelihood, and measure dynamic trees with them.
+    """Fit the temperatures by held-out likelihood, and measure dynamic trees with them; both are
+    written into `statistics`. Returns how honest each head is.
 
-    Both are written into `statistics`. Only positions with a true token for every head count; where
+    Only positions with a true token for every head count (without any, nothing is done); where
     there are more than MAX_POSITIONS, they are taken evenly from all of the text.
-
-    Returns:
-        How honest each head is there; nothing where no position has all true tokens.
     """
     supervised = sum(sum(label != IGNORED for label in row) for row in held_out["labels"])
     found = _positions(heads, hidden_states, held_out, every=-(-supervised // MAX_POSITIONS))
@@ -106,15 +129,17 @@ def _positions(
     parts = []
     for chosen in watch([range(start, min(start + _BATCH, len(text))) for start in starts]):
         batch = hidden_states.collate([text[i] for i in chosen])
-        batch = {name: tensor.to(hidden_states.target.device) for name, tensor in batch.items()}
-        packed_BT = batch.get("position_ids")
+        batch = send_to_device(batch, hidden_states.target.device)
         rows = supervised_rows(
-            batch["input_ids"], batch["labels"], heads.config.num_heads, packed_BT
+            batch["input_ids"],
+            batch["labels"],
+            heads.config.num_heads,
+            batch.get("position_ids"),
         )
         hidden_RD = encode_rows(heads, hidden_states.of(batch), batch, rows)
         taken_R = (rows.labels_RK != IGNORED).all(dim=1).nonzero().flatten()[::every]
-        parts.append((hidden_RD[taken_R], rows.tokens_RK[taken_R], rows.labels_RK[taken_R]))
-    hidden_SD, tokens_SK, labels_SK = (torch.cat(part) for part in zip(*parts, strict=True))
+        parts.append([of_R[taken_R] for of_R in (hidden_RD, rows.tokens_RK, rows.labels_RK)])
+    hidden_SD, tokens_SK, labels_SK = map(torch.cat, zip(*parts, strict=True))
     return hidden_SD, tokens_SK, labels_SK
 
 
@@ -125,84 +150,73 @@ def _calibrate(
     tokens_SK: Tensor,
     labels_SK: Tensor,
 ) -> list[HeadCalibration]:
-    """Temperatures and dynamic trees, written into `statistics`.
-
-    A head's node is reached only where the heads before it were right, and there it is surer than
-    elsewhere. Its temperature is therefore fitted on positions where the true tokens were among the
-    earlier heads' best two. Tokens that the heads cannot draft say nothing of their temperature.
-    """
-    size = heads.config.num_heads * heads.config.num_candidates
-    step = max(1, _LOGITS_AT_ONCE // size)
+    """A head's node is reached only where the heads before it were right, and there it is surer
+    than elsewhere. Its temperature is therefore fitted on positions where the true tokens were
+    among the earlier heads' best two. Tokens that the heads cannot draft say nothing of their
+    temperature."""
+    found = hidden_SD, tokens_SK, labels_SK
+    step = max(1, _LOGITS_AT_ONCE // (heads.config.num_heads * heads.config.num_candidates))
     parts = [
         _measure(heads(hidden, tokens).float(), heads.draft_ids(labels))
-        for hidden, tokens, labels in zip(
-            hidden_SD.split(step), tokens_SK.split(step), labels_SK.split(step), strict=True
-        )
+        for hidden, tokens, labels in _split(found, step)
     ]
-    true_SK, best_SK, ranks_SK, totals_SKG = (torch.cat(p) for p in zip(*parts, strict=True))
+    true_SK, best_SK, ranks_SK, totals_SKG = map(torch.cat, zip(*parts, strict=True))
     grid_G = torch.tensor((*TEMPERATURES, 1.0), device=true_SK.device)
     losses_SKG = totals_SKG - true_SK[:, :, None] / grid_G
-    confidence_SKG = (best_SK[:, :, None] / grid_G - totals_SKG).exp()
+    confidence_SKG = (best_SK[:, :, None] / grid_G - totals_SKG).exp().cpu()
     calibrations = []
     for head in range(ranks_SK.shape[1]):
         reached_S = _reached(ranks_SK[:, : head + 1])
         chosen = int(losses_SKG[reached_S, head, :-1].mean(dim=0).argmin())
-        right_S = ranks_SK[reached_S, head] == 0
-        before, after = (
-            reliability(confidence_SKG[reached_S, head, g].cpu(), right_S.cpu())
-            for g in (-1, chosen)
-        )
-        calibrations.append(HeadCalibration(TEMPERATURES[chosen], before, after))
+        reached_S, right_S = reached_S.cpu(), (ranks_SK[reached_S, head] == 0).cpu()
+        bins = (reliability(confidence_SKG[reached_S, head, g], right_S) for g in (-1, chosen))
+        calibrations.append(HeadCalibration(TEMPERATURES[chosen], *bins))
     statistics.temperatures = [calibration.temperature for calibration in calibrations]
     if heads.sequential:
         every = -(-len(labels_SK) // _SEQUENTIAL_POSITIONS)
-        hidden_SD, tokens_SK, labels_SK = hidden_SD[::every], tokens_SK[::every], labels_SK[::every]
+        found = hidden_SD[::every], tokens_SK[::every], labels_SK[::every]
         step = max(1, step // DYNAMIC_WIDTH)
     statistics.dynamic_tokens_per_step = _dynamic_tokens_per_step(
-        heads, statistics.temperatures, hidden_SD, tokens_SK, labels_SK, step
+        heads, statistics.temperatures, found, step
     )
     return calibrations
-
-
-def _dynamic_tokens_per_step(
-    heads: DraftHeads,
-    temperatures: list[float],
-    hidden_SD: Tensor,
-    tokens_SK: Tensor,
-    labels_SK: Tensor,
-    chunk: int,
-) -> dict[int, float]:
-    """1 + the mean number of accepted nodes of dynamic trees at the measured positions, by size."""
-    ranks = min(DYNAMIC_RANKS, heads.config.num_candidates)
-    width = DYNAMIC_WIDTH if heads.sequential else None
-    most = sum(ranks ** (level + 1) for level in range(heads.config.num_heads))
-    sizes = [size for size in DYNAMIC_SIZES if size <= most]
-    accepted = [0] * len(sizes)
-    for hidden_BD, tokens_BK, true_BK in zip(
-        hidden_SD.split(chunk), tokens_SK.split(chunk), labels_SK.split(chunk), strict=True
-    ):
-        guess = guesses(heads, hidden_BD, ranks, temperatures)
-        tree = best_first_tree(tokens_BK[:, 0], guess, sizes[-1], heads.config.num_heads, width)
-        counts = accepted_by_size(tree, true_BK, sizes)
-        accepted = [a + b for a, b in zip(accepted, counts, strict=True)]
-    return {size: 1 + a / len(labels_SK) for size, a in zip(sizes, accepted, strict=True)}
-
-
-def _reached(ranks_SH: Tensor) -> Tensor:
-    """The positions to fit the last of these heads on: it can draft the truth, and the heads before
-    it did well, if that leaves enough."""
-    known_S = ranks_SH[:, -1] != IGNORED
-    well_S = known_S & ((ranks_SH[:, :-1] >= 0) & (ranks_SH[:, :-1] < _WELL_SO_FAR)).all(dim=1)
-    return well_S if well_S.sum() >= 64 else known_S
 
 
 def _measure(logits_RKV: Tensor, labels_RK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of each row: the true token's logit, the largest one, the true token's rank, each [R, K]
     (IGNORED where it cannot be drafted), and the log-normaliser at each temperature and at 1
     [R, K, G + 1]."""
-    known_RK = labels_RK != IGNORED
     true_RK = logits_RKV.gather(2, labels_RK.clamp_min(0)[:, :, None])[..., 0]
-    ranks_RK = (logits_RKV > true_RK[..., None]).sum(dim=-1).where(known_RK, IGNORED)
+    ranks_RK = (logits_RKV > true_RK[..., None]).sum(dim=-1).where(labels_RK != IGNORED, IGNORED)
     grid = (*TEMPERATURES, 1.0)
     totals_RKG = torch.stack([(logits_RKV / t).logsumexp(dim=-1) for t in grid], dim=-1)
     return true_RK, logits_RKV.amax(dim=-1), ranks_RK, totals_RKG
+
+
+def _reached(ranks_SK: Tensor) -> Tensor:
+    """Where to fit the last of these heads: it can draft the truth, and the heads before it did
+    well, if that leaves enough."""
+    known_S = ranks_SK[:, -1] != IGNORED
+    well_S = known_S & ((ranks_SK[:, :-1] >= 0) & (ranks_SK[:, :-1] < _WELL_SO_FAR)).all(dim=1)
+    return well_S if well_S.sum() >= 64 else known_S
+
+
+def _dynamic_tokens_per_step(
+    heads: DraftHeads, temperatures: list[float], found: Sequence[Tensor], step: int
+) -> dict[int, float]:
+    """1 + the mean number of accepted nodes of dynamic trees at the measured positions, by size."""
+    ranks = min(DYNAMIC_RANKS, heads.config.num_candidates)
+    width = DYNAMIC_WIDTH if heads.sequential else None
+    most = sum(ranks ** (level + 1) for level in range(heads.config.num_heads))
+    sizes = [size for size in DYNAMIC_SIZES if size <= most]
+    accepted = torch.zeros(len(sizes), dtype=torch.long)
+    for hidden_BD, tokens_BK, true_BK in _split(found, step):
+        guess = guesses(heads, hidden_BD, ranks, temperatures)
+        tree = best_first_tree(tokens_BK[:, 0], guess, sizes[-1], heads.config.num_heads, width)
+        accepted += torch.tensor(accepted_by_size(tree, true_BK, sizes))
+    counts = zip(sizes, accepted.tolist(), strict=True)
+    return {size: 1 + count / len(found[0]) for size, count in counts}
+
+
+def _split(found: Sequence[Tensor], step: int) -> Iterable[tuple[Tensor, ...]]:
+    return zip(*(part.split(step) for part in found), strict=True)

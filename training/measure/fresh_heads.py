@@ -2,13 +2,12 @@
 
 Heads are compared with fresh ones, which need no weights; a draft model with the losses it had.
 
-Shapes: B batch, T tokens, R supervised rows, K heads, D hidden, F figures.
+Shapes: R supervised rows, K heads, D hidden, F figures.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,9 +15,6 @@ from torch import Tensor, nn
 
 from medusa_heads.heads import DraftHeads, MedusaHeads
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.loss.row_blocks import rows_loss
-from medusa_heads.training.loss.rows import SupervisedRows, encode_rows
 
 _EVERY, _SELDOM, _OFTEN_UNTIL = 10, 50, 100  # steps
 _COMPARISONS = 3
@@ -48,27 +44,10 @@ class FreshHeads(MedusaHeads):
         return hidden_RD[..., None, :].expand(*hidden_RD.shape[:-1], self.config.num_heads, -1)
 
 
-@torch.no_grad()
-def plain_loss(
-    heads: DraftHeads, hidden_BTD: Tensor, inputs: Mapping[str, Tensor], rows: SupervisedRows
-) -> Tensor:
-    """Cross-entropy per row: a run's own loss may weigh the heads by how good they are."""
-    return rows_loss(
-        heads,
-        encode_rows(heads, hidden_BTD, inputs, rows),
-        rows,
-        objective=LossConfig(),
-        num_items=max(len(rows.positions_R), 1),
-    ).float()
-
-
 class Comparison:
-    """Losses of what learns and of what it began as on the same text, now and then.
-
-    Args:
-        worse: what a run that is stopped has done, for the sentence.
-        rates: the settings that may be too high.
-    """
+    """Losses of what learns and of what it began as on the same text, now and then. `worse` is what
+    a run that is stopped has done, `rates` the settings that may be too high: both for the
+    sentence."""
 
     def __init__(self, worse: str, rates: str = "learning_rate") -> None:
         self._worse, self._rates = worse, rates
@@ -78,10 +57,10 @@ class Comparison:
     def is_due(self, step: int) -> bool:
         """Whether to compare in a step, once: a step may have several batches."""
         every = _EVERY if step < _OFTEN_UNTIL else _SELDOM
-        due = step % every == every - 1 and step != self._compared
-        if due:
-            self._compared = step
-        return due
+        if step % every < every - 1 or step == self._compared:
+            return False
+        self._compared = step
+        return True
 
     def check(self, losses: Tensor, step: int, rate: float) -> None:
         """Take the losses of a comparison, now and in the beginning, [2, F].

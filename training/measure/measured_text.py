@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from datasets import Dataset, concatenate_datasets
+from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
 from medusa_heads.target.target import TargetModel
@@ -17,10 +18,6 @@ from medusa_heads.training.data.row_facts import RowLimits, check_rows
 from medusa_heads.training.data.sources import Corpus
 from medusa_heads.training.data.tokenise import tokenise
 from medusa_heads.training.loss.rows import head_labels
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
 
 _DOCUMENTS = 64  # read at a time: whole ones, of which the first may be long and alike throughout
 
@@ -35,39 +32,26 @@ def draw_rows(
     tokens: int,
     seed: int = 0,
 ) -> Dataset:
-    """Rows with about so many supervised tokens, or all rows of a smaller corpus.
+    """Rows with about so many supervised tokens, or all rows of a smaller corpus, a table.
 
     Documents are drawn until they have enough tokens, and the rows from them. No others are
-    tokenised, however large the corpus is.
-
-    Args:
-        target: whose vocabulary and context the rows must fit.
-        corpus: a table.
-        tokenizer: of the target; None where the corpus holds tokens.
-        settings: of the text; the names of corpora in them are not read.
-        num_heads: so many tokens ahead must be known somewhere.
-        tokens: supervised tokens to reach.
-        seed: of the draw.
-
-    Returns:
-        Columns `input_ids` and `labels`.
+    tokenised, however large the corpus is. Rows are `input_ids` and `labels`.
 
     Raises:
-        ValueError: text that cannot be used, or too little of it.
+        ValueError: text that cannot be used, or too little of it: somewhere `num_heads` tokens
+            ahead must be known.
     """
-    from datasets import concatenate_datasets
-
     if corpus.format.name != "tokens":
         target.check_length(settings.max_length, "max_length")
     tokeniser = make_tokeniser(corpus, tokenizer, settings, target)
     limits = RowLimits.of(target)
     generator = np.random.default_rng(seed)
-    documents = generator.permutation(len(corpus.rows))
+    documents = generator.permutation(len(corpus.rows)).tolist()
     tables, found = [], 0
     for start in range(0, len(documents), _DOCUMENTS):
         if found >= tokens:
             break
-        part = _part(corpus, documents[start : start + _DOCUMENTS].tolist())
+        part = _part(corpus, documents[start : start + _DOCUMENTS])
         tables.append(tokenise(part, tokeniser, limits).rows)
         found += sum(map(_supervised, tables[-1]["labels"]))
     rows = concatenate_datasets(tables)
@@ -80,12 +64,9 @@ def draw_rows(
 
 def measurable(rows: Dataset, num_heads: int) -> list[int]:
     """At how many positions of each row every head has a true token."""
-    counts = []
-    for row in rows.select_columns(["labels"]):
-        labels_1T = torch.as_tensor(row["labels"])[None]
-        known_1T = (head_labels(labels_1T, num_heads) != IGNORED).all(dim=2)
-        counts.append(int(known_1T.sum()))
-    return counts
+    labels = (torch.as_tensor(row["labels"])[None] for row in rows.select_columns(["labels"]))
+    known = (head_labels(labels_1T, num_heads) != IGNORED for labels_1T in labels)
+    return [int(known_1TK.all(dim=2).sum()) for known_1TK in known]
 
 
 def _part(corpus: Corpus, documents: list[int]) -> Corpus:

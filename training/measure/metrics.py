@@ -1,6 +1,7 @@
-"""From the ranks of an evaluation to the figures people read.
+"""Where the heads' guesses hold the true tokens, and the figures of an evaluation that people read.
 
-Shapes: B batch or sequences, T tokens, K heads.
+Shapes: B batch or sequences, T tokens, R rows, C rows of a chunk, K heads, D hidden, V vocabulary
+of the heads.
 """
 
 from __future__ import annotations
@@ -11,10 +12,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_heads.config import IGNORED
+from medusa_heads.heads import DraftHeads
+from medusa_heads.training.loss.fused import chunk_pairs
+from medusa_heads.training.loss.rows import SupervisedRows
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
 
 TREE_SIZES = (16, 32)
 OWN_FIGURES = ("loss", "loss_before", "kl")  # of a target that learns too
+
+
+@torch.no_grad()
+def head_ranks(heads: DraftHeads, hidden_RD: Tensor, rows: SupervisedRows, max_rank: int) -> Tensor:
+    """ranks_RK each head gave the true tokens: 0 for its top-1, `max_rank` for all at or beyond,
+    -100 where the rows' labels are.
+
+    Equal logits, common in bf16, rank by token id; a token that the heads cannot draft ranks last.
+    Features and logits exist for one chunk of rows at a time.
+    """
+    labels_RK = rows.labels_RK
+    drafted_RK = heads.draft_ids(labels_RK)
+    ranks_RK = torch.full_like(labels_RK, IGNORED)
+    dtype = heads.vocab_matrix(0)[0].dtype
+    size = chunk_pairs(heads.config.num_candidates, hidden_RD.device.type, dtype)
+    for start in range(0, len(labels_RK), size):
+        chunk = slice(start, start + size)
+        features_CKD = heads.features(hidden_RD[chunk], rows.tokens_RK[chunk])
+        for i in range(labels_RK.shape[1]):
+            rank_C = _ranks(heads.project(i, features_CKD[:, i]), drafted_RK[chunk, i], max_rank)
+            ranks_RK[chunk, i] = rank_C.where(labels_RK[chunk, i] != IGNORED, IGNORED)
+    return ranks_RK
+
+
+def _ranks(logits_CV: Tensor, drafted_C: Tensor, max_rank: int) -> Tensor:
+    label_C1 = drafted_C[:, None].clamp(min=0)
+    true_C1 = logits_CV.gather(1, label_C1)
+    tokens_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+    ahead_CV = (logits_CV > true_C1) | ((logits_CV == true_C1) & (tokens_V < label_C1))
+    ranks_C = ahead_CV.sum(dim=1).clamp(max=max_rank)
+    return ranks_C.where(drafted_C != IGNORED, max_rank)
 
 
 def complete_runs(ranks_BTK: Tensor) -> list[Tensor]:
@@ -39,37 +75,47 @@ def rank_metrics(ranks_BTK: Tensor) -> dict[str, float]:
     Tokens per step are simulated: the same sequences are walked with the best static tree that
     their own ranks imply. With thousands of positions for a few dozen nodes that flatters little.
     """
-    statistics = rank_statistics(ranks_BTK)
-    figures: dict[str, float] = {}
-    for k in (1, 5):
-        for i, accuracy in enumerate(statistics.top_k_accuracy(k)):
-            figures[f"head{i}_top{k}"] = accuracy
-    runs = complete_runs(ranks_BTK)
+    statistics, runs = rank_statistics(ranks_BTK), complete_runs(ranks_BTK)
+    figures = {
+        f"head{i}_top{k}": accuracy
+        for k in (1, 5)
+        for i, accuracy in enumerate(statistics.top_k_accuracy(k))
+    }
     for size in TREE_SIZES:
-        figures[f"tokens_per_step_{size}"] = simulate_tokens_per_step(
-            runs, statistics.choices(size)
-        )
+        simulated = simulate_tokens_per_step(runs, statistics.choices(size))
+        figures[f"tokens_per_step_{size}"] = simulated
     return figures
 
 
-def describe(metrics: dict[str, Any], prefix: str = "eval_") -> str | None:
-    """One readable line out of `rank_metrics`, with the prefix the Trainer gave the names; None
-    where the metrics are others."""
-    if f"{prefix}head0_top1" not in metrics:
+def describe(metrics: Mapping[str, Any]) -> str | None:
+    """One readable line out of `rank_metrics`, as the Trainer named them, and one of the target's
+    own figures; None where the metrics are others."""
+    if "eval_head0_top1" not in metrics:
         return None
 
     def of_heads(k: int) -> str:
-        names = (f"{prefix}head{i}_top{k}" for i in range(len(metrics)))
+        names = (f"eval_head{i}_top{k}" for i in range(len(metrics)))
         return " ".join(f"{metrics[name]:.3f}" for name in names if name in metrics)
 
     steps = ", ".join(
-        f"{metrics[f'{prefix}tokens_per_step_{size}']:.2f} with {size} nodes" for size in TREE_SIZES
+        f"{metrics[f'eval_tokens_per_step_{size}']:.2f} with {size} nodes" for size in TREE_SIZES
     )
-    return f"held-out top-1 {of_heads(1)} | top-5 {of_heads(5)} | tokens per step {steps}"
+    line = f"held-out top-1 {of_heads(1)} | top-5 {of_heads(5)} | tokens per step {steps}"
+    own = own_figures(metrics)
+    return line if own is None else f"{line}\n{describe_own(own)}"
 
 
-def own_figures(metrics: Mapping[str, Any], prefix: str) -> dict[str, float] | None:
+def own_figures(metrics: Mapping[str, Any]) -> dict[str, float] | None:
     """How the target itself did, with its adapter and without; None where it did not learn."""
-    if f"{prefix}_target_loss" not in metrics:
+    if "eval_target_loss" not in metrics:
         return None
-    return {name: metrics[f"{prefix}_target_{name}"] for name in OWN_FIGURES}
+    return {name: metrics[f"eval_target_{name}"] for name in OWN_FIGURES}
+
+
+def describe_own(figures: Mapping[str, float]) -> str:
+    """`own_figures` in a line."""
+    now, before = figures["loss"], figures["loss_before"]
+    return (
+        f"the target's own held-out loss {now:.4f}, without adapter {before:.4f} "
+        f"({now / before - 1:+.2%}), KL {figures['kl']:.4f}"
+    )

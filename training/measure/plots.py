@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,13 @@ _INCHES = (6.4, 4.0)
 
 
 def draw_plots(folder: Path, report: Mapping[str, Any]) -> list[Path]:
-    """Write `tokens_per_step.png`, `accuracy.png` and `reliability.png`; returns their paths.
-
-    A report without calibration has no `reliability.png`.
-    """
-    plots: dict[str, Callable[[Mapping[str, Any], Any], None]] = {
-        "tokens_per_step.png": _tokens_per_step,
-        "accuracy.png": _accuracy,
-    }
+    """Write `tokens_per_step.png`, `accuracy.png` and, where heads were calibrated,
+    `reliability.png`; returns their paths."""
+    plots = [("tokens_per_step.png", _tokens_per_step), ("accuracy.png", _accuracy)]
     if report["calibration"]:
-        plots["reliability.png"] = _reliability
+        plots.append(("reliability.png", _reliability))
     return [
-        save_picture(folder / name, partial(draw, report), size=_INCHES)
-        for name, draw in plots.items()
+        save_picture(folder / name, partial(draw, report), size=_INCHES) for name, draw in plots
     ]
 
 
@@ -54,36 +48,30 @@ def _tokens_per_step(report: Mapping[str, Any], figure: Any) -> None:
 def _accuracy(report: Mapping[str, Any], figure: Any) -> None:
     axes = figure.subplots()
     accuracy = report["accuracy"]
-    heads = [entry["head"] for entry in accuracy]
     lines = [
         Line(f"top-{k + 1}", [(entry["head"], entry["top_k"][k]) for entry in accuracy])
         for k in range(len(accuracy[0]["top_k"]))
     ]
     labels = [f"head {entry['head']}\n{entry['looks_ahead']} ahead" for entry in accuracy]
-    axes.set_xticks(heads, labels)
+    axes.set_xticks([entry["head"] for entry in accuracy], labels)
     axes.set_ylabel("share of held-out positions")
     draw_lines(axes, lines, title="The true token among a head's best guesses")
 
 
 def _reliability(report: Mapping[str, Any], figure: Any) -> None:
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, moment, title in zip(
-        panels, ("before", "after"), ("as trained", "with temperatures"), strict=True
-    ):
+    titles = {"before": "as trained", "after": "with temperatures"}
+    for axes, (moment, title) in zip(panels, titles.items(), strict=True):
         axes.plot([0, 1], [0, 1], color=LIGHT.ink, linewidth=0.8, linestyle=":")
         for entry in report["calibration"]:
-            bins = entry[moment]["bins"]
+            found = entry[moment]
             axes.plot(
-                [part["confidence"] for part in bins],
-                [part["accuracy"] for part in bins],
+                *([part[name] for part in found["bins"]] for name in ("confidence", "accuracy")),
                 marker=".",
-                label=f"head {entry['head']}: error {entry[moment]['expected_error']:.3f}",
+                label=f"head {entry['head']}: error {found['expected_error']:.3f}",
                 color=LIGHT.colours[entry["head"] % len(LIGHT.colours)],
             )
-        axes.set_xlim(0, 1)
-        axes.set_ylim(0, 1)
-        axes.set_xlabel("confidence")
-        axes.set_title(title)
+        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", title=title)
         axes.grid(True)
         axes.legend(fontsize=7, loc="upper left")
     panels[0].set_ylabel("share of best guesses that were right")

@@ -11,21 +11,21 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.table import Table
+from torch import Tensor
+
+from medusa_heads.checkpoint.files import REPORT_FILE as JSON_FILE
+from medusa_heads.config import head_offset
 from medusa_heads.files import parse_json, replace_file
+from medusa_heads.hub.card import REPORT_VERSION, table
+from medusa_heads.training.measure.calibration import HeadCalibration, expected_error
 from medusa_heads.training.measure.metrics import own_figures
 from medusa_heads.training.measure.plots import draw_plots
-from medusa_heads.training.measure.reliability import Bin, HeadCalibration, expected_error
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
 
-if TYPE_CHECKING:
-    from rich.table import Table
-    from torch import Tensor
-
-JSON_FILE = "report.json"
 MARKDOWN_FILE = "report.md"
-REPORT_VERSION = 1
 SIZES = (1, 3, 7, 11, 15, 16, 23, 31, 32, 47, 63)  # drafted nodes
 HEADLINE_SIZE = 32
 RANKS = 5
@@ -47,35 +47,29 @@ def make_report(
     metrics: Mapping[str, Any],
     log: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Everything of a run that is worth telling, as plain values.
+    """Everything of a run that is worth telling, as plain values: of statistics, calibrated, of
+    ranks [T, K] of held-out sequences, of metrics as in `metrics.json`, and of the Trainer's
+    history.
 
-    Static trees are walked over the held-out sequences as decoding would walk them; of dynamic
-    trees is known what they gain at any position. Both are given for static trees: compare like
-    with like.
-
-    Args:
-        statistics: of the held-out text, calibrated.
-        runs: ranks [T, K] of its sequences.
-        calibrations: of each head; may be empty.
-        heads: their configuration.
-        target: its name.
-        metrics: of the last evaluation and of the training, as in `metrics.json`.
-        log: the Trainer's history.
+    Static trees are walked over the sequences as decoding would walk them; of dynamic trees is
+    known what they gain at any position. Both are given for static trees: compare like with like.
     """
     static = []
     for nodes in SIZES:
         choices = statistics.choices(nodes)
         if len(choices) < nodes:
             break  # the text never went further
+        depths = [len(path) for path in choices]
         static.append(
             {
                 "nodes": nodes,
-                "nodes_by_depth": _by_depth(choices, statistics.num_heads),
+                "nodes_by_depth": [depths.count(d + 1) for d in range(statistics.num_heads)],
                 "tokens_per_step": simulate_tokens_per_step(runs, choices),
                 "tokens_per_step_anywhere": statistics.expected_tokens_per_step(nodes),
             }
         )
     best = statistics.choices(HEADLINE_SIZE)
+    top_k = zip(*(statistics.top_k_accuracy(k + 1) for k in range(RANKS)), strict=True)
     return {
         "report_version": REPORT_VERSION,
         "target": target,
@@ -83,28 +77,23 @@ def make_report(
         "held_out": {
             "positions": statistics.positions,
             "loss": metrics.get("eval_loss"),
-            "target": own_figures(metrics, "eval"),
+            "target": own_figures(metrics),
         },
         "tokens_per_step": {
             "nodes": len(best),
             "static": simulate_tokens_per_step(runs, best),
         },
         "accuracy": [
-            {
-                "head": head,
-                "looks_ahead": head + 2,
-                "top_k": [statistics.top_k_accuracy(k)[head] for k in range(1, RANKS + 1)],
-            }
-            for head in range(statistics.num_heads)
+            {"head": head, "looks_ahead": head_offset(head), "top_k": list(shares)}
+            for head, shares in enumerate(top_k)
         ],
         "calibration": [
-            {
-                "head": head,
-                "temperature": calibration.temperature,
-                "before": _reliability(calibration.before),
-                "after": _reliability(calibration.after),
+            {"head": head, "temperature": found.temperature}
+            | {
+                moment: {"expected_error": expected_error(bins), "bins": list(map(asdict, bins))}
+                for moment, bins in (("before", found.before), ("after", found.after))
             }
-            for head, calibration in enumerate(calibrations)
+            for head, found in enumerate(calibrations)
         ],
         "static_trees": static,
         "dynamic_trees": [
@@ -128,15 +117,6 @@ def make_report(
             ],
         },
     }
-
-
-def _by_depth(choices: Sequence[Sequence[int]], num_heads: int) -> list[int]:
-    depths = [len(path) for path in choices]
-    return [depths.count(depth) for depth in range(1, num_heads + 1)]
-
-
-def _reliability(bins: Sequence[Bin]) -> dict[str, Any]:
-    return {"expected_error": expected_error(bins), "bins": [asdict(part) for part in bins]}
 
 
 def write_report(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> None:
@@ -172,8 +152,7 @@ def markdown(report: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
     title = f"# {report['heads']['num_heads']} {report['heads']['kind']} heads"
     parts = [f"{title} for {report['target'] or 'a target in memory'}", headline(report)]
     for name, (columns, rows) in _tables(report).items():
-        lines = [f"## {name}", "", _row(columns), _row(["---:"] * len(columns))]
-        parts.append("\n".join([*lines, *map(_row, rows)]))
+        parts.append(f"## {name}\n\n{table(columns, rows, rule='---:')}")
     parts.append(LEGEND)
     parts += [f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in pictures]
     return "\n\n".join(parts) + "\n"
@@ -194,27 +173,24 @@ def headline(report: Mapping[str, Any]) -> str:
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
     """The report for the screen."""
-    from rich.table import Table
-
     shown = []
     for name, (columns, rows) in _tables(report).items():
-        table = Table(title=name)
+        shown.append(Table(title=name))
         for column in columns:
-            table.add_column(column, justify="right")
+            shown[-1].add_column(column, justify="right")
         for row in rows:
-            table.add_row(*row)
-        shown.append(table)
+            shown[-1].add_row(*row)
     return shown
 
 
 def _tables(report: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Columns and rows, by title."""
     calibration = {entry["head"]: entry for entry in report["calibration"]}
     heads = []
     for entry in report["accuracy"]:
         row = [str(entry["head"]), str(entry["looks_ahead"])]
         row += [f"{share:.3f}" for share in entry["top_k"]]
-        if entry["head"] in calibration:
-            found = calibration[entry["head"]]
+        if found := calibration.get(entry["head"]):
             errors = (found[moment]["expected_error"] for moment in ("before", "after"))
             row += [f"{found['temperature']:.2f}", *(f"{error:.3f}" for error in errors)]
         heads.append(row)
@@ -237,7 +213,3 @@ def _tables(report: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[s
         f"Heads on held-out text ({report['held_out']['positions']} positions)": (columns, heads),
         "Simulated tokens per step": ([*tree_columns, "dynamic, anywhere"], trees),
     }
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

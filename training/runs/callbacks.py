@@ -1,43 +1,34 @@
-"""What a run does besides steps: stop in time, stop when told, and know its best heads."""
+"""What a run does besides steps: stop in time, stop when told, know its best heads, and tell."""
 
 from __future__ import annotations
 
 import logging
 import signal
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from transformers import (
-    EarlyStoppingCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from tqdm.auto import tqdm
+from transformers import EarlyStoppingCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
-from medusa_heads.training.hidden.processes import anywhere
+from medusa_heads.training.hidden.sharding import anywhere
 
 logger = logging.getLogger(__name__)
 
 
 class StopInTime(EarlyStoppingCallback):
     """transformers' early stopping, which a resumed run takes up where it was interrupted, with the
-    patience it is given now."""
+    patience it is given now; where that had run out, it stops at once."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Take the count of the checkpoint; where the patience had run out, stop at once."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         # An entry must be there: saving fails on a callback that the checkpoint did not know.
-        states: Any = state.stateful_callbacks
-        before = states.setdefault(type(self).__name__, self.state())
-        name = "early_stopping_patience_counter"
-        self.early_stopping_patience_counter = before["attributes"][name]
-        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+        before = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        count = before["attributes"]["early_stopping_patience_counter"]
+        self.early_stopping_patience_counter = count
+        if count >= self.early_stopping_patience:
             control.should_training_stop = True
 
 
@@ -58,49 +49,37 @@ class Interruptions(TrainerCallback):
         self._stopping = False
         self._handler_before: Any = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Listen for SIGTERM; find the best checkpoint so far."""
         if threading.current_thread() is threading.main_thread():
             self._handler_before = signal.signal(signal.SIGTERM, self._on_sigterm)
         if state.best_global_step:
-            best = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+            best = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
             if best.is_dir():
                 state.best_model_checkpoint = str(best)
             else:
                 logger.warning("the best checkpoint, %s, is gone: its heads are out of reach", best)
                 state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
-    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_sigterm(self, *_: Any) -> None:
         self._told = True
         signal.signal(signal.SIGTERM, self._handler_before or signal.SIG_DFL)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Decide what else is to be done after this step."""
         if state.global_step >= state.max_steps:
-            if args.eval_strategy == IntervalStrategy.STEPS:
-                control.should_evaluate = True
-            if args.save_strategy == SaveStrategy.STEPS:
-                control.should_save = True
+            control.should_evaluate |= args.eval_strategy == IntervalStrategy.STEPS
+            control.should_save |= args.save_strategy == SaveStrategy.STEPS
         self._stopping = anywhere(self._told, args.device)  # all after the same step
         if self._stopping:
             control.should_save = control.should_training_stop = True
-        if control.should_save:
-            control.should_log = True
+        control.should_log |= control.should_save
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """As after a step."""
-        if control.should_save:
-            control.should_log = True
+        control.should_log |= control.should_save
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the process where it was told to."""
         if self._stopping:
             if state.is_world_process_zero:
@@ -113,11 +92,28 @@ class Interruptions(TrainerCallback):
             # Here, because what follows a loop that ends would remove this checkpoint.
             raise SystemExit(128 + signal.SIGTERM)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Hand SIGTERM back, also one that came too late to stop a step."""
         if self._handler_before is not None:
             signal.signal(signal.SIGTERM, self._handler_before)
             if self._told:
                 signal.raise_signal(signal.SIGTERM)
+
+
+class ReadableProgress(ProgressCallback):
+    """The Trainer's progress bars, with lines of a few figures in place of whole dictionaries:
+    what `describe` makes of an evaluation's, or the loss."""
+
+    def __init__(self, describe: Callable[[Mapping[str, Any]], str | None]) -> None:
+        super().__init__()
+        self.describe = describe
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or logs is None:
+            return
+        line = self.describe(logs)
+        if line is None and "loss" in logs:
+            rate = float(logs["learning_rate"])
+            line = f"loss {float(logs['loss']):.3f}  learning rate {rate:.2e}"
+        if line is not None:
+            tqdm.write(f"step {state.global_step}/{state.max_steps}  {line}")

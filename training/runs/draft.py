@@ -1,44 +1,50 @@
-"""Train a draft model for a target: one call from text to a folder that transformers loads."""
+"""Train a draft model for a target: one call from text to a folder that transformers loads.
+
+Shapes: B batch, T tokens, R supervised positions, D hidden.
+"""
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import PreTrainedModel, TrainingArguments, set_seed
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from medusa_heads.checkpoint.draft_checkpoint import save_draft
-from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.config import IGNORED
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.draft import (
     DraftArguments,
     DraftOptimisationArguments,
     draft_training_arguments,
 )
+from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.data.own_text import OwnText
 from medusa_heads.training.data.pack import check_packing
-from medusa_heads.training.data.prepare import TrainingData, find_tokenizer
-from medusa_heads.training.measure.draft_metrics import CHAINS
-from medusa_heads.training.runs.draft_trainer import DraftTrainer
+from medusa_heads.training.data.prepare import collate, find_tokenizer
+from medusa_heads.training.data.sources import is_stream
+from medusa_heads.training.loss.next_token import DraftLoss
+from medusa_heads.training.loss.rows import own_rows
+from medusa_heads.training.measure.draft_metrics import CHAINS, describe_draft, draft_metrics
+from medusa_heads.training.measure.fresh_heads import Comparison
 from medusa_heads.training.runs.pruned_target import begin_draft
-from medusa_heads.training.runs.record import changed_arguments, check_same_run
-from medusa_heads.training.runs.results import write_figures
-from medusa_heads.training.runs.resumable import clear_checkpoints
-from medusa_heads.training.runs.setup import Names, as_target, find_start, prepare_sets, watchers
+from medusa_heads.training.runs.record import write_figures
+from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
+from medusa_heads.training.runs.trainer import Figures, Inputs, TaughtTrainer
 
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-    from transformers import PreTrainedTokenizerBase
+_OWN = "own_text"  # marks batches that the draft model wrote
 
 
 def train_draft(
-    target: str | TargetModel | PreTrainedModel,
-    dataset: Dataset | IterableDataset | TrainingData | Names,
+    target: GivenTarget,
+    dataset: GivenText,
     *,
     eval_dataset: Dataset | Names | None = None,
     draft: DraftArguments | None = None,
@@ -77,85 +83,187 @@ def train_draft(
         SystemExit: the process got SIGTERM; a checkpoint was written first.
     """
     draft = draft or DraftArguments()
-    output = Path(output_dir)
-    args = copy.copy(
-        training_args
-        or draft_training_arguments(
-            DraftOptimisationArguments(), given=draft.draft_model is not None
-        )
+    given = draft.draft_model is not None
+    run = Run(
+        target,
+        dataset,
+        eval_dataset,
+        data_settings,
+        output_dir=output_dir,
+        args=training_args or draft_training_arguments(DraftOptimisationArguments(), given=given),
+        tokenizer=tokenizer,
+        num_heads=CHAINS[-1],
+        resume_from_checkpoint=resume_from_checkpoint,
+        overwrite_output_dir=overwrite_output_dir,
+        early_stopping_patience=early_stopping_patience,
     )
-    args.output_dir = str(output)
-    checkpoint = find_start(output, resume_from_checkpoint, overwrite=overwrite_output_dir)
-    callbacks = watchers(args, early_stopping_patience)
-    target = as_target(target, args.device)
-    tokenizer = tokenizer or find_tokenizer(target.name_or_path, target.revision)
-    data = prepare_sets(target, dataset, eval_dataset, data_settings, tokenizer, CHAINS[-1], args)
-
-    set_seed(args.seed)
-    model = begin_draft(target, **draft.beginning(), trust_remote_code=trust_remote_code)
-    fit_rate(args, TargetModel(model).hidden_size)
-    if data.is_packed:
+    model = begin_draft(run.target, **draft.beginning(), trust_remote_code=trust_remote_code)
+    fit_rate(run.args, TargetModel(model).hidden_size)
+    if run.data.is_packed:
         check_packing(TargetModel(model))
-    before = target.weights_digest()
-    if checkpoint is None:
-        clear_checkpoints(output)
-
-    def story() -> dict[str, Any]:
-        return provenance(
-            {
-                "draft": asdict(draft),
-                "draft_parameters": model.num_parameters(),
-                "target_parameters": target.model.num_parameters(),
-                **data.record(),
-                "target_weights_sha256": before,
-                "training_arguments": changed_arguments(args),
-                **(record or {}),
-            }
+    run.begin(
+        {
+            "draft": asdict(draft),
+            "draft_parameters": model.num_parameters(),
+            "target_parameters": run.target.model.num_parameters(),
+            **(record or {}),
+        }
+    )
+    own_text = None
+    if draft.on_policy_share:
+        own_text = OwnText(
+            TargetModel(model),
+            run.data.known_rows,
+            share=draft.on_policy_share,
+            refresh=draft.on_policy_refresh,
+            batches_a_step=run.args.gradient_accumulation_steps,
+            batch_size=run.args.per_device_train_batch_size,
+            temperature=draft.on_policy_temperature,
+            seed=run.args.seed * 1_000_003 + run.args.process_index,
         )
-
-    if checkpoint is not None:
-        check_same_run(checkpoint, story())
     trainer = DraftTrainer(
         model,
-        target,
-        args,
-        data.rows,
-        data.held_out,
+        run.target,
+        run.args,
+        *run.sets,
         objective=draft.objective(),
-        own_text=_own_text(draft, model, data.known_rows, args),
-        known_rows=data.known_rows,
-        record=story,
-        callbacks=callbacks,
+        own_text=own_text,
+        known_rows=run.data.known_rows,
+        **run.hooks,
     )
-    outcome = trainer.train(resume_from_checkpoint=checkpoint)
-    measured = trainer.predict(data.held_out, metric_key_prefix="eval").metrics or {}
-    if target.weights_digest() != before:
-        raise RuntimeError("the target's weights changed while its draft model was trained")
-
+    trained, prediction = run.learn(trainer, "draft model was")
     if trainer.is_world_process_zero():
-        history = story()
-        figures = {
-            name.removeprefix("eval_"): value
-            for name, value in measured.items()
-            if name.startswith(("eval_acceptance", "eval_agreement", "eval_tokens_per_step"))
-        }
-        save_draft(output, model, target, tokenizer=tokenizer, measured=figures, provenance=history)
-        write_figures(output, trainer, outcome.metrics, measured, history)
+        measured, story = prediction.metrics or {}, run.story()
+        kept = ("eval_acceptance", "eval_agreement", "eval_tokens_per_step")
+        save_draft(
+            run.output,
+            model,
+            run.target,
+            tokenizer=tokenizer or find_tokenizer(run.target.name_or_path, run.target.revision),
+            measured={
+                k.removeprefix("eval_"): v for k, v in measured.items() if k.startswith(kept)
+            },
+            provenance=story,
+        )
+        write_figures(run.output, trainer, trained, measured, story)
     return model
 
 
-def _own_text(
-    draft: DraftArguments, model: PreTrainedModel, rows: Dataset, args: TrainingArguments
-) -> OwnText | None:
-    if not draft.on_policy_share:
-        return None
-    return OwnText(
-        TargetModel(model),
-        rows,
-        share=draft.on_policy_share,
-        refresh=draft.on_policy_refresh,
-        batches_a_step=args.gradient_accumulation_steps,
-        batch_size=args.per_device_train_batch_size,
-        temperature=draft.on_policy_temperature,
-        seed=args.seed * 1_000_003 + args.process_index,
-    )
+class DraftTrainer(TaughtTrainer):
+    """Teaches a draft model, in place, what a frozen target would say.
+
+    Its checkpoints are those of the draft model alone, each a folder that transformers loads.
+    During evaluation `draft_metrics` become `eval_acceptance`, `eval_tokens_per_step_4`, ...
+
+    Args:
+        own_text: batches that the draft model writes itself; without it, all are the corpus's.
+        known_rows: some of the training set, of which the first are the text that the draft model
+            is compared on with what it was. Default: the set, unless that is a stream.
+    """
+
+    metrics_of = staticmethod(draft_metrics)
+    describe = staticmethod(describe_draft)
+
+    def __init__(
+        self,
+        draft: PreTrainedModel,
+        target: TargetModel,
+        args: TrainingArguments,
+        train_dataset: Dataset,
+        *held_out: Dataset,
+        objective: LossConfig,
+        own_text: OwnText | None = None,
+        known_rows: Dataset | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            draft,
+            target,
+            args,
+            train_dataset,
+            *held_out,
+            comparison=Comparison("the draft model worse than it was"),
+            data_collator=collate,
+            **kwargs,
+        )
+        self.draft = TargetModel(draft)
+        self.draft_loss = DraftLoss(self.draft, target, objective)
+        self.own_text = own_text
+        self._plain_loss = DraftLoss(self.draft, target, LossConfig())
+        if known_rows is None and not is_stream(train_dataset):
+            known_rows = train_dataset
+        self._known_rows = known_rows
+        self.beginning: Tensor | None = None
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As transformers' own, with the text at hand taken up again; what a checkpoint replaces is
+        measured before."""
+        if self._known_rows is not None:
+            self.beginning = self._losses_of_known_text()
+        if self.own_text is not None and isinstance(resume_from_checkpoint, str):
+            self.own_text.load(self._own_text_file(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.own_text is not None:
+            self.own_text.save(self._own_text_file(output_dir))
+        super()._save_rng_state(output_dir)
+
+    def _own_text_file(self, folder: str) -> Path:
+        return Path(folder) / f"own_text-{self.args.process_index}.json"
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """The batches of one optimiser step, some of them the draft model's own."""
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.own_text is None:
+            return batches, count
+        for number in range(len(batches)):
+            rows = self.own_text.batch(self.state.global_step, number)
+            if rows is not None:
+                batches[number] = collate(rows) | {_OWN: torch.tensor(True)}
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    @torch.no_grad()
+    def _losses_of_known_text(self) -> Tensor:
+        """Cross-entropy and the run's own loss, [2]: one may rise while the other is learnt."""
+        assert self._known_rows is not None
+        count = min(self.args.per_device_train_batch_size, len(self._known_rows))
+        batch: Any = self._prepare_inputs(collate(list(self._known_rows.select(range(count)))))
+        supervised = self._supervised(self.draft.model, batch)
+        both = (self._plain_loss, self.draft_loss)
+        return torch.stack([loss(*supervised, len(supervised[1])) for loss in both])
+
+    def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
+        own = bool(inputs.pop(_OWN, False))
+        features_RD, next_R, positions_R, hidden_BTD = self._supervised(model, inputs)
+        # The draft's own tokens are no truth to learn, only a place to hear the target's.
+        labels_R = torch.full_like(next_R, IGNORED) if own else next_R
+        if self.beginning is not None and self._comparison.is_due(self.state.global_step):
+            self._check_progress(torch.stack([self._losses_of_known_text(), self.beginning]))
+        return self.draft_loss(features_RD, labels_R, positions_R, hidden_BTD, items)
+
+    def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> tuple[Tensor, Figures]:
+        supervised = self._supervised(model, inputs)
+        loss = self.draft_loss(*supervised, items)
+        return loss, lambda: (supervised[2], self.draft_loss.measure(*supervised))
+
+    def _supervised(
+        self, model: nn.Module, inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """features_RD of the draft, next_R the tokens to come, positions_R, and hidden_BTD of the
+        target, where the next token is generated text of the same document."""
+        positions_BT = inputs.get("position_ids")
+        rows = own_rows(inputs["labels"], positions_BT)
+        ids_BT, mask_BT = inputs["input_ids"], inputs.get("attention_mask")
+        read: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": mask_BT}
+        if positions_BT is not None:
+            read["position_ids"] = positions_BT
+        hidden_BTD = self.target.hidden(ids_BT, mask_BT, positions_BT)
+        with self.draft.instead_of_logits() as features:
+            model(**read, use_cache=False)  # the wrapped model, so that DDP sees the forward
+        features_RD = features().flatten(0, 1).index_select(0, rows.positions_N)
+        return features_RD, rows.labels_N, rows.positions_N, hidden_BTD

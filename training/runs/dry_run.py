@@ -2,8 +2,6 @@
 
 The target is built from its configuration on the meta device: no weight is read, and a model of any
 size is planned for on any machine.
-
-Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,24 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
 from torch import nn
+from transformers import TrainingArguments
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import KINDS
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.loss.chunks import chunk_pairs
-from medusa_heads.training.loss.row_blocks import BLOCK_FEATURES_CPU, BLOCK_FEATURES_GPU
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from transformers import TrainingArguments
-
-    from medusa_heads.training.arguments.joint_config import JointConfig
+from medusa_heads.training.arguments.joint_config import JointConfig
+from medusa_heads.training.loss.fused import chunk_pairs
+from medusa_heads.training.loss.heads import BLOCK_FEATURES_CPU, BLOCK_FEATURES_GPU
 
 _ADAMW_BYTES = 16  # of a parameter: itself, its gradient and two moments, all fp32
+_SAVED_BYTES = 12.0  # without the gradient
 _BITS_4 = 0.5 + 1 / 64  # bytes of a weight: its own, and the 8-bit scale that 64 of them share
 _LOGIT_COPIES = 3  # of a chunk: logits, and the target's probabilities and their logarithms
 _LAYER_COPIES = 4  # of the stream's width, beside the wide part of the widest layer
@@ -44,25 +42,21 @@ class TextSize:
     longest_row: int
 
 
+def text_size(rows: Any, learnt: int) -> TextSize:
+    """Of a table of rows, packed or not."""
+    lengths = [len(ids) for ids in rows.with_format("numpy")["input_ids"]]
+    return TextSize(len(lengths), sum(lengths), learnt, max(lengths))
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What a run would be.
-
-    Attributes:
-        target: class, size and dtype.
-        learner: what is trained: its kind, and its shape and size.
-        text: to learn from.
-        steps: optimiser steps.
-        rows_a_step: over all processes.
-        memory: estimated bytes of each process, by what they are for.
-        disk: bytes, by what they are for.
-    """
+    """What a run would be: what the target is, what learns from how much text, and the estimated
+    bytes of each process's memory and of the disk, by what they are for."""
 
     target: str
     learner: tuple[str, str]
     text: TextSize
-    steps: int
-    rows_a_step: int
+    args: TrainingArguments
     memory: Mapping[str, float]
     disk: Mapping[str, float]
 
@@ -76,32 +70,20 @@ def plan_heads(
     four_bits: bool = False,
     joint: JointConfig | None = None,
 ) -> Plan:
-    """Steps, memory and disk of a run.
-
-    The memory of activations is an estimate for targets of dense layers, without that of the
-    attention's own kernel.
-
-    Args:
-        target: may be on the meta device.
-        config: of the heads.
-        args: of the run.
-        text: to learn from.
-        four_bits: the target's linear layers are quantised.
-        joint: an adapter of the target learns too.
-    """
+    """Steps, memory and disk of a run, on a target that may be on the meta device. The memory of
+    activations is an estimate for targets of dense layers, without that of the attention's own
+    kernel."""
     config = config.for_target(target.hidden_size, target.vocab_size)
     with torch.device("meta"):
         heads = _size(KINDS[config.kind](config))
-    rows_a_step, steps = _steps(args, text)
     tokens = args.per_device_train_batch_size * text.longest_row
     element, width, wide = _widths(target)
-    on_cpu = args.device.type == "cpu"
-    block = BLOCK_FEATURES_CPU if on_cpu else BLOCK_FEATURES_GPU
+    block = BLOCK_FEATURES_CPU if args.device.type == "cpu" else BLOCK_FEATURES_GPU
     block = min(block, tokens * width * config.num_heads)
     memory = {
         "target's weights": weight_bytes(target, four_bits=four_bits),
         "heads, gradients, AdamW": heads * _ADAMW_BYTES,
-        "target's forward": tokens * (2 * wide + _LAYER_COPIES * width) * element,
+        "target's forward": _forward(target, tokens),
         "heads' activations": tokens * width * 8 + block * 4 * (config.num_layers + 2),
         "a chunk of logits": _chunk(tokens * config.num_heads, config.num_candidates, args),
     }
@@ -111,17 +93,16 @@ def plan_heads(
         trained += adapter
         memory["adapter, gradients, AdamW"] = adapter * _ADAMW_BYTES
         # What each layer keeps for the backward pass.
-        layers = target.config.num_hidden_layers
-        of_layer = tokens * (4 * wide + 12 * width) * element
-        memory["target's backward"] = of_layer * (1 if args.gradient_checkpointing else layers)
-    disk = {"each checkpoint": trained * 12.0}
+        layers = 1 if args.gradient_checkpointing else target.config.num_hidden_layers
+        memory["target's backward"] = layers * tokens * (4 * wide + 12 * width) * element
+    disk = {"each checkpoint": trained * _SAVED_BYTES}
     if text.learnt is not None:
         kept = text.tokens if config.prefix_attention else text.learnt
         disk["hidden states, if cached"] = float(kept or 0) * width * element
     matrix = f"{config.vocab_matrix} vocabulary matrix"
     kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} blocks, {matrix}"
     learner = ("heads", f"{kind}: {count(heads)} parameters")
-    return Plan(_named(target, four_bits), learner, text, steps, rows_a_step, memory, disk)
+    return Plan(_named(target, four_bits), learner, text, args, memory, disk)
 
 
 def plan_draft(
@@ -132,43 +113,27 @@ def plan_draft(
     *,
     four_bits: bool = False,
 ) -> Plan:
-    """The same for a draft model; arguments as those of `plan_heads`, and the model in fp32."""
-    rows_a_step, steps = _steps(args, text)
+    """The same for a draft model, which trains in fp32."""
     tokens = args.per_device_train_batch_size * text.longest_row
-    element, width, wide = _widths(target)
     small = TargetModel(draft)  # type: ignore[arg-type]
-    _, small_width, small_wide = _widths(small)
+    _, width, wide = _widths(small)
     size, layers = _size(draft), small.config.num_hidden_layers
     memory = {
         "target's weights": weight_bytes(target, four_bits=four_bits),
         "draft model, gradients, AdamW": size * _ADAMW_BYTES,
-        "target's forward": tokens * (2 * wide + _LAYER_COPIES * width) * element,
-        "draft model's backward": tokens * layers * (4 * small_wide + 12 * small_width) * 4.0,
+        "target's forward": _forward(target, tokens),
+        "draft model's backward": tokens * layers * (4 * wide + 12 * width) * 4.0,
         "chunks of logits": 2 * _chunk(tokens, target.vocab_size, args),  # the target's too
     }
-    kind = f"{type(draft).__name__} of {layers} layers"
-    learner = ("draft model", f"{kind}: {count(size)} parameters, {size / _size(target.model):.0%}")
-    disk = {"each checkpoint": size * 12.0}
-    return Plan(
-        _named(target, four_bits),
-        (learner[0], f"{learner[1]} of the target's"),
-        text,
-        steps,
-        rows_a_step,
-        memory,
-        disk,
-    )
+    share = f"{size / _size(target.model):.0%} of the target's"
+    kind = f"{type(draft).__name__} of {layers} layers: {count(size)} parameters, {share}"
+    disk = {"each checkpoint": size * _SAVED_BYTES}
+    return Plan(_named(target, four_bits), ("draft model", kind), text, args, memory, disk)
 
 
-def _steps(args: TrainingArguments, text: TextSize) -> tuple[int, int]:
-    """Rows a step over all processes, and optimiser steps."""
-    rows_a_step = (
-        args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    )
-    if args.max_steps > 0:
-        return rows_a_step, args.max_steps
-    assert text.rows is not None, "a stream needs max_steps"
-    return rows_a_step, math.ceil(math.ceil(text.rows / rows_a_step) * args.num_train_epochs)
+def _forward(target: TargetModel, tokens: int) -> float:
+    element, width, wide = _widths(target)
+    return tokens * (2 * wide + _LAYER_COPIES * width) * element
 
 
 def _widths(model: TargetModel) -> tuple[int, int, int]:
@@ -193,11 +158,11 @@ def _size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _inner_matrices(target: TargetModel) -> list[nn.Linear]:
+def _inner_matrices(target: TargetModel) -> dict[str, nn.Linear]:
     """All linear layers but the lm_head, which is neither quantised nor adapted."""
     lm_head = target.get_output_embeddings()
-    modules = target.model.modules()
-    return [m for m in modules if isinstance(m, nn.Linear) and m is not lm_head]
+    modules = target.model.named_modules()
+    return {name: m for name, m in modules if isinstance(m, nn.Linear) and m is not lm_head}
 
 
 def weight_bytes(target: TargetModel, *, four_bits: bool = False) -> float:
@@ -205,41 +170,42 @@ def weight_bytes(target: TargetModel, *, four_bits: bool = False) -> float:
     stored = sum(weight.numel() * weight.dtype.itemsize for weight in target.model.parameters())
     if not four_bits:
         return stored
-    inner = [matrix.weight for matrix in _inner_matrices(target)]
+    inner = [matrix.weight for matrix in _inner_matrices(target).values()]
     return stored - sum(weight.numel() * (weight.dtype.itemsize - _BITS_4) for weight in inner)
 
 
 def adapter_size(target: TargetModel, joint: JointConfig) -> int:
     """Parameters of a LoRA adapter."""
     ends = joint.target_modules
-    names = {id(module): name for name, module in target.model.named_modules()}
     return sum(
         joint.lora_r * (matrix.in_features + matrix.out_features)
-        for matrix in _inner_matrices(target)
-        if isinstance(ends, str) or names[id(matrix)].endswith(tuple(ends))
+        for name, matrix in _inner_matrices(target).items()
+        if isinstance(ends, str) or name.endswith(tuple(ends))
     )
 
 
 def show_plan(plan: Plan, console: Console) -> None:
     """Print a plan, one line a fact."""
-    from rich.table import Table
-
-    table = Table(title="Dry run: nothing is trained, nothing written", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    text = plan.text
+    text, args = plan.text, plan.args
+    step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    steps = args.max_steps
+    if steps <= 0:
+        assert text.rows is not None, "a stream needs max_steps"
+        steps = math.ceil(math.ceil(text.rows / step) * args.num_train_epochs)
     size = "a stream"
     if text.rows is not None:
         size = f"{text.rows:,} rows, {text.tokens:,} tokens, {text.learnt:,} of them learnt"
+    table = Table(title="Dry run: nothing is trained, nothing written", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
     table.add_row("target", plan.target)
     table.add_row(*plan.learner)
     table.add_row("text", f"{size}; longest row {text.longest_row}")
-    table.add_row("steps", f"{plan.steps:,} of {plan.rows_a_step} rows")
-    table.add_section()
+    table.add_row("steps", f"{steps:,} of {step} rows", end_section=True)
     for name, needed in plan.memory.items():
         table.add_row(f"memory: {name}", byte_size(needed))
-    table.add_row("memory of a process, about", byte_size(sum(plan.memory.values())))
-    table.add_section()
+    whole = byte_size(sum(plan.memory.values()))
+    table.add_row("memory of a process, about", whole, end_section=True)
     for name, needed in plan.disk.items():
         table.add_row(f"disk: {name}", byte_size(needed))
     console.print(table)
@@ -255,13 +221,4 @@ def count(number: float) -> str:
 
 def byte_size(number: float) -> str:
     """For example `16.1 GB`."""
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= limit:
-            return f"{number / limit:.1f} {unit}"
-    return f"{number:.0f} B"
-
-
-def text_size(rows: Any, learnt: int) -> TextSize:
-    """Of a table of rows, packed or not."""
-    lengths = [len(ids) for ids in rows.with_format("numpy")["input_ids"]]
-    return TextSize(len(lengths), sum(lengths), learnt, max(lengths))
+    return decimal(round(number))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel, TrainingArguments, set_seed
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, frequent_tokens, new_heads
@@ -22,28 +22,25 @@ from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
-from medusa_heads.training.data.prepare import TrainingData
 from medusa_heads.training.data.vocabulary import TOKENS_PER_ENTRY, count_tokens
 from medusa_heads.training.hidden.cache_setup import open_hidden_states
 from medusa_heads.training.hidden.launched import launched_sharding
 from medusa_heads.training.hidden.sharding import is_sharded
+from medusa_heads.training.measure.calibration import calibrate
+from medusa_heads.training.measure.metrics import complete_runs, rank_statistics
+from medusa_heads.training.measure.report import make_report, write_report
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
-from medusa_heads.training.runs.joint import JointTrainer
-from medusa_heads.training.runs.joint_objective import adapted
-from medusa_heads.training.runs.record import changed_arguments, check_same_run
-from medusa_heads.training.runs.results import write_heads
-from medusa_heads.training.runs.resumable import clear_checkpoints
-from medusa_heads.training.runs.setup import Names, as_target, find_start, prepare_sets, watchers
+from medusa_heads.training.runs.joint import JointTrainer, adapted
+from medusa_heads.training.runs.record import write_figures
+from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
     from peft import PeftModel
-    from transformers import PreTrainedTokenizerBase
 
 
 def train_heads(
-    target: str | TargetModel | PreTrainedModel,
-    dataset: Dataset | IterableDataset | TrainingData | Names,
+    target: GivenTarget,
+    dataset: GivenText,
     *,
     eval_dataset: Dataset | Names | None = None,
     config: HeadsConfig | None = None,
@@ -102,111 +99,96 @@ def train_heads(
         RuntimeError: the target's weights changed, which a fault of this program would be.
         SystemExit: the process got SIGTERM; a checkpoint was written first.
     """
-    config = config or HeadsConfig()
-    objective = objective or LossConfig()
-    output = Path(output_dir)
-    args = copy.copy(
-        training_args or to_training_arguments(OptimisationArguments(), config.vocab_matrix)
-    )
-    args.output_dir = str(output)
-    checkpoint = find_start(output, resume_from_checkpoint, overwrite=overwrite_output_dir)
-    callbacks = watchers(args, early_stopping_patience)
+    config, objective = config or HeadsConfig(), objective or LossConfig()
     hidden_cache = hidden_cache or CacheArguments()
     sharding = launched_sharding()
     spread = isinstance(target, TargetModel) and is_sharded(target)
     hidden_cache.check(joint=joint is not None, spread=spread or sharding is not None)
-    target = as_target(target, args.device, sharding)
-    fit_rate(args, target.hidden_size)
-    data = prepare_sets(
-        target, dataset, eval_dataset, data_settings, tokenizer, config.num_heads, args
+    run = Run(
+        target,
+        dataset,
+        eval_dataset,
+        data_settings,
+        output_dir=output_dir,
+        args=training_args or to_training_arguments(OptimisationArguments(), config.vocab_matrix),
+        tokenizer=tokenizer,
+        num_heads=config.num_heads,
+        resume_from_checkpoint=resume_from_checkpoint,
+        overwrite_output_dir=overwrite_output_dir,
+        early_stopping_patience=early_stopping_patience,
+        sharding=sharding,
     )
-
-    set_seed(args.seed)
-    draft_tokens = None
-    if config.draft_vocab_size is not None:
-        rows = data.known_rows if data.one_pass is None else data.one_pass
-        counts_V = count_tokens(
-            rows, target.vocab_size, most=config.draft_vocab_size * TOKENS_PER_ENTRY
-        )
-        draft_tokens = frequent_tokens(counts_V, config.draft_vocab_size)
-    heads = new_heads(target, config, draft_tokens)
+    fit_rate(run.args, run.target.hidden_size)
+    heads = _begin_heads(run, config)
     if with_vocab_matrix:
         check_takes_matrix(heads.config, bias=heads.vocab_matrix(0)[1] is not None)
-    before = target.weights_digest()
-    if checkpoint is None:
-        clear_checkpoints(output)
-
-    def story() -> dict[str, Any]:
-        return provenance(
-            {
-                "heads": heads.config.to_dict(),
-                "loss": asdict(objective),
-                **data.record(),
-                "target_weights_sha256": before,
-                "joint": None if joint is None else asdict(joint),
-                "training_arguments": changed_arguments(args),
-                **(record or {}),
-            }
-        )
-
-    if checkpoint is not None:
-        check_same_run(checkpoint, story())
+    run.begin(
+        {
+            "heads": heads.config.to_dict(),
+            "loss": asdict(objective),
+            "joint": None if joint is None else asdict(joint),
+            **(record or {}),
+        }
+    )
     hidden_states = open_hidden_states(
         hidden_cache,
-        target,
-        data,
+        run.target,
+        run.data,
         heads.config,
-        args,
-        target_weights_sha256=before,
-        resumed=checkpoint is not None,
+        run.args,
+        target_weights_sha256=run.target_sha256,
+        resumed=run.checkpoint is not None,
     )
+    common = {"objective": objective, "hidden_states": hidden_states, **run.hooks}
     carried: AbstractContextManager[PeftModel | None] = nullcontext()
     if joint is not None:
-        carried = adapted(target, joint)
+        carried = adapted(run.target, joint)
     with carried as adapter:
-        trainer: HeadsTrainer
-        common: dict[str, Any] = {"record": story, "callbacks": callbacks}
-        if joint is None:
-            trainer = HeadsTrainer(
-                heads,
-                target,
-                args,
-                data.rows,
-                data.held_out,
-                objective=objective,
-                hidden_states=hidden_states,
-                **common,
-            )
+        if joint is None or adapter is None:
+            trainer = HeadsTrainer(heads, run.target, run.args, *run.sets, **common)
         else:
-            assert adapter is not None
             trainer = JointTrainer(
-                heads,
-                target,
-                adapter,
-                args,
-                data.rows,
-                data.held_out,
-                config=joint,
-                objective=objective,
-                **common,
+                heads, run.target, adapter, run.args, *run.sets, config=joint, **common
             )
         try:
-            outcome = trainer.train(resume_from_checkpoint=checkpoint)
-            measured = trainer.predict(data.held_out, metric_key_prefix="eval")
+            trained, measured = run.learn(trainer, "heads were", with_adapter=joint is None)
         finally:
             hidden_states.flush()
-        if target.weights_digest(with_adapter=joint is None) != before:
-            raise RuntimeError("the target's weights changed while its heads were trained")
-
-        if trainer.is_world_process_zero() or is_sharded(target):
-            write_heads(
-                output,
-                trainer,
-                outcome.metrics,
-                measured,
-                data.held_out,
-                story(),
-                adapter,
-                with_vocab_matrix=with_vocab_matrix,
-            )
+        ranks_BTK = torch.as_tensor(measured.predictions)
+        statistics = rank_statistics(ranks_BTK)
+        if trainer.is_world_process_zero() or is_sharded(run.target):  # which all run together
+            calibrations = calibrate(statistics, heads, hidden_states, run.data.held_out)
+        if not trainer.is_world_process_zero():
+            return heads
+        story = run.story()
+        save_heads(
+            run.output,
+            heads,
+            run.target,
+            statistics=statistics,
+            provenance=story,
+            adapter=adapter,
+            with_vocab_matrix=with_vocab_matrix,
+        )
+    metrics = write_figures(run.output, trainer, trained, measured.metrics or {}, story)
+    report = make_report(
+        statistics,
+        complete_runs(ranks_BTK),
+        calibrations,
+        heads=heads.config.to_dict(),
+        target=run.target.name_or_path,
+        metrics=metrics,
+        log=trainer.state.log_history,
+    )
+    write_report(run.output, report)
     return heads
+
+
+def _begin_heads(run: Run, config: HeadsConfig) -> DraftHeads:
+    """Fresh heads; a reduced vocabulary is that of the text."""
+    if config.draft_vocab_size is None:
+        return new_heads(run.target, config)
+    rows = run.data.known_rows if run.data.one_pass is None else run.data.one_pass
+    most = config.draft_vocab_size * TOKENS_PER_ENTRY
+    counts_V = count_tokens(rows, run.target.vocab_size, most=most)
+    return new_heads(run.target, config, frequent_tokens(counts_V, config.draft_vocab_size))

@@ -1,56 +1,228 @@
-"""transformers' Trainer for heads and an adapter of their target together.
+"""Heads and an adapter in their target, trained together (Medusa-2).
 
-Shapes: B batch, T tokens, N positions with a supervised next token.
+Shapes: B batch, T tokens, R supervised rows, N positions with a supervised next token, K heads,
+D hidden.
+Source: Cai et al. 2024, "Medusa", arXiv:2401.10774, sections 2.2.2 and 2.3.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from medusa_heads.checkpoint.adapter import quiet_peft
+from medusa_heads.errors import first_line
 from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import rate_groups
-from medusa_heads.training.loss.own import own_rows
-from medusa_heads.training.loss.rows import SupervisedRows, supervised_rows
-from medusa_heads.training.measure.metrics import OWN_FIGURES, own_figures
-from medusa_heads.training.runs.heads_trainer import HeadsTrainer
-from medusa_heads.training.runs.joint_objective import JointObjective
+from medusa_heads.training.loss.fused import Pairs
+from medusa_heads.training.loss.heads import batch_loss
+from medusa_heads.training.loss.next_token import own_losses
+from medusa_heads.training.loss.rows import SupervisedRows, own_rows, per_item
+from medusa_heads.training.loss.teacher import Teacher
+from medusa_heads.training.measure.metrics import OWN_FIGURES
+from medusa_heads.training.runs.heads_trainer import HeadsTrainer, Measured
+from medusa_heads.training.runs.trainer import Inputs
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from peft import PeftModel
-    from transformers import TrainerControl, TrainerState
-    from transformers.trainer_utils import EvalLoopOutput
 
 HEADS_TO_ADAPTER_RATE = 4  # the paper's
 
 
+@contextmanager
+def adapted(target: TargetModel, config: JointConfig) -> Iterator[PeftModel]:
+    """Within the block the target carries a fresh adapter, which changes nothing until it learns.
+    Afterwards it is as it was.
+
+    Raises:
+        ValueError: it carries one already, or the names of modules are unknown or the lm_head's, or
+            its 4-bit matrices have lost their gradients.
+    """
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if any(isinstance(module, BaseTunerLayer) for module in target.model.modules()):
+        raise ValueError(
+            "joint training gives the target an adapter, and it carries one already: merge that "
+            "first"
+        )
+    if any(_is_packed(module) for module in target.model.modules()):
+        raise ValueError(
+            "bitsandbytes has packed the target's 4-bit matrices for inference on the CPU, and so "
+            "they have no gradients: load it anew, and train before it generates"
+        )
+    modules = config.target_modules
+    lora = LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float serves as well
+        lora_dropout=config.lora_dropout,
+        target_modules=modules if isinstance(modules, str) else list(modules),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with quiet_peft():
+            model = get_peft_model(target.model, lora)
+    except ValueError as error:
+        reason = first_line(error)
+        raise ValueError(f"the target takes no adapter at {modules!r}: {reason}") from error
+    try:
+        for part in (target.get_output_embeddings(), target.get_input_embeddings()):
+            if isinstance(part, BaseTunerLayer):
+                raise ValueError(
+                    "an adapter in the lm_head or the token embeddings would change what heads "
+                    f"share with the target: leave them out of {modules!r}"
+                )
+        yield model
+    finally:
+        model.unload()
+        target.freeze()
+
+
+def _is_packed(module: nn.Module) -> bool:
+    state = getattr(getattr(module, "weight", None), "quant_state", None)
+    return bool(getattr(state, "packing_format_for_cpu", False))
+
+
+class AdapterWeights(nn.Module):
+    """The weights that learn within the target, without the target: for the optimiser, for DDP and
+    for checkpoints. Of the target's modules only the adapter's dropout, and layers that drop their
+    activations, know of training; the others stay in evaluation mode.
+    """
+
+    def __init__(self, model: PeftModel) -> None:
+        super().__init__()
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                self.register_parameter(name.replace(".", "/"), parameter)
+        # In a tuple, so that they do not become submodules.
+        self._within = tuple(model.named_modules())
+        self.train()
+
+    def train(self, mode: bool = True) -> AdapterWeights:
+        """As in nn.Module, for the adapter's parts within the target."""
+        super().train(mode)
+        for name, module in self._within:
+            if isinstance(module, nn.Dropout) and ".lora_dropout." in name:
+                module.train(mode)
+            elif isinstance(module, GradientCheckpointingLayer):
+                module.training = mode  # of the layer alone: what lies within it stays as it is
+            elif isinstance(module, nn.Linear):
+                # Means nothing, but to bitsandbytes: told of evaluation on a CPU, it packs its
+                # matrices into a form without gradients.
+                module.training = True
+        return self
+
+
+class JointObjective(nn.Module):
+    """Heads and adapter together with their loss: what the Trainer wraps. Its state dict is theirs
+    alone; the target is held beside it."""
+
+    def __init__(
+        self,
+        heads: DraftHeads,
+        target: TargetModel,
+        model: PeftModel,
+        config: JointConfig,
+        objective: LossConfig,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.adapter = AdapterWeights(model)
+        self.settings = config  # not `config`, which Trainer would take for a model's
+        terms = {"cross_entropy": config.lm_weight, "forward_kl": config.kl_weight}
+        self.own_objective = LossConfig({name: weight for name, weight in terms.items() if weight})
+        self._beside = (target, model)  # in a tuple, so that the target does not become a part
+        self.lm_head = Teacher.from_target(target)
+        self.heads_loss = partial(batch_loss, heads, objective=objective, teacher=self.lm_head)
+
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """Let the target's layers drop their activations and make them anew; asked by Trainer."""
+        model = self._beside[0].model
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)(**options)
+
+    gradient_checkpointing_enable = activation_checkpointing_enable  # Trainer's word until 5.23
+
+    def forward(
+        self,
+        inputs: Mapping[str, Tensor],
+        rows: SupervisedRows,
+        num_items: Tensor | int,
+        heads_alone: bool = False,
+    ) -> Tensor:
+        """The loss; gradients of the heads' part flow into the adapter through the hidden states,
+        unless the heads learn alone."""
+        if heads_alone:  # with the same weight: Adam's memory of the gradients' size stays right
+            with torch.no_grad():
+                hidden_BTD = self.read_now(inputs)
+            return self.loss(hidden_BTD, hidden_BTD.new_zeros(()), inputs, rows, num_items)
+        before_BTD = self.read_before(inputs) if self.own_objective.needs_teacher else None
+        now_BTD = self.read_now(inputs)
+        own = own_rows(inputs["labels"], inputs.get("position_ids"))
+        losses_N, _ = own_losses(self.lm_head, now_BTD, own, self.own_objective, before_BTD)
+        return self.loss(now_BTD, losses_N, inputs, rows, num_items)
+
+    def read_now(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """hidden_BTD of the target with its adapter; gradients flow through it."""
+        mask_BT, positions_BT = inputs.get("attention_mask"), inputs.get("position_ids")
+        return self._beside[0].hidden_with_grad(inputs["input_ids"], mask_BT, positions_BT)
+
+    @torch.no_grad()
+    def read_before(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """hidden_BTD without the adapter; to be read first, because peft takes the adapter's
+        requires_grad away while it is disabled."""
+        with self._beside[1].disable_adapter():
+            return self.read_now(inputs)
+
+    @torch.no_grad()
+    def read_twice(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """hidden_BTD with the adapter and without."""
+        before_BTD = self.read_before(inputs)
+        return self.read_now(inputs), before_BTD
+
+    @torch.no_grad()
+    def measure(self, now_BTD: Tensor, before_BTD: Tensor, rows: Pairs) -> tuple[Tensor, Tensor]:
+        """losses_N, and figures_N3: the target's own loss with the adapter and without, and
+        KL(before || now)."""
+        both = LossConfig({"cross_entropy": 1.0, "forward_kl": 1.0})
+        sums_N, log_true_N = own_losses(self.lm_head, now_BTD, rows, both, before_BTD)
+        before_N, _ = own_losses(self.lm_head, before_BTD, rows, LossConfig())
+        figures_N3 = torch.stack([-log_true_N, before_N, sums_N + log_true_N], dim=1)
+        weights = self.settings.lm_weight, self.settings.kl_weight
+        return weights[0] * figures_N3[:, 0] + weights[1] * figures_N3[:, 2], figures_N3
+
+    def loss(
+        self,
+        hidden_BTD: Tensor,
+        own_losses_N: Tensor,
+        inputs: Mapping[str, Tensor],
+        rows: SupervisedRows,
+        num_items: Tensor | int,
+    ) -> Tensor:
+        """The whole: the target's own part and the heads'."""
+        part = self.heads_loss(hidden_BTD, inputs, rows, num_items=num_items)
+        return per_item(own_losses_N.sum(), num_items) + self.settings.heads_weight * part
+
+
 class JointTrainer(HeadsTrainer):
-    """Trains heads, and after a warm-up an adapter of their target with them.
+    """Trains heads, and after a warm-up an adapter of their target with them: `model` is what
+    `adapted` gave, and the learning rate of `args` is the heads'.
 
     Evaluation measures what HeadsTrainer's does, and the target's own loss per token:
     `eval_target_loss` with the adapter, `eval_target_loss_before` without, and `eval_target_kl`,
     how far its predictions have moved.
-
-    Args:
-        heads: trained in place.
-        target: on the same device, carrying `model`'s adapter.
-        model: what `adapted` gave.
-        args: of the run; its learning rate is the heads'.
-        train_dataset: columns `input_ids` and `labels`.
-        eval_dataset: likewise, held out.
-        config: of the adapter and the loss.
-        objective: the heads' part of the loss.
-        kwargs: further arguments of HeadsTrainer.
     """
 
     rates = "learning_rate or lora_learning_rate"
@@ -66,41 +238,24 @@ class JointTrainer(HeadsTrainer):
         target: TargetModel,
         model: PeftModel,
         args: TrainingArguments,
-        train_dataset: Dataset,
-        eval_dataset: Dataset | None = None,
-        *,
+        *sets: Dataset,
         config: JointConfig,
         objective: LossConfig | None = None,
         **kwargs: Any,
     ) -> None:
         joint = JointObjective(heads, target, model, config, objective or LossConfig())
-        super().__init__(heads, target, args, train_dataset, eval_dataset, trained=joint, **kwargs)
+        super().__init__(heads, target, args, *sets, trained=joint, **kwargs)
         joint.adapter.requires_grad_(True)  # which freezing the target took away
         self.joint = joint
-        self._own_sums: list[Tensor] = []
-        if not args.disable_tqdm:
-            self.add_callback(OwnLossLine)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Groups, each with its own rate: the heads, then the adapter."""
-        if self.optimizer is None:
-            optimizer_cls, options = self.get_optimizer_cls_and_kwargs(self.args)
-            rate = self.joint.settings.learning_rate
-            if rate is None:
-                rate = self.args.learning_rate / HEADS_TO_ADAPTER_RATE
-            heads = self.joint.heads
-            self.optimizer = optimizer_cls(
-                [
-                    *rate_groups(heads, self.args, decaying=list(heads.parameters())),
-                    {
-                        "params": list(self.joint.adapter.parameters()),
-                        "weight_decay": self.args.weight_decay,
-                        "lr": rate,
-                    },
-                ],
-                **options,
-            )
-        return self.optimizer
+    def _groups(self) -> list[dict[str, Any]]:
+        """The heads, then the adapter."""
+        rate = self.joint.settings.learning_rate
+        if rate is None:
+            rate = self.args.learning_rate / HEADS_TO_ADAPTER_RATE
+        of_heads = rate_groups(self.heads, self.args, decaying=list(self.heads.parameters()))
+        adapter = {"params": list(self.joint.adapter.parameters()), "lr": rate}
+        return [*of_heads, {**adapter, "weight_decay": self.args.weight_decay}]
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -122,74 +277,18 @@ class JointTrainer(HeadsTrainer):
             group["lr"] = scheduler.base_lrs[-1] * of_adapter(0)
         return scheduler
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As in transformers, with the target's own losses among the metrics."""
-        self._own_sums.clear()
-        output = super().evaluation_loop(*args, **kwargs)
-        if self._own_sums and output.metrics is not None:
-            tokens, *sums = torch.cat(self._own_sums).double().sum(dim=0).tolist()
-            prefix = kwargs.get("metric_key_prefix", "eval")
-            for name, total in zip(OWN_FIGURES, sums, strict=True):
-                output.metrics[f"{prefix}_target_{name}"] = total / max(tokens, 1)
-        return output
-
-    def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
+    def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
         alone = self.state.global_step < self.joint.settings.warmup(self.state.max_steps)
         rows = self._rows(inputs)
         loss: Tensor = model(inputs, rows, items, heads_alone=alone)
-        self._compare(lambda: self._read_twice(inputs), inputs, rows)
+        # Also without the adapter: one gone wrong would spoil fresh heads' loss as well.
+        self._compare(lambda: self.joint.read_twice(inputs), inputs, rows)
         return loss
 
-    @torch.no_grad()
-    def _read_twice(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """hidden_BTD with the adapter and without: an adapter gone wrong would spoil fresh heads'
-        loss as well."""
-        reading = self.joint.read(inputs, before=True)
-        assert reading.before_BTD is not None
-        return reading.now_BTD, reading.before_BTD
-
-    def _measure(
-        self, model: nn.Module, inputs: dict[str, Any], items: Any
-    ) -> tuple[Tensor, Tensor, SupervisedRows]:
+    def _measure(self, model: nn.Module, inputs: Inputs, items: Any) -> Measured:
         rows, own = self._rows(inputs), own_rows(inputs["labels"], inputs.get("position_ids"))
-        reading = self.joint.read(inputs, before=True)
-        losses_N, figures_N3 = self.joint.measure(reading, own)
-        batch, tokens = inputs["labels"].shape
-        sums_B4 = figures_N3.new_zeros(batch, 1 + len(OWN_FIGURES))
-        figures_N4 = torch.cat([torch.ones_like(figures_N3[:, :1]), figures_N3], dim=1)
-        sums_B4.index_add_(0, own.positions_N // tokens, figures_N4)
-        # Row by row, because the last rows of the last batch may be there twice.
-        self._own_sums.append(self.accelerator.gather_for_metrics(sums_B4).cpu())
-        loss = self.joint.loss(reading, losses_N, inputs, rows, items)
-        return loss, reading.now_BTD, rows
-
-    def _rows(self, inputs: Mapping[str, Tensor]) -> SupervisedRows:
-        num_heads = self.joint.heads.config.num_heads
-        positions_BT = inputs.get("position_ids")
-        return supervised_rows(inputs["input_ids"], inputs["labels"], num_heads, positions_BT)
-
-
-class OwnLossLine(TrainerCallback):
-    """A readable line of how the target itself does, after each evaluation."""
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Write it, where these are the figures of an evaluation."""
-        figures = None if logs is None else own_figures(logs, "eval")
-        if state.is_world_process_zero and figures is not None:
-            tqdm.write(describe_own(figures))
-
-
-def describe_own(figures: Mapping[str, float]) -> str:
-    """The target's own held-out loss, with and without the adapter."""
-    now, before = figures["loss"], figures["loss_before"]
-    return (
-        f"the target's own held-out loss {now:.4f}, without adapter {before:.4f} "
-        f"({now / before - 1:+.2%}), KL {figures['kl']:.4f}"
-    )
+        now_BTD, before_BTD = self.joint.read_twice(inputs)
+        losses_N, figures_N3 = self.joint.measure(now_BTD, before_BTD, own)
+        for name, figure_N in zip(OWN_FIGURES, figures_N3.unbind(dim=1), strict=True):
+            self._add_up(f"target_{name}", figure_N.sum(), torch.ones_like(figure_N).sum())
+        return self.joint.loss(now_BTD, losses_N, inputs, rows, items), now_BTD, rows

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary, load_draft
 from medusa_heads.errors import first_line
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.meta_target import meta_target
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LAYERS_SHARE = 4  # by default one of so many layers of the target
 
@@ -28,29 +26,27 @@ def begin_draft(
     hidden_size: int | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM to be trained as a draft model, in fp32, on the target's device.
-
-    Args:
-        target: whose drafts it will make.
-        draft_model: a hub id or folder to go on from, of the target's vocabulary.
-        num_layers: else, how many of the target's layers. Default: a quarter, rounded up.
-        hidden_size: of a fresh model; without one, the target's own weights are the beginning.
+    """A causal LM to be trained as a draft model, in fp32, on the target's device: a named one of
+    the target's vocabulary, to go on from; or some of the target's layers, by default a quarter,
+    rounded up; with a hidden size, as many fresh ones of that width.
 
     Raises:
         ValueError: sizes that cannot be, a quantised target, or another vocabulary.
     """
+    model: Any
     if draft_model is not None:
-        given = load_draft(
+        model = load_draft(
             draft_model, target, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
-        model = given.model
+        ).model
     else:
         chosen = _chosen(target, num_layers)
-        model = fresh(target, chosen, hidden_size) if hidden_size else pruned(target, chosen)
-    trained: Any = model
-    trained.to(device=target.device, dtype=torch.float32)
-    trained.generation_config = copy.deepcopy(target.model.generation_config)
-    trained.requires_grad_(True)
+        if hidden_size is None:
+            model = _pruned(target, chosen)
+        else:
+            model = _from_config(_smaller_config(target, chosen, hidden_size))
+    model.to(device=target.device, dtype=torch.float32)
+    model.generation_config = copy.deepcopy(target.model.generation_config)
+    model.requires_grad_(True)
     return model
 
 
@@ -68,16 +64,12 @@ def draft_shape(
         ValueError: sizes that cannot be, or a draft model that is none, or of another vocabulary.
     """
     if draft_model is not None:
-        given = meta_target(
-            TargetArguments(draft_model, dtype="float32", trust_remote_code=trust_remote_code)
-        )
+        named = TargetArguments(draft_model, dtype="float32", trust_remote_code=trust_remote_code)
+        given = meta_target(named)
         check_vocabulary(given, target)
         return given.model
-    chosen = _chosen(target, num_layers)
     with torch.device("meta"):
-        if hidden_size:
-            return fresh(target, chosen, hidden_size)
-        return _from_config(_smaller_config(target, chosen))
+        return _from_config(_smaller_config(target, _chosen(target, num_layers), hidden_size))
 
 
 def _chosen(target: TargetModel, num_layers: int | None) -> list[int]:
@@ -90,17 +82,11 @@ def _chosen(target: TargetModel, num_layers: int | None) -> list[int]:
 
 def spread(layers: int, wanted: int) -> list[int]:
     """Which of the target's layers to take: the first, the last, and evenly between."""
-    if wanted == 1:
-        return [0]
-    return [round(i * (layers - 1) / (wanted - 1)) for i in range(wanted)]
+    return [round(i * (layers - 1) / max(wanted - 1, 1)) for i in range(wanted)]
 
 
-def pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
-    """The target with these layers alone: its embeddings, norms and lm_head are copied too.
-
-    Raises:
-        ValueError: the target is quantised, or not built of numbered layers.
-    """
+def _pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
+    """The target with these layers alone: its embeddings, norms and lm_head are copied too."""
     if getattr(target.config, "quantization_config", None) is not None:
         raise ValueError(
             "the layers of a quantised target cannot be trained: load it unquantised, or give a "
@@ -111,10 +97,9 @@ def pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
     weights = target.model.state_dict()
     taken: dict[str, Tensor] = {}
     for name in model.state_dict():
-        before, found, after = name.partition(place)
         where = name
-        if found and not before:
-            number, _, rest = after.partition(".")
+        if name.startswith(place):
+            number, _, rest = name.removeprefix(place).partition(".")
             where = f"{source}{chosen[int(number)]}.{rest}"
         if where not in weights:
             raise ValueError(
@@ -126,13 +111,23 @@ def pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
     return model
 
 
-def fresh(target: TargetModel, chosen: list[int], hidden_size: int) -> PreTrainedModel:
-    """A model of the target's kind and vocabulary, narrower and with random weights.
+def _smaller_config(target: TargetModel, chosen: list[int], hidden_size: int | None = None) -> Any:
+    """The target's with these layers alone; with a hidden size, narrower.
 
     Raises:
         ValueError: no whole number of attention heads fits that width.
     """
-    config = _smaller_config(target, chosen)
+    config = copy.deepcopy(target.config)
+    # Lists with an entry a layer: kinds of attention, of feed-forward blocks, of positions, ...
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(config, name, [value[i] for i in chosen])
+    config.num_hidden_layers = len(chosen)
+    # A draft model need not cap its logits as the target does, and learns the same without.
+    if getattr(config, "final_logit_softcapping", None):
+        config.final_logit_softcapping = None
+    if hidden_size is None:
+        return config
     width = config.hidden_size
     head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
     if hidden_size % head_dim:
@@ -150,29 +145,12 @@ def fresh(target: TargetModel, chosen: list[int], hidden_size: int) -> PreTraine
     if inner is not None:
         config.intermediate_size = max(round(inner * hidden_size / width / 8), 1) * 8
     config.hidden_size, config.num_attention_heads = hidden_size, heads
-    return _from_config(config)
-
-
-def _smaller_config(target: TargetModel, chosen: list[int]) -> Any:
-    config = copy.deepcopy(target.config)
-    layers = config.num_hidden_layers
-    # Lists with an entry a layer: kinds of attention, of feed-forward blocks, of positions, ...
-    for name, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == layers:
-            setattr(config, name, [value[i] for i in chosen])
-    config.num_hidden_layers = len(chosen)
-    # A draft model need not cap its logits as the target does, and learns the same without.
-    for name in ("final_logit_softcapping",):
-        if getattr(config, name, None):
-            setattr(config, name, None)
     return config
 
 
 def _from_config(config: Any) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     try:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         reason = first_line(error)
         raise ValueError(

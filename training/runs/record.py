@@ -1,21 +1,26 @@
-"""`run.yaml`: what was run, on what, with which versions; beside every checkpoint."""
+"""What a run leaves of itself: `run.yaml`, what was run on what with which versions, beside every
+checkpoint; and `metrics.json`, in the end."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from medusa_heads.files import parse_yaml, replace_file
+import yaml
+from transformers import Trainer, TrainingArguments
+
+from medusa_heads.files import replace_file
 from medusa_heads.masking import masked
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
+from medusa_heads.plain_yaml import parse_yaml
 
 RUN_FILE = "run.yaml"
+METRICS_FILE = "metrics.json"
+# transformers': flops of another model, and a time that only a run which takes no step measures.
+_NOT_KEPT = ("total_flos", "eval_model_preparation_time")
 _DECISIVE = {
     "heads": "heads of another shape",
     "target_weights_sha256": "another target",
@@ -30,22 +35,22 @@ _TOLD = {
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
     *("num_train_epochs", "max_steps", "per_device_train_batch_size", "auto_find_batch_size"),
     *("per_device_eval_batch_size", "gradient_accumulation_steps", "eval_accumulation_steps"),
-    *("average_tokens_across_devices", "max_grad_norm", "label_smoothing_factor"),
-    *("optim", "optim_args", "optim_target_modules", "weight_decay"),
-    *("adam_beta1", "adam_beta2", "adam_epsilon", "neftune_noise_alpha"),
-    *("bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "use_cpu", "full_determinism"),
-    *("activation_checkpointing", "activation_checkpointing_kwargs"),
-    *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_liger_kernel", "use_cache"),
-    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps"),
-    *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter"),
-    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "prediction_loss_only"),
-    *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "ignore_data_skip"),
-    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    *("seed", "data_seed", "label_names", "disable_tqdm", "report_to", "train_sampling_strategy"),
-    *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory"),
-    *("dataloader_persistent_workers", "dataloader_prefetch_factor", "remove_unused_columns"),
-    *("accelerator_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_backend"),
-    *("ddp_broadcast_buffers", "ddp_static_graph", "ddp_timeout"),
+    *("average_tokens_across_devices", "max_grad_norm", "label_smoothing_factor", "optim"),
+    *("optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2"),
+    *("adam_epsilon", "neftune_noise_alpha", "bf16", "fp16", "tf32", "bf16_full_eval"),
+    *("fp16_full_eval", "use_cpu", "full_determinism", "activation_checkpointing"),
+    *("activation_checkpointing_kwargs", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    *("use_liger_kernel", "use_cache", "torch_compile", "torch_compile_backend"),
+    *("torch_compile_mode", "torch_empty_cache_steps", "logging_strategy", "logging_steps"),
+    *("logging_first_step", "logging_nan_inf_filter", "eval_strategy", "eval_steps", "eval_delay"),
+    *("eval_on_start", "prediction_loss_only", "save_strategy", "save_steps", "save_total_limit"),
+    *("save_only_model", "ignore_data_skip", "load_best_model_at_end", "metric_for_best_model"),
+    *("greater_is_better", "seed", "data_seed", "label_names", "disable_tqdm", "report_to"),
+    *("train_sampling_strategy", "dataloader_drop_last", "dataloader_num_workers"),
+    *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    *("remove_unused_columns", "accelerator_config", "ddp_find_unused_parameters"),
+    *("ddp_bucket_cap_mb", "ddp_backend", "ddp_broadcast_buffers", "ddp_static_graph"),
+    *("ddp_timeout",),
 }
 
 
@@ -53,14 +58,12 @@ def changed_arguments(args: TrainingArguments) -> dict[str, Any]:
     """The training arguments that tell of the course and are not transformers' defaults, as plain
     values."""
     changed = {}
-    for field in fields(args):
-        if field.name not in _TOLD:
-            continue
+    for field in (field for field in fields(args) if field.name in _TOLD and field.init):
         # Not against a TrainingArguments made anew: making one resets accelerate under a run.
         default = field.default_factory() if callable(field.default_factory) else field.default
-        value = getattr(args, field.name, default)
-        if field.init and _as_json(value) != _as_json(default):
-            changed[field.name] = _as_json(value)
+        value = _as_json(getattr(args, field.name, default))
+        if value != _as_json(default):
+            changed[field.name] = value
     return changed
 
 
@@ -71,10 +74,40 @@ def write_run(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> None
 
 def to_yaml(content: Mapping[str, Any]) -> str:
     """Plain data as YAML, in the order given."""
-    import yaml
+    return str(yaml.safe_dump(_plain(content), sort_keys=False))
 
-    text: str = yaml.safe_dump(_plain(content), sort_keys=False)
-    return text
+
+def write_figures(
+    output: Path,
+    trainer: Trainer,
+    trained: Mapping[str, float],
+    measured: Mapping[str, float],
+    story: Mapping[str, Any],
+) -> dict[str, Any]:
+    """`metrics.json`, of the training and the last evaluation, and `run.yaml`; returns what the
+    former holds."""
+    state = trainer.state
+    metrics = {
+        **{k: v for k, v in {**trained, **measured}.items() if k not in _NOT_KEPT},
+        "train_loss": _mean_loss(state.log_history),
+        "epoch": state.epoch,
+        "steps": state.global_step,
+        "best_step": state.best_global_step,
+    }
+    replace_file(output / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
+    write_run(output, story)
+    return metrics
+
+
+def _mean_loss(log: Sequence[Mapping[str, float]]) -> float | None:
+    """Mean training loss of a run's steps, also of those before it was interrupted, which
+    transformers' own leaves out; None where none was logged."""
+    steps, total = 0.0, 0.0
+    for entry in log:
+        if "loss" in entry:
+            total += entry["loss"] * (entry["step"] - steps)
+            steps = entry["step"]
+    return total / steps if steps else None
 
 
 def check_same_run(checkpoint: str | os.PathLike[str], record: Mapping[str, Any]) -> None:

@@ -1,16 +1,27 @@
-"""Where a run of training begins: its folder, its target, its text, and what may end it early."""
+"""What runs of heads and of draft models do alike: from a folder, a target and text to a story that
+is told, with a target that is proved unchanged."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from datasets import Dataset, IterableDataset
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import PredictionOutput
 
+from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.files import check_folder
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
@@ -19,12 +30,90 @@ from medusa_heads.training.data.prepare import TrainingData, load_corpora, prepa
 from medusa_heads.training.hidden.launched import Sharding
 from medusa_heads.training.hidden.sharding import is_sharded, load_to_spread, shard_target
 from medusa_heads.training.runs.callbacks import Interruptions, StopInTime
-from medusa_heads.training.runs.resumable import checkpoints, find_checkpoint
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from medusa_heads.training.runs.record import changed_arguments, check_same_run
+from medusa_heads.training.runs.resumable import checkpoints, find_checkpoint, remove_checkpoint
+from medusa_heads.training.runs.trainer import TaughtTrainer
 
 Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+GivenTarget = str | TargetModel | PreTrainedModel
+GivenText: TypeAlias = Dataset | IterableDataset | TrainingData | Names
+
+
+class Run:
+    """A run of training; arguments are as those of `train_heads`.
+
+    Raises:
+        ValueError: a folder, target, text or setting that cannot be used; the message says which.
+    """
+
+    def __init__(
+        self,
+        target: GivenTarget,
+        dataset: GivenText,
+        eval_dataset: Dataset | Names | None,
+        data_settings: Mapping[str, Any],
+        *,
+        output_dir: str | os.PathLike[str],
+        args: TrainingArguments,
+        tokenizer: PreTrainedTokenizerBase | None,
+        num_heads: int,
+        resume_from_checkpoint: str | None,
+        overwrite_output_dir: bool,
+        early_stopping_patience: int | None,
+        sharding: Sharding | None = None,
+    ) -> None:
+        self.output = Path(output_dir)
+        self.args = copy.copy(args)
+        self.args.output_dir = str(self.output)
+        overwrite = overwrite_output_dir
+        self.checkpoint = find_start(self.output, resume_from_checkpoint, overwrite=overwrite)
+        callbacks = _watchers(self.args, early_stopping_patience)
+        self.target = as_target(target, self.args.device, sharding)
+        self.data = prepare_sets(
+            self.target, dataset, eval_dataset, data_settings, tokenizer, num_heads, self.args
+        )
+        self.sets = self.data.rows, self.data.held_out
+        self.hooks: dict[str, Any] = {"record": self.story, "callbacks": callbacks}
+        set_seed(self.args.seed)
+
+    def begin(self, facts: Mapping[str, Any]) -> None:
+        """Note what the story should tell of the run; make room, or see that it is the same one.
+
+        Raises:
+            ValueError: the checkpoint to go on from is that of another run.
+        """
+        self._facts = facts
+        self.target_sha256 = self.target.weights_digest()
+        if self.checkpoint is not None:
+            check_same_run(self.checkpoint, self.story())
+            return
+        for checkpoint in checkpoints(self.output):  # which would be mistaken for this run's own
+            remove_checkpoint(checkpoint)
+
+    def story(self) -> dict[str, Any]:
+        """What is run on what, as far as is known by now."""
+        return provenance(
+            {
+                **self._facts,
+                **self.data.record(),
+                "target_weights_sha256": self.target_sha256,
+                "training_arguments": changed_arguments(self.args),
+            }
+        )
+
+    def learn(
+        self, trainer: TaughtTrainer, what: str, *, with_adapter: bool = True
+    ) -> tuple[Mapping[str, float], PredictionOutput]:
+        """Train and measure; the metrics of the training, and what was measured.
+
+        Raises:
+            RuntimeError: the target's weights changed, which a fault of this program would be.
+        """
+        outcome = trainer.train(resume_from_checkpoint=self.checkpoint)
+        measured = trainer.predict(self.data.held_out, metric_key_prefix="eval")
+        if self.target.weights_digest(with_adapter=with_adapter) != self.target_sha256:
+            raise RuntimeError(f"the target's weights changed while its {what} trained")
+        return outcome.metrics, measured
 
 
 def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | None:
@@ -46,10 +135,21 @@ def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | No
     return checkpoint
 
 
+def _watchers(args: TrainingArguments, patience: int | None) -> list[TrainerCallback]:
+    """Callbacks that end a run when told to, or after so many evaluations without a new best."""
+    if patience is None:
+        return [Interruptions()]
+    if patience < 1:
+        raise ValueError(f"early_stopping_patience must be at least 1, got {patience}")
+    if not args.load_best_model_at_end:
+        raise ValueError(
+            "early_stopping_patience ends with the best: leave load_best_model_at_end on"
+        )
+    return [Interruptions(), StopInTime(patience)]
+
+
 def as_target(
-    target: str | TargetModel | PreTrainedModel,
-    device: torch.device,
-    sharding: Sharding | None = None,
+    target: GivenTarget, device: torch.device, sharding: Sharding | None = None
 ) -> TargetModel:
     """The target, frozen and on the device of the run, or spread over its processes.
 
@@ -73,25 +173,25 @@ def as_target(
 
 def prepare_sets(
     target: TargetModel,
-    dataset: Any,
-    eval_dataset: Any,
+    dataset: GivenText,
+    eval_dataset: Dataset | Names | None,
     data_settings: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
     num_heads: int,
     args: TrainingArguments,
 ) -> TrainingData:
-    """Rows to train on and held-out rows; arguments as those of `train_heads`.
-
-    Streams are then read by each process for itself.
+    """Rows to train on and held-out rows; streams are then read by each process for itself.
 
     Raises:
         ValueError: a corpus or setting that cannot be used, or less text than a batch of those
             that must be full.
     """
-    data = dataset
+    data: Any = dataset
     if not isinstance(data, TrainingData):
         given = {"dataset": dataset, "eval_dataset": eval_dataset}
-        in_memory = {name: value for name, value in given.items() if hasattr(value, "column_names")}
+        in_memory: dict[str, Any] = {
+            name: value for name, value in given.items() if hasattr(value, "column_names")
+        }
         names: dict[str, Any] = {
             name: _names(value, name)
             for name, value in given.items()
@@ -99,16 +199,8 @@ def prepare_sets(
         }
         settings = DataArguments(**names, **data_settings)
         corpus, held_out = load_corpora(settings, **in_memory)
-        data = prepare_data(
-            target,
-            corpus,
-            held_out,
-            tokenizer,
-            settings,
-            num_heads=num_heads,
-            seed=args.seed,
-            max_steps=args.max_steps,
-        )
+        limits: dict[str, int] = {"num_heads": num_heads, "max_steps": args.max_steps}
+        data = prepare_data(target, corpus, held_out, tokenizer, settings, seed=args.seed, **limits)
     if data.is_stream:
         # Batches of rows of unequal lengths cannot be joined by one process and dealt out.
         accelerator_config: Any = args.accelerator_config
@@ -133,20 +225,3 @@ def _names(given: Any, argument: str) -> list[str]:
                 "datasets.Dataset.from_list"
             )
     return [os.fspath(name) for name in names]
-
-
-def watchers(args: TrainingArguments, patience: int | None) -> list[TrainerCallback]:
-    """Callbacks that end a run when told to, or after so many evaluations without a new best.
-
-    Raises:
-        ValueError: a patience that cannot be had.
-    """
-    if patience is None:
-        return [Interruptions()]
-    if patience < 1:
-        raise ValueError(f"early_stopping_patience must be at least 1, got {patience}")
-    if not args.load_best_model_at_end:
-        raise ValueError(
-            "early_stopping_patience ends with the best: leave load_best_model_at_end on"
-        )
-    return [Interruptions(), StopInTime(patience)]

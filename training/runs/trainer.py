@@ -1,4 +1,5 @@
-"""transformers' Trainer for a model that a frozen target teaches: the target runs beside it.
+"""transformers' Trainer for a model that a frozen target teaches: the target runs beside it, and
+checkpoints survive a kill (see `resumable.py`).
 
 Shapes: B batch, T tokens, P positions of a batch (B * T), R measured positions, F figures of each.
 """
@@ -6,38 +7,40 @@ Shapes: B batch, T tokens, P positions of a batch (B * T), R measured positions,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
-from tqdm.auto import tqdm
-from transformers import ProgressCallback, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
 from medusa_heads.config import IGNORED
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.hidden.launched import launched_sharding, learning_whole
 from medusa_heads.training.hidden.sharding import is_sharded
 from medusa_heads.training.measure.fresh_heads import Comparison
-from medusa_heads.training.runs.resumable import ResumableTrainer
+from medusa_heads.training.runs.callbacks import ReadableProgress
+from medusa_heads.training.runs.record import write_run
+from medusa_heads.training.runs.resumable import STATE_FILE, remove_checkpoint
 
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState
-    from transformers.trainer_utils import EvalLoopOutput
+Inputs = dict[str, Any]
+Figures = Callable[[], tuple[Tensor, Tensor]]
+"""Measures positions_R of a batch, and figures_RF."""
 
 
-class TaughtTrainer(ResumableTrainer, ABC):
+class TaughtTrainer(Trainer, ABC):
     """Trains what fits a target, which is no part of the model: no checkpoint holds any of it, no
-    optimiser knows it.
+    optimiser knows it. Model and target are on the same device.
 
-    Args:
-        model: what learns.
-        target: on the same device.
-        args: of the run.
-        record: gives what the `run.yaml` in each checkpoint says.
-        describe: the line that the screen shows of an evaluation's metrics, None where there is
-            nothing to show.
-        kwargs: further arguments of transformers.Trainer.
+    Attributes:
+        comparison: whether training makes worse what learns.
+        record: gives what the `run.yaml` in each checkpoint says, as plain values.
+        metrics_of: what an evaluation says, out of figures_BTF.
+        describe: the line that the screen shows of its metrics, None where they are others.
 
     Raises:
         ValueError: the launch would take the model apart, or wants a spread target and got a whole
@@ -54,14 +57,19 @@ class TaughtTrainer(ResumableTrainer, ABC):
         "push_to_hub": False,  # the folder as it is, with all that a run leaves there
     }
 
+    metrics_of: Callable[[Tensor], dict[str, float]]
+    describe: Callable[[Mapping[str, Any]], str | None]
+
     def __init__(
         self,
         model: nn.Module,
         target: TargetModel,
         args: TrainingArguments,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | None = None,
         *,
-        record: Callable[[], Mapping[str, Any]] | None,
-        describe: Callable[[dict[str, Any]], str | None],
+        comparison: Comparison,
+        record: Callable[[], Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         if args.fsdp or args.deepspeed:
@@ -91,22 +99,69 @@ class TaughtTrainer(ResumableTrainer, ABC):
         target.freeze()
         self.target = target
         self.record = record
-        self._held_out_sums: list[Tensor] = []  # of each batch, [2]: its loss, its tokens
-        super().__init__(model=model, args=args, **kwargs)
+        self._comparison = comparison
+        self._sums: defaultdict[str, list[Tensor]] = defaultdict(list)  # of an evaluation's batches
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            compute_metrics=lambda given: self.metrics_of(torch.as_tensor(given.predictions)),
+            **kwargs,
+        )
         self.model_accepts_loss_kwargs = True  # the divisor is given: no second average
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
-            self.add_callback(ReadableProgress(describe))
+            self.add_callback(ReadableProgress(self.describe))
+
+    @abstractmethod
+    def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
+        """The loss of a batch, over so many tokens.
+
+        Raises:
+            ValueError: training makes worse what learns.
+        """
+
+    @abstractmethod
+    def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> tuple[Tensor, Figures]:
+        """The loss of a held-out batch, and what measures it."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """As transformers', without FSDP: a launch's is for the target, which has it already."""
         with learning_whole():
             super().create_accelerator_and_postprocess()
 
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """As transformers', which would take one step more where a finished run is resumed."""
+        if isinstance(resume_from_checkpoint, str):
+            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / STATE_FILE))
+            if _is_finished(state, self.args):
+                self._load_from_checkpoint(resume_from_checkpoint)
+                self.state = state
+                if self.args.load_best_model_at_end and state.best_model_checkpoint:
+                    self._load_best_model()
+                return TrainOutput(state.global_step, 0.0, {})
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As transformers', with a sentence where the rates of the parts were others."""
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except ValueError as error:
+            if "parameter group" not in str(error):
+                raise
+            raise ValueError(
+                f"{checkpoint!r} cannot be resumed: its parts had other learning rates, by default "
+                "where one is given now, or the other way round, or by the defaults of an earlier "
+                "version; resume with the learning_rate it was made with, or start anew"
+            ) from error
+
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Inputs,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
@@ -119,32 +174,25 @@ class TaughtTrainer(ResumableTrainer, ABC):
             loss = loss * self.accelerator.num_processes
         return (loss, {}) if return_outputs else loss
 
-    def _check_progress(self, comparison: Comparison, losses_2F: Tensor) -> None:
+    def _check_progress(self, losses_2F: Tensor) -> None:
         """Hand on the losses of a comparison, averaged so that all processes stop together."""
         losses_2F = self.accelerator.reduce(losses_2F, reduction="mean")
-        comparison.check(losses_2F, self.state.global_step, self.args.learning_rate)
-
-    @abstractmethod
-    def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
-        """The loss of a batch, over so many tokens."""
+        self._comparison.check(losses_2F, self.state.global_step, self.args.learning_rate)
 
     def prediction_step(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Inputs,
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, figures_BTF (-100 where nothing is measured) and labels_BT."""
         inputs = self._prepare_inputs(inputs)
         labels_BT = inputs["labels"] = self._once(inputs["labels"])
         items = (labels_BT != IGNORED).sum()
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, figures = self._judge(model, inputs, items)
-            sums_2 = torch.stack([loss.float() * items, items.float()])
-            self._held_out_sums.append(self.accelerator.reduce(sums_2, reduction="sum"))
-            if prediction_loss_only:
-                return loss, None, None
+            self._add_up("loss", loss * items, items)
             positions_R, figures_RF = figures()
         figures_PF = figures_RF.new_full((labels_BT.numel(), figures_RF.shape[1]), IGNORED)
         figures_PF[positions_R] = figures_RF
@@ -160,49 +208,41 @@ class TaughtTrainer(ResumableTrainer, ABC):
         once_BT[max(place.remainder - before, 0) :] = IGNORED
         return once_BT
 
+    def _add_up(self, name: str, total: Tensor, count: Tensor) -> None:
+        """Add to a metric that is a mean over all of an evaluation, whatever its batches are."""
+        pair = torch.stack([total.float(), count.float()])
+        self._sums[name].append(self.accelerator.reduce(pair, reduction="sum"))
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As in transformers, with a loss per token in place of a mean over batches."""
-        self._held_out_sums.clear()
+        self._sums.clear()
         output = super().evaluation_loop(*args, **kwargs)
-        if self._held_out_sums and output.metrics is not None:
-            loss, items = torch.stack(self._held_out_sums).cpu().double().sum(dim=0).tolist()
-            prefix = kwargs.get("metric_key_prefix", "eval")
-            output.metrics[f"{prefix}_loss"] = loss / max(items, 1)
+        for name, pairs in self._sums.items():
+            total, count = torch.stack(pairs).cpu().double().sum(dim=0).tolist()
+            if output.metrics is not None:
+                prefix = kwargs.get("metric_key_prefix", "eval")
+                output.metrics[f"{prefix}_{name}"] = total / max(count, 1)
         return output
 
-    @abstractmethod
-    def _judge(
-        self, model: nn.Module, inputs: dict[str, Any], items: Any
-    ) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
-        """The loss of a held-out batch; and what measures positions_R of it, and figures_RF."""
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial))
+        if self.args.should_save:
+            remove_checkpoint(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # The last that every process writes; what follows is trainer_state.json.
+        super()._save_rng_state(output_dir)
+        if self.record is not None and self.args.should_save:
+            write_run(output_dir, self.record())
+        self.accelerator.wait_for_everyone()
 
 
-class ReadableProgress(ProgressCallback):
-    """The Trainer's progress bars, with lines of a few figures in place of whole dictionaries.
-
-    Args:
-        describe: see TaughtTrainer.
-    """
-
-    def __init__(self, describe: Callable[[dict[str, Any]], str | None]) -> None:
-        super().__init__()
-        self.describe = describe
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if not state.is_world_process_zero or logs is None:
-            return
-        place = f"step {state.global_step}/{state.max_steps}"
-        if (line := self.describe(logs)) is not None:
-            tqdm.write(f"{place}  {line}")
-        elif "loss" in logs:
-            tqdm.write(
-                f"{place}  loss {float(logs['loss']):.3f}  "
-                f"learning rate {float(logs['learning_rate']):.2e}"
-            )
+def _is_finished(state: TrainerState, args: TrainingArguments) -> bool:
+    """Whether a run came to its end, and is not asked now to go further than it was then."""
+    if not 0 < state.max_steps <= state.global_step:
+        return False
+    if args.max_steps > 0:
+        return args.max_steps <= state.global_step
+    return args.num_train_epochs <= state.num_train_epochs

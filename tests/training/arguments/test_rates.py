@@ -26,8 +26,7 @@ from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import RunArguments, fit_rate
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.measure.fresh_heads import FreshHeads
-from medusa_heads.training.runs.draft import train_draft
-from medusa_heads.training.runs.draft_trainer import DraftTrainer
+from medusa_heads.training.runs.draft import DraftTrainer, train_draft
 from medusa_heads.training.runs.heads import train_heads
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.pruned_target import begin_draft

@@ -82,7 +82,7 @@ def test_the_size_is_said_and_a_small_disk_refused(
     disk(kept * 16 * 4)
     runs("auto")
     line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith("Hidden states: 0 B in") and "about 26.4 kB to be written" in line
+    assert line.startswith("Hidden states: 0 bytes in") and "about 26.4 kB to be written" in line
     disk(0)
     runs("auto")
     assert "26.4 kB in" in capsys.readouterr().out

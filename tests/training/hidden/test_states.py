@@ -16,7 +16,7 @@ from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.data.pack import pack_rows
 from medusa_heads.training.hidden import states as hidden_states
 from medusa_heads.training.hidden.store import HiddenCache
-from medusa_heads.training.runs.resumable import ResumableTrainer
+from medusa_heads.training.runs.trainer import TaughtTrainer
 from tests.training.cache_runs import SHAPES, Runs, same
 
 
@@ -107,11 +107,11 @@ def test_a_checkpoint_comes_after_the_hidden_states_that_it_has_seen(
     """Else a run that goes on from it would compute them again, in other batches."""
     there = []
 
-    def save(trainer: ResumableTrainer, *_: Any) -> None:
+    def save(trainer: TaughtTrainer, *_: Any) -> None:
         cache = trainer.hidden_states.caches[0]  # type: ignore[attr-defined]
         there.append(len(HiddenCache(cache.folder, cache.key, cache.plan).missing()))
 
-    monkeypatch.setattr(ResumableTrainer, "_save_checkpoint", save)
+    monkeypatch.setattr(TaughtTrainer, "_save_checkpoint", save)
     runs("write", save_steps=1, eval_steps=4, load_best_model_at_end=False)
     assert there == [12, 8, 4, 1, 0]
 

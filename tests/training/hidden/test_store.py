@@ -12,9 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from medusa_heads.files import staging
-from medusa_heads.training.hidden.cache_index import CacheError, CacheKey
 from medusa_heads.training.hidden.cached_rows import RowPlan
-from medusa_heads.training.hidden.store import HiddenCache
+from medusa_heads.training.hidden.store import CacheError, CacheKey, HiddenCache
 
 WIDTH = 4
 COUNTS = {"aa": 3, "bb": 2, "cc": 5}

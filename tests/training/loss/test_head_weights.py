@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from medusa_heads.training.loss.head_weights import acceptance_weights, decay_weights
+from medusa_heads.training.loss.heads import acceptance_weights, decay_weights
 
 
 def test_decay_falls_from_head_to_head() -> None:

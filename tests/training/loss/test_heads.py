@@ -13,13 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads
 from medusa_heads.training.arguments.loss_config import TERMS, LossConfig
-from medusa_heads.training.loss import chunks
+from medusa_heads.training.loss import fused as chunks
 from medusa_heads.training.loss import fused as vocab_loss
-from medusa_heads.training.loss.heads import heads_loss
-from medusa_heads.training.loss.row_blocks import rows_loss
+from medusa_heads.training.loss.heads import heads_loss, rows_loss
 from medusa_heads.training.loss.rows import SupervisedRows
 from medusa_heads.training.loss.teacher import Teacher
-from medusa_heads.training.measure.ranks import head_ranks
+from medusa_heads.training.measure.metrics import head_ranks
 from tests.training.loss_cases import (
     DRAFT_TOKENS,
     LmHead,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.loss.row_blocks import rows_loss
+from medusa_heads.training.loss.heads import rows_loss
 from medusa_heads.training.loss.rows import SupervisedRows
 from tests.training.loss_cases import random_heads, random_hidden, random_rows, random_teacher
 

@@ -8,8 +8,8 @@ import torch
 from medusa_heads.config import IGNORED, HeadsConfig
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.training.loss.rows import SupervisedRows
-from medusa_heads.training.measure import ranks as ranks_module
-from medusa_heads.training.measure.ranks import head_ranks
+from medusa_heads.training.measure import metrics as ranks_module
+from medusa_heads.training.measure.metrics import head_ranks
 from tests.training.loss_cases import (
     DRAFT_TOKENS,
     LmHead,

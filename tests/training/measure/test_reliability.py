@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from medusa_heads.training.measure.reliability import Bin, expected_error, reliability
+from medusa_heads.training.measure.calibration import Bin, expected_error, reliability
 
 
 def test_bins_and_their_gap_by_hand() -> None:

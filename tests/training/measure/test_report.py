@@ -12,7 +12,7 @@ from rich.console import Console
 from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.config import HeadsConfig
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.measure.reliability import Bin, HeadCalibration
+from medusa_heads.training.measure.calibration import Bin, HeadCalibration
 from medusa_heads.training.measure.report import (
     make_report,
     markdown,

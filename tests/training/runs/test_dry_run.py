@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.loss.chunks import LEAST_CHUNK
+from medusa_heads.training.loss.fused import LEAST_CHUNK
 from medusa_heads.training.runs.dry_run import TextSize, plan_draft, plan_heads, text_size
 from tests.training.runs.test_heads import quick
 

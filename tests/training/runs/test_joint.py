@@ -18,8 +18,7 @@ from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.runs.heads import train_heads
-from medusa_heads.training.runs.joint import JointTrainer
-from medusa_heads.training.runs.joint_objective import adapted
+from medusa_heads.training.runs.joint import JointTrainer, adapted
 from tests.training.joint_cases import SMALL, Rows, arguments, disturb, fresh
 
 

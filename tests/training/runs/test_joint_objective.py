@@ -18,10 +18,10 @@ from transformers import (
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.loss.own import own_losses, own_rows
-from medusa_heads.training.loss.rows import supervised_rows
+from medusa_heads.training.loss.next_token import own_losses
+from medusa_heads.training.loss.rows import own_rows, supervised_rows
 from medusa_heads.training.loss.teacher import Teacher
-from medusa_heads.training.runs.joint_objective import JointObjective, adapted
+from medusa_heads.training.runs.joint import JointObjective, adapted
 from tests.training.joint_cases import SMALL, Rows, disturb, fresh, text
 
 
@@ -70,8 +70,7 @@ def test_loss_and_gradients_are_those_of_the_written_out_formula(
             torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-6)
 
         # Without the target's own part there still is a gradient in the adapter: the heads' one.
-        reading = joint.read(batch, before=False)
-        heads_alone = joint.loss(reading, torch.zeros(1), batch, rows, 7)
+        heads_alone = joint.loss(joint.read_now(batch), torch.zeros(1), batch, rows, 7)
         through = torch.autograd.grad(heads_alone, list(joint.adapter.parameters()))
         assert all(gradient.abs().max() > 0 for gradient in through)
         in_warm_up = joint(batch, rows, 7, heads_alone=True)

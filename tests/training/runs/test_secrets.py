@@ -18,7 +18,7 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
-from medusa_heads.training.runs.draft_trainer import DraftTrainer
+from medusa_heads.training.runs.draft import DraftTrainer
 from medusa_heads.training.runs.heads import train_heads
 from medusa_heads.training.runs.record import changed_arguments, write_run
 

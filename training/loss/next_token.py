@@ -1,12 +1,11 @@
-"""What a draft model learns: the target's distribution, through its own vocabulary matrix.
+"""Losses of a whole model's next tokens: of a draft model through its own vocabulary matrix, and of
+a target that an adapter moves.
 
-Shapes: B batch, T tokens, P positions of a batch (B * T), R supervised positions, C of a chunk,
-D hidden of the draft, V vocabulary that both know.
+Shapes: B batch, T tokens, R or N supervised positions, C of a chunk, D hidden, V vocabulary that
+both models know.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -16,21 +15,41 @@ from medusa_heads.config import IGNORED
 from medusa_heads.heads import product_dtype
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.loss.chunks import chunk_pairs
-from medusa_heads.training.loss.fused import Pairs, Recipe, trained_matrix_loss
+from medusa_heads.training.loss.fused import Pairs, Recipe, chunk_pairs, matrix_losses
 from medusa_heads.training.loss.rows import per_item
 from medusa_heads.training.loss.teacher import Lessons, Teacher
 
 _OVERLAP = LossConfig({"total_variation": 1.0})  # at temperature 1, whatever is learnt at
 
 
-class DraftLoss:
-    """The loss of a draft model, and the figures it is judged by.
+def own_losses(
+    head: Teacher,
+    hidden_BTD: Tensor,
+    rows: Pairs,
+    objective: LossConfig,
+    before_BTD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """losses_N of a target at supervised rows, without the logits of all rows at once; and
+    log_true_N, the log-probability of each label, without gradients. Those of the losses flow to
+    what the lm_head reads, `hidden_BTD`; `before_BTD` is what it read before the adapter, for
+    KL(before || now)."""
+    features_ND = hidden_BTD.flatten(0, 1).index_select(0, rows.positions_N)
+    compute = product_dtype(head.weight_WD)
+    lessons = None
+    if objective.needs_teacher:
+        assert before_BTD is not None
+        lessons = Lessons(head.reading(before_BTD), None, objective, compute)
+    bias_V = head.bias_W
+    if head.scale != 1:
+        features_ND = features_ND * head.scale
+        bias_V = None if bias_V is None else bias_V * head.scale
+    recipe = Recipe(objective, compute, lessons, head.cap)
+    return matrix_losses(features_ND, head.weight_WD, bias_V, rows, recipe)[:2]
 
-    Args:
-        draft: the model that is trained.
-        target: the frozen one, on the same device.
-        objective: which terms, at which temperature.
+
+class DraftLoss:
+    """The loss of a draft model that learns a target's distribution, and the figures it is judged
+    by; both models are on the same device.
 
     Raises:
         ValueError: logits of either are made in a way that is not known, or the draft's are capped.
@@ -60,34 +79,22 @@ class DraftLoss:
         hidden_BTD: Tensor,
         num_items: Tensor | int,
     ) -> Tensor:
-        """The terms' sum over the positions, divided by `num_items`; a scalar in fp32.
-
-        Args:
-            features_RD: what the draft's lm_head would read.
-            labels_R: the true next tokens, -100 where there is none to learn.
-            positions_R: where in the batch the positions are.
-            hidden_BTD: the target's hidden states.
-            num_items: the divisor, counted over ALL micro-batches of an optimiser step.
-        """
+        """The terms' sum over the positions, divided by `num_items`, those of ALL micro-batches of
+        an optimiser step; a scalar in fp32. `features_RD` is what the draft's lm_head would read,
+        `labels_R` the true next tokens, -100 where there is none to learn."""
         matrix_VD, bias_V = self._matrix()
         compute = product_dtype(matrix_VD)
-        lessons = self._lessons(hidden_BTD, self.objective, compute)
-        recipe = Recipe(
-            self.objective,
-            lessons if self.objective.needs_teacher else None,
-            compute,
-            torch.is_grad_enabled(),
-        )
         pairs = Pairs(labels_R.where(labels_R < self._shared, IGNORED), positions_R)
-        known = pairs.labels_N != IGNORED
-        weights_R = torch.ones_like(known, dtype=torch.float32)
-        if not self.objective.needs_teacher:
-            weights_R = known.float()
-        with torch.autocast(features_RD.device.type, enabled=False):
-            total = trained_matrix_loss(
-                features_RD * self._scale, matrix_VD, bias_V, pairs, weights_R, recipe
-            )
-        return per_item(total, num_items)
+        lessons = None
+        weights_R = torch.ones_like(positions_R, dtype=torch.float32)
+        if self.objective.needs_teacher:
+            lessons = self._lessons(hidden_BTD, self.objective, compute)
+        else:
+            weights_R *= pairs.labels_N != IGNORED
+        recipe = Recipe(self.objective, compute, lessons)
+        scaled_RD = features_RD * self._scale
+        losses = matrix_losses(scaled_RD, matrix_VD, bias_V, pairs, recipe, weights_R)
+        return per_item(losses[2], num_items)
 
     @torch.no_grad()
     def measure(
@@ -97,7 +104,7 @@ class DraftLoss:
         matrix_VD, bias_V = self._matrix()
         lessons = self._lessons(hidden_BTD, _OVERLAP, matrix_VD.dtype)
         size = chunk_pairs(self._shared, features_RD.device.type, torch.float32)
-        parts = []
+        figures_R3 = features_RD.new_empty(len(features_RD), 3, dtype=torch.float32)
         with torch.autocast(features_RD.device.type, enabled=False):
             for start in range(0, len(features_RD), size):
                 chunk = slice(start, start + size)
@@ -107,10 +114,9 @@ class DraftLoss:
                 p_CV = lesson.share_UV[lesson.rows_C]
                 likeliest_C = logits_CV.argmax(dim=-1)
                 overlap_C = torch.minimum(p_CV, logits_CV.softmax(dim=-1)).sum(dim=-1)
-                agrees_C = likeliest_C == p_CV.argmax(dim=-1)
-                hit_C = likeliest_C == next_R[chunk]
-                parts.append(torch.stack([overlap_C, agrees_C.float(), hit_C.float()], dim=1))
-        return torch.cat(parts) if parts else features_RD.new_zeros(0, 3, dtype=torch.float32)
+                agrees_C, hit_C = likeliest_C == p_CV.argmax(dim=-1), likeliest_C == next_R[chunk]
+                figures_R3[chunk] = torch.stack([overlap_C, agrees_C, hit_C], dim=1)
+        return figures_R3
 
     def _matrix(self) -> tuple[Tensor, Tensor | None]:
         lm_head = self._draft.get_output_embeddings()
@@ -120,5 +126,4 @@ class DraftLoss:
         return lm_head.weight[: self._shared], bias_V
 
     def _lessons(self, hidden_BTD: Tensor, objective: LossConfig, compute: torch.dtype) -> Lessons:
-        teacher = replace(self._teacher, hidden_PD=hidden_BTD.flatten(0, 1))
-        return Lessons(teacher, self._columns_V, objective, compute)
+        return Lessons(self._teacher.reading(hidden_BTD), self._columns_V, objective, compute)
