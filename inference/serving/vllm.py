@@ -78,6 +78,8 @@ class MedusaProposer:
     def load_model(self, target: nn.Module) -> None:
         """Put the heads beside the loaded target. Raises ValueError: its vocabulary matrix is not
         the one the heads were trained with."""
+        from vllm import distributed
+
         model: Any = target
         lm_head = getattr(model, "lm_head", None)
         if lm_head is None and hasattr(model, "get_language_model"):
@@ -87,7 +89,7 @@ class MedusaProposer:
             _log.warning("The target's lm_head cannot be read, so the heads' target is unproved.")
         elif self._stored.target["lm_head_sha256"] is not None:
             vocab_size = self._stored.config.vocab_size
-            found = lm_head_sha256(_gather(weight_VD, dim=0)[:vocab_size])
+            found = lm_head_sha256(_gather(weight_VD)[:vocab_size])
             check_target(self._stored, {"lm_head_sha256": found}, "serve")
         device = next(target.parameters()).device
         config, tensors = self._stored.config, self._stored.tensors
@@ -99,7 +101,9 @@ class MedusaProposer:
         drafted_V = tensors.get(DRAFT_TOKENS)
         self._draft_tokens_V = None if drafted_V is None else drafted_V.to(device)
         self._compute_logits: Callable[[Tensor], Tensor | None] = model.compute_logits
-        self._first_row, end = _rows_of_this_process(config.num_candidates)
+        rank = distributed.get_tensor_model_parallel_rank()
+        world = distributed.get_tensor_model_parallel_world_size()
+        self._first_row, end = (config.num_candidates * n // world for n in (rank, rank + 1))
         own = [
             {
                 part: tensors[name][self._first_row : end].to(device, self._dtype, copy=True)
@@ -153,7 +157,7 @@ class MedusaProposer:
         # One gather of small floats, which hold any token id exactly; of equal values the first
         # process's wins, as the first of equal logits does.
         pairs_2RK = torch.stack([torch.stack(values, 1).float(), torch.stack(best, 1).float()])
-        pairs_W2RK = _gather(pairs_2RK, dim=0).view(-1, *pairs_2RK.shape)
+        pairs_W2RK = _gather(pairs_2RK).view(-1, *pairs_2RK.shape)
         process_1RK = pairs_W2RK[:, 0].argmax(dim=0, keepdim=True)
         return pairs_W2RK[:, 1].gather(0, process_1RK)[0].long()
 
@@ -216,18 +220,10 @@ def _hand_over_hidden_states() -> None:
     GPUModelRunner.propose_draft_token_ids = ask_with_hidden_states
 
 
-def _rows_of_this_process(size: int) -> tuple[int, int]:
-    from vllm import distributed
-
-    rank = distributed.get_tensor_model_parallel_rank()
-    world = distributed.get_tensor_model_parallel_world_size()
-    return size * rank // world, size * (rank + 1) // world
-
-
-def _gather(tensor: Tensor, dim: int) -> Tensor:
-    """The tensors of all processes of tensor parallelism, in their order along `dim`."""
+def _gather(tensor: Tensor) -> Tensor:
+    """The tensors of all processes of tensor parallelism, one after the other along dimension 0."""
     from vllm import distributed
 
     if distributed.get_tensor_model_parallel_world_size() == 1:
         return tensor
-    return distributed.tensor_model_parallel_all_gather(tensor, dim)
+    return distributed.tensor_model_parallel_all_gather(tensor, 0)

@@ -82,10 +82,8 @@ OWN_FILES = (*KEPT_FILES, *CUSTOM_GENERATE)
 
 
 def write_custom_generate(folder: Path) -> None:
-    """Write both programs into a checkpoint folder. Raises ValueError: a link stands in the place
-    of their folder; OSError: the folder cannot be written."""
-    refuse_link(folder / _GENERATE_FOLDER)
-    (folder / _GENERATE_FOLDER).mkdir(parents=True, exist_ok=True)
+    """Write both programs into a folder that is not seen yet."""
+    (folder / _GENERATE_FOLDER).mkdir(parents=True)
     for name, content in CUSTOM_GENERATE.items():
         replace_file(folder / name, content)
 
