@@ -83,7 +83,7 @@ OWN_FILES = (*KEPT_FILES, *CUSTOM_GENERATE)
 
 def write_custom_generate(folder: Path) -> None:
     """Write both programs into a folder that is not seen yet."""
-    (folder / _GENERATE_FOLDER).mkdir(parents=True)
+    (folder / _GENERATE_FOLDER).mkdir()
     for name, content in CUSTOM_GENERATE.items():
         replace_file(folder / name, content)
 

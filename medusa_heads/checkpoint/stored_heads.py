@@ -43,25 +43,17 @@ VOCAB_MATRIX_KEY = "lm_heads.0.weight"  # where vLLM looks for a matrix that all
 
 @dataclass(frozen=True)
 class StoredHeads:
-    """Heads, and what is known of where they came from.
+    """Heads, and what is known of where they came from. Of their `target` that is `name_or_path`,
+    `revision`, `model_type`, `hidden_size`, `vocab_size`, `lm_head_sha256`; None where heads that
+    another project stored do not say."""
 
-    Attributes:
-        config: their shape, with the target's sizes filled in.
-        tensors: what `DraftHeads.state_dict()` holds.
-        target: `name_or_path`, `revision`, `model_type`, `hidden_size`, `vocab_size` and
-            `lm_head_sha256`; None where heads that another project stored do not say.
-        statistics: `HeadStatistics.to_dict()`.
-        adapter: `folder` and `sha256` of the adapter they were trained together with.
-        vocab_matrix_VD: the target's, if a copy of it is to lie beside the heads.
-    """
-
-    config: HeadsConfig
-    tensors: dict[str, Tensor]
+    config: HeadsConfig  # with the target's sizes filled in
+    tensors: dict[str, Tensor]  # what `DraftHeads.state_dict()` holds
     target: Mapping[str, Any]
-    statistics: Mapping[str, Any] | None = None
+    statistics: Mapping[str, Any] | None = None  # `HeadStatistics.to_dict()`
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    adapter: Mapping[str, Any] | None = None
-    vocab_matrix_VD: Tensor | None = None
+    adapter: Mapping[str, Any] | None = None  # `folder` and `sha256` of what they were trained with
+    vocab_matrix_VD: Tensor | None = None  # the target's, if a copy of it is to lie beside them
 
     @property
     def has_vocab_bias(self) -> bool:
