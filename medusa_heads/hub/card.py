@@ -7,12 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.checkpoint.files import (
-    BENCHMARK_FILE,
-    PICTURES,
-    REPORT_FILE,
-    VOCAB_MATRIX_FILE,
-)
+from medusa_heads.checkpoint.files import BENCHMARK_FILE, PICTURES, REPORT_FILE, VOCAB_MATRIX_FILE
 from medusa_heads.config import HeadsConfig, head_offset
 from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.hub.published import LOCAL_DATA, is_published
