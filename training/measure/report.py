@@ -16,10 +16,10 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
+from medusa_heads.checkpoint.files import REPORT_FILE as JSON_FILE
 from medusa_heads.config import head_offset
 from medusa_heads.files import parse_json, replace_file
 from medusa_heads.hub.card import REPORT_VERSION, table
-from medusa_heads.hub.files import REPORT_FILE as JSON_FILE
 from medusa_heads.training.measure.calibration import HeadCalibration, expected_error
 from medusa_heads.training.measure.metrics import own_figures
 from medusa_heads.training.measure.plots import draw_plots

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from medusa_heads.checkpoint.checkpoint import save_heads
-from medusa_heads.checkpoint.vocab_matrix import check_takes_matrix
+from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, frequent_tokens, new_heads
 from medusa_heads.target.target import TargetModel
