@@ -39,7 +39,7 @@ def load_to_spread(arguments: TargetArguments, sharding: Sharding) -> TargetMode
     weights and the others an empty one.
 
     Raises:
-        ValueError: there is no such target, it is to be quantised, or there is only one process.
+        ValueError: no such target, one to be quantised, or only one process.
     """
     _check_processes()
     if arguments.load_in_4bit:
