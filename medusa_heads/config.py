@@ -8,8 +8,10 @@ from the same h_t.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
+
+from medusa_heads.settings import NO_FLAG, at_least, one_of, told
 
 HeadsKind = Literal["medusa", "hydra"]
 VocabMatrix = Literal["shared", "own"]
@@ -19,7 +21,6 @@ RankPath = tuple[int, ...]
 
 IGNORED = -100
 """Label of a token that nothing learns from: a prompt's, padding's."""
-
 
 MOST = 100_000_000
 """Of whatever makes up heads; more is damage, and would overflow the sizes of tensors."""
@@ -55,40 +56,60 @@ class HeadsConfig:
             together.
     """
 
-    kind: HeadsKind = "medusa"
-    num_heads: int = 4
-    num_layers: int = 1
-    vocab_matrix: VocabMatrix = "shared"
-    draft_vocab_size: int | None = None
-    prefix_attention: bool = False
-    raw_embeddings: bool = False
-    hidden_size: int | None = None
-    vocab_size: int | None = None
+    # Fields of dataclasses itself, which the page of the Python names reads the defaults of.
+    kind: HeadsKind = field(
+        default="medusa",
+        metadata=told(
+            "Independent heads (medusa), or heads that also see the drafts before them (hydra). "
+            "vLLM serves medusa heads only."
+        ),
+    )
+    num_heads: int = field(
+        default=4, metadata=told("Number of heads; each looks one token further ahead.")
+    )
+    num_layers: int = field(default=1, metadata=told("Residual blocks in each head."))
+    vocab_matrix: VocabMatrix = field(
+        default="shared",
+        metadata=told("Project with the target's lm_head, or with a trained copy for each head."),
+    )
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata=told(
+            "Draft only so many tokens, the commonest of the training text. Default: all."
+        ),
+    )
+    prefix_attention: bool = field(
+        default=False,
+        metadata=told(
+            "Give the heads a layer that attends over the text so far. Such heads guess better, "
+            "and no other engine can serve them."
+        ),
+    )
+    raw_embeddings: bool = field(default=False, metadata=NO_FLAG)
+    hidden_size: int | None = field(default=None, metadata=NO_FLAG)
+    vocab_size: int | None = field(default=None, metadata=NO_FLAG)
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers", "draft_vocab_size", "hidden_size", "vocab_size"):
+        sizes = ("num_heads", "num_layers", "draft_vocab_size", "hidden_size", "vocab_size")
+        for name in sizes:
             value = getattr(self, name)
-            if name not in ("num_heads", "num_layers") and value is None:
+            if value is None and name not in sizes[:2]:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
             if value > MOST:
                 raise ValueError(f"{name} must be at most {MOST}, got {value!r}")
+        at_least(self, 1, *sizes)
         for name in ("prefix_attention", "raw_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        for name, known in (("kind", HeadsKind), ("vocab_matrix", VocabMatrix)):
-            if getattr(self, name) not in get_args(known):
-                raise ValueError(
-                    f"{name} must be one of {list(get_args(known))}, got {getattr(self, name)!r}"
-                )
-        if None not in (self.draft_vocab_size, self.vocab_size):
-            assert self.draft_vocab_size is not None and self.vocab_size is not None
-            if self.draft_vocab_size > self.vocab_size:
-                raise ValueError(
-                    f"draft_vocab_size {self.draft_vocab_size} is more than the target's "
-                    f"{self.vocab_size} tokens: leave it out to draft all of them"
-                )
+        one_of(self, "kind", get_args(HeadsKind))
+        one_of(self, "vocab_matrix", get_args(VocabMatrix))
+        if (self.draft_vocab_size or 0) > (self.vocab_size or MOST):
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size} is more than the target's "
+                f"{self.vocab_size} tokens: leave it out to draft all of them"
+            )
 
     def for_target(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
         """This configuration with the target's sizes filled in.

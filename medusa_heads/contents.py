@@ -24,10 +24,7 @@ def is_draft(folder: str | os.PathLike[str]) -> bool:
 
 def is_model(folder: str | os.PathLike[str]) -> bool:
     """Whether a whole model lies there, which heads are not: those say nothing of an architecture.
-
-    Raises:
-        ValueError: its configuration cannot be read.
-    """
+    ValueError where its configuration cannot be read."""
     file = Path(folder) / _CONFIG_FILE
     return file.is_file() and not is_heads(folder) and "model_type" in read_json(file)
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 
 
 class UnsupportedArchitecture(ValueError):
-    """The target cannot be decoded exactly with a token tree.
-
-    Args:
-        reason: what in the architecture prevents it, by name.
-        suggestion: what to do instead.
-    """
+    """The target cannot be decoded exactly with a token tree: what in the architecture prevents it,
+    by name, and what to do instead."""
 
     def __init__(
         self, reason: str, suggestion: str = "decode with transformers' own generate()"
@@ -22,18 +18,6 @@ class UnsupportedArchitecture(ValueError):
 
 class MedusaWarning(UserWarning):
     """What a user should know of a call that goes on: a sentence, which commands print as such."""
-
-
-def at_least(arguments: object, least: int, *names: str) -> None:
-    """Check settings: each named attribute is `least` or more.
-
-    Raises:
-        ValueError: the first one that is not, by name.
-    """
-    for name in names:
-        value = getattr(arguments, name)
-        if not value >= least:  # NaN is neither
-            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def first_line(error: BaseException) -> str:

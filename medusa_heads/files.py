@@ -14,18 +14,13 @@ from typing import Any
 
 _STAGING = re.compile(r"\.[0-9a-f]{16}\.part")  # no name that a user would give
 
-MOST_YAML = 100_000
-"""Values of a YAML file, its aliases spelt out: a few lines of them can stand for billions."""
-
 
 @contextmanager
 def staging(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """A hidden folder in `folder` to write files in, from where `move_in` takes them.
 
     It is gone when the block ends; and when it begins, so is what killed processes left of theirs.
-
-    Raises:
-        OSError: the folder is missing or cannot be written.
+    OSError where the folder is missing or cannot be written.
     """
     remove_leftovers(folder)
     made, lock = _staging_folder(Path(folder))
@@ -39,11 +34,8 @@ def staging(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 def move_in(staged: Path, folder: str | os.PathLike[str], names: Iterable[str]) -> None:
     """Put staged files or folders in their places, in this order. Their bytes are on the disk
-    before the first of them is seen, and their names when this returns.
-
-    Raises:
-        OSError: the folder is missing or cannot be written; the old files stand.
-    """
+    before the first of them is seen, and their names when this returns; the old files stand where
+    it raises OSError."""
     pairs = [(staged / name, Path(folder) / name) for name in names]
     for source, _ in pairs:
         for path in (source, *source.rglob("*")):
@@ -55,11 +47,8 @@ def move_in(staged: Path, folder: str | os.PathLike[str], names: Iterable[str]) 
 
 
 def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write `content` (text as UTF-8) to `path`; a reader sees the old file or the new one.
-
-    Raises:
-        OSError: the folder is missing or cannot be written; the old file stands.
-    """
+    """Write `content` (text as UTF-8) to `path`; a reader sees the old file or the new one. OSError
+    where the folder is missing or cannot be written."""
     path = Path(path)
     with staging(path.parent) as made:
         data = content.encode("utf-8") if isinstance(content, str) else content
@@ -70,13 +59,11 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
     """Remove what killed processes left in a folder. A living one holds a lock on what is its."""
     for left in Path(folder).glob(".*.part"):
-        if not _STAGING.fullmatch(left.name):
-            continue
-        with suppress(OSError):  # in use, or another process was quicker
-            lock = _lock(left)
-            if lock is not None:
-                shutil.rmtree(left, ignore_errors=True)
-                os.close(lock)
+        if _STAGING.fullmatch(left.name):
+            with suppress(OSError):  # in use, or another process was quicker
+                if (lock := _lock(left)) is not None:
+                    shutil.rmtree(left, ignore_errors=True)
+                    os.close(lock)
 
 
 def _staging_folder(folder: Path) -> tuple[Path, int | None]:
@@ -96,11 +83,7 @@ def _staging_folder(folder: Path) -> tuple[Path, int | None]:
 
 def _lock(folder: Path) -> int | None:
     """A lock that ends with the process that holds it; None on a file system without any.
-
-    Raises:
-        BlockingIOError: another process holds it.
-        FileNotFoundError: the folder is gone.
-    """
+    BlockingIOError where another process holds it, FileNotFoundError where the folder is gone."""
     try:
         import fcntl
     except ImportError:  # no POSIX system: there, what killed processes leave is not removed
@@ -108,11 +91,10 @@ def _lock(folder: Path) -> int | None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(descriptor)
-        raise
-    except OSError:
-        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
         return None
     return descriptor
 
@@ -133,11 +115,7 @@ def _to_disk(path: Path) -> None:
 
 
 def expanded(name: str | os.PathLike[str]) -> Path:
-    """A path as a user writes it, `~` being their home.
-
-    Raises:
-        ValueError: nobody is called as it says behind `~`.
-    """
+    """A path as a user writes it, `~` being their home; ValueError for nobody's home."""
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
@@ -145,11 +123,8 @@ def expanded(name: str | os.PathLike[str]) -> Path:
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-    """See beforehand whether files can be written to a folder; nothing is made.
-
-    Raises:
-        ValueError: a file stands in its place, or it may not be written to.
-    """
+    """See beforehand whether files can be written to a folder; nothing is made. ValueError where a
+    file stands in its place, or nothing may be written to it."""
     path = Path(folder).absolute()
     there = next(place for place in (path, *path.parents) if place.exists())
     if not there.is_dir():
@@ -170,12 +145,18 @@ def refuse_link(folder: str | os.PathLike[str]) -> None:
         raise ValueError(f"expected a folder at {str(folder)!r}, found a link: remove it")
 
 
-def parse_json(text: str) -> Any:
-    """JSON, of whatever somebody has written.
+def is_encodable(text: str) -> bool:
+    """Whether a text can be written: JSON and command lines can spell halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
-    Raises:
-        JSONDecodeError: it is none, is nested too deeply, or holds a number too long to be read.
-    """
+
+def parse_json(text: str) -> Any:
+    """JSON, of whatever somebody has written; JSONDecodeError where it is none, is nested too
+    deeply, or holds a number too long to be read."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -186,75 +167,8 @@ def parse_json(text: str) -> Any:
         raise json.JSONDecodeError("a number is too long", text, 0) from None
 
 
-def parse_yaml(text: str) -> Any:
-    """YAML that names a key once and makes plain data; of several values for one key, a plain
-    `safe_load` would take the last.
-
-    Raises:
-        ValueError: it is none, is nested too deeply, holds itself, or holds far more than it says.
-    """
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            seen = set()
-            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
-                    )
-                seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    try:
-        loader = Loader(text)
-        root = loader.get_single_node()
-        if root is None:
-            return None
-        if _spelt_out(root, {}) > MOST_YAML:
-            raise ValueError(f"its aliases stand for more than {MOST_YAML} values")
-        return loader.construct_document(root)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    # A tag asks for a reader of its own, and each fails in its own way on what does not fit.
-    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"a value is not what its tag says ({error})") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(" ".join(str(error).split())) from error
-
-
-def _spelt_out(node: Any, known: dict[int, int]) -> int:
-    """How many values a YAML node stands for, each alias written out.
-
-    Raises:
-        ValueError: it holds itself.
-    """
-    place = id(node)
-    if place not in known:
-        known[place] = -1  # not known yet: whoever comes here again has come around
-        inner = [] if isinstance(node.value, str) else node.value
-        parts = [part for each in inner for part in (each if isinstance(each, tuple) else (each,))]
-        known[place] = 1 + sum(_spelt_out(part, known) for part in parts)
-    elif known[place] < 0:
-        raise ValueError("a value holds itself")
-    return known[place]
-
-
-def is_encodable(text: str) -> bool:
-    """Whether a text can be written: JSON and command lines can spell halves of characters."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A JSON file that holds an object.
-
-    Raises:
-        ValueError: it is missing, unreadable, not JSON, or not an object.
-    """
+    """A JSON file that holds an object; ValueError where it is missing, unreadable or no such."""
     try:
         content = parse_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:

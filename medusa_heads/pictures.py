@@ -19,18 +19,11 @@ _TEXT_POINTS = 8
 
 @dataclass(frozen=True)
 class Look:
-    """Colours of a picture.
+    """Colours of a picture, after Okabe and Ito, told apart with every kind of colour vision."""
 
-    Attributes:
-        paper: behind everything; "none" lets the page show.
-        ink: of text and axes.
-        faint: of what stands back: grids, baselines, leaders.
-        colours: after Okabe and Ito, told apart with every kind of colour vision.
-    """
-
-    paper: str
-    ink: str
-    faint: str
+    paper: str  # behind everything; "none" lets the page show
+    ink: str  # of text and axes
+    faint: str  # of what stands back: grids, baselines, leaders
     colours: tuple[str, ...]
 
     def settings(self) -> dict[str, Any]:
@@ -70,15 +63,8 @@ def save_picture(
     look: Look = LIGHT,
     says: str | None = None,
 ) -> Path:
-    """Draw and write a PNG; returns its path.
-
-    Args:
-        file: to write or replace.
-        draw: is given matplotlib's figure.
-        size: width and height in inches.
-        look: its colours.
-        says: a text kept within the file, under "Description".
-    """
+    """Draw on matplotlib's figure of so many inches, and write or replace a PNG; what it `says` is
+    kept within the file, under "Description"."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # drawn without a display: no pyplot
 
@@ -107,16 +93,13 @@ def draw_bars(axes: Any, bars: Sequence[Bar], title: str, look: Look = LIGHT) ->
     """Horizontal bars, the longest on top, each between its name and its value."""
     ranked = sorted(bars, key=lambda bar: bar.value)
     values = [bar.value for bar in ranked]
-    spread = [
-        [max(bar.value - bar.low, 0.0) for bar in ranked],
-        [max(bar.high - bar.value, 0.0) for bar in ranked],
-    ]
-    colours = [look.colours[0] if bar.ours else look.faint for bar in ranked]
+    ends = ((bar.value - bar.low, bar.high - bar.value) for bar in ranked)
+    spread = [[max(length, 0.0) for length in side] for side in zip(*ends, strict=True)]
     axes.barh(
         [bar.name for bar in ranked],
         values,
         0.66,
-        color=colours,
+        color=[look.colours[0] if bar.ours else look.faint for bar in ranked],
         xerr=spread if any(map(any, spread)) else None,
         error_kw={"ecolor": look.ink, "elinewidth": 0.9, "capsize": 2},
     )
@@ -153,15 +136,8 @@ def draw_lines(
     limit: tuple[str, float] | None = None,
     look: Look = LIGHT,
 ) -> None:
-    """Lines with their names beside their right ends, in their colours, none over another.
-
-    Args:
-        axes: matplotlib's, with scales and axis labels set.
-        lines: to draw.
-        title: of the panel.
-        limit: a name and a height that no line can reach.
-        look: its colours.
-    """
+    """Lines with their names beside their right ends, in their colours, none over another. `limit`
+    is a name and a height that no line can reach; scales and axis labels are set already."""
     axes.margins(x=0.04, y=0.08)
     ends = []
     for place, line in enumerate(lines):
@@ -221,22 +197,15 @@ def draw_matrix(
     axes: Any, rows: Mapping[str, Sequence[float]], columns: Sequence[str], title: str, look: Look
 ) -> None:
     """Numbers in a grid, the larger the deeper the colour."""
-    values = [list(row) for row in rows.values()]
-    most = max(max(row) for row in values)
-    for y, row in enumerate(values):
+    from matplotlib.colors import LinearSegmentedColormap, to_rgba
+
+    ends = [to_rgba(look.colours[0], share) for share in (0.0, 0.75)]
+    shades = LinearSegmentedColormap.from_list("shades", ends)
+    axes.imshow(list(rows.values()), cmap=shades, vmin=0.0, aspect="auto")
+    for y, row in enumerate(rows.values()):
         for x, value in enumerate(row):
-            shade = {"color": look.colours[0], "alpha": 0.75 * max(value, 0.0) / most}
-            axes.add_patch(_square(x, y, shade))
             axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=_TEXT_POINTS)
-    axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.set_ylim(len(values) - 0.5, -0.5)
     axes.set_xticks(range(len(columns)), columns, rotation=35, ha="right")
-    axes.set_yticks(range(len(values)), list(rows))
+    axes.set_yticks(range(len(rows)), list(rows))
     axes.tick_params(length=0)
     axes.set_title(title)
-
-
-def _square(x: float, y: float, shade: Mapping[str, Any]) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x - 0.5, y - 0.5), 1, 1, linewidth=0, **shade)

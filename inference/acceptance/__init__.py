@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from transformers import LogitsProcessorList
@@ -15,6 +14,8 @@ from medusa_heads.inference.acceptance.relaxed import (
     ThresholdAcceptance,
     TypicalAcceptance,
 )
+
+__all__ = ["RULES", "AcceptanceRule", "RejectionSampling", "SampleThenMatch", "make_rule"]
 
 RULES: dict[str, type[Any]] = {
     "lossless": RejectionSampling,
@@ -40,24 +41,8 @@ def make_rule(
     """
     if name not in RULES:
         raise ValueError(f"acceptance must be one of {sorted(RULES)}, got {name!r}")
-    known = {
-        parameter.name
-        for parameter in inspect.signature(RULES[name]).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
-    if unknown := sorted(set(settings) - known):
-        raise ValueError(f"{name} acceptance has no setting {unknown}; it has {sorted(known)}")
+    known = sorted(RULES[name].settings)
+    if unknown := sorted(set(settings) - set(known)):
+        raise ValueError(f"{name} acceptance has no setting {unknown}; it has {known}")
     rule: AcceptanceRule = RULES[name](processors, do_sample, **settings)
     return rule
-
-
-__all__ = [
-    "RULES",
-    "AcceptanceRule",
-    "LogRatioAcceptance",
-    "RejectionSampling",
-    "SampleThenMatch",
-    "ThresholdAcceptance",
-    "TypicalAcceptance",
-    "make_rule",
-]

@@ -1,68 +1,47 @@
-"""The interface of acceptance rules: which path of a verified tree is kept.
+"""The interface of acceptance rules, and the logits processors as each row of a batch meets them.
 
-Shapes: B active rows, N tree nodes, V vocabulary.
+Shapes: B active rows, N tree nodes, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
-from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
+from transformers.generation import logits_process as known
 
-from medusa_heads.inference.engine.rows import Row
+from medusa_heads.inference.engine.rows import Row, row_copies
 from medusa_heads.trees.tree import TokenTree
 
 # Warpers look at the scores of one position alone: neither at the text nor at other rows.
 _WARPERS = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
+    known.EpsilonLogitsWarper,
+    known.EtaLogitsWarper,
+    known.MinPLogitsWarper,
+    known.TemperatureLogitsWarper,
+    known.TopKLogitsWarper,
+    known.TopPLogitsWarper,
+    known.TypicalLogitsWarper,
 )
 
 # These look at the row's own text as well, but neither at other rows nor at which row it is.
 _OF_ONE_ROW = (
     *_WARPERS,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
+    known.ExponentialDecayLengthPenalty,
+    known.ForcedBOSTokenLogitsProcessor,
+    known.ForcedEOSTokenLogitsProcessor,
+    known.InfNanRemoveLogitsProcessor,
+    known.LogitNormalization,
+    known.MinLengthLogitsProcessor,
+    known.MinNewTokensLengthLogitsProcessor,
+    known.NoBadWordsLogitsProcessor,
+    known.NoRepeatNGramLogitsProcessor,
+    known.RepetitionPenaltyLogitsProcessor,
+    known.SequenceBiasLogitsProcessor,
+    known.SuppressTokensAtBeginLogitsProcessor,
+    known.SuppressTokensLogitsProcessor,
 )
 
 
@@ -81,6 +60,9 @@ def look_at_one_row(processors: LogitsProcessorList) -> bool:
     )
 
 
+Settings = Mapping[str, tuple[float, float]]  # of a rule: the default, and the most it may be
+
+
 class AcceptanceRule(Protocol):
     """Walks the tree of every row with the target's logits.
 
@@ -93,3 +75,63 @@ class AcceptanceRule(Protocol):
     def __call__(
         self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]
     ) -> list[list[int]]: ...
+
+
+class RowProcessors:
+    """Runs the processors for one row, as often and with the same text as generate() would.
+
+    Args:
+        row: its place in the batch.
+        batch_size: rows of the batch.
+        steps: the processors in order, each with whether it must see a whole batch: it may keep a
+            setting or a state for each row.
+    """
+
+    def __init__(self, row: int, batch_size: int, steps: Sequence[tuple[Any, bool]]) -> None:
+        self._row = row
+        self._batch_size = batch_size
+        self._steps = steps
+
+    def __call__(self, ids_1T: Tensor, scores_1V: Tensor) -> Tensor:
+        """The processed scores, [1, V]; those given may be written over."""
+        for processor, whole_batch in self._steps:
+            if whole_batch:
+                ids_BT = ids_1T.repeat(self._batch_size, 1)
+                scores_BV = processor(ids_BT, scores_1V.repeat(self._batch_size, 1))
+                scores_1V = scores_BV[self._row, None]
+            else:
+                scores_1V = processor(ids_1T, scores_1V)
+        return scores_1V
+
+
+def row_processors(processors: LogitsProcessorList, batch_size: int) -> list[RowProcessors]:
+    """For each row of a batch.
+
+    A processor with a method `of_row(row)` says itself what stands for it in a row, and is then
+    shown that row alone.
+
+    Raises:
+        ValueError: a processor that may keep a state, and cannot be copied for each row.
+    """
+    steps = []  # a processor for each row of the batch
+    for processor in processors:
+        if batch_size == 1 or look_at_one_row(LogitsProcessorList([processor])):
+            steps.append([(processor, False)] * batch_size)
+        elif type(processor) is PrefixConstrainedLogitsProcessor:
+            steps.append([(_allowed_of_row(processor, row), False) for row in range(batch_size)])
+        elif hasattr(processor, "of_row"):
+            steps.append([(processor.of_row(row), False) for row in range(batch_size)])
+        else:
+            steps.append([(copy, True) for copy in row_copies(processor, batch_size)])
+    return [
+        RowProcessors(row, batch_size, [of_row[row] for of_row in steps])
+        for row in range(batch_size)
+    ]
+
+
+def _allowed_of_row(
+    processor: PrefixConstrainedLogitsProcessor, row: int
+) -> PrefixConstrainedLogitsProcessor:
+    """Asks the user's function about this row alone, which it may remember."""
+    allowed = processor._prefix_allowed_tokens_fn
+    return PrefixConstrainedLogitsProcessor(lambda _, ids_T: allowed(row, ids_T), num_beams=1)

@@ -6,14 +6,18 @@ Shapes: B active rows, W rows still walking, N tree nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from medusa_heads.inference.acceptance.base import look_at_scores_alone
-from medusa_heads.inference.acceptance.row_processors import RowProcessors, row_processors
+from medusa_heads.inference.acceptance.base import (
+    RowProcessors,
+    Settings,
+    look_at_scores_alone,
+    row_processors,
+)
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.trees.tree import TokenTree
 
@@ -29,13 +33,11 @@ class SampleThenMatch:
 
     All rows walk their trees side by side, a node each at a time, and are drawn for at once: the
     host waits for the device once a level, however large the batch.
-
-    Args:
-        processors: transformers' logits processors and warpers, run on walked nodes only.
-        do_sample: draw, rather than take the most likely token.
+    Processors are run on walked nodes only.
     """
 
     lossless = True
+    settings: ClassVar[Settings] = {}
 
     def __init__(self, processors: LogitsProcessorList, do_sample: bool) -> None:
         self._processors = processors

@@ -32,10 +32,6 @@ class RejectionSampling(SampleThenMatch):
 
     Committed text follows the target's distribution, but not generate()'s random numbers: the same
     seed gives other text of the same law.
-
-    Args:
-        processors: transformers' logits processors and warpers, run on walked nodes only.
-        do_sample: draw, rather than take the most likely token.
     """
 
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from medusa_heads.inference.acceptance.base import look_at_scores_alone
+from medusa_heads.inference.acceptance.base import Settings, look_at_scores_alone
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.trees.tree import TokenTree
 
@@ -26,17 +26,15 @@ class RelaxedRule(ABC):
     """LOSSY. Keeps the deepest path on which every drafted token is acceptable; among equally deep
     ones the path the target finds likeliest. The bonus token is the target's own.
 
-    Args:
-        processors: warpers of the target's scores (temperature, top-k, top-p, ...).
-        do_sample: draw the bonus token, rather than take the most likely one.
-
     Raises:
-        ValueError: a processor that looks at the text, which differs from node to node.
+        ValueError: a processor that looks at the text, which differs from node to node, or a
+            setting out of its range.
     """
 
     lossless = False
+    settings: ClassVar[Settings]
 
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool) -> None:
+    def __init__(self, processors: LogitsProcessorList, do_sample: bool, **settings: float) -> None:
         if not look_at_scores_alone(processors):
             names = sorted({type(processor).__name__ for processor in processors})
             raise ValueError(
@@ -45,16 +43,16 @@ class RelaxedRule(ABC):
             )
         self._processors = processors
         self._do_sample = do_sample
+        self._set = {name: settings.get(name, usual) for name, (usual, _) in self.settings.items()}
+        for name, (_, most) in self.settings.items():
+            if not 0 < self._set[name] <= most:
+                got = self._set[name]
+                raise ValueError(f"{name} must be above 0 and at most {most}, got {got}")
 
     @abstractmethod
     def accepts(self, log_p_BN: Tensor, entropy_BN: Tensor, tree: TokenTree) -> Tensor:
-        """Which nodes are acceptable after their parent, [B, N] bool.
-
-        Args:
-            log_p_BN: the target's log-probability of each node's token after its parent.
-            entropy_BN: entropy of the target's distribution after the parent, in nats.
-            tree: the drafted tree.
-        """
+        """Which nodes are acceptable after their parent, [B, N] bool, by the target's
+        log-probability of their tokens there, and the entropy of its distribution in nats."""
 
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
         scores: Any = logits_BNV.flatten(0, 1).float()
@@ -76,12 +74,8 @@ class RelaxedRule(ABC):
         ends_B = merit_BN.masked_fill(~whole_path_BN, -1.0).argmax(-1)
 
         tokens, parents = torch.stack([tree.tokens_BN, parents_BN]).tolist()
-        return [
-            []
-            if row.done
-            else self._commit(tokens[b], parents[b], int(ends_B[b]), log_probs_BNV[b], row)
-            for b, row in enumerate(rows)
-        ]
+        walks = zip(tokens, parents, ends_B.tolist(), log_probs_BNV, rows, strict=True)
+        return [[] if walk[-1].done else self._commit(*walk) for walk in walks]
 
     def _commit(
         self, tokens: list[int], parents: list[int], end: int, log_probs_NV: Tensor, row: Row
@@ -108,20 +102,10 @@ class TypicalAcceptance(RelaxedRule):
     Source: Cai et al. 2024, "Medusa", arXiv:2401.10774, section 2.3.1; Hewitt et al. 2022.
     """
 
-    def __init__(
-        self,
-        processors: LogitsProcessorList,
-        do_sample: bool,
-        *,
-        epsilon: float = 0.09,
-        delta: float = 0.3,
-    ) -> None:
-        super().__init__(processors, do_sample)
-        self._epsilon = _in_range("epsilon", epsilon, 0, 1)
-        self._delta = _in_range("delta", delta, 0, math.inf)
+    settings: ClassVar[Settings] = {"epsilon": (0.09, 1), "delta": (0.3, math.inf)}
 
     def accepts(self, log_p_BN: Tensor, entropy_BN: Tensor, tree: TokenTree) -> Tensor:
-        limit_BN = (self._delta * (-entropy_BN).exp()).clamp_max(self._epsilon)
+        limit_BN = (self._set["delta"] * (-entropy_BN).exp()).clamp_max(self._set["epsilon"])
         return log_p_BN.exp() > limit_BN
 
 
@@ -132,14 +116,10 @@ class ThresholdAcceptance(RelaxedRule):
     deterministically.
     """
 
-    def __init__(
-        self, processors: LogitsProcessorList, do_sample: bool, *, threshold: float = 0.5
-    ) -> None:
-        super().__init__(processors, do_sample)
-        self._log_threshold = math.log(_in_range("threshold", threshold, 0, math.inf))
+    settings: ClassVar[Settings] = {"threshold": (0.5, math.inf)}
 
     def accepts(self, log_p_BN: Tensor, entropy_BN: Tensor, tree: TokenTree) -> Tensor:
-        return log_p_BN - _draft_log_probs(tree) >= self._log_threshold
+        return log_p_BN - _draft_log_probs(tree) >= math.log(self._set["threshold"])
 
 
 class LogRatioAcceptance(RelaxedRule):
@@ -147,15 +127,11 @@ class LogRatioAcceptance(RelaxedRule):
     above -tau: likelier tokens earlier on pay for less likely ones later.
     """
 
-    def __init__(
-        self, processors: LogitsProcessorList, do_sample: bool, *, tau: float = 1.0
-    ) -> None:
-        super().__init__(processors, do_sample)
-        self._tau = _in_range("tau", tau, 0, math.inf)
+    settings: ClassVar[Settings] = {"tau": (1.0, math.inf)}
 
     def accepts(self, log_p_BN: Tensor, entropy_BN: Tensor, tree: TokenTree) -> Tensor:
         ratio_BN = (log_p_BN - _draft_log_probs(tree)).masked_fill(tree.depth_BN == 0, 0.0)
-        return _along_path(ratio_BN, tree) >= -self._tau
+        return _along_path(ratio_BN, tree) >= -self._set["tau"]
 
 
 def _along_path(values_BN: Tensor, tree: TokenTree) -> Tensor:
@@ -172,9 +148,3 @@ def _draft_log_probs(tree: TokenTree) -> Tensor:
             "not give: use typical or lossless acceptance"
         )
     return tree.log_probs_BN
-
-
-def _in_range(name: str, value: float, low: float, high: float) -> float:
-    if not low < value <= high:
-        raise ValueError(f"{name} must be above {low} and at most {high}, got {value}")
-    return value

@@ -44,20 +44,14 @@ class StepSeconds(NamedTuple):
     drafting: float
 
 
-class RandomChain:
+class RandomChain(Drafter):
     """A chain of tokens drawn once: costs what any chain costs, of a mixture of experts too."""
-
-    reads_prompt = False
 
     def __init__(self, num_drafted: int, vocab_size: int) -> None:
         self._shape = TreeShape.from_choices(cartesian_choices([1] * num_drafted))
+        self.num_nodes = self._shape.num_nodes
         random = torch.Generator().manual_seed(num_drafted)
         self._tokens_N = torch.randint(vocab_size, (num_drafted,), generator=random)
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of every tree, the root included."""
-        return self._shape.num_nodes
 
     def propose(self, state: DecodingState) -> TokenTree:
         """The same chain for every row."""

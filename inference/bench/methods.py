@@ -14,10 +14,10 @@ heads or a drafter with +corpus behind it: continues the corpus that was given, 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from medusa_heads.inference.bench.timed_run import Method
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
@@ -57,154 +57,162 @@ class Models:
         return CompiledTarget(self.target.model)
 
 
+class _Parts(NamedTuple):
+    """A name taken apart: `heads:8+corpus+compile` is of the kind `heads`, with the tree `8`."""
+
+    drafts: str  # without what stands behind it, such as `heads:8`
+    kind: str
+    tree: str
+    corpus: bool
+    compiled: bool
+
+    @property
+    def needs(self) -> list[str]:
+        """What must be given besides the target: heads, a draft model, a corpus."""
+        drafted = self.kind in (DRAFT_MODEL, ASSISTED)
+        needed = {"heads": self.kind == HEADS, "draft": drafted, "corpus": self.corpus}
+        return [name for name, is_needed in needed.items() if is_needed]
+
+
+def _parts(name: str) -> _Parts:
+    drafter = name.removesuffix(COMPILE)
+    drafts = drafter.removesuffix(CORPUS)
+    kind, _, tree = drafts.partition(":")
+    return _Parts(drafts, kind, tree, drafts != drafter, drafter != name)
+
+
 def needs_heads(methods: Sequence[str]) -> bool:
     """Whether one of them decodes with trained heads."""
-    return any(_kind(name) == HEADS for name in methods)
+    return any("heads" in _parts(name).needs for name in methods)
+
+
+_MISSING = {
+    "heads": "a heads checkpoint, and the target has come alone",
+    "draft": "a draft model: give --draft_model",
+    "corpus": "text to continue: give --corpus",
+}
+_UNUSED = {
+    "draft": "a draft model is given, and none of the methods {} drafts with it: name "
+    f"{DRAFT_MODEL} or {ASSISTED}",
+    "corpus": "a corpus is given, and none of the methods {} continues it: name one NAME+corpus, "
+    "such as auto+corpus",
+}
 
 
 def check_methods(
     settings: Sequence[Sequence[str]], *, heads: bool, draft: bool, corpus: bool = False
 ) -> None:
-    """Refuse names that stand for nothing, or for what was not given.
-
-    Args:
-        settings: the names in each.
-        heads: whether a heads checkpoint was given.
-        draft: whether a draft model was given; one of the methods must need it.
-        corpus: whether a corpus was given; one of the methods must continue it.
+    """Refuse names of any setting that stand for nothing, or for what was not given.
 
     Raises:
         ValueError: such a name, one given twice, or a draft model or a corpus for none of them.
     """
+    given = {"heads": heads, "draft": draft, "corpus": corpus}
+    needs: dict[str, list[str]] = {}
     for methods in settings:
-        _check_setting(methods, heads=heads, draft=draft, corpus=corpus)
-    named = list(dict.fromkeys(name for methods in settings for name in methods))
-    if draft and not any(_kind(name) in (DRAFT_MODEL, ASSISTED) for name in named):
+        for place, name in enumerate(methods):
+            needs[name] = _checked(name).needs
+            if name in methods[:place]:
+                raise ValueError(f"the method {name!r} is given twice: name it once")
+            if missing := [need for need in needs[name] if not given[need]]:
+                raise ValueError(f"{name!r} needs {_MISSING[missing[0]]}")
+    for what, message in _UNUSED.items():
+        if given[what] and not any(what in of_one for of_one in needs.values()):
+            raise ValueError(message.format(", ".join(needs)))
+
+
+def _checked(name: str) -> _Parts:
+    parts = _parts(name)
+    treed = parts.kind in (HEADS, DRAFT_MODEL)
+    # A drafter's name may hold the layers it runs: `early_exit:4+suffix`.
+    known = treed or re.sub(r":\d+", "", parts.drafts) in DRAFTERS or parts.drafts in _PLAINLY
+    if not known or (treed and parts.drafts == f"{parts.kind}:"):
         raise ValueError(
-            f"a draft model is given, and none of the methods {', '.join(named)} drafts with it: "
-            f"name {DRAFT_MODEL} or {ASSISTED}"
-        )
-    if corpus and not any(_drafter(name).endswith(CORPUS) for name in named):
-        raise ValueError(
-            f"a corpus is given, and none of the methods {', '.join(named)} continues it: name "
-            "one NAME+corpus, such as auto+corpus"
-        )
-
-
-def _check_setting(methods: Sequence[str], *, heads: bool, draft: bool, corpus: bool) -> None:
-    for place, name in enumerate(methods):
-        _check_name(name)
-        kind = _kind(name)
-        if name in methods[:place]:
-            raise ValueError(f"the method {name!r} is given twice: name it once")
-        if kind == HEADS and not heads:
-            raise ValueError(f"{name!r} needs a heads checkpoint, and the target has come alone")
-        if kind in (DRAFT_MODEL, ASSISTED) and not draft:
-            raise ValueError(f"{name!r} needs a draft model: give --draft_model")
-        if _drafter(name).endswith(CORPUS) and not corpus:
-            raise ValueError(f"{name!r} needs text to continue: give --corpus")
-
-
-def _check_name(name: str) -> None:
-    drafter = _drafter(name)
-    plainly = drafter.removesuffix(CORPUS)
-    kind, colon, tree = plainly.partition(":")
-    ours = kind in (HEADS, DRAFT_MODEL) or _without_number(plainly) in DRAFTERS
-    others = (*PLAIN_METHODS, PROMPT_LOOKUP, ASSISTED)
-    if not (ours or plainly in others) or (kind in (HEADS, DRAFT_MODEL) and colon and not tree):
-        raise ValueError(
-            f"expected methods among {', '.join((*others, *DRAFTERS))}, {HEADS}:TREE and "
+            f"expected methods among {', '.join((*_PLAINLY, *DRAFTERS))}, {HEADS}:TREE and "
             f"{DRAFT_MODEL}:TREE, got {name!r}"
         )
-    drafts = (tree or "auto") if kind == HEADS else plainly
-    if plainly != drafter and (kind == DRAFT_MODEL or not continues_text(drafts)):
+    continued = (parts.tree or "auto") if parts.kind == HEADS else parts.drafts
+    if parts.corpus and (parts.kind == DRAFT_MODEL or not continues_text(continued)):
         raise ValueError(
             f"a corpus is continued by auto, suffix and all +suffix, of heads and of drafters, got "
             f"{name!r}: leave {CORPUS!r} out"
         )
-    if drafter == name:
-        return
-    if plainly in others:
-        instead = f"measure {COMPILED!r}" if plainly == PLAIN else f"leave {COMPILE!r} out"
+    if parts.compiled and parts.drafts in _PLAINLY:
+        instead = f"measure {COMPILED!r}" if parts.drafts == PLAIN else f"leave {COMPILE!r} out"
         raise ValueError(f"only methods of this engine are compiled, got {name!r}: {instead}")
-    if kind.startswith("early_exit"):
+    if parts.compiled and parts.kind.startswith("early_exit"):
         raise ValueError(
             f"early_exit runs layers of an uncompiled target, got {name!r}: leave {COMPILE!r} out"
         )
+    return parts
 
 
 def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
-    """What a name stands for.
-
-    Args:
-        name: one that check_methods let pass.
-        models: loaded.
-        most_tokens: in the longest text, prompt included; a static cache holds as many.
+    """What a name that check_methods let pass stands for. `most_tokens` are in the longest text,
+    prompt included: a static cache holds as many.
 
     Raises:
         ValueError: a tree that cannot be drafted, or that the target cannot verify.
     """
-    generate: Any = models.target.model.generate
-    if name == PLAIN:
-        return Method(name, generate)
-    if name == COMPILED:
-        return _compiled(generate, most_tokens)
-    if name == PROMPT_LOOKUP:
-        looking = partial(generate, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS)
-        return Method(name, looking, one_row=True)
-    if name == ASSISTED:
-        assisted = partial(generate, assistant_model=models.drafts[0].model)
-        return Method(name, assisted, one_row=True)
-    return _of_engine(name, models)
+    if name in _PLAINLY:
+        plain: Any = models.target.model.generate
+        generate = partial(plain, **_PLAINLY[name](models, most_tokens))
+        return Method(name, generate, one_row=name not in PLAIN_METHODS, compiled=name == COMPILED)
+    parts = _parts(name)
+    target = models.compiled if parts.compiled else models.target
+    corpus = models.corpus if parts.corpus else None
+    model = _ENGINE.get(parts.kind, _training_free)(models, target, parts, corpus)
+    return Method(
+        name,
+        model.generate,
+        lambda: model.last_stats,
+        lambda: model.drafter.num_nodes - 1,  # without the root
+        compiled=parts.compiled,
+    )
 
 
-def _of_engine(name: str, models: Models) -> Method:
-    drafter = _drafter(name)
-    target = models.target if drafter == name else models.compiled
-    corpus = models.corpus if drafter.endswith(CORPUS) else None
-    drafter = drafter.removesuffix(CORPUS)
-    kind, _, tree = drafter.partition(":")
-    model: AssistedModel
-    if kind == HEADS:
-        assert models.medusa is not None
-        heads, statistics = models.medusa.heads, models.medusa.statistics
-        model = MedusaModel(
-            target, heads, statistics=statistics, tree=tree or "auto", corpus=corpus
-        )
-    elif kind == DRAFT_MODEL:
-        model = DraftedModel(target, models.drafts, tree=tree or "auto")
-    else:
-        model = TrainingFreeModel(target, drafter, corpus=corpus)
-
-    def nodes() -> int:
-        return model.drafter.num_nodes - 1  # without the root
-
-    compiled = target is not models.target
-    return Method(name, model.generate, lambda: model.last_stats, nodes, compiled=compiled)
-
-
-def _compiled(generate: Any, most_tokens: int) -> Method:
+def _static_cache(_: Models, most_tokens: int) -> dict[str, Any]:
     from transformers import CompileConfig
 
     settings: Any = CompileConfig()
     settings._compile_all_devices = True  # by itself transformers compiles on GPUs alone
-    compiled = partial(
-        generate,
-        cache_implementation="static",
-        max_cache_len=most_tokens,  # one size for all prompts: another would be compiled anew
-        compile_config=settings,
+    return {
+        "cache_implementation": "static",
+        "max_cache_len": most_tokens,  # one size for all prompts: another would be compiled anew
+        "compile_config": settings,
+    }
+
+
+def _heads(
+    models: Models, target: TargetModel, parts: _Parts, corpus: CorpusIndex | None
+) -> AssistedModel:
+    assert models.medusa is not None
+    return MedusaModel(
+        target,
+        models.medusa.heads,
+        statistics=models.medusa.statistics,
+        tree=parts.tree or "auto",
+        corpus=corpus,
     )
-    return Method(COMPILED, compiled, compiled=True)
 
 
-def _kind(name: str) -> str:
-    return _drafter(name).removesuffix(CORPUS).partition(":")[0]
+def _training_free(
+    _: Models, target: TargetModel, parts: _Parts, corpus: CorpusIndex | None
+) -> AssistedModel:
+    return TrainingFreeModel(target, parts.drafts, corpus=corpus)
 
 
-def _drafter(name: str) -> str:
-    return name.removesuffix(COMPILE)
-
-
-def _without_number(name: str) -> str:
-    """A drafter's name may hold the layers it runs: `early_exit:4+suffix`."""
-    return re.sub(r":\d+", "", name)
+# What transformers' generate() is told for each of its methods.
+_PLAINLY: dict[str, Callable[[Models, int], dict[str, Any]]] = {
+    PLAIN: lambda *_: {},
+    COMPILED: _static_cache,
+    PROMPT_LOOKUP: lambda *_: {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS},
+    ASSISTED: lambda models, _: {"assistant_model": models.drafts[0].model},
+}
+# What drafts for the kinds of this engine; every other name is a drafter that no training made.
+_ENGINE: dict[str, Callable[..., AssistedModel]] = {
+    HEADS: _heads,
+    DRAFT_MODEL: lambda models, target, parts, _: DraftedModel(
+        target, models.drafts, tree=parts.tree or "auto"
+    ),
+}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.inference.bench.tables import setting_title
 from medusa_heads.pictures import (
     BAR_INCHES,
     LIGHT,
@@ -21,17 +19,30 @@ from medusa_heads.pictures import (
 )
 from medusa_heads.trees.statistics import HeadStatistics
 
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _PHASES = ("prefill", "draft", "target", "walk", "cache", "other")
 _WIDE = 6.4  # inches of a panel
 _FLAT = 3.6
+Panel = tuple[Callable[[Any], None], float]  # draws on matplotlib axes; its height in inches
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A part of the picture: draws on matplotlib axes, and wants a height in inches."""
+def setting_title(setting: Mapping[str, Any], temperature: float | None = None) -> str:
+    """For example `bf16, sampled at temperature 0.7, 8 rows`."""
+    title = f"{DTYPES.get(setting['dtype'], setting['dtype'])}, {setting['name']}"
+    if setting["name"] == "sampled" and temperature is not None:
+        title += f" at temperature {temperature:g}"
+    rows = setting.get("batch_size", 1)
+    return f"{title}, {rows} rows" if rows > 1 else title
 
-    draw: Callable[[Any], None]
-    inches: float
+
+def where_measured(machine: Mapping[str, Any]) -> str:
+    """The GPU of a report's machine, or else its processor."""
+    return machine.get("gpu") or f"{machine['cores']} cores, {machine['cpu']}"
+
+
+def target_name(report: Mapping[str, Any]) -> str:
+    """The last part of the target's name or path."""
+    return Path(str(report["target"])).name or "target"
 
 
 def draw(report: Mapping[str, Any], statistics: HeadStatistics | None, file: Path) -> None:
@@ -39,21 +50,17 @@ def draw(report: Mapping[str, Any], statistics: HeadStatistics | None, file: Pat
     panels = _panels(report, statistics)
     columns = min(len(panels), 2)
     rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
-    heights = [max(panel.inches for panel in row) for row in rows]
-    name = Path(str(report["target"])).name or "target"
-    machine = report["machine"]
-    where = machine.get("gpu") or f"{machine['cores']} cores, {machine['cpu']}"
+    heights = [max(inches for _, inches in row) for row in rows]
 
     def fill(figure: Any) -> None:
-        grid = figure.subplots(
-            len(rows), columns, squeeze=False, gridspec_kw={"height_ratios": heights}
-        )
-        for places, row in zip(grid, rows, strict=True):
-            for axes, panel in zip(places, row, strict=False):
-                panel.draw(axes)
-            for axes in places[len(row) :]:
-                axes.set_visible(False)
-        figure.suptitle(f"{name} on {where}", fontsize=11)
+        ratios = {"height_ratios": heights}
+        grid = figure.subplots(len(rows), columns, squeeze=False, gridspec_kw=ratios)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        for axes, (draw_panel, _) in zip(grid.flat, panels, strict=False):
+            draw_panel(axes)
+        where = where_measured(report["machine"])
+        figure.suptitle(f"{target_name(report)} on {where}", fontsize=11)
 
     save_picture(file, fill, size=(_WIDE * columns, sum(heights) + 0.3))
 
@@ -63,20 +70,19 @@ def _panels(report: Mapping[str, Any], statistics: HeadStatistics | None) -> lis
     settings, temperature = report["settings"], report.get("temperature")
     panels = [_speedups(setting, setting_title(setting, temperature)) for setting in settings]
     if by_rows := _by_rows(settings):
-        panels.append(Panel(partial(_draw_batches, by_rows=by_rows), _FLAT))
-    first = settings[0]
-    title, methods = setting_title(first, temperature), first["methods"]
-    if "by_category" in methods[0]:
-        height = 1.6 + BAR_INCHES * len(methods[0]["by_category"])
-        panels.append(Panel(partial(_draw_categories, methods=methods, title=title), height))
+        panels.append((partial(_draw_batches, by_rows=by_rows), _FLAT))
+    methods, title = settings[0]["methods"], setting_title(settings[0], temperature)
+    if by_category := methods[0].get("by_category"):
+        drawn = partial(_draw_categories, methods=methods, title=title)
+        panels.append((drawn, 1.6 + BAR_INCHES * len(by_category)))
     if len(drafting := [method for method in methods if "nodes" in method]) > 1:
         drawn = partial(_draw_nodes, methods=drafting, title=title, statistics=statistics)
-        panels.append(Panel(drawn, max(_FLAT, BAR_INCHES * len(drafting))))
+        panels.append((drawn, max(_FLAT, BAR_INCHES * len(drafting))))
     if timed := [method for method in methods if "seconds_by_phase" in method]:
-        height = 1.2 + BAR_INCHES * len(timed)
-        panels.append(Panel(partial(_draw_phases, methods=timed, title=title), height))
+        drawn = partial(_draw_phases, methods=timed, title=title)
+        panels.append((drawn, 1.2 + BAR_INCHES * len(timed)))
     if statistics is not None:
-        panels.append(Panel(partial(_draw_accuracy, statistics=statistics), _FLAT))
+        panels.append((partial(_draw_accuracy, statistics=statistics), _FLAT))
     return panels
 
 
@@ -86,7 +92,7 @@ def _speedups(setting: Mapping[str, Any], title: str) -> Panel:
         low, high = method.get("speedup_quartiles", [method["speedup"]] * 2)
         bars.append(Bar(method["name"], method["speedup"], low, high, is_ours(method["name"])))
     title = f"Speed-up over plain decoding\n{title}"
-    return Panel(partial(draw_bars, bars=bars, title=title), 0.9 + BAR_INCHES * len(bars))
+    return partial(draw_bars, bars=bars, title=title), 0.9 + BAR_INCHES * len(bars)
 
 
 def is_ours(name: str) -> bool:
@@ -98,26 +104,30 @@ def _by_rows(settings: Sequence[Mapping[str, Any]]) -> list[Line]:
     """Speed-up by batch size of each method of this engine, where several sizes were measured."""
     first = settings[0]
     alike = [s for s in settings if (s["name"], s["dtype"]) == (first["name"], first["dtype"])]
-    sizes = sorted({setting.get("batch_size", 1) for setting in alike})
-    if len(sizes) < 2:
-        return []
+    points = sorted(
+        (setting.get("batch_size", 1), place, method["name"], method["speedup"])
+        for setting in alike
+        for place, method in enumerate(setting["methods"])
+    )
     found: dict[str, list[tuple[float, float]]] = {}
-    for setting in sorted(alike, key=lambda setting: setting.get("batch_size", 1)):
-        for method in setting["methods"]:
-            if is_ours(method["name"]):
-                point = (setting.get("batch_size", 1), method["speedup"])
-                found.setdefault(method["name"], []).append(point)
-    return [Line(name, points) for name, points in found.items()]
+    for size, _, name, speedup in points:
+        if is_ours(name):
+            found.setdefault(name, []).append((size, speedup))
+    return [Line(*line) for line in found.items()] if points[0][0] < points[-1][0] else []
 
 
 def _draw_batches(axes: Any, by_rows: Sequence[Line]) -> None:
     sizes = sorted({int(x) for line in by_rows for x, _ in line.points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.set_xlabel("rows decoded together")
-    axes.set_ylabel("speed-up over plain decoding")
-    axes.axhline(1.0, color=LIGHT.ink, linewidth=0.8, linestyle="--")
+    speedup_axes(axes, "rows decoded together", "speed-up over plain decoding")
+    axes.set_xticks(sizes, map(str, sizes))
     draw_lines(axes, by_rows, title="Speed-up by batch size")
+
+
+def speedup_axes(axes: Any, along: str, measured: str) -> None:
+    """Speed-ups over what grows in powers of two, and the line of plain decoding."""
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel=along, ylabel=measured)
+    axes.axhline(1.0, color=LIGHT.ink, linewidth=0.8, linestyle="--")
 
 
 def _draw_categories(axes: Any, methods: Sequence[Mapping[str, Any]], title: str) -> None:
@@ -130,14 +140,10 @@ def _draw_categories(axes: Any, methods: Sequence[Mapping[str, Any]], title: str
 
 
 def _draw_nodes(
-    axes: Any,
-    methods: Sequence[Mapping[str, Any]],
-    title: str,
-    statistics: HeadStatistics | None,
+    axes: Any, methods: Sequence[Mapping[str, Any]], title: str, statistics: HeadStatistics | None
 ) -> None:
     """The limit is that of heads: each of them right, and the target's own token."""
-    axes.set_xlabel("draft tokens of a step, at most")
-    axes.set_ylabel("tokens per step")
+    axes.set(xlabel="draft tokens of a step, at most", ylabel="tokens per step")
     limit = None
     if statistics is not None:
         limit = (f"limit of {statistics.num_heads} heads alone", statistics.num_heads + 1.0)
@@ -147,17 +153,14 @@ def _draw_nodes(
 
 def _draw_phases(axes: Any, methods: Sequence[Mapping[str, Any]], title: str) -> None:
     names = [method["name"] for method in methods]
+    phases = [method["seconds_by_phase"] for method in methods]
     lefts = [0.0] * len(methods)
-    for place, phase in enumerate(_PHASES):
-        shares = [
-            method["seconds_by_phase"].get(phase, 0.0) / sum(method["seconds_by_phase"].values())
-            for method in methods
-        ]
-        axes.barh(names, shares, 0.66, left=lefts, label=phase, color=LIGHT.colours[place])
+    for name, colour in zip(_PHASES, LIGHT.colours, strict=False):
+        shares = [seconds.get(name, 0.0) / sum(seconds.values()) for seconds in phases]
+        axes.barh(names, shares, 0.66, left=lefts, label=name, color=colour)
         lefts = [left + share for left, share in zip(lefts, shares, strict=True)]
     axes.invert_yaxis()
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("share of the time")
+    axes.set(xlim=(0, 1), xlabel="share of the time")
     axes.set_title(f"Where the time goes\n{title}", pad=26)
     axes.legend(fontsize=8, ncols=len(_PHASES), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
@@ -170,7 +173,6 @@ def _draw_accuracy(axes: Any, statistics: HeadStatistics) -> None:
         axes.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
     heads = range(statistics.num_heads)
     axes.set_xticks(heads, [f"head {i}\n{i + 2} ahead" for i in heads])
-    axes.set_ylim(0, 1)
-    axes.set_ylabel("share of held-out positions")
+    axes.set(ylim=(0, 1), ylabel="share of held-out positions")
     axes.set_title("The true token among a head's best guesses")
     axes.legend(ncols=2)

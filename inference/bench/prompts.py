@@ -12,36 +12,23 @@ from medusa_heads.files import expanded, is_encodable, parse_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TEXT_KEYS = ("prompt", "text")
-
 
 @dataclass(frozen=True)
 class Question:
-    """What somebody asks, before it is made into tokens.
+    """What somebody asks, before it is made into tokens."""
 
-    Attributes:
-        turns: asked one behind the other, each behind the answer to the one before.
-        category: what kind of text it is, where the file says so.
-        chat: asked through the target's chat template, where it has one.
-    """
-
-    turns: tuple[str, ...]
-    category: str | None = None
-    chat: bool = False
+    turns: tuple[str, ...]  # one behind the other, each behind the answer to the one before
+    category: str | None = None  # what kind of text it is, where the file says so
+    chat: bool = False  # asked through the target's chat template, where it has one
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to generate from.
-
-    Attributes:
-        tokens: the ids.
-        category: see Question.
-        follow_up: makes the next turn's prompt of the tokens that answered this one.
-    """
+    """Token ids to generate from."""
 
     tokens: tuple[int, ...]
-    category: str | None = None
+    category: str | None = None  # see Question
+    # Makes the next turn's prompt of the tokens that answered this one.
     follow_up: Callable[[list[int]], Prompt] | None = None
 
 
@@ -95,10 +82,9 @@ def _json_question(line: str, place: str) -> Question:
         row = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{place} is not JSON ({error})") from error
-    keys = [key for key in ("turns", *_TEXT_KEYS) if isinstance(row, dict) and key in row]
-    found = row[keys[0]] if keys else None
-    chat = bool(keys) and keys[0] == "turns"
-    turns = found if chat else [found]
+    row = row if isinstance(row, dict) else {}
+    chat = "turns" in row
+    turns = row["turns"] if chat else [row.get("prompt", row.get("text"))]
     if not isinstance(turns, list) or not turns or not all(t and isinstance(t, str) for t in turns):
         raise ValueError(
             f"{place}: expected an object with a string under 'prompt' or 'text', or a list of "
@@ -120,29 +106,43 @@ def encode_questions(
     Raises:
         ValueError: a prompt without tokens, or one that the target's chat template refuses.
     """
-    prompts = []
+    prompts: list[Prompt] = []
     for place, question in enumerate(questions):
-        if question.chat and tokenizer.chat_template:
-            prompt = _in_template(question, tokenizer, ())
-        else:
-            prompt = _one_behind_the_other(question, tokenizer, ())
-        if not prompt.tokens:
+        prompts.append(_turn(question, tokenizer))
+        if not prompts[-1].tokens:
             raise ValueError(f"prompt {place} has no tokens: {question.turns[0]!r}")
-        prompts.append(prompt)
     return prompts
 
 
-def _in_template(
-    question: Question, tokenizer: PreTrainedTokenizerBase, answers: tuple[str, ...]
+def _turn(
+    question: Question,
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[list[int]] = (),
+    before: Sequence[int] = (),
 ) -> Prompt:
-    turn = len(answers)
-    messages: list[dict[str, str]] = []
-    for asked, answer in zip(question.turns, answers, strict=False):
-        messages += [
-            {"role": "user", "content": asked},
-            {"role": "assistant", "content": answer},
-        ]
-    messages.append({"role": "user", "content": question.turns[turn]})
+    """The turn behind these answers, which end the tokens before it."""
+    asked = question.turns[len(answers)]
+    if question.chat and tokenizer.chat_template:
+        tokens = _in_template(question, tokenizer, answers)
+    else:  # question, answer, question, with an empty line between them
+        text = "\n\n" * bool(answers) + asked + "\n\n" * question.chat
+        new = tokenizer(text, add_special_tokens=not before, verbose=False)["input_ids"]
+        tokens = [*before, *new]
+
+    def follow_up(answer: list[int]) -> Prompt:
+        return _turn(question, tokenizer, [*answers, answer], [*tokens, *answer])
+
+    more = len(answers) + 1 < len(question.turns)
+    return Prompt(tuple(tokens), question.category, follow_up if more else None)
+
+
+def _in_template(
+    question: Question, tokenizer: PreTrainedTokenizerBase, answers: Sequence[list[int]]
+) -> list[int]:
+    texts = [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
+    messages = [{"role": "user", "content": question.turns[0]}]
+    for answer, asked in zip(texts, question.turns[1:], strict=False):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": asked}]
     try:
         tokens: Any = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
@@ -150,40 +150,14 @@ def _in_template(
     # A template may raise whatever Jinja does, and its own exceptions.
     except Exception as error:
         raise ValueError(f"the target's chat template refuses this: {error}") from error
-
-    def follow_up(answer: list[int]) -> Prompt:
-        text = str(tokenizer.decode(answer, skip_special_tokens=True))
-        return _in_template(question, tokenizer, (*answers, text))
-
-    more = turn + 1 < len(question.turns)
-    return Prompt(tuple(tokens), question.category, follow_up if more else None)
-
-
-def _one_behind_the_other(
-    question: Question, tokenizer: PreTrainedTokenizerBase, before: tuple[int, ...], turn: int = 0
-) -> Prompt:
-    """Without a template: question, answer, question, with an empty line between them."""
-    text = f"{question.turns[turn]}\n\n" if question.chat else question.turns[turn]
-    text = f"\n\n{text}" if before else text
-    new = tokenizer(text, add_special_tokens=not before, verbose=False)["input_ids"]
-    tokens = (*before, *new)
-
-    def follow_up(answer: list[int]) -> Prompt:
-        return _one_behind_the_other(question, tokenizer, (*tokens, *answer), turn + 1)
-
-    more = turn + 1 < len(question.turns)
-    return Prompt(tokens, question.category, follow_up if more else None)
+    return list(tokens)
 
 
 def choose_prompts(
     prompts: Sequence[Prompt], num_prompts: int, longest: int | None = None
 ) -> tuple[list[Prompt], int]:
-    """So many prompts, from all categories in turn, and how many were too long to be chosen.
-
-    Args:
-        prompts: in the file's order, which is kept within a category.
-        num_prompts: how many at most.
-        longest: in tokens; longer ones are left out.
+    """At most so many prompts, from all categories in turn, each in the file's order; and how many
+    had more than `longest` tokens.
 
     Raises:
         ValueError: all of them are too long.
@@ -191,22 +165,24 @@ def choose_prompts(
     short = [p for p in prompts if longest is None or len(p.tokens) <= longest]
     if not short:
         raise ValueError(f"all {len(prompts)} prompts have more than {longest} tokens")
-    waiting: dict[str | None, list[Prompt]] = {}
-    for prompt in short:
-        waiting.setdefault(prompt.category, []).append(prompt)
-    most = max(map(len, waiting.values()))
-    in_turn = [each[place] for place in range(most) for each in waiting.values() if each[place:]]
+    waiting = _by_category(short)
+    most = max(map(len, waiting))
+    in_turn = [each[place] for place in range(most) for each in waiting if each[place:]]
     return in_turn[:num_prompts], len(prompts) - len(short)
 
 
 def batches_of(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     """Prompts in batches of one category each; a last one is filled up from its category's start,
     so that all batches cost alike."""
-    by_category: dict[str | None, list[Prompt]] = {}
-    for prompt in prompts:
-        by_category.setdefault(prompt.category, []).append(prompt)
     return [
         [each[place % len(each)] for place in range(start, start + size)]
-        for each in by_category.values()
+        for each in _by_category(prompts)
         for start in range(0, len(each), size)
     ]
+
+
+def _by_category(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+    found: dict[str | None, list[Prompt]] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.category, []).append(prompt)
+    return list(found.values())

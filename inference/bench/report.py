@@ -1,21 +1,162 @@
-"""A benchmark's results on disk: `report.json`, `report.md`, `report.png`."""
+"""A benchmark's results: tables on the screen, and `report.json`, `report.md`, `report.png`."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import replace_file
-from medusa_heads.inference.bench.plots import draw
-from medusa_heads.inference.bench.tables import markdown
+from medusa_heads.inference.bench.plots import draw, setting_title, where_measured
 from medusa_heads.trees.statistics import HeadStatistics
 
-JSON_FILE = "report.json"
-MARKDOWN_FILE = "report.md"
-PNG_FILE = "report.png"
+if TYPE_CHECKING:
+    from rich.table import Table
+
+JSON_FILE, MARKDOWN_FILE, PNG_FILE = "report.json", "report.md", "report.png"
+Rows = tuple[list[str], list[list[str]]]  # the columns' names, and the rows below them
+# Columns of a table, and how an entry of the report is written in them.
+_SPEEDS = {
+    "method": "{name}",
+    "tokens/s": "{tokens_per_second:.1f}",
+    "speed-up": "{speedup:.2f}",
+    "tokens per step": "{tokens_per_step:.2f}",
+    "output identical": "{same}",
+}
+
+
+def tables(report: Mapping[str, Any]) -> list[Table]:
+    """One table a setting, in the report's order, and one of its categories where there are any."""
+    found = []
+    for setting in report["settings"]:
+        title, below = _whole_title(setting, report), "\n".join(_remarks(setting))
+        found.append(rich_table(title, _speed_rows(setting), caption=below))
+        if rows := _category_rows(setting):
+            found.append(rich_table("speed-up by category", rows, narrow=True))
+    return found
+
+
+def rich_table(
+    title: str, rows: Rows, *, caption: str = "", bold: int | None = None, narrow: bool = False
+) -> Table:
+    """Rows as a table on the screen, of which one may stand out; where it is narrow, for many
+    columns of short numbers, their names are broken and not cut."""
+    from rich import box
+    from rich.table import Table
+
+    columns, cells = rows
+    table = Table(title=title, caption=caption or None, caption_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=not place)
+    if narrow:
+        table.box, table.pad_edge = box.SIMPLE, False
+        for place, shown in enumerate(table.columns):
+            shown.overflow, shown.no_wrap = "fold", False
+            shown.width = None if place else max(len(row[0]) for row in cells)
+            shown.min_width = shown.width or 4
+    for place, row in enumerate(cells):
+        table.add_row(*row, style="bold" if place == bold else None)
+    return table
+
+
+def _whole_title(setting: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    size = f"{setting['prompts']} prompts x {setting['new_tokens']} new tokens, medians"
+    return f"{setting_title(setting, report.get('temperature'))}: {size}"
+
+
+def formatted(columns: Mapping[str, str], entries: Iterable[Mapping[str, Any]]) -> Rows:
+    """Rows of a table whose columns say how an entry is written in them."""
+    cells = [[cell.format(**entry) for cell in columns.values()] for entry in entries]
+    return list(columns), cells
+
+
+def _speed_rows(setting: Mapping[str, Any]) -> Rows:
+    """The methods of one setting; the output of the first is what others' is compared with."""
+    plain, *others = setting["methods"]
+    prompts = setting["prompts"]
+    rest = [method | {"same": identity_cell(method["identical"], prompts)} for method in others]
+    return formatted(_SPEEDS, [plain | {"same": "-"}, *rest])
+
+
+def identity_cell(share: float, prompts: int) -> str:
+    """`yes`, or how many of the prompts gave plain decoding's tokens."""
+    return "yes" if share == 1.0 else f"{round(share * prompts)} of {prompts}"
+
+
+def _category_rows(setting: Mapping[str, Any]) -> Rows | None:
+    """Speed-ups of every method, a category a row."""
+    methods = setting["methods"]
+    rows = [
+        [category, *(f"{method['by_category'][category]['speedup']:.2f}" for method in methods)]
+        for category in methods[0].get("by_category", ())
+    ]
+    return (["category", *(method["name"] for method in methods)], rows) if rows else None
+
+
+def _remarks(setting: Mapping[str, Any]) -> list[str]:
+    """What was asked for and did not run, with the reason, and how the table is to be read."""
+    lines = [f"{name} left out: {why}" for name, why in setting.get("left_out", {}).items()]
+    if setting["name"] == "sampled" and setting.get("batch_size", 1) > 1:
+        lines.append("Rows of a batch draw from one stream: the order of steps makes the text.")
+    return lines
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The whole report as a page."""
+    machine = report["machine"]
+    parts = [
+        "# Benchmark",
+        f"{report['target']} on {where_measured(machine)}"
+        + (f", torch {machine['torch']}" if "torch" in machine else "")
+        + (f", {report['created']}" if "created" in report else ""),
+        "Medians over batches; 1.00 is the faster way to decode plainly. Output is compared with "
+        "plain decoding's, token for token. Times and memory are those of the whole process.",
+    ]
+    if report.get("prompts_left_out"):
+        parts.append(f"{report['prompts_left_out']} prompts were too long and left out.")
+    for setting in report["settings"]:
+        parts += [f"## {_whole_title(setting, report)}", _in_markdown(_speed_rows(setting))]
+        parts.append(_in_markdown(_detail_rows(setting)))
+        if drafting := _drafting_rows(setting):
+            parts.append(_in_markdown(drafting))
+        if by_category := _category_rows(setting):
+            parts += ["Speed-up by category:", _in_markdown(by_category)]
+        parts += _remarks(setting)
+    return "\n\n".join(parts) + "\n"
+
+
+def _detail_rows(setting: Mapping[str, Any]) -> Rows:
+    columns = ["method", "speed-up, quartiles", "first token, ms", "peak memory, MB", "of a run"]
+    shown = {"first_token_seconds": 1e3, "peak_memory_bytes": 1e-6, "run_memory_bytes": 1e-6}
+    rows = []
+    for method in setting["methods"]:
+        low, high = method.get("speedup_quartiles", [method["speedup"]] * 2)
+        figures = [f"{method[n] * scale:.1f}" if n in method else "-" for n, scale in shown.items()]
+        rows.append([method["name"], f"{low:.2f} - {high:.2f}", *figures])
+    return columns, rows
+
+
+def _drafting_rows(setting: Mapping[str, Any]) -> Rows | None:
+    drafting = [method for method in setting["methods"] if "accepted_by_depth" in method]
+    if not drafting:
+        return None
+    names = list(dict.fromkeys(name for m in drafting for name in m["seconds_by_phase"]))
+    rows = []
+    for method in drafting:
+        phases: Mapping[str, float] = method["seconds_by_phase"]
+        whole = sum(phases.values())
+        kept = " ".join(f"{share:.2f}" for share in method["accepted_by_depth"][:8])
+        parts = [f"{phases.get(name, 0.0) / whole:.0%}" for name in names]
+        rows.append([method["name"], str(method.get("nodes", "-")), kept or "-", *parts])
+    return ["method", "drafted at most", "steps keeping 1, 2, .. drafts", *names], rows
+
+
+def _in_markdown(rows: Rows) -> str:
+    columns, cells = rows
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def write_report(
@@ -23,23 +164,17 @@ def write_report(
     report: Mapping[str, Any],
     statistics: HeadStatistics | None = None,
 ) -> tuple[Path, Path, Path]:
-    """Write the three files, each beside its place first; return their paths.
-
-    Args:
-        folder: made if it is not there.
-        report: what `benchmark` returned.
-        statistics: of the heads, to be drawn beside.
+    """Write what `benchmark` returned as three files, each beside its place first, and return their
+    paths; the heads' statistics are drawn beside.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    png_file = path / PNG_FILE
+    png_file = Path(folder) / PNG_FILE
+    png_file.parent.mkdir(parents=True, exist_ok=True)
     draw(report, statistics, png_file)
     # The numbers last: where they are, the rest is too.
-    json_file, markdown_file = write_numbers(path, report)
-    return json_file, markdown_file, png_file
+    return (*write_numbers(folder, report), png_file)
 
 
 def write_numbers(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> tuple[Path, Path]:

@@ -8,13 +8,13 @@ batch's ratio to plain decoding moments before or after.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from itertools import groupby
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from medusa_heads.inference.bench.methods import (
     PLAIN,
@@ -23,20 +23,20 @@ from medusa_heads.inference.bench.methods import (
     make_method,
     needs_heads,
 )
-from medusa_heads.inference.bench.prompts import Prompt, batches_of
+from medusa_heads.inference.bench.prompts import Prompt
 from medusa_heads.inference.bench.setting import Plan, decoding_options, measure
 from medusa_heads.inference.bench.source import find_source, load_models
 from medusa_heads.inference.bench.timed_run import Method, fastest_threads, run_once
 from medusa_heads.inference.models.drafted import check_once
 from medusa_heads.machine import describe_machine
 
-DEFAULT_PLAN = Plan()
+_DEFAULT_PLAN = Plan()
 
 
 def benchmark(
     checkpoint: str | os.PathLike[str],
     prompts: Sequence[Prompt | Sequence[int]],
-    plan: Plan = DEFAULT_PLAN,
+    plan: Plan = _DEFAULT_PLAN,
     *,
     target: str | None = None,
     draft_model: str | Sequence[str] = (),
@@ -46,23 +46,19 @@ def benchmark(
     progress: bool = True,
     on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure ways to decode a target.
+    """Measure ways to decode a target; returns the report, plain values for JSON.
 
     Args:
         checkpoint: heads, as a folder or a hub's repository; or the target itself.
         prompts: of which a question's further turns are made with plain decoding's greedy answers.
         plan: what to measure.
         target: hub id or path of the target; by default the one the heads name.
-        draft_model: hub id or path, for the methods that need one; of several, this engine's
-            methods choose while they decode.
+        draft_model: hub id or path; of several, this engine's methods choose while they decode.
         corpus: file or folder of text, for the methods that continue one.
         device: where to run; by default the best device there is.
         trust_remote_code: run the Python code that the target's repository brings.
         progress: show progress bars, in generated batches.
         on_setting: called after each setting with the report so far.
-
-    Returns:
-        The report, plain values for JSON: target, machine, settings with their methods.
 
     Raises:
         ValueError: no prompts, a prompt beyond the target's context, an unknown method, one whose
@@ -84,32 +80,27 @@ def benchmark(
         "corpus": None if corpus is None else str(corpus),
     }
     options = {"device": device, "trust_remote_code": trust_remote_code}
-    report = measure_models(
+    return measure_models(
         lambda dtype: load_models(source, drafts, corpus, dtype=dtype, **options),
         prompts,
         plan,
+        asked_for,
         progress=progress,
-        on_setting=lambda so_far: on_setting(so_far | asked_for),
+        on_setting=on_setting,
     )
-    return report | asked_for
 
 
 def measure_models(
     load: Callable[[torch.dtype], Models],
     prompts: Sequence[Prompt | Sequence[int]],
     plan: Plan,
+    asked_for: Mapping[str, Any] | None = None,
     *,
     progress: bool = True,
     on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """`benchmark` of models that come from anywhere.
-
-    Args:
-        load: called for each dtype; what it returns must have what the settings' methods need.
-        prompts, plan, progress, on_setting: see benchmark.
-
-    Returns:
-        As benchmark, without where the models came from.
+    """`benchmark` of models that come from anywhere: `load` is called for each dtype, and gives
+    what the settings' methods need. The report holds what was asked for, too.
 
     Raises:
         ValueError: no prompts, or a prompt beyond the target's context.
@@ -118,82 +109,54 @@ def measure_models(
         raise ValueError("a benchmark needs at least one prompt, got none")
     asked = [p if isinstance(p, Prompt) else Prompt(tuple(p)) for p in prompts]
     machine = describe_machine()  # before our own work adds to the load
-    loader = _Loader(load, plan, machine["threads"])
-    with _quiet(), _own_threads():
-        models = loader.load(plan.settings[0].dtype, asked)
-        asked, left_out = _with_further_turns(models, asked, plan)
-        _check_length(models, asked, plan.max_new_tokens)
-        report: dict[str, Any] = {
-            "target": models.target.name_or_path,
-            "machine": machine,
-            "settings": [],
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "target_fingerprint": models.target.fingerprint(),
-            "parameters": models.target.model.num_parameters(),
-            "temperature": plan.temperature,
-            "seed": plan.seed,
-            "prompts_left_out": left_out,
-        }
-        for setting in plan.settings:
-            if models.target.dtype != getattr(torch, setting.dtype):
-                del models  # one copy at a time
-                loader.forget()
-                models = loader.load(setting.dtype, asked)
-            most = max(len(prompt.tokens) for prompt in asked) + plan.max_new_tokens
-            methods = loader.methods((PLAIN, *setting.methods), models, most)
-            for size in plan.batch_sizes:
-                rows = f", {size} rows" if size > 1 else ""
-                with tqdm(
-                    total=len(batches_of(asked, size)) * len(methods),
-                    desc=f"{setting.dtype} {setting.name}{rows}",
-                    unit="run",
-                    disable=not progress,
-                ) as bar:
+    report: dict[str, Any] = {}
+    with _undisturbed():
+        for dtype, settings in groupby(plan.settings, key=lambda setting: setting.dtype):
+            torch.set_num_threads(machine["threads"])
+            models = load(getattr(torch, dtype))
+            model: Any = models.target.model
+            _check_length(models, asked, plan)
+            # Before methods are made: some choose their trees by what steps take.
+            torch.set_num_threads(plan.threads or fastest_threads(model, asked[0].tokens))
+            if not report:
+                asked, left_out = _with_further_turns(models, asked, plan)
+                _check_length(models, asked, plan)
+                report = _about(models, plan, machine, left_out) | dict(asked_for or {})
+            longest = max(len(prompt.tokens) for prompt in asked) + plan.max_new_tokens
+            methods: dict[str, Method] = {}
+            for setting in settings:
+                names = dict.fromkeys((PLAIN, *setting.methods))
+                methods |= {
+                    name: make_method(name, models, most_tokens=longest)
+                    for name in names
+                    if name not in methods
+                }
+                compared = [methods[name] for name in names]
+                for size in plan.batch_sizes:
                     measured = measure(
-                        setting,
-                        methods,
-                        models.target.model,
-                        asked,
-                        batch_size=size,
-                        max_new_tokens=plan.max_new_tokens,
-                        temperature=plan.temperature,
-                        seed=plan.seed,
-                        on_run=bar.update,
+                        setting, compared, model, asked, plan, batch_size=size, progress=progress
                     )
-                report["settings"].append(measured | {"threads": torch.get_num_threads()})
-                on_setting(report)
+                    report["settings"].append(measured | {"threads": torch.get_num_threads()})
+                    on_setting(report)
+            # One copy at a time, and the graphs that were compiled of it go with it.
+            if any(method.compiled for method in methods.values()):
+                torch.compiler.reset()
+            del models, model, methods, compared
     return report
 
 
-class _Loader:
-    """The models of one dtype after the other, and the methods made of them."""
-
-    def __init__(
-        self, load: Callable[[torch.dtype], Models], plan: Plan, most_threads: int
-    ) -> None:
-        self._load, self._plan, self._most_threads = load, plan, most_threads
-        self._methods: dict[str, Method] = {}
-
-    def load(self, dtype: str, prompts: Sequence[Prompt]) -> Models:
-        torch.set_num_threads(self._most_threads)
-        models = self._load(getattr(torch, dtype))
-        _check_length(models, prompts, self._plan.max_new_tokens)
-        model = models.target.model
-        # Before methods are made: some choose their trees by what steps take.
-        torch.set_num_threads(self._plan.threads or fastest_threads(model, prompts[0].tokens))
-        return models
-
-    def methods(self, names: Sequence[str], models: Models, most_tokens: int) -> list[Method]:
-        for name in dict.fromkeys(names):
-            if name not in self._methods:
-                self._methods[name] = make_method(name, models, most_tokens=most_tokens)
-        return [self._methods[name] for name in dict.fromkeys(names)]
-
-    def forget(self) -> None:
-        """Let the methods and their models go, with the graphs that were compiled of them."""
-        if any(method.compiled for method in self._methods.values()):
-            torch.compiler.reset()
-        self._methods.clear()
+def _about(models: Models, plan: Plan, machine: dict[str, Any], left_out: int) -> dict[str, Any]:
+    return {
+        "target": models.target.name_or_path,
+        "machine": machine,
+        "settings": [],
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "target_fingerprint": models.target.fingerprint(),
+        "parameters": models.target.model.num_parameters(),
+        "temperature": plan.temperature,
+        "seed": plan.seed,
+        "prompts_left_out": left_out,
+    }
 
 
 def _with_further_turns(
@@ -202,15 +165,15 @@ def _with_further_turns(
     """Each prompt and its question's next turns, asked behind plain decoding's answers; and how
     many of those were too long."""
     model: Any = models.target.model
+    options = decoding_options("greedy", model, plan)
     longest = plan.max_prompt_length
     all_turns, left_out = list(prompts), 0
     turn = list(prompts)
     while turn := [prompt for prompt in turn if prompt.follow_up is not None]:
-        _check_length(models, turn, plan.max_new_tokens)
+        _check_length(models, turn, plan)
         following = []
         for prompt in turn:
             assert prompt.follow_up is not None
-            options = decoding_options("greedy", model, 1.0, plan.max_new_tokens)
             answered = run_once(Method(PLAIN, model.generate), model, [prompt.tokens], 0, **options)
             following.append(prompt.follow_up(answered.rows[0]))
         turn = [p for p in following if longest is None or len(p.tokens) <= longest]
@@ -219,38 +182,30 @@ def _with_further_turns(
     return all_turns, left_out
 
 
-@contextmanager
-def _own_threads() -> Iterator[None]:
-    """Behind the block torch works on as many threads as before it, also where it fails."""
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Within the block, transformers draws no bars of its own through ours, and says nothing of
-    how its own methods call it."""
-    from transformers.utils import logging
-
-    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _check_length(models: Models, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
-    longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
+def _check_length(models: Models, prompts: Sequence[Prompt], plan: Plan) -> None:
+    longest = max(len(prompt.tokens) for prompt in prompts) + plan.max_new_tokens
     limit = models.target.max_positions
     if limit is not None and longest > limit:
         raise ValueError(
             f"{longest} tokens (prompt and continuation) do not fit the target's context of "
             f"{limit}: ask for fewer new tokens or shorter prompts"
         )
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Within the block, transformers draws no bars of its own through ours, and says nothing of how
+    its own methods call it; behind it torch works on as many threads as before it."""
+    from transformers.utils import logging
+
+    threads = torch.get_num_threads()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from medusa_heads.inference.bench.methods import HEADS, PLAIN, PLAIN_METHODS, PROMPT_LOOKUP
 from medusa_heads.inference.bench.prompts import Prompt, batches_of
-from medusa_heads.inference.bench.summary import summarise
-from medusa_heads.inference.bench.timed_run import WARM_UP_TOKENS, Method, Run, run_once
+from medusa_heads.inference.bench.timed_run import WARM_UP_TOKENS, Method, Run, run_once, summarise
 
 
 @dataclass(frozen=True)
@@ -32,38 +33,31 @@ def default_settings(dtypes: Sequence[str] = ("float32",)) -> list[Setting]:
     In fp32, where rounding cannot tip a choice, the output of the heads must be plain decoding's:
     behind another dtype there the proof counts, and prompt lookup is not timed once more.
     """
-    found = []
-    for dtype in dict.fromkeys(dtypes):
-        proof = dtype == "float32" and len(dtypes) > 1
-        methods = (PLAIN, HEADS) if proof else Setting.methods
-        found += [Setting(name, dtype, methods) for name in ("greedy", "sampled")]
-    return found
+    proof = {"float32": (PLAIN, HEADS)} if len(dtypes) > 1 else {}
+    return [
+        Setting(name, dtype, proof.get(dtype, Setting.methods))
+        for dtype in dict.fromkeys(dtypes)
+        for name in ("greedy", "sampled")
+    ]
 
 
 @dataclass(frozen=True)
 class Plan:
     """What a benchmark measures, whichever models it is given.
 
-    Attributes:
-        settings: one after the other; a copy of the target is loaded per dtype, one at a time.
-        batch_sizes: prompts decoded together; everything is measured with each.
-        max_new_tokens: tokens after each prompt; fewer where the target ends its text.
-        max_prompt_length: further turns with more tokens are left out, and counted.
-        temperature: of the sampled settings.
-        seed: sampling of batch i starts from seed + i, for every method.
-        threads: CPU threads; by default as many as plain decoding is fastest with, tried for each
-            dtype, so that all methods are compared at the best that plain decoding can do.
-
     Raises:
         ValueError: nothing is to be measured, or a number is out of its range.
     """
 
+    # One after the other; a copy of the target is loaded per dtype, one at a time.
     settings: Sequence[Setting] = field(default_factory=default_settings)
-    batch_sizes: Sequence[int] = (1,)
-    max_new_tokens: int = 128
-    max_prompt_length: int | None = None
-    temperature: float = 0.7
-    seed: int = 0
+    batch_sizes: Sequence[int] = (1,)  # prompts decoded together; all is measured with each
+    max_new_tokens: int = 128  # after each prompt; fewer where the target ends its text
+    max_prompt_length: int | None = None  # longer further turns are left out, and counted
+    temperature: float = 0.7  # of the sampled settings
+    seed: int = 0  # sampling of batch i starts from seed + i, for every method
+    # Of the CPU; by default as many as plain decoding is fastest with, tried for each dtype, so
+    # that all methods are compared at the best that plain decoding can do.
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -89,110 +83,99 @@ def measure(
     methods: Sequence[Method],
     model: Any,
     prompts: Sequence[Prompt],
+    plan: Plan,
     *,
     batch_size: int = 1,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    on_run: Callable[[int], object] = lambda _: None,
+    progress: bool = False,
 ) -> dict[str, Any]:
     """One setting: every method on every batch, in turns; the first method is plain decoding, and
     the fastest plain one the reference of the speed-ups."""
-    options = decoding_options(setting.name, model, temperature, max_new_tokens)
+    options = decoding_options(setting.name, model, plan)
     batches = batches_of(prompts, batch_size)
-    running, left_out = _warm_up(methods, model, batches, options)
-    on_run(len(left_out) * len(batches))
-    runs: dict[str, list[Run]] = {method.name: [] for method in running}
-    for index, batch in enumerate(batches):
-        turn = index % len(running)
-        for method in [*running[turn:], *running[:turn]]:
+    title = f"{setting.dtype} {setting.name}" + f", {batch_size} rows" * (batch_size > 1)
+    total = len(batches) * len(methods)
+    with tqdm(total=total, desc=title, unit="run", disable=not progress) as bar:
+        running, left_out = _warm_up(methods, model, batches[0], options)
+        bar.update(len(left_out) * len(batches))
+        runs: dict[str, list[Run]] = {method.name: [] for method in running}
+        for index, batch in enumerate(batches):
+            turn, seed = index % len(running), plan.seed + index
             rows = [prompt.tokens for prompt in batch]
-            runs[method.name].append(run_once(method, model, rows, seed + index, **options))
-            on_run(1)
+            for method in [*running[turn:], *running[:turn]]:
+                runs[method.name].append(run_once(method, model, rows, seed, **options))
+                bar.update()
     plain = next(iter(runs))
     candidates = [name for name in runs if name in PLAIN_METHODS] or [plain]
-    rates = {name: statistics.median(r.tokens_per_second for r in runs[name]) for name in runs}
-    reference = max(candidates, key=rates.__getitem__)
+    reference = max(
+        candidates, key=lambda name: statistics.median(r.tokens_per_second for r in runs[name])
+    )
     kinds = [batch[0].category for batch in batches]
     entries = []
     for method in running:
-        done = runs[method.name]
-        entry = {"name": method.name, **summarise(done, runs[reference], runs[plain])}
+        compared = (runs[method.name], runs[reference], runs[plain])
+        entry = {"name": method.name, **summarise(*compared)}
         if method.nodes is not None:
             entry["nodes"] = method.nodes()
         if len(set(kinds)) > 1:
-            entry["by_category"] = _by_category(kinds, done, runs[reference], runs[plain])
+            entry["by_category"] = _by_category(kinds, compared)
         entries.append(entry)
     return {
         "name": setting.name,
         "dtype": setting.dtype,
         "batch_size": batch_size,
         "prompts": len(batches) * batch_size,
-        "new_tokens": max_new_tokens,
+        "new_tokens": plan.max_new_tokens,
         "reference": reference,
         "methods": entries,
         "left_out": left_out,
     }
 
 
-def decoding_options(
-    name: str, model: Any, temperature: float, max_new_tokens: int
-) -> dict[str, Any]:
+def decoding_options(name: str, model: Any, plan: Plan) -> dict[str, Any]:
     """What generate() is called with in a setting of this name."""
-    sampling = {"do_sample": True, "temperature": temperature}
-    decoding = sampling if name == "sampled" else {"do_sample": False}
-    pad = model.generation_config.pad_token_id
+    sampling = {"do_sample": True, "temperature": plan.temperature}
     return {
-        **decoding,
-        "pad_token_id": pad if pad is not None else 0,
-        "max_new_tokens": max_new_tokens,
+        **(sampling if name == "sampled" else {"do_sample": False}),
+        "pad_token_id": model.generation_config.pad_token_id or 0,
+        "max_new_tokens": plan.max_new_tokens,
     }
 
 
 def _warm_up(
-    methods: Sequence[Method],
-    model: Any,
-    batches: Sequence[Sequence[Prompt]],
-    options: dict[str, Any],
+    methods: Sequence[Method], model: Any, batch: Sequence[Prompt], options: dict[str, Any]
 ) -> tuple[list[Method], dict[str, str]]:
     """The methods that run here, each warm, and why the others do not."""
     running, left_out = [], {}
-    rows = [prompt.tokens for prompt in batches[0]]
     short = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
     for method in methods:
-        if method.one_row and len(rows) > 1:
+        if method.one_row and len(batch) > 1:
             left_out[method.name] = "transformers assists one sequence at a time"
             continue
         started = time.perf_counter()
         try:
-            run_once(method, model, rows, 0, **short)
+            run_once(method, model, [prompt.tokens for prompt in batch], 0, **short)
         # There may be no compiler here, or one that gives up. Other mistakes are ours.
         except RuntimeError as error:
-            if not method.compiled or not _of_a_compiler(error):
+            from torch._dynamo.exc import TorchDynamoException
+
+            if not method.compiled or not isinstance(error, TorchDynamoException):
                 raise
             # The first line names the compiler, the second what befell it.
             reason = " ".join(str(error).split("\n", maxsplit=2)[:2]).strip()
             seconds = time.perf_counter() - started
             left_out[method.name] = f"torch.compile failed after {seconds:.0f} seconds: {reason}"
-            continue
-        running.append(method)
+        else:
+            running.append(method)
     return running, left_out
 
 
-def _of_a_compiler(error: RuntimeError) -> bool:
-    from torch._dynamo.exc import TorchDynamoException
-
-    return isinstance(error, TorchDynamoException)
-
-
 def _by_category(
-    kinds: Sequence[str | None], runs: Sequence[Run], reference: Sequence[Run], plain: Sequence[Run]
-) -> dict[str, Any]:
+    kinds: Sequence[str | None], compared: Sequence[Sequence[Run]]
+) -> dict[str, dict[str, Any]]:
     shown = ("tokens_per_second", "speedup", "speedup_quartiles", "tokens_per_step", "identical")
     found = {}
     for kind in dict.fromkeys(kinds):
         places = [place for place, other in enumerate(kinds) if other == kind]
-        picked = [[each[place] for place in places] for each in (runs, reference, plain)]
-        whole = summarise(*picked)
+        whole = summarise(*([runs[place] for place in places] for runs in compared))
         found[kind or "other"] = {name: whole[name] for name in shown}
     return found

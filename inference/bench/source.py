@@ -24,12 +24,8 @@ from medusa_heads.target.target import TargetModel
 
 @dataclass(frozen=True)
 class Source:
-    """Where heads lie, if there are any, and their target.
-
-    Attributes:
-        checkpoint: folder of the heads.
-        target: hub id or path, perhaps with a revision; None: the one the heads name.
-    """
+    """Where heads lie, if there are any, and their target: hub id or path, perhaps with a revision,
+    or None for the one that the heads name."""
 
     checkpoint: Path | None
     target: str | None
@@ -47,12 +43,8 @@ class Source:
 
 
 def find_source(name: str | os.PathLike[str], target: str | None, *, heads: bool) -> Source:
-    """Tell a heads checkpoint from a target.
-
-    Args:
-        name: folder or hub id of either.
-        target: of the heads, where it is not the one they name.
-        heads: heads are to be measured: nothing else will do.
+    """Tell a heads checkpoint from a target, by the folder or hub id of either; where heads are to
+    be measured, nothing else will do. `target` is another than the one that the heads name.
 
     Raises:
         ValueError: neither stands there, or a draft model does.
@@ -84,19 +76,13 @@ def load_models(
     dtype: torch.dtype,
     **options: Any,
 ) -> Models:
-    """Load them all in one dtype.
+    """Target and heads, draft models, and the index of a file or folder of text, in one dtype.
 
-    Args:
-        source: target, and perhaps heads.
-        draft_models: hub id or path of each.
-        corpus: file or folder of text for drafts to continue.
-        dtype: of all weights.
-        options: `device` and `trust_remote_code`.
+    Further options are `device` and `trust_remote_code`.
 
     Raises:
         ValueError: one of them is missing, damaged, or does not fit the target.
     """
-    trusted = bool(options.get("trust_remote_code"))
     medusa = None
     if source.checkpoint is not None:
         medusa = MedusaModel.from_pretrained(
@@ -106,16 +92,13 @@ def load_models(
     else:
         assert source.target is not None
         target = load_target(source.target, source.target, dtype=dtype, **options)
+    trusted = bool(options.get("trust_remote_code"))
     index = find_corpus(corpus, target, trust_remote_code=trusted)
     options |= {"dtype": dtype, "device": target.device}
-    drafts = tuple(_load_draft(named, target, options) for named in draft_models)
-    return Models(target, medusa, drafts, index)
-
-
-def _load_draft(named: str, target: TargetModel, options: dict[str, Any]) -> TargetModel:
-    name, revision = split_revision(named)
-    if revision is not None:
-        options = options | {"revision": revision}
-    draft = TargetModel.from_pretrained(name, **options)
-    check_vocabulary(draft, target)
-    return draft
+    drafts = []
+    for named in draft_models:
+        name, revision = split_revision(named)
+        at: dict[str, Any] = {} if revision is None else {"revision": revision}
+        drafts.append(TargetModel.from_pretrained(name, **options, **at))
+        check_vocabulary(drafts[-1], target)
+    return Models(target, medusa, tuple(drafts), index)

@@ -1,18 +1,24 @@
-"""What speculation gains: expected tokens a step, and speed-up, from acceptance and from costs.
+"""What speculation gains: expected tokens a step, and speed-up, from acceptance and from costs; and
+what heads and their trees take, in bytes.
 
 A chain of drafts in theory is as in Leviathan et al. 2022 ("Fast inference from transformers via
 speculative decoding", arXiv:2211.17192): every draft is accepted with the same chance, whatever
 was accepted before, and verifying the whole chain takes as long as one token does. Chains and trees
 of trained heads go by what was measured instead: the heads' ranks on held-out text, and the seconds
 of a step on this machine.
+
+Shapes: B batch, T tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, step_seconds
@@ -22,21 +28,18 @@ from medusa_heads.machine import describe_machine
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
 
-DEFAULT_BATCH_SIZES = (1, 2, 4, 8)
-LONGEST_CHAIN = 64
+_LONGEST_CHAIN = 64
 
 
 def chain_tokens(acceptance: float, length: int) -> float:
-    """Expected tokens a step of a chain of `length` drafts: equation 1 of Leviathan et al.
-
-    Args:
-        acceptance: the chance that a draft behind accepted ones is accepted.
-        length: drafts in the chain; 0 is plain decoding, one token a step.
+    """Expected tokens a step of a chain of `length` drafts, each of which is accepted behind
+    accepted ones with the chance `acceptance`: equation 1 of Leviathan et al.
 
     Raises:
         ValueError: an acceptance that is no chance, or a length below 0.
     """
-    _check_chance(acceptance)
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance must lie between 0 and 1, got {acceptance}")
     if length < 0:
         raise ValueError(f"a chain has at least 0 drafts, got {length}")
     # The geometric series itself: its closed form divides by 0 where all is accepted.
@@ -44,12 +47,8 @@ def chain_tokens(acceptance: float, length: int) -> float:
 
 
 def chain_speedup(acceptance: float, length: int, draft_cost: float) -> float:
-    """How many times as fast as plain decoding: theorem 3.8 of Leviathan et al.
-
-    Args:
-        acceptance: the chance that a draft behind accepted ones is accepted.
-        length: drafts in the chain.
-        draft_cost: what one draft takes, in forwards of the target.
+    """How many times as fast as plain decoding such a chain is, where one draft takes `draft_cost`
+    forwards of the target: theorem 3.8 of Leviathan et al.
 
     Raises:
         ValueError: an acceptance that is no chance, a length or a cost below 0.
@@ -59,7 +58,7 @@ def chain_speedup(acceptance: float, length: int, draft_cost: float) -> float:
     return chain_tokens(acceptance, length) / (length * draft_cost + 1)
 
 
-def best_chain_length(acceptance: float, draft_cost: float, longest: int = LONGEST_CHAIN) -> int:
+def best_chain_length(acceptance: float, draft_cost: float, longest: int = _LONGEST_CHAIN) -> int:
     """The length with the largest speed-up, 0 where drafting does not pay; the shorter of equals.
 
     It pays exactly where acceptance is above the cost (corollary 3.9).
@@ -73,39 +72,27 @@ def best_chain_length(acceptance: float, draft_cost: float, longest: int = LONGE
 def chain_chances(statistics: HeadStatistics) -> list[float]:
     """The chance that the first 1, 2, .. best guesses of the heads are all right."""
     counts = dict(statistics.paths)
-    chances = []
-    for depth in range(1, statistics.num_heads + 1):
-        # What is so rare that no path was kept for it counts as never.
-        chances.append(counts.get((0,) * depth, 0) / statistics.positions)
-    return chances
+    # What is so rare that no path was kept for it counts as never.
+    return [
+        counts.get((0,) * depth, 0) / statistics.positions
+        for depth in range(1, statistics.num_heads + 1)
+    ]
 
 
 def mean_acceptance(chances: Sequence[float]) -> float:
     """Accepted drafts over those that were tried, a draft being tried once all before it were
-    accepted: the one chance that stands for all of them in equation 1.
-
-    Args:
-        chances: that the first 1, 2, .. drafts are all right.
-    """
-    tried = 1.0 + math.fsum(chances[:-1])
-    return math.fsum(chances) / tried
+    accepted: the one chance that stands for all of them in equation 1. `chances` are as
+    `chain_chances` gives them."""
+    return math.fsum(chances) / (1.0 + math.fsum(chances[:-1]))
 
 
 def break_even(batch_sizes: Sequence[int], speedups: Sequence[float]) -> float | None:
-    """The batch size up to which drafting pays, between measured ones on a logarithmic scale.
-
-    Args:
-        batch_sizes: ascending.
-        speedups: of each over plain decoding of the same batch.
-
-    Returns:
-        0.0 where it does not pay even at the smallest size, None where it pays at all of them.
-    """
-    assert len(batch_sizes) == len(speedups) and sorted(batch_sizes) == list(batch_sizes)
+    """The batch size up to which drafting pays, between measured ones, which ascend, on a
+    logarithmic scale: 0.0 where it does not even at the smallest, None where it does at all."""
+    assert sorted(batch_sizes) == list(batch_sizes)
     if speedups[0] <= 1:
         return 0.0
-    pairs = list(zip(batch_sizes, speedups, strict=True))
-    for (small, gain), (large, loss) in pairwise(pairs):
+    for (small, gain), (large, loss) in pairwise(zip(batch_sizes, speedups, strict=True)):
         if loss <= 1:
             share = (gain - 1) / (gain - loss)
             return float(small * (large / small) ** share)
@@ -118,16 +105,14 @@ def analyze(
     statistics: HeadStatistics,
     *,
     context: int = DEFAULT_CONTEXT,
-    batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES,
+    batch_sizes: Sequence[int] = (1, 2, 4, 8),
     chain_only: bool = False,
     refresh: bool = False,
 ) -> dict[str, Any]:
     """All of it for heads on this machine, as plain values.
 
     Args:
-        target: the target.
-        heads: attached to it.
-        statistics: measured ranks of the heads.
+        target, heads, statistics: heads, their measured ranks, and what they are attached to.
         context: tokens in the cache while steps are measured.
         batch_sizes: sequences decoded together; the costs of each are measured.
         chain_only: the target verifies chains alone, so trees are left out.
@@ -139,14 +124,12 @@ def analyze(
     sizes = sorted(set(batch_sizes))
     if not sizes or sizes[0] < 1:
         raise ValueError(f"expected batch sizes of at least 1, got {list(batch_sizes)}")
+    chances = chain_chances(statistics)
     batches = []
     for rows in sizes:
-        chains = _chain_sizes(target, heads, statistics, context, rows, refresh)
-        trees: list[TreeSize] = []
-        if not chain_only:
-            trees = tune(
-                target, heads, statistics, context=context, batch_size=rows, refresh=refresh
-            )
+        where: dict[str, Any] = {"context": context, "batch_size": rows, "refresh": refresh}
+        chains = _chain_sizes(target, heads, statistics, chances, **where)
+        trees = [] if chain_only else tune(target, heads, statistics, **where)
         batches.append(_batch(rows, chains, trees))
     report: dict[str, Any] = {
         "target": target.name_or_path,
@@ -156,12 +139,21 @@ def analyze(
         "context": context,
         "machine": describe_machine(),
         "positions": statistics.positions,
-        "acceptance": mean_acceptance(chain_chances(statistics)),
+        "acceptance": (acceptance := mean_acceptance(chances)),
         "top_1": statistics.top_k_accuracy(1),
         "batches": batches,
     }
     if sizes[0] == 1:
-        report["chains"] = _against_theory(batches[0]["chains"], report["acceptance"])
+        # Beside equation 1 and theorem 3.8, which take verification for free.
+        report["chains"] = [
+            {
+                **chain,
+                "length": chain["nodes"],
+                "equation_1": chain_tokens(acceptance, chain["nodes"]),
+                "theorem_3_8": chain_speedup(acceptance, chain["nodes"], chain["draft_cost"]),
+            }
+            for chain in batches[0]["chains"]
+        ]
     report["break_even_batch_size"] = break_even(
         sizes, [batch["best"]["speedup"] for batch in batches]
     )
@@ -172,18 +164,19 @@ def _chain_sizes(
     target: TargetModel,
     heads: DraftHeads,
     statistics: HeadStatistics,
+    chances: Sequence[float],
+    *,
     context: int,
-    rows: int,
+    batch_size: int,
     refresh: bool,
 ) -> list[TreeSize]:
     """Plain decoding and the chains of 1, 2, .. heads, with their measured steps."""
-    chances = chain_chances(statistics)
     expected = {"none": 1.0} | {
         f"chain:{depth}": 1 + math.fsum(chances[:depth]) for depth in range(1, len(chances) + 1)
     }
     drafters = {tree: make_drafter(tree, heads, statistics) for tree in expected}
     kind = heads.config.to_dict() | {"chains": len(chances)}
-    seconds = step_seconds(target, drafters, kind, context, rows, refresh=refresh)
+    seconds = step_seconds(target, drafters, kind, context, batch_size, refresh=refresh)
     return [
         TreeSize(tree, seconds[tree].step, tokens, seconds[tree].drafting)
         for tree, tokens in expected.items()
@@ -191,18 +184,16 @@ def _chain_sizes(
 
 
 def _batch(rows: int, chains: Sequence[TreeSize], trees: Sequence[TreeSize]) -> dict[str, Any]:
+    # Each is compared with plain decoding of its own measurement: machines change their speed.
     described = [
-        # Each is compared with plain decoding of its own measurement: machines change their speed.
-        [_describe(size, sizes[0]) for size in sizes if size.nodes]
-        for sizes in (chains, trees)
+        [_describe(size, sizes[0]) for size in sizes if size.nodes] for sizes in (chains, trees)
     ]
-    drafted = [entry for entries in described for entry in entries]
     return {
         "batch_size": rows,
         "plain_step_seconds": (trees or chains)[0].step_seconds,
         "chains": described[0],
         "trees": described[1],
-        "best": max(drafted, key=lambda entry: entry["speedup"]),
+        "best": max((*described[0], *described[1]), key=lambda entry: entry["speedup"]),
     }
 
 
@@ -218,19 +209,45 @@ def _describe(size: TreeSize, plain: TreeSize) -> dict[str, Any]:
     }
 
 
-def _against_theory(chains: Sequence[Mapping[str, Any]], acceptance: float) -> list[dict[str, Any]]:
-    """Measured chains beside equation 1 and theorem 3.8, which take verification for free."""
-    return [
-        {
-            **chain,
-            "length": chain["nodes"],
-            "equation_1": chain_tokens(acceptance, chain["nodes"]),
-            "theorem_3_8": chain_speedup(acceptance, chain["nodes"], chain["draft_cost"]),
-        }
-        for chain in chains
-    ]
+def memory_overhead(
+    target: TargetModel, heads: DraftHeads, nodes: int, batch_size: int = 1
+) -> dict[str, int]:
+    """Bytes of each part, where so many rows draft so many nodes each; the root of a tree is what
+    plain decoding would run as well."""
+    per_token = cache_bytes_per_token(target)
+    drafted = nodes * batch_size
+    prefix = heads.prefix
+    return {
+        "target": _bytes(target.model.parameters()),
+        "heads": _heads_bytes(heads),
+        "cache_per_token": per_token,  # the target's keys and values
+        # Those of the heads' own layer, if they have one.
+        "prefix_per_token": 2 * target.hidden_size * prefix.dtype.itemsize if prefix else 0,
+        "tree_cache": drafted * per_token,  # held until the walk has dropped most of its rows
+        "tree_logits": drafted * target.vocab_size * target.dtype.itemsize,  # of the target
+    }
 
 
-def _check_chance(value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"acceptance must lie between 0 and 1, got {value}")
+@torch.inference_mode()
+def cache_bytes_per_token(target: TargetModel) -> int:
+    """Of the keys and values in all layers, seen on a token that the target really reads."""
+    cache = target.new_cache()
+    ids_BT = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    target.hidden(ids_BT, cache=cache)
+    held: list[Any] = [side for layer in cache.row_layers for side in (layer.keys, layer.values)]
+    return _bytes(side for side in held if side is not None)
+
+
+def _heads_bytes(heads: DraftHeads) -> int:
+    """With the second copy of their blocks that medusa heads keep in one piece while they decode,
+    the rows that a reduced vocabulary copies, and the preview of a large one."""
+    total = _bytes(heads.parameters())
+    if heads.kind == "medusa":
+        total += _bytes(p for name, p in heads.named_parameters() if ".linear." in name)
+    if heads.draft_tokens is not None and heads.config.vocab_matrix == "shared":
+        total += _bytes([heads.vocab_matrix(0)[0]])
+    return total + _bytes(tensor for preview in heads.previews or () for tensor in preview.held)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import replace_file
-from medusa_heads.pictures import LIGHT, Line, draw_lines, save_picture
+from medusa_heads.inference.bench.plots import speedup_axes, target_name, where_measured
+from medusa_heads.inference.bench.report import formatted, rich_table
+from medusa_heads.pictures import Line, draw_lines, save_picture
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-JSON_FILE = "analysis.json"
-PNG_FILE = "analysis.png"
+_EXPECTED = "expected speed-up over plain decoding"
 _PARTS = {
     "target": "the target's weights",
     "heads": "the heads, as held while decoding",
@@ -25,12 +26,76 @@ _PARTS = {
     "tree_cache": "keys and values of the drafted nodes",
     "tree_logits": "logits of the drafted nodes",
 }
+# Columns of the tables, and how an entry of the report, in milliseconds, is written in them.
+_CHAINS = {
+    "length": "{length}",
+    "tokens per step": "{tokens_per_step:.2f}",
+    "equation 1": "{equation_1:.2f}",
+    "draft cost": "{draft_cost:.3f}",
+    "step ms": "{step_seconds:.2f}",
+    "speed-up": "{speedup:.2f}",
+    "theorem 3.8": "{theorem_3_8:.2f}",
+}
+_TREES = {
+    "tree": "{tree}",
+    "tokens per step": "{tokens_per_step:.2f}",
+    "step ms": "{step_seconds:.2f}",
+    "of it drafting": "{drafting_share:.0%}",
+    "speed-up": "{speedup:.2f}",
+}
+_BATCHES = {
+    "rows": "{batch_size}",
+    "plain step ms": "{plain_step_seconds:.2f}",
+    "tree": "{tree}",
+    "step ms": "{step_seconds:.2f}",
+    "speed-up": "{speedup:.2f}",
+}
 
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
     """Chains against theory (where a batch of 1 was measured), trees, batches, memory."""
-    chains = [_chain_table(report)] if "chains" in report else []
-    return [*chains, _tree_table(report), _batch_table(report), _memory_table(report)]
+    batches, first = report["batches"], report["batches"][0]
+    chains = f"chains of best guesses, batch of 1; mean acceptance {report['acceptance']:.3f}"
+    found = (
+        [rich_table(chains, formatted(_CHAINS, map(_in_ms, report["chains"])))]
+        if "chains" in report
+        else []
+    )
+    title = (
+        f"batch of {first['batch_size']}, {report['dtype']}, {report['context']} tokens of context"
+    )
+    plain = {"tree": "none", "tokens_per_step": 1.0, "speedup": 1.0, "drafting_seconds": 0.0}
+    trees = [
+        plain | {"step_seconds": first["plain_step_seconds"]},
+        *first["chains"],
+        *first["trees"],
+    ]
+    best = trees.index(first["best"])
+    found.append(rich_table(title, formatted(_TREES, map(_in_ms, trees)), bold=best))
+    best_drafts = [{**batch, **batch["best"]} for batch in batches]
+    rows = formatted(_BATCHES, map(_in_ms, best_drafts))
+    found.append(rich_table("the best draft by batch size", rows))
+    memory: Mapping[str, int] = report["memory"]
+    cells = [
+        [_PARTS[part], f"{size / 1e6:.3f}", f"{size / memory['target']:.2%}" if size else "-"]
+        for part, size in memory.items()
+    ]
+    title = f"memory, {first['best']['tree']}, {_in_rows(first)}"
+    share = "share of the target's weights"
+    found.append(rich_table(title, (["what", "MB", "share"], cells), caption=share))
+    return found
+
+
+def _in_ms(entry: Mapping[str, Any]) -> dict[str, Any]:
+    shown = dict(entry) | {"drafting_share": entry["drafting_seconds"] / entry["step_seconds"]}
+    return {
+        name: 1e3 * value if name.endswith("seconds") else value for name, value in shown.items()
+    }
+
+
+def _in_rows(batch: Mapping[str, Any]) -> str:
+    rows = batch["batch_size"]
+    return f"{rows} row{'s' * (rows > 1)}"
 
 
 def break_even_sentence(report: Mapping[str, Any]) -> str:
@@ -46,104 +111,30 @@ def break_even_sentence(report: Mapping[str, Any]) -> str:
     return f"Drafting pays {upto}, where no row waits for a batch's last one.{real}"
 
 
-def _chain_table(report: Mapping[str, Any]) -> Table:
-    table = _table(
-        f"chains of best guesses, batch of 1; mean acceptance {report['acceptance']:.3f}",
-        *("length", "tokens per step", "equation 1", "draft cost", "step ms", "speed-up"),
-        "theorem 3.8",
-    )
-    for chain in report["chains"]:
-        table.add_row(
-            str(chain["length"]),
-            f"{chain['tokens_per_step']:.2f}",
-            f"{chain['equation_1']:.2f}",
-            f"{chain['draft_cost']:.3f}",
-            f"{1e3 * chain['step_seconds']:.2f}",
-            f"{chain['speedup']:.2f}",
-            f"{chain['theorem_3_8']:.2f}",
-        )
-    return table
-
-
-def _tree_table(report: Mapping[str, Any]) -> Table:
-    batch = report["batches"][0]
-    context = f"{report['context']} tokens of context"
-    title = f"batch of {batch['batch_size']}, {report['dtype']}, {context}"
-    table = _table(title, "tree", "tokens per step", "step ms", "of it drafting", "speed-up")
-    table.add_row("none", "1.00", f"{1e3 * batch['plain_step_seconds']:.2f}", "0%", "1.00")
-    for entry in [*batch["chains"], *batch["trees"]]:
-        table.add_row(
-            entry["tree"],
-            f"{entry['tokens_per_step']:.2f}",
-            f"{1e3 * entry['step_seconds']:.2f}",
-            f"{entry['drafting_seconds'] / entry['step_seconds']:.0%}",
-            f"{entry['speedup']:.2f}",
-            style="bold" if entry == batch["best"] else "",
-        )
-    return table
-
-
-def _batch_table(report: Mapping[str, Any]) -> Table:
-    table = _table(
-        "the best draft by batch size",
-        *("rows", "plain step ms", "tree", "step ms", "speed-up"),
-    )
-    for batch in report["batches"]:
-        best = batch["best"]
-        table.add_row(
-            str(batch["batch_size"]),
-            f"{1e3 * batch['plain_step_seconds']:.2f}",
-            best["tree"],
-            f"{1e3 * best['step_seconds']:.2f}",
-            f"{best['speedup']:.2f}",
-        )
-    return table
-
-
-def _memory_table(report: Mapping[str, Any]) -> Table:
-    memory: Mapping[str, int] = report["memory"]
-    best = report["batches"][0]["best"]
-    rows = report["batches"][0]["batch_size"]
-    table = _table(f"memory, {best['tree']}, {rows} row{'s' * (rows > 1)}", "what", "MB", "share")
-    for part, value in memory.items():
-        share = f"{value / memory['target']:.2%}" if value else "-"
-        table.add_row(_PARTS[part], f"{value / 1e6:.3f}", share)
-    table.caption = "share of the target's weights"
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title)
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left", no_wrap=not place)
-    return table
-
-
 def write_analysis(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> tuple[Path, Path]:
     """Write `analysis.json` and `analysis.png`, each beside its place first; return their paths.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    save_picture(path / PNG_FILE, partial(_draw, report=report), size=(12.8, 4.4))
+    json_file, png_file = Path(folder) / "analysis.json", Path(folder) / "analysis.png"
+    png_file.parent.mkdir(parents=True, exist_ok=True)
+    save_picture(png_file, partial(_draw, report=report), size=(12.8, 4.4))
     # The numbers last: where they are, the picture is too.
-    replace_file(path / JSON_FILE, json.dumps(report, indent=2) + "\n")
-    return path / JSON_FILE, path / PNG_FILE
+    replace_file(json_file, json.dumps(report, indent=2) + "\n")
+    return json_file, png_file
 
 
 def _draw(figure: Any, report: Mapping[str, Any]) -> None:
     by_nodes, by_rows = figure.subplots(1, 2)
     _draw_by_nodes(by_nodes, report["batches"][0])
-    _draw_by_rows(by_rows, report)
-    machine = report["machine"]
-    where = machine.get("gpu") or f"{machine['cores']} cores, {machine['cpu']}"
-    name = Path(str(report["target"])).name or "target"
-    name += " (grown from a smaller model)" if report["grown_from"] else ""
-    figure.suptitle(f"{name}, {report['dtype']}, on {where}", fontsize=11)
+    sizes = {batch["batch_size"]: batch["best"]["speedup"] for batch in report["batches"]}
+    speedup_axes(by_rows, "rows decoded together", _EXPECTED)
+    by_rows.set_xticks(list(sizes), map(str, sizes))
+    draw_lines(by_rows, [Line("best draft", list(sizes.items()))], title="Speed-up by batch size")
+    grown = " (grown from a smaller model)" if report["grown_from"] else ""
+    where = f"{report['dtype']}, on {where_measured(report['machine'])}"
+    figure.suptitle(f"{target_name(report)}{grown}, {where}", fontsize=11)
 
 
 def _draw_by_nodes(axes: Any, batch: Mapping[str, Any]) -> None:
@@ -153,21 +144,6 @@ def _draw_by_nodes(axes: Any, batch: Mapping[str, Any]) -> None:
         drafts = [d for d in (*batch["chains"], *batch["trees"]) if d["tree"].startswith(kind)]
         if drafts:
             lines.append(Line(kind, [(draft["nodes"], draft["speedup"]) for draft in drafts]))
-    rows = batch["batch_size"]
-    axes.axhline(1.0, color=LIGHT.ink, linewidth=0.8, linestyle="--")
-    axes.set_xscale("log", base=2)
+    speedup_axes(axes, "draft tokens of a step (nodes of the tree)", _EXPECTED)
     axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set_xlabel("draft tokens of a step (nodes of the tree)")
-    axes.set_ylabel("expected speed-up over plain decoding")
-    draw_lines(axes, lines, title=f"Speed-up by tree, {rows} row{'s' * (rows > 1)}")
-
-
-def _draw_by_rows(axes: Any, report: Mapping[str, Any]) -> None:
-    rows = [batch["batch_size"] for batch in report["batches"]]
-    best = Line("best draft", [(b["batch_size"], b["best"]["speedup"]) for b in report["batches"]])
-    axes.axhline(1.0, color=LIGHT.ink, linewidth=0.8, linestyle="--")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(rows, [str(row) for row in rows])
-    axes.set_xlabel("rows decoded together")
-    axes.set_ylabel("expected speed-up over plain decoding")
-    draw_lines(axes, [best], title="Speed-up by batch size")
+    draw_lines(axes, lines, title=f"Speed-up by tree, {_in_rows(batch)}")

@@ -1,4 +1,5 @@
-"""One timed generation, whoever generates, with the target's forwards counted from outside.
+"""One timed generation, whoever generates, with the target's forwards counted from outside; and
+many of them in a few numbers.
 
 Shapes: B rows, T tokens.
 """
@@ -8,65 +9,45 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from medusa_heads.inference.bench.peak_memory import PeakMemory
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.prompts import left_padded, stop_ids
 
 WARM_UP_TOKENS = 24
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decode.
+    """A way to decode; `stats` and `nodes` are of methods of this engine."""
 
-    Attributes:
-        name: what tables call it.
-        generate: transformers' signature; returns the sequences [B, T].
-        stats: what the last call did, of methods of this engine.
-        nodes: the most tokens drafted at a step, of methods of this engine.
-        one_row: it decodes one sequence at a time.
-        compiled: its forwards cannot be counted from outside.
-    """
-
-    name: str
-    generate: Callable[..., Any]
-    stats: Callable[[], GenerationStats] | None = None
-    nodes: Callable[[], int] | None = None
-    one_row: bool = False
-    compiled: bool = False
+    name: str  # what tables call it
+    generate: Callable[..., Any]  # transformers' signature; returns the sequences [B, T]
+    stats: Callable[[], GenerationStats] | None = None  # what the last call did
+    nodes: Callable[[], int] | None = None  # the most tokens drafted at a step
+    one_row: bool = False  # it decodes one sequence at a time
+    compiled: bool = False  # its forwards cannot be counted from outside
 
 
 @dataclass
 class Run:
-    """One method on one batch of prompts.
+    """One method on one batch of prompts; `phases` and `accepted` are of methods of this engine."""
 
-    Attributes:
-        rows: the tokens written behind each prompt, up to the end token.
-        seconds: wall time.
-        forwards: of the target.
-        steps: forwards that each row took part in, summed over the rows.
-        first_token_seconds: wall time until the target's first forward was done.
-        peak_memory: bytes held at most while it ran, by everything in the process.
-        run_memory: bytes of it that were not held before the run.
-        phases: seconds by phase, and accepted: how often a step kept 0, 1, 2, .. drafted tokens,
-            the prompts' own forwards left out; of methods of this engine.
-    """
-
-    rows: list[list[int]]
-    seconds: float
-    forwards: int
-    steps: int
-    first_token_seconds: float = 0.0
-    peak_memory: int | None = None
-    run_memory: int | None = None
-    phases: dict[str, float] = field(default_factory=dict)
+    rows: list[list[int]]  # the tokens written behind each prompt, up to the end token
+    seconds: float  # wall time
+    forwards: int  # of the target
+    steps: int  # forwards that each row took part in, summed over the rows
+    first_token_seconds: float = 0.0  # wall time until the target's first forward was done
+    peak_memory: int | None = None  # bytes held at most, by everything in the process
+    run_memory: int | None = None  # bytes of it that were not held before the run
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+    # How often a step kept 0, 1, 2, .. drafted tokens, the prompts' own forwards left out.
     accepted: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -85,18 +66,30 @@ def run_once(
     counted from outside."""
     pad = generate_kwargs.get("pad_token_id") or 0
     input_ids_BT, mask_BT = left_padded(prompts, pad, model.device)
-    longest = input_ids_BT.shape[1]
+    ends: list[float] = []  # of the target's forwards
+
+    def count(*_: Any) -> None:
+        if not ends:
+            _synchronize(model)
+            if method.compiled:  # nothing of ours is compiled into the others
+                hook.remove()
+        ends.append(time.perf_counter())
+
     torch.manual_seed(seed)
     memory = PeakMemory(model.device)
-    with _forwards(model, first_alone=method.compiled) as forwards:
+    hook = model.register_forward_hook(count)
+    try:
         _synchronize(model)
         started = time.perf_counter()
         output_BT = method.generate(input_ids_BT, attention_mask=mask_BT, **generate_kwargs)
         _synchronize(model)
         seconds = time.perf_counter() - started
+    finally:
+        hook.remove()
     peak, above = memory.read()
-    rows = [_up_to_the_end(row, model) for row in output_BT[:, longest:].tolist()]
-    run = Run(rows, seconds, forwards.count, forwards.count, forwards.first - started, peak, above)
+    rows = [_up_to_the_end(row, model) for row in output_BT[:, input_ids_BT.shape[1] :].tolist()]
+    first = ends[0] if ends else 0.0
+    run = Run(rows, seconds, len(ends), len(ends), first - started, peak, above)
     if method.compiled:
         run.forwards = max(map(len, rows))  # plain: a token a forward
     if method.stats is not None:
@@ -117,14 +110,12 @@ def fastest_threads(model: Any, prompt: Sequence[int]) -> int:
     most = torch.get_num_threads()
     if model.device.type != "cpu" or most == 1:
         return most
-    method = Method("plain", model.generate)
+    method, how = Method("plain", model.generate), {"do_sample": False}
     seconds: dict[int, list[float]] = {1: [], most: []}
     for _ in range(4):
         for count, times in seconds.items():
             torch.set_num_threads(count)
-            done = run_once(
-                method, model, [prompt], 0, max_new_tokens=WARM_UP_TOKENS, do_sample=False
-            )
+            done = run_once(method, model, [prompt], 0, max_new_tokens=WARM_UP_TOKENS, **how)
             times.append(done.seconds / done.num_tokens)
     return min(seconds, key=lambda count: statistics.median(seconds[count][1:]))
 
@@ -136,37 +127,100 @@ def _up_to_the_end(tokens: list[int], model: Any) -> list[int]:
     return tokens[: last + 1]
 
 
-@dataclass
-class _Forwards:
-    count: int = 0
-    first: float = 0.0  # when the first was done
-
-
-@contextmanager
-def _forwards(model: Any, *, first_alone: bool) -> Iterator[_Forwards]:
-    """Count the target's forwards within the block, whoever asks for them.
-
-    Args:
-        model: the target.
-        first_alone: count no other, so that nothing of ours is compiled into those.
-    """
-    seen = _Forwards()
-
-    def count(*_: Any) -> None:
-        if seen.count == 0:
-            _synchronize(model)
-            seen.first = time.perf_counter()
-            if first_alone:
-                hook.remove()
-        seen.count += 1
-
-    hook = model.register_forward_hook(count)
-    try:
-        yield seen
-    finally:
-        hook.remove()
-
-
 def _synchronize(model: Any) -> None:
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
+
+
+class PeakMemory:
+    """Watches from here on: a GPU's allocator, or (on Linux) this process's resident memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before: int | None = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+            return
+        try:
+            _RESET.write_text("5")  # the highest so far becomes what is held now
+            self._before = _resident("VmRSS")
+        except OSError:  # no such counter here
+            pass
+
+    def read(self) -> tuple[int | None, int | None]:
+        """Bytes held at most since then, and how many of them were not held before; None where the
+        system does not say."""
+        if self._before is None:
+            return None, None
+        on_gpu = self._device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else _resident("VmHWM")
+        return peak, max(peak - self._before, 0)
+
+
+def _resident(name: str) -> int:
+    for line in _STATUS.read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_STATUS} has no {name}")
+
+
+def summarise(
+    runs: Sequence[Run], reference: Sequence[Run], plain: Sequence[Run] | None = None
+) -> dict[str, Any]:
+    """What a report says of a method, from its runs of all batches. Those of `reference` count as
+    1.0, and its text is compared with that of `plain`, or else of the reference.
+
+    A text that ends sooner takes less time, so batches are compared by their rates; where the
+    outputs are equally long that is the ratio of their times.
+    """
+    rates = [run.tokens_per_second for run in runs]
+    ratios = [rate / other.tokens_per_second for rate, other in zip(rates, reference, strict=True)]
+    same = [
+        row == other
+        for run, by_plain in zip(runs, reference if plain is None else plain, strict=True)
+        for row, other in zip(run.rows, by_plain.rows, strict=True)
+    ]
+    tokens = sum(run.num_tokens for run in runs)
+    summary: dict[str, Any] = {
+        "tokens_per_second": statistics.median(rates),
+        "speedup": statistics.median(ratios),
+        "tokens_per_step": tokens / sum(run.steps for run in runs),
+        "identical": sum(same) / len(same),
+        "tokens_per_second_quartiles": _quartiles(rates),
+        "speedup_quartiles": _quartiles(ratios),
+        "first_token_seconds": statistics.median(run.first_token_seconds for run in runs),
+        "tokens": tokens,
+        "target_forwards": sum(run.forwards for run in runs),
+    }
+    for name in ("peak_memory", "run_memory"):
+        known = [value for run in runs if (value := getattr(run, name)) is not None]
+        if known:
+            summary[f"{name}_bytes"] = max(known)
+    phases: Counter[str] = Counter()
+    for run in runs:
+        phases.update(run.phases)
+    if phases:
+        summary["seconds_by_phase"] = dict(phases)
+        accepted = sum((run.accepted for run in runs), Counter[int]())
+        summary["accepted_by_depth"] = accepted_by_depth(accepted)
+    return summary
+
+
+def accepted_by_depth(accepted: Counter[int]) -> list[float]:
+    """The share of steps that kept at least 1, 2, .. drafted tokens."""
+    steps = sum(accepted.values())
+    deepest = max((depth for depth, count in accepted.items() if count), default=0)
+    return [
+        sum(count for kept, count in accepted.items() if kept >= depth) / steps
+        for depth in range(1, deepest + 1)
+    ]
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    """The first and the third; of a single value itself."""
+    if len(values) < 2:
+        return [values[0], values[0]]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [low, high]

@@ -1,1 +1,1 @@
-"""Drafters: each proposes a token tree from the decoding state; one file each."""
+"""Drafters: each proposes a token tree from the decoding state."""

@@ -1,42 +1,61 @@
-"""The interface of everything that drafts."""
+"""What everything that drafts has in common, and what it may remember of a text."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
-    from medusa_heads.inference.engine.state import DecodingState
-    from medusa_heads.trees.tree import TokenTree
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.trees.tree import TokenTree
 
 
-class Drafter(Protocol):
-    """Proposes a token tree from the decoding state, and never touches the target's cache."""
+class Drafter:
+    """Proposes a token tree from the decoding state, and never touches the target's cache.
 
-    @property
-    def num_nodes(self) -> int:
-        """The most nodes that a proposed tree has, the root included."""
+    Attributes:
+        num_nodes: the most nodes that a proposed tree has, the root included.
+        reads_prompt: whether the first proposal needs the hidden states of the whole prompt.
+    """
 
-    reads_prompt: bool
-    """Whether the first proposal needs the hidden states of the whole prompt."""
+    num_nodes: int
+    reads_prompt = False
 
     def propose(self, state: DecodingState) -> TokenTree:
         """A tree for every active row; node 0 holds `state.roots_B`."""
-
-
-@runtime_checkable
-class Observer(Protocol):
-    """A drafter that learns from what the target says of its trees."""
+        raise NotImplementedError
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
-        """Called after every verification, with the target's logits of every node."""
-
-
-@runtime_checkable
-class Timed(Protocol):
-    """A drafter that learns from how long its trees take to verify."""
+        """Learn from what the target says of every node; called after every verification."""
 
     def learn_seconds(self, nodes: int, seconds: float) -> None:
-        """Called after a step, with the drafted nodes of each row, spare ones included, and its
-        seconds, its drafting left out."""
+        """Learn from how long a step took, its drafting left out; `nodes` are those drafted in each
+        row, spare ones included."""
+
+
+class Memory:
+    """What a drafter keeps of the texts between two steps, in `state.memories`.
+
+    Attributes:
+        rows: whose texts they are.
+        lengths: of each text, how many tokens the drafter knew; padding included.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = list(rows)
+        self.lengths = [row.length for row in rows]
+
+    def committed(self) -> list[list[int]]:
+        """What each text went on with since."""
+        return [row.behind(known) for row, known in zip(self.rows, self.lengths, strict=True)]
+
+    def follow(self, rows: Sequence[Row]) -> list[int] | None:
+        """Forget the rows that are not among these; returns the places of those that stay, None
+        where all do."""
+        if len(rows) == len(self.rows):
+            return None
+        kept = [i for i, row in enumerate(self.rows) if row in rows]
+        self.rows = [self.rows[i] for i in kept]
+        self.lengths = [self.lengths[i] for i in kept]
+        return kept

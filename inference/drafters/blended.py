@@ -8,26 +8,24 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.situation import BOUNDS, Situation, Step
-from medusa_heads.inference.drafters.base import Observer
+from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.growing import Proposal, Source, grow
 from medusa_heads.inference.drafters.text import TextSource
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.trees.prefix_tree import PrefixTree, to_token_tree
 from medusa_heads.trees.tree import TokenTree
-
-if TYPE_CHECKING:
-    from medusa_heads.inference.engine.state import DecodingState
-    from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 
 _LONG, _IN_A_ROW = 6, 2  # steps of rest, and those that a source is then asked for besides
 
 
-class BlendedDrafter:
+class BlendedDrafter(Drafter):
     """What the text itself suggests, and what other sources offer.
 
     Sources are asked one after the other, the cheapest first, and each only where it has gained
@@ -39,8 +37,7 @@ class BlendedDrafter:
     Args:
         clock: what steps take here.
         sizes: numbers of drafted nodes to choose from; 0 is plain decoding.
-        text: what the text itself suggests; None for nothing.
-        sources: whatever else may be asked, the cheapest first.
+        text, sources: what the text itself suggests, and whatever else may be asked.
         always: whether the text and all sources are asked at every step.
         chain_only: never more than one token behind another.
         padded: every tree has exactly one of the sizes, spare nodes included: each is a graph of
@@ -66,12 +63,8 @@ class BlendedDrafter:
         self._last: Step | None = None
         self._rested = [0] * len(self._sources)  # steps since each was asked
         self._again = [0] * len(self._sources)  # steps for which each is asked whatever it gains
+        self.num_nodes = max(self._sizes) + 1
         self.reads_prompt = any(source.reads_prompt for source in self._sources)
-
-    @property
-    def num_nodes(self) -> int:
-        """The most nodes that a proposed tree has, the root included."""
-        return max(self._sizes) + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
         """The likeliest nodes of all, for every active row."""
@@ -120,7 +113,11 @@ class BlendedDrafter:
             size = situation.graphs.pop()
         elif not self._always and (unknown := budget.unknown(draft.expected)) is not None:
             size = unknown
-        tree = self._tree(state, draft, size)
+        spare = size + 1 if self._padded else 1  # exactly so many nodes where trees are padded
+        if size and draft.trees:
+            tree = to_token_tree(draft.trees, state.roots_B.device, size, spare)
+        else:
+            tree = TokenTree.root_only(state.roots_B).with_spare(spare)
         active = [b for b, row in enumerate(state.rows) if not row.done]
         self._last = state.memories[self] = Step(
             situation,
@@ -134,13 +131,6 @@ class BlendedDrafter:
             drafting=time.perf_counter() - started,
         )
         return tree
-
-    def _tree(self, state: DecodingState, draft: _Draft, size: int) -> TokenTree:
-        """So many of the draft's nodes; exactly so many where trees are padded."""
-        spare = size + 1 if self._padded else 1
-        if size and draft.trees:
-            return to_token_tree(draft.trees, state.roots_B.device, size, spare)
-        return TokenTree.root_only(state.roots_B).with_spare(spare)
 
     def learn(self, state: DecodingState) -> None:
         """Compare what was drafted last with what was committed since. Before the next proposal
@@ -166,9 +156,9 @@ class BlendedDrafter:
         situation.allowance.grow(seconds)
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
-        """See Observer."""
+        """See Drafter."""
         for i, source in enumerate(self._sources):
-            if isinstance(source, Observer) and (self._last is None or self._last.asked >> i & 1):
+            if source.observes and (self._last is None or self._last.asked >> i & 1):
                 started = time.perf_counter()
                 source.observe(tree, logits_BNV)
                 seconds = time.perf_counter() - started
@@ -177,7 +167,7 @@ class BlendedDrafter:
                     self._last.observing += seconds
 
     def learn_seconds(self, nodes: int, seconds: float) -> None:
-        """See Timed."""
+        """See Drafter."""
         if self._last is not None:
             self._last.verifying = seconds - self._last.observing
 
@@ -223,7 +213,7 @@ class BlendedDrafter:
         group = 1 << (rows - 1).bit_length()
         situation = self._situations.get((drawn, group))
         if situation is None:
-            situation = Situation(
+            situation = self._situations[drawn, group] = Situation(
                 self._clock,
                 self._sizes,
                 group,
@@ -232,18 +222,12 @@ class BlendedDrafter:
                 drawn=drawn,
                 padded=self._padded,
             )
-            self._situations[drawn, group] = situation
         situation.move_to(rows)
         return situation
 
 
 def text_drafter(most: int, corpus: CorpusIndex | None = None) -> BlendedDrafter:
-    """Up to so many tokens that followed where the text last ended as it does now.
-
-    Args:
-        most: of them.
-        corpus: continued as well as the text itself; None for none.
-    """
+    """Up to so many tokens that followed where the text or the corpus ended as it does now."""
     text = TextSource(most, corpus)
     return BlendedDrafter(Clock.flat(), range(most + 1), text=text, always=True, chain_only=True)
 
@@ -267,11 +251,8 @@ class _Draft(NamedTuple):
         return self.expected[min(self.size, len(self.expected) - 1)]
 
 
-def _mean(expected: Sequence[Sequence[float]], correction: float) -> list[float]:
+def _mean(expected: Sequence[list[float]], correction: float) -> list[float]:
     """Tokens expected of a mean row by nodes; a shorter tree gains no more than all of it."""
     longest = max(map(len, expected))
-    totals = [0.0] * longest
-    for row in expected:
-        for size in range(longest):
-            totals[size] += row[min(size, len(row) - 1)]
-    return [correction * total / len(expected) for total in totals]
+    rows = [row + row[-1:] * (longest - len(row)) for row in expected]
+    return [correction * sum(column) / len(rows) for column in zip(*rows, strict=True)]

@@ -4,38 +4,42 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from medusa_heads.inference.adapt.evidence import Evidence
+from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.prefix_tree import PrefixTree
-
-if TYPE_CHECKING:
-    from medusa_heads.inference.engine.state import DecodingState
-
+from medusa_heads.trees.tree import TokenTree
 
 _SUREST = 0.999  # no draft is certain
 
-# A token that a source offers behind a place: the chance that it is accepted there, by what the
-# source's drafts came to; its id; the place behind it; the group of evidence that it belongs to;
-# what the source itself says of it. A plain tuple: hundreds are made in every step.
-Offer = tuple[float, int, Hashable, int, float]
+# What a source says behind a place: tokens, what it says of each, the group of evidence that each
+# belongs to, and the places behind them. Places are whatever the source names them by.
+Behind = Callable[[Any], list[tuple[int, float, int, Any]]]
+# The chance that a token is accepted there, by what the source's drafts came to; its id; the place
+# behind it; its group; what the source itself says of it. A plain tuple: hundreds are made in
+# every step.
+Offer = tuple[float, int, Any, int, float]
 
 
-class Proposal(ABC):
+class Proposal:
     """What one source offers for one row in one step.
 
     Args:
         evidence: of the source; says how far it can be believed.
         root: place of the last committed token.
+        behind: what the source says.
     """
 
-    def __init__(self, evidence: Evidence, root: Hashable) -> None:
+    def __init__(self, evidence: Evidence, root: Any, behind: Behind) -> None:
         self.root = root
-        self._evidence = evidence
-        self._known: dict[Hashable, list[Offer]] = {}
+        self._evidence, self._behind = evidence, behind
+        self._known: dict[Any, list[Offer]] = {}
 
-    def offers(self, place: Hashable) -> list[Offer]:
+    def offers(self, place: Any) -> list[Offer]:
         """The tokens behind a place, likeliest first."""
         known = self._known.get(place)
         if known is None:
@@ -49,7 +53,7 @@ class Proposal(ABC):
 
     def learn(self, committed: Sequence[int]) -> None:
         """Compare with what the target wrote, as far as the source was right."""
-        place: Hashable | None = self.root
+        place: Any = self.root
         for true in committed:
             if place is None:
                 return
@@ -60,23 +64,34 @@ class Proposal(ABC):
                 if right:
                     place = after
 
-    @abstractmethod
-    def _behind(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:
-        """Tokens, what the source says of each, their groups, and the places behind them."""
 
+class Source(ABC):
+    """Drafts for every row, step by step.
 
-class Source(Protocol):
-    """Drafts for every row, step by step."""
+    Attributes:
+        reads_prompt: whether the first drafts need the hidden states of the whole prompt.
+        observes: whether it learns from what the target says.
+    """
 
     name: str
-    reads_prompt: bool
-    """Whether the first drafts need the hidden states of the whole prompt."""
+    reads_prompt = False
+    observes = False
 
+    @abstractmethod
     def draft(self, state: DecodingState) -> Sequence[Proposal]:
         """What may follow each active row."""
 
+    @abstractmethod
     def expected(self, nodes: int) -> float:
         """How many tokens of so many nodes are accepted, before anything was decoded."""
+
+    def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:  # noqa: B027
+        """See Drafter."""
+
+
+def by_drawn(make: Callable[[], Evidence]) -> dict[bool, Evidence]:
+    """Evidence of tokens that the target chooses, and of those that it draws."""
+    return {False: make(), True: make()}
 
 
 def grow(
@@ -90,21 +105,14 @@ def grow(
     """The likeliest nodes of all that is offered, in the order of their chances.
 
     Where several sources offer the same token it is one node, and the tree goes on behind it with
-    all of them.
-
-    Args:
-        root: the last committed token.
-        proposals: of one row, a source each.
-        most: nodes besides the root.
-        least: a chance below which no node is wanted.
-        chain_only: no more than one token behind another.
+    all of them. There are at `most` so many nodes besides the root, none below the `least` chance.
     """
     tree = PrefixTree(root)
-    waiting: list[tuple[float, int, int, int, dict[int, Hashable]]] = []
+    waiting: list[tuple[float, int, int, int, dict[int, Any]]] = []
     node, chance, serial = 0, 1.0, 0
-    places: dict[int, Hashable] = {i: proposal.root for i, proposal in enumerate(proposals)}
+    places: dict[int, Any] = {i: proposal.root for i, proposal in enumerate(proposals)}
     while len(tree) <= most:
-        found: dict[int, tuple[float, dict[int, Hashable]]] = {}
+        found: dict[int, tuple[float, dict[int, Any]]] = {}
         floor = least / chance
         total = 0.0
         for i, place in places.items():

@@ -6,17 +6,16 @@ attention heads, E their width, D hidden.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads.heads import DraftHeads
-
-if TYPE_CHECKING:
-    from medusa_heads.inference.engine.rows import Row
-    from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.drafters.base import Memory
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.inference.engine.state import DecodingState
 
 
 def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
@@ -29,28 +28,25 @@ def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
     return memory.advance(state)
 
 
-class PrefixMemory:
+class PrefixMemory(Memory):
     """Keys and values of the prefix layer over the committed text of every row.
 
     A row's positions lie at the left of its slots, without holes; what stands to the right of its
-    length is never seen and will be written over.
-
-    Args:
-        heads: with a prefix layer.
-        rows: of the batch.
+    length, here counted without padding, is never seen and will be written over.
     """
 
-    def __init__(self, heads: DraftHeads, rows: list[Row]) -> None:
+    def __init__(self, heads: DraftHeads, rows: Sequence[Row]) -> None:
+        super().__init__(rows)
         assert heads.prefix is not None
-        self._heads = heads
-        self._layer = heads.prefix
-        self._rows = list(rows)
-        self._lengths = [0] * len(rows)
+        self._heads, self._layer = heads, heads.prefix
+        self.lengths = [0] * len(rows)
         self._held_2BASE: Tensor | None = None
 
     def advance(self, state: DecodingState) -> Tensor:
         """Take in what was committed since last time; the layer's output at its end, [B, D]."""
-        self._follow(state.rows)
+        kept = self.follow(state.rows)
+        if kept is not None and self._held_2BASE is not None:
+            self._held_2BASE = self._held_2BASE[:, kept]
         hidden_BND, nodes = state.fresh()
         dtype, device = self._layer.dtype, hidden_BND.device
         longest = max(len(path) for path in nodes)
@@ -64,39 +60,29 @@ class PrefixMemory:
             for row, path in zip(state.rows, nodes, strict=True)
         ]
         following_BPD = self._heads.embed(torch.tensor(following, device=device)).to(dtype)
-        lengths_B1 = torch.tensor(self._lengths, device=device)[:, None]
+        lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
         positions_BP = lengths_B1 + torch.arange(longest, device=device)
         x_BPD, query_BAPE, keys_BAPE, values_BAPE = self._layer.read(
-            hidden_BPD, following_BPD, positions_BP, max(self._lengths) + longest
+            hidden_BPD, following_BPD, positions_BP, max(self.lengths) + longest
         )
-        self._write(torch.stack([keys_BAPE, values_BAPE]), positions_BP)
+        held_2BASE = self._write(torch.stack([keys_BAPE, values_BAPE]), positions_BP)
         last_B1 = torch.tensor([[len(path) - 1] for path in nodes], device=device)
-        self._lengths = [n + len(path) for n, path in zip(self._lengths, nodes, strict=True)]
-        used = max(self._lengths)
+        self.lengths = [n + len(path) for n, path in zip(self.lengths, nodes, strict=True)]
+        used = max(self.lengths)
         visible = None  # where all rows are equally long, they see all that is held
-        if min(self._lengths) < used:
+        if min(self.lengths) < used:
             slots_S = torch.arange(used, device=device)
             visible = (slots_S <= lengths_B1 + last_B1)[:, None, None]
-        assert self._held_2BASE is not None
-        keys_BASE, values_BASE = self._held_2BASE[:, :, :, :used]
+        keys_BASE, values_BASE = held_2BASE[:, :, :, :used]
         query_BA1E = query_BAPE[batch_B1, :, last_B1].transpose(1, 2)
         mixed_BA1E = F.scaled_dot_product_attention(
             query_BA1E, keys_BASE, values_BASE, attn_mask=visible
         )
         return self._layer.finish(x_BPD[batch_B1, last_B1], mixed_BA1E)[:, 0]
 
-    def _follow(self, rows: list[Row]) -> None:
-        """Let go of rows that have ended."""
-        if len(rows) == len(self._rows):
-            return
-        kept = [i for i, row in enumerate(self._rows) if any(row is other for other in rows)]
-        self._rows = [self._rows[i] for i in kept]
-        self._lengths = [self._lengths[i] for i in kept]
-        if self._held_2BASE is not None:
-            self._held_2BASE = self._held_2BASE[:, kept]
-
-    def _write(self, fresh_2BAPE: Tensor, positions_BP: Tensor) -> None:
-        start, count = max(self._lengths), fresh_2BAPE.shape[3]
+    def _write(self, fresh_2BAPE: Tensor, positions_BP: Tensor) -> Tensor:
+        """All keys and values that are held, the fresh ones among them."""
+        start, count = max(self.lengths), fresh_2BAPE.shape[3]
         held = self._held_2BASE
         if held is None or held.shape[3] < start + count:
             two, batch, heads, _, width = fresh_2BAPE.shape
@@ -104,12 +90,13 @@ class PrefixMemory:
             if held is not None:
                 room[:, :, :, : held.shape[3]] = held
             held = self._held_2BASE = room
-        if min(self._lengths) == start:
+        if min(self.lengths) == start:
             held[:, :, :, start : start + count] = fresh_2BAPE
         else:
             # Whole rows at once: an expanded scatter goes element by element on a CPU.
             batch_B1 = torch.arange(held.shape[1], device=held.device)[:, None]
             held[:, batch_B1, :, positions_BP] = fresh_2BAPE.permute(1, 3, 0, 2, 4)
+        return held
 
 
 def _last_tokens(row: Row, count: int) -> list[int]:

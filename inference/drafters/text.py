@@ -1,6 +1,5 @@
 """Drafts from the text itself, or a corpus: what followed where the text's end occurred before.
 
-Shapes: B active rows.
 Source: prompt lookup (Saxena 2023) with the longest match of any length, as in SAM-Decoding (Hu et
 al. 2024, arXiv:2411.10666).
 """
@@ -8,18 +7,14 @@ al. 2024, arXiv:2411.10666).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from medusa_heads.inference.adapt.evidence import Evidence
-from medusa_heads.inference.drafters.growing import Proposal
-from medusa_heads.inference.lookup.continuation import Continuation
-from medusa_heads.inference.lookup.suffix_automaton import SuffixAutomaton
-
-if TYPE_CHECKING:
-    from medusa_heads.inference.engine.rows import Row
-    from medusa_heads.inference.engine.state import DecodingState
-    from medusa_heads.inference.lookup.corpus_index import CorpusIndex
+from medusa_heads.inference.drafters.growing import Proposal, by_drawn
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.lookup.corpus_index import CorpusIndex
+from medusa_heads.inference.lookup.suffix_automaton import Continuation, SuffixAutomaton
 
 _BOUNDS = (2, 3, 4, 6, 10, 16, 32)  # from these lengths of a match on, it is believed more
 _PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
@@ -31,7 +26,7 @@ class TextProposal(Proposal):
     """What followed an earlier occurrence of the text's end. Places count its tokens."""
 
     def __init__(self, evidence: Evidence, found: Continuation) -> None:
-        super().__init__(evidence, 0)
+        super().__init__(evidence, 0, self._following)
         self._found = found
 
     def expected(self) -> float:
@@ -43,8 +38,7 @@ class TextProposal(Proposal):
             place += 1
         return total
 
-    def _behind(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:
-        assert isinstance(place, int)
+    def _following(self, place: Any) -> list[tuple[int, float, int, Any]]:
         found = self._found
         if place >= len(found.tokens):
             return []
@@ -54,47 +48,30 @@ class TextProposal(Proposal):
 
 
 class TextSource:
-    """Where the end of a text may have occurred before: in the text itself, and in a corpus.
-
-    Args:
-        most: tokens that a continuation has at most.
-        corpus: besides the text; None for none.
-    """
+    """Where the end of a text may have occurred before: in the text itself, and in a corpus. Of
+    either a continuation has at `most` so many tokens."""
 
     def __init__(self, most: int, corpus: CorpusIndex | None = None) -> None:
         self._most, self._corpus = most, corpus
-        # Of tokens that the target chooses, and of those that it draws.
-        self._of_text = {drawn: Evidence(_PRIOR) for drawn in (False, True)}
-        self._of_corpus = {drawn: Evidence(_PRIOR) for drawn in (False, True)}
+        self._of_text = by_drawn(lambda: Evidence(_PRIOR))
+        self._of_corpus = by_drawn(lambda: Evidence(_PRIOR))
         self._usual = 1.0  # accepted tokens expected of a search of the corpus: a running mean
         self._passed_by = 0  # searches since the last that was made
 
     def draft(self, state: DecodingState) -> list[list[TextProposal]]:
         """For every active row what may follow: by its own text, and by the corpus."""
         automata: dict[int, SuffixAutomaton] = state.memories.setdefault(self, {})
-        return [
-            self._proposals(self._read(automata, row, padding), state.warpers is not None)
-            for row, padding in zip(state.rows, state.padding, strict=True)
-        ]
-
-    def _proposals(self, automaton: SuffixAutomaton, drawn: bool) -> list[TextProposal]:
-        found = [TextProposal(self._of_text[drawn], automaton.continuation(self._most))]
-        if self._corpus is not None and self._worth_looking():
-            continuation = self._corpus.continuation(automaton.text, self._most)
-            found.append(TextProposal(self._of_corpus[drawn], continuation))
-            self._usual += 0.05 * (found[-1].expected() - self._usual)
-        return found
-
-    def _read(
-        self, automata: dict[int, SuffixAutomaton], row: Row, padding: int
-    ) -> SuffixAutomaton:
-        automaton = automata.get(row.index)
-        if automaton is None:
-            prompt: Sequence[int] = row.ids_1T()[0, padding:].tolist()
-            automaton = automata[row.index] = SuffixAutomaton(prompt)
-        else:
-            automaton.extend(row.behind(padding + len(automaton.text)))
-        return automaton
+        drawn = state.warpers is not None
+        drafts = []
+        for row, padding in zip(state.rows, state.padding, strict=True):
+            automaton = _read(automata, row, padding)
+            found = [TextProposal(self._of_text[drawn], automaton.continuation(self._most))]
+            if self._corpus is not None and self._worth_looking():
+                continuation = self._corpus.continuation(automaton.text, self._most)
+                found.append(TextProposal(self._of_corpus[drawn], continuation))
+                self._usual += 0.05 * (found[-1].expected() - self._usual)
+            drafts.append(found)
+        return drafts
 
     def _worth_looking(self) -> bool:
         """Whether a search is expected to pay; else one is made now and then."""
@@ -103,3 +80,13 @@ class TextSource:
             return False
         self._passed_by = 0
         return True
+
+
+def _read(automata: dict[int, SuffixAutomaton], row: Row, padding: int) -> SuffixAutomaton:
+    """A row's automaton, which has read all of the row."""
+    automaton = automata.get(row.index)
+    if automaton is None:
+        automaton = automata[row.index] = SuffixAutomaton(row.ids_1T()[0, padding:].tolist())
+    else:
+        automaton.extend(row.behind(padding + len(automaton.text)))
+    return automaton

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -22,18 +23,6 @@ from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
 Capability = Literal["tree", "chain"]
-
-# Attention that goes by cache slot rather than by position in the text, whatever mask is given.
-_SLOT_BOUND = {
-    "bloom": "its ALiBi bias follows the cache slot, not the position in the text",
-    "mpt": "its ALiBi bias follows the cache slot, not the position in the text",
-    "gpt_neo": "its local attention window follows the cache slot, not the position in the text",
-}
-
-# Where generate() is not what the model's own forward says, there is nothing to be equal to.
-_UNLIKE_ITS_GENERATE = {
-    "moshi": "its cache drops rows that leave a window, which its attention does not have",
-}
 
 _known: weakref.WeakKeyDictionary[Any, dict[type, Capability]] = weakref.WeakKeyDictionary()
 
@@ -53,12 +42,8 @@ def capability(target: TargetModel) -> Capability:
             raise
         # Whatever a model's own code objects to when it is asked for several tokens over a cache.
         except (
-            AssertionError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
+            *(AssertionError, AttributeError, LookupError),
+            *(RuntimeError, TypeError, ValueError),
         ) as error:
             raise UnsupportedArchitecture(
                 f"{target.config.model_type} fails on several new tokens over a cache "
@@ -67,35 +52,72 @@ def capability(target: TargetModel) -> Capability:
     return known[type(target)]
 
 
+def _is_sharded(target: TargetModel) -> bool:
+    # However it came about: what processes share are DTensors.
+    shared = any(hasattr(parameter, "full_tensor") for parameter in target.model.parameters())
+    return shared or (getattr(target.model, "_tp_size", None) or 1) > 1
+
+
+def _couples_tokens(target: TargetModel) -> bool:
+    """Random text need not have an outlier, so the numbers alone would not tell."""
+    how: Any = getattr(target.model.config, "quantization_config", None)
+    return bool(getattr(how, "load_in_8bit", False) and how.llm_int8_threshold > 0)
+
+
+def _is(*kinds: str) -> Callable[[TargetModel], bool]:
+    return lambda target: target.config.model_type in kinds
+
+
+Check = Callable[[TargetModel], bool]
+
+# Targets that verify nothing: why, and what to do instead.
+_NOTHING: Sequence[tuple[Check, str, str]] = (
+    (
+        _is_sharded,
+        "the weights of {kind} are spread over several processes, each of which would measure "
+        "its own steps and choose its own drafts, and wait for the others in vain",
+        "load it whole in each process, without tp_plan",
+    ),
+    (
+        _couples_tokens,
+        "{kind} is loaded in 8 bits with a threshold for outliers, which bitsandbytes looks "
+        "for in all tokens of a forward together, so that they change each other",
+        "load the target with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
+    ),
+    (  # where generate() is not what the model's own forward says, nothing is to be equal to
+        _is("moshi"),
+        "{kind} cannot be followed: its cache drops rows that leave a window, which its attention "
+        "does not have",
+        "decode with transformers' own generate()",
+    ),
+)
+# Targets that verify no tree: attention goes by cache slot rather than by position in the text,
+# whatever mask is given.
+_NO_TREE: Sequence[tuple[Check, str]] = (
+    (
+        lambda target: _is("bloom", "mpt")(target) or getattr(target.config, "alibi", False),
+        "its ALiBi bias follows the cache slot, not the position in the text",
+    ),
+    (
+        _is("gpt_neo"),
+        "its local attention window follows the cache slot, not the position in the text",
+    ),
+    (lambda target: not takes_positions(target), "its forward takes no position_ids"),
+)
+
+
 def _examine(target: TargetModel) -> Capability:
     target.new_cache()  # refuses caches without rows, and attention that takes no mask
     kind = target.config.model_type
-    if _is_sharded(target):
-        raise UnsupportedArchitecture(
-            f"the weights of {kind} are spread over several processes, each of which would measure "
-            "its own steps and choose its own drafts, and wait for the others in vain",
-            "load it whole in each process, without tp_plan",
-        )
-    if _couples_tokens(target):
-        raise UnsupportedArchitecture(
-            f"{kind} is loaded in 8 bits with a threshold for outliers, which bitsandbytes looks "
-            "for in all tokens of a forward together, so that they change each other",
-            "load the target with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
-        )
-    if kind in _UNLIKE_ITS_GENERATE:
-        raise UnsupportedArchitecture(f"{kind} cannot be followed: {_UNLIKE_ITS_GENERATE[kind]}")
-    reason = _SLOT_BOUND.get(kind)
-    if getattr(target.config, "alibi", False):
-        reason = "its ALiBi bias follows the cache slot, not the position in the text"
-    if reason is None and not takes_positions(target):
-        reason = "its forward takes no position_ids"
+    for applies, why, instead in _NOTHING:
+        if applies(target):
+            raise UnsupportedArchitecture(why.format(kind=kind), instead)
+    reason = next((why for applies, why in _NO_TREE if applies(target)), None)
     prober = Prober(target)
+    reason = reason or prober.probe(TREE).fault(target.dtype)
     if reason is None:
-        reason = prober.probe(TREE).fault(target.dtype)
-        if reason is None:
-            return "tree"
-    fault = prober.probe(CHAIN).fault(target.dtype)
-    if fault is not None:
+        return "tree"
+    if (fault := prober.probe(CHAIN).fault(target.dtype)) is not None:
         raise UnsupportedArchitecture(
             f"{kind} cannot verify drafts exactly (as a tree, {reason}; as a chain, {fault})"
         )
@@ -103,18 +125,3 @@ def _examine(target: TargetModel) -> Capability:
         f"{kind} verifies a chain of drafts, not a tree: {reason}", MedusaWarning, stacklevel=4
     )
     return "chain"
-
-
-def _is_sharded(target: TargetModel) -> bool:
-    if (getattr(target.model, "_tp_size", None) or 1) > 1:
-        return True
-    # However it came about: what processes share are DTensors.
-    return any(hasattr(parameter, "full_tensor") for parameter in target.model.parameters())
-
-
-def _couples_tokens(target: TargetModel) -> bool:
-    """Random text need not have an outlier, so the numbers alone would not tell."""
-    quantization: Any = getattr(target.model.config, "quantization_config", None)
-    if not getattr(quantization, "load_in_8bit", False):
-        return False
-    return bool(quantization.llm_int8_threshold > 0)

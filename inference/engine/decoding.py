@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, make_rule
-from medusa_heads.inference.drafters.base import Drafter, Observer, Timed
+from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
@@ -55,7 +55,7 @@ def decode(
     """
     stats = GenerationStats() if stats is None else stats
     started = time.perf_counter()
-    refuse_unsupported(generation_config, model_kwargs)
+    _refuse_unsupported(generation_config, model_kwargs)
     padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
     _check_positions(model_kwargs.get("position_ids"), padding)
     if capability(target) == "chain" and (len(padding) > 1 or any(padding)):
@@ -69,12 +69,8 @@ def decode(
     rows = [
         Row(i, batch, prompt_T, stop, streamer, recorder) for i, prompt_T in enumerate(input_ids_BT)
     ]
-    rule = make_rule(
-        acceptance,
-        logits_processor,
-        bool(generation_config.do_sample),
-        **(acceptance_settings or {}),
-    )
+    do_sample = bool(generation_config.do_sample)
+    rule = make_rule(acceptance, logits_processor, do_sample, **(acceptance_settings or {}))
     stats.lossless = rule.lossless
     if streamer is not None:
         if len(rows) > 1:
@@ -86,21 +82,18 @@ def decode(
             slots = int(generation_config.max_length or 0) + drafter.num_nodes
             cache = _own_cache(target, model_kwargs, batch, slots)
             state = DecodingState(
-                rows,
-                cache,
-                padding,
-                generation_config.max_length,
-                keeps_fresh=drafter.reads_prompt,
+                rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt
             )
-            if generation_config.do_sample:
-                state.warpers = logits_processor
+            state.warpers = logits_processor if do_sample else None
             reading: AbstractContextManager[list[Tensor]] = nullcontext([])
             if drafter.reads_prompt:
                 reading = target.capture_prompt()
+                model_kwargs.pop("logits_to_keep", None)
             with reading as prompt_hidden:
-                if drafter.reads_prompt:
-                    model_kwargs.pop("logits_to_keep", None)
-                logits_BV = _prefill(target, input_ids_BT, generation_config, model_kwargs)
+                # transformers' own: chunked, or from a cache.
+                model: Any = target.model
+                prefilled = model._prefill(input_ids_BT, generation_config, model_kwargs)
+                logits_BV = prefilled.logits[:, -1]
             # Read at once: a logits processor may run the model itself.
             hidden_B1D = last_hidden()[:, -1:]
             if cache.get_seq_length() != input_ids_BT.shape[1]:
@@ -111,8 +104,7 @@ def decode(
         with stats.phase("walk"):
             # The prompt's last token is a tree of one node, verified by the prefill.
             prompt = TokenTree.root_only(input_ids_BT[:, -1])
-            if isinstance(drafter, Observer):
-                drafter.observe(prompt, logits_BV[:, None])
+            drafter.observe(prompt, logits_BV[:, None])
             _finish_step(state, rule(prompt, logits_BV[:, None], rows), hidden_B1D, stats)
             if prompt_hidden:
                 state.take_prompt(torch.cat(prompt_hidden, dim=1))
@@ -132,14 +124,14 @@ def decode(
         return sequences_BT
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-    output: Any = GenerateDecoderOnlyOutput(
-        sequences=sequences_BT,  # type: ignore[arg-type]
-        # Rows of a batch end at different lengths and leave the cache as they end.
-        past_key_values=cache.handed_out(target.config) if len(rows) == 1 else None,
-        scores=recorder.given("scores") if recorder and generation_config.output_scores else None,  # type: ignore[arg-type]
-        logits=recorder.given("logits") if recorder and generation_config.output_logits else None,  # type: ignore[arg-type]
-    )
-    return output
+    output: dict[str, Any] = {"sequences": sequences_BT}
+    if len(rows) == 1:  # rows of a batch end at different lengths and leave the cache as they end
+        output["past_key_values"] = cache.handed_out(target.config)
+    if recorder and generation_config.output_scores:
+        output["scores"] = recorder.given("scores")
+    if recorder and generation_config.output_logits:
+        output["logits"] = recorder.given("logits")
+    return GenerateDecoderOnlyOutput(**output)
 
 
 def _step(
@@ -160,12 +152,11 @@ def _step(
     with stats.phase("walk"):
         paths = rule(tree, logits_BNV, state.rows)
         walked = time.perf_counter()
-        if isinstance(drafter, Observer):
-            drafter.observe(tree, logits_BNV)
+        drafter.observe(tree, logits_BNV)
     with stats.phase("cache"):
         state.keep(paths)
         _finish_step(state, paths, hidden_BND, stats)
-    if stats.forwards > _WARM_UP and isinstance(drafter, Timed):
+    if stats.forwards > _WARM_UP:
         seconds = time.perf_counter() - started
         if logits_BNV.device.type == "cpu":  # elsewhere the walk also waits for the target
             # What every token takes is no reason to commit fewer of them.
@@ -188,12 +179,8 @@ def _finish_step(
 _READ_HERE = ("attention_mask", "position_ids", "cache_position")
 
 
-def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse by name what would otherwise be ignored in silence.
-
-    Raises:
-        ValueError: the option, and what to do.
-    """
+def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse by name what would otherwise be ignored in silence."""
     refusals = {
         "num_beams > 1": (config.num_beams or 1) > 1,
         "use_cache=False": config.use_cache is False,
@@ -205,13 +192,12 @@ def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -
         "penalty_alpha": getattr(config, "penalty_alpha", None) is not None,
         "dola_layers": getattr(config, "dola_layers", None) is not None,
     }
+    refused = [name for name, asked in refusals.items() if asked]
     # What the model would read in every forward, but is not handed on with a tree.
-    refusals |= {
-        name: True
-        for name, value in model_kwargs.items()
-        if isinstance(value, Tensor) and name not in _READ_HERE
-    }
-    if refused := [name for name, asked in refusals.items() if asked]:
+    for name, value in model_kwargs.items():
+        if isinstance(value, Tensor) and name not in _READ_HERE:
+            refused.append(name)
+    if refused:
         raise ValueError(
             f"tree decoding does not support {', '.join(refused)}: leave it out, or call the "
             "target's own generate()"
@@ -241,18 +227,6 @@ def _own_cache(
         cache.take_over(given)
     model_kwargs["past_key_values"] = cache
     return cache
-
-
-def _prefill(
-    target: TargetModel,
-    input_ids_BT: Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> Tensor:
-    """Logits [B, V] after the prompt, by transformers' own prefill (chunked, or from a cache)."""
-    model: Any = target.model
-    outputs = model._prefill(input_ids_BT, generation_config, model_kwargs)
-    return outputs.logits[:, -1]
 
 
 def _left_padding(input_ids_BT: Tensor, attention_mask_BT: Tensor | None) -> list[int]:

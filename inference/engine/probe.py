@@ -26,34 +26,26 @@ from medusa_heads.trees.tree import TreeShape
 
 _PROMPT = 24
 _LARGEST_WINDOW_PROBED = 128
-# Root mean square over the vocabulary, in standard deviations of the logits. Forwards of unlike
-# shapes round differently: by 1e-6 in fp32, by hundredths in half precision, and by tenths where
-# another expert is chosen.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-_HALF_TOLERANCE = 0.2
+# In whole and in half precision: root mean square over the vocabulary, in standard deviations of
+# the logits. Forwards of unlike shapes round differently: by 1e-6 in fp32, by hundredths in half
+# precision, and by tenths where another expert is chosen.
+_TOLERANCE = (1e-3, 0.2)
 # Forwards of one shape do not even round differently, in any dtype: what a node must not see
 # changes nothing of it, or 1e-6 where an expert is handed another number of tokens. One scale for
 # all activations in 8 bits shifts even tiny narrow models by 5e-3, a mask not followed by 0.1.
-_LEAK_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-_HALF_LEAK_TOLERANCE = 2e-3
+_LEAK_TOLERANCE = (1e-4, 2e-3)
 _NO_EFFECT = 1e-6  # of a plain forward: tokens that were never trained may all be embedded alike
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A tree to verify, and what of it is changed.
-
-    Attributes:
-        shape: the tree.
-        changed: for every further forward, the nodes that then hold other tokens. What has none of
-            them on its path must stay as it is; what keeps its own token behind one of them must
-            not.
-        leaves: whose paths are read plainly as well; all equally deep.
-    """
+    """A tree to verify, and what of it is changed."""
 
     shape: TreeShape
+    # For every further forward, the nodes that then hold other tokens. What has none of them on its
+    # path must stay as it is; what keeps its own token behind one of them must not.
     changed: Sequence[Collection[RankPath]]
-    leaves: Sequence[RankPath]
+    leaves: Sequence[RankPath]  # whose paths are read plainly as well; all equally deep
 
 
 # Siblings at every depth, and paths whose nodes do and do not lie side by side in the cache.
@@ -70,23 +62,18 @@ CHAIN = Trial(TreeShape.from_choices(_DRAFTED), [_DRAFTED, _DRAFTED[:2]], _DRAFT
 
 @dataclass(frozen=True)
 class Probe:
-    """What a target made of a small tree, in standard deviations of the logits.
+    """What a target made of a small tree, in standard deviations of the logits."""
 
-    Attributes:
-        error: worst difference of a node from a plain forward of its path.
-        leak: worst change of a node when only tokens change that it must not see.
-        effect: least change of a leaf when tokens change that it must see.
-    """
-
-    error: float
-    leak: float
-    effect: float
+    error: float  # worst difference of a node from a plain forward of its path
+    leak: float  # worst change of a node when only tokens change that it must not see
+    effect: float  # least change of a leaf when tokens change that it must see
 
     def fault(self, dtype: torch.dtype) -> str | None:
         """What speaks against verifying such trees; None if nothing does."""
-        if not self.error <= _TOLERANCE.get(dtype, _HALF_TOLERANCE):  # NaN is no agreement
+        half = dtype not in (torch.float32, torch.float64)
+        if not self.error <= _TOLERANCE[half]:  # NaN is no agreement
             return f"its logits differ from plain decoding by {self.error:.2g} standard deviations"
-        if not self.leak <= _LEAK_TOLERANCE.get(dtype, _HALF_LEAK_TOLERANCE):
+        if not self.leak <= _LEAK_TOLERANCE[half]:
             return (
                 f"a token's logits change by {self.leak:.2g} standard deviations with tokens that "
                 "it must not see: the tree's mask is not followed, or all activations of a forward "
@@ -99,11 +86,7 @@ class Probe:
 
 class Prober:
     """Verifies small random trees behind a random text that is longer than any small attention
-    window.
-
-    Args:
-        target: the target.
-    """
+    window."""
 
     @torch.no_grad()
     def __init__(self, target: TargetModel) -> None:
@@ -118,7 +101,7 @@ class Prober:
         self._target = target
         self._prompt_1T, self._nodes_1N = ids_1T[:, :past], ids_1T[:, past:]
         self._others_1N = (self._nodes_1N + other_1N) % vocab  # none the same
-        self._known_plain: dict[RankPath, Tensor] = {}  # by leaf
+        self._known_plain: dict[RankPath, Tensor] = {}  # logits [T, V] along the path to a leaf
         cache = target.new_cache(1, past + nodes)
         target.model(
             self._prompt_1T,
@@ -142,9 +125,14 @@ class Prober:
         shape = trial.shape
         nodes_1N = self._nodes_1N[:, : shape.num_nodes]
         logits_NV = self._verified(shape, nodes_1N)
+        paths = {leaf: shape.ancestors_NN[shape.choices.index(leaf) + 1] for leaf in trial.leaves}
+        new = {leaf: path_N for leaf, path_N in paths.items() if leaf not in self._known_plain}
+        if new:  # all of them in one forward
+            paths_PT = torch.stack([nodes_1N[0, path_N] for path_N in new.values()])
+            self._known_plain |= dict(zip(new, self._read(paths_PT), strict=True))
         errors = [
-            _relative_error(logits_NV[_path(shape, leaf)], plain_TV)
-            for leaf, plain_TV in self._plain(shape, trial.leaves).items()
+            _relative_error(logits_NV[path_N], self._known_plain[leaf])
+            for leaf, path_N in paths.items()
         ]
         leaks, effects = [0.0], []
         for changed in trial.changed:
@@ -156,8 +144,9 @@ class Prober:
             leaks.append(_relative_error(after_NV[~sees_N], logits_NV[~sees_N]))
             for node in (sees_N & ~changed_N).nonzero().flatten().tolist():
                 effect = _relative_error(after_NV[[node]], logits_NV[[node]])
-                path = shape.ancestors_NN[node].nonzero().flatten()
-                if effect <= max(leaks) and self._are_alike(nodes_1N[:, path], tokens_1N[:, path]):
+                path_N = shape.ancestors_NN[node]
+                alike = nodes_1N[:, path_N], tokens_1N[:, path_N]
+                if effect <= max(leaks) and self._are_alike(*alike):
                     effect = float("inf")
                 effects.append(effect)
         return Probe(max(errors), max(leaks), min(effects))
@@ -166,14 +155,6 @@ class Prober:
         """Logits [N, V] of every node."""
         tree, state = shape.tree(tokens_1N), self._state
         return self._target.verify(tree, state.cache, state.tree_mask(tree))[0].float()
-
-    def _plain(self, shape: TreeShape, leaves: Sequence[RankPath]) -> dict[RankPath, Tensor]:
-        """Logits [T, V] along the paths to these leaves; all that are new in one forward."""
-        new = [leaf for leaf in leaves if leaf not in self._known_plain]
-        if new:
-            paths_PT = self._nodes_1N[0, torch.tensor([_path(shape, leaf) for leaf in new])]
-            self._known_plain |= dict(zip(new, self._read(paths_PT), strict=True))
-        return {leaf: self._known_plain[leaf] for leaf in leaves}
 
     def _read(self, paths_PT: Tensor) -> Tensor:
         """Logits [P, T, V] of these tokens behind the text, without a cache or a tree."""
@@ -200,13 +181,6 @@ def _positions(target: TargetModel, ids_PT: Tensor) -> dict[str, Tensor]:
         return {}
     positions_T = torch.arange(ids_PT.shape[1], device=target.device)
     return {"position_ids": positions_T.expand(ids_PT.shape)}
-
-
-def _path(shape: TreeShape, leaf: RankPath) -> list[int]:
-    """The leaf's nodes, from the root."""
-    node = shape.choices.index(leaf) + 1
-    nodes: list[int] = shape.ancestors_NN[node].nonzero().flatten().tolist()
-    return nodes
 
 
 def _relative_error(got_TV: Tensor, expected_TV: Tensor) -> float:

@@ -1,23 +1,27 @@
-"""One sequence of a batch: its tokens, when it ends, and who is told of them.
+"""One sequence of a batch: its tokens, when it ends, and who is told of them; and a copy for each
+row of what keeps a state of the text. Rows do not advance in step, so that one object for all of
+them would be fed with each row's tokens in turn.
 
 Shapes: T tokens, C slots of a buffer, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import io
+import pickle
+from types import FunctionType, ModuleType
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
     StopStringCriteria,
 )
-
-from medusa_heads.inference.engine.row_copies import row_copies
 
 # These look at a row's own text, and keep no state of it.
 _OF_ONE_ROW = (MaxTimeCriteria, StopStringCriteria)
@@ -30,10 +34,6 @@ class StopCheck:
     the user passed is called as generate() calls it: with a whole batch, in which every row is the
     one asked about, and once a token of it. Each row asks a copy of its own; a criterion with a
     method `of_row(row)` says itself what stands for it in a row, and is then shown that row alone.
-
-    Args:
-        criteria: as generate() hands them on.
-        batch_size: rows of the batch.
 
     Raises:
         ValueError: a criterion that may keep a state, and cannot be copied for each row.
@@ -88,19 +88,13 @@ class StopCheck:
 
 
 class ScoreRecorder:
-    """Scores and logits of the committed tokens, each [1, V], as generate() returns them.
-
-    Attributes:
-        scores: after the logits processors.
-        logits: as the target gave them, in fp32.
-    """
+    """Scores and logits of the committed tokens, each [1, V], as generate() returns them."""
 
     def __init__(self) -> None:
-        self.scores: list[Tensor] = []
-        self.logits: list[Tensor] = []
+        self.scores: list[Tensor] = []  # after the logits processors
+        self.logits: list[Tensor] = []  # as the target gave them, in fp32
 
     def record(self, scores_1V: Tensor, logits_1V: Tensor) -> None:
-        """Note what one token was drawn from."""
         self.scores.append(scores_1V)
         self.logits.append(logits_1V)
 
@@ -113,8 +107,7 @@ class Row:
     """One sequence of the batch.
 
     Args:
-        index: its place in the batch that the user gave.
-        batch_size: how many rows that batch has.
+        index, batch_size: its place in the batch that the user gave, and that one's rows.
         prompt_T: its prompt, left padding included, as generate() would see it.
         stop: when it ends.
         streamer: receives every token as it is committed; if it has a method `end_step`, that is
@@ -179,3 +172,56 @@ class Row:
         """All tokens of a step are committed."""
         if hasattr(self._streamer, "end_step"):
             self._streamer.end_step()
+
+
+Kept = TypeVar("Kept")
+
+# None of these holds a state of the text; a closure might.
+_SHARED = (nn.Module, PreTrainedTokenizerBase, ModuleType, type)
+
+
+def row_copies(original: Kept, batch_size: int) -> list[Kept]:
+    """The same object as it is now, once for each row; a single row has the original itself.
+
+    Models and tokenizers within it are shared.
+
+    Raises:
+        ValueError: it cannot be copied, or keeps what a copy would share.
+    """
+    if batch_size == 1:
+        return [original]
+    try:
+        return [_copy(original) for _ in range(batch_size)]
+    # Whatever an object's own code objects to when it is taken apart.
+    except Exception as error:
+        name = getattr(original, "__name__", type(original).__name__)
+        reason = " ".join(str(error).split())[:120]
+        raise ValueError(
+            f"{name} may keep a state of the text, and cannot be copied for each row of the "
+            f"batch ({reason}): decode one row at a time"
+        ) from error
+
+
+def _copy(original: Any) -> Any:
+    written = io.BytesIO()
+    pickler = _Pickler(written)
+    pickler.dump(original)
+    written.seek(0)
+    unpickler = pickle.Unpickler(written)
+    unpickler.persistent_load = pickler.shared.__getitem__  # type: ignore[method-assign]
+    return unpickler.load()
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses closures, unlike copy.deepcopy, which silently shares them."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.shared: list[Any] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        plain_function = isinstance(obj, FunctionType) and obj.__closure__ is None
+        if not plain_function and not isinstance(obj, _SHARED):
+            return None
+        self.shared.append(obj)
+        return len(self.shared) - 1

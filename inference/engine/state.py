@@ -25,19 +25,7 @@ from medusa_heads.trees.tree import TokenTree
 
 
 class DecodingState:
-    """The active rows, and what the target holds of them.
-
-    Attributes:
-        rows: the rows still being decoded.
-        cache: the target's cache; holds every committed token but the last.
-        lengths: slots in use, by row.
-        padding: slots of left padding, by row.
-        roots_B: the last committed token, the next tree's node 0.
-        hidden_BD: the target's hidden state that yielded it.
-        memories: what drafters keep of the text between two steps, each under a key of its own.
-        warpers: what the target's logits go through before a token is drawn; None where none is
-            drawn.
-    """
+    """The active rows, and what the target holds of them."""
 
     def __init__(
         self,
@@ -48,17 +36,19 @@ class DecodingState:
         *,
         keeps_fresh: bool = False,
     ) -> None:
-        self.rows = rows
-        self.cache = cache
-        self.lengths = [row.length for row in rows]
-        self.roots_B: Tensor
-        self.hidden_BD: Tensor
+        self.rows = rows  # those still being decoded
+        self.cache = cache  # the target's; holds every committed token but the last
+        self.lengths = [row.length for row in rows]  # slots in use, by row
+        self.padding = list(padding)  # slots of left padding, by row
+        self.roots_B: Tensor  # the last committed token, the next tree's node 0
+        self.hidden_BD: Tensor  # the target's hidden state that yielded it
+        # What drafters keep of the text between two steps, each under a key of its own.
         self.memories: dict[Any, Any] = {}
+        # What the target's logits go through before a token is drawn; None where none is drawn.
         self.warpers: LogitsProcessorList | None = None
         self._fresh: list[tuple[Tensor, list[list[int]]]] = []
         self._fresh_was_read = True
         self._keeps_fresh = keeps_fresh
-        self.padding = list(padding)
         # No node beyond the text's last position can be committed, and models that learn their
         # positions have none there: such nodes are verified at the last one.
         self._last_position = None if max_length is None else max_length - 1

@@ -11,26 +11,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class GenerationStats:
-    """Counts and times of one generation, steps and tokens summed over its rows.
+    """Counts and times of one generation, steps and tokens summed over its rows."""
 
-    Attributes:
-        steps: forwards a row took part in, its prefill included.
-        forwards: of the target, whatever rows took part; a prefill in chunks counts as one.
-        tokens: tokens committed.
-        accepted: how often a step accepted 0, 1, 2, .. drafted tokens of a row.
-        seconds: wall time by phase: prefill, draft, target, walk, cache; on a GPU the work queued
-            in a phase may be waited for in a later one.
-        total_seconds: wall time of the whole call.
-        lossless: whether the acceptance rule leaves the target's distribution unchanged.
-    """
-
-    steps: int = 0
-    forwards: int = 0
-    tokens: int = 0
+    steps: int = 0  # forwards a row took part in, its prefill included
+    forwards: int = 0  # of the target, whatever rows took part; a prefill in chunks counts as one
+    tokens: int = 0  # committed
+    # How often a step accepted 0, 1, 2, .. drafted tokens of a row.
     accepted: Counter[int] = field(default_factory=Counter)
+    # Wall time by phase: prefill, draft, target, walk, cache; on a GPU the work queued in a phase
+    # may be waited for in a later one.
     seconds: dict[str, float] = field(default_factory=dict)
-    total_seconds: float = 0.0
-    lossless: bool = True
+    total_seconds: float = 0.0  # wall time of the whole call
+    lossless: bool = True  # whether the rule leaves the target's distribution unchanged
 
     @property
     def tokens_per_step(self) -> float:

@@ -12,9 +12,12 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.data.data_files import has_known_suffix, read_rows
 from medusa_heads.errors import MedusaWarning, first_line
@@ -25,9 +28,6 @@ from medusa_heads.target.fingerprint import file_sha256
 from medusa_heads.target.loading import load_tokenizer
 from medusa_heads.target.target import TargetModel
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 Corpus = str | os.PathLike[str] | CorpusIndex | Sequence[Sequence[int]]
 INDEX_SUFFIX = ".safetensors"
 _COLUMNS = "'text', 'prompt' and 'completion', 'messages' or 'input_ids'"
@@ -37,11 +37,11 @@ _TOGETHER = 64  # texts that are tokenised at a time
 def find_corpus(
     corpus: Corpus | None, target: TargetModel, *, trust_remote_code: bool = False
 ) -> CorpusIndex | None:
-    """The index that a user's corpus means.
+    """The index that a user's corpus means: a file or a folder of text, a saved index, token ids,
+    one sequence a document, or None for none.
 
     Args:
-        corpus: a file or a folder of text; a saved index; token ids, one sequence a document; or
-            None for none.
+        corpus: see above.
         target: by whose tokenizer text is read.
         trust_remote_code: as the target was loaded with.
 
@@ -54,10 +54,8 @@ def find_corpus(
         if not os.fspath(corpus):
             raise ValueError("expected a corpus, a file or a folder, got an empty path")
         index = _find_files(expanded(corpus), target, trust_remote_code)
-    elif isinstance(corpus, CorpusIndex):
-        index = corpus
     else:
-        index = CorpusIndex.build(corpus)
+        index = corpus if isinstance(corpus, CorpusIndex) else CorpusIndex.build(corpus)
     if index.largest >= target.vocab_size:
         raise ValueError(
             f"the corpus holds token ids up to {index.largest}, and the target has "
@@ -75,10 +73,9 @@ def _find_files(path: Path, target: TargetModel, trust_remote_code: bool) -> Cor
             name, revision=target.revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
-        reason = first_line(error)
         raise ValueError(
-            f"a corpus of text needs the tokenizer beside the target {name!r} ({reason}): give "
-            "token ids"
+            f"a corpus of text needs the tokenizer beside the target {name!r} "
+            f"({first_line(error)}): give token ids"
         ) from error
     if path.name.endswith(INDEX_SUFFIX):
         return CorpusIndex.load(path, vocabulary_sha256(tokenizer))
@@ -99,10 +96,8 @@ def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:24]
     kept = measurement_folder() / "corpora" / f"{key}{INDEX_SUFFIX}"
     remove_leftovers(kept.parent)
-    try:
+    with suppress(ValueError):  # nothing there, or damaged: made anew
         return CorpusIndex.load(kept, digest)
-    except ValueError:
-        pass  # nothing there, or damaged: made anew
     left_out: list[str] = []
     try:
         index = CorpusIndex.build(_documents(files, tokenizer, left_out), digest)
@@ -114,11 +109,9 @@ def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
         warnings.warn(
             f"left out of the corpus: {count}, such as {left_out[0]}", MedusaWarning, stacklevel=2
         )
-    try:
+    with suppress(OSError):  # a read-only home: made again next time
         kept.parent.mkdir(parents=True, exist_ok=True)
         index.save(kept)
-    except OSError:
-        pass  # a read-only home: made again next time
     return index
 
 
@@ -151,10 +144,10 @@ def _documents(
 
     bar = tqdm(files, desc="Reading the corpus", unit="file", delay=2)
     found = (document for file in bar for document in _documents_of(file, tokenizer, left_out))
+    # How long a target's texts may be is no matter here.
+    options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
     while batch := list(islice(found, _TOGETHER)):
         texts = [document for document in batch if isinstance(document, str)]
-        # How long a target's texts may be is no matter here.
-        options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
         encoded = iter(tokenizer(texts, **options)["input_ids"] if texts else [])
         for document in batch:
             yield next(encoded) if isinstance(document, str) else document
@@ -197,23 +190,20 @@ def _document(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str
     text, prompt, completion = row.get("text"), row.get("prompt"), row.get("completion")
     ids, messages = row.get("input_ids"), row.get("messages")
     if isinstance(text, str):
-        return _encodable(text)
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return _encodable(prompt + completion)
-    if isinstance(ids, list):
+        pass
+    elif isinstance(prompt, str) and isinstance(completion, str):
+        text = prompt + completion
+    elif isinstance(ids, list):
         if not all(type(token) is int and 0 <= token < len(tokenizer) for token in ids):
             raise ValueError(f"expected 'input_ids' from 0 to {len(tokenizer) - 1}")
         return ids
-    if isinstance(messages, list):
+    elif isinstance(messages, list):
         try:
-            return _encodable(str(tokenizer.apply_chat_template(messages, tokenize=False)))
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
         # A template may raise whatever Jinja does, and its own exceptions.
         except Exception as error:
             raise ValueError(f"the target's chat template refuses this: {error}") from error
-    raise ValueError(f"expected {_COLUMNS}, got {sorted(row)}")
-
-
-def _encodable(text: str) -> str:
-    """JSON can spell halves of characters, of which no text consists: a ValueError."""
-    text.encode()
+    else:
+        raise ValueError(f"expected {_COLUMNS}, got {sorted(row)}")
+    text.encode()  # JSON can spell halves of characters, of which no text consists: a ValueError
     return text

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from medusa_heads.files import replace_file
-from medusa_heads.inference.lookup.continuation import Continuation
+from medusa_heads.inference.lookup.suffix_automaton import Continuation
 
 LONGEST = 32  # tokens of a match; longer ones are as good as this
 _MARK = -1  # before and behind every document; no token, so nothing matches it
@@ -47,17 +47,12 @@ class CorpusIndex:
     def __init__(
         self, tokens_C: np.ndarray, order_P: np.ndarray, tokenizer: str | None = None
     ) -> None:
-        self.tokenizer = tokenizer
-        self._tokens_C = tokens_C
-        self._order_P = order_P
+        self.tokenizer, self._tokens_C, self._order_P = tokenizer, tokens_C, order_P
 
     @classmethod
     def build(cls, documents: Iterable[Sequence[int]], tokenizer: str | None = None) -> CorpusIndex:
-        """Sort a corpus; takes seconds for a few million tokens.
-
-        Args:
-            documents: token ids of each; nothing matches, and nothing is drafted, across two.
-            tokenizer: see the class.
+        """Sort a corpus; takes seconds for a few million tokens. Nothing matches, and nothing is
+        drafted, across two documents.
 
         Raises:
             ValueError: something else than sequences of token ids, a negative one, or nowhere two
@@ -88,12 +83,8 @@ class CorpusIndex:
         return int(self._tokens_C.max())
 
     def continuation(self, text: Sequence[int], most: int) -> Continuation:
-        """What follows most often where the longest match of the text's end stands.
-
-        Args:
-            text: its last `LONGEST` tokens are looked for.
-            most: tokens that a continuation has at most.
-        """
+        """What follows most often, up to so many tokens, where the longest match of the text's end
+        stands; its last `LONGEST` tokens are looked for."""
         before = list(text[: -LONGEST - 1 : -1])
         middle = bisect_left(self._order_P, before, key=self._window(len(before)))
         nearest = self._order_P[max(middle - 1, 0) : middle + 1].tolist()
@@ -157,12 +148,9 @@ class CorpusIndex:
     def load(cls, path: str | os.PathLike[str], tokenizer: str | None = None) -> CorpusIndex:
         """Read a saved index; the file is mapped, so that processes share one copy of it.
 
-        Args:
-            path: the file.
-            tokenizer: digest of the tokenizer whose ids it must hold.
-
         Raises:
-            ValueError: there is none, it is damaged, or it holds another tokenizer's ids.
+            ValueError: there is none, it is damaged, or it holds the ids of another tokenizer than
+                the one with this digest.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -173,8 +161,7 @@ class CorpusIndex:
                 said = file.metadata() or {}
                 if said.get("kind") != _KIND:
                     raise ValueError(f"{path} is no corpus index of this version: index it anew")
-                tokens_C = file.get_tensor("tokens").numpy()
-                order_P = file.get_tensor("order").numpy()
+                tokens_C, order_P = (file.get_tensor(n).numpy() for n in ("tokens", "order"))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read ({error}): index the corpus anew") from error
         made_by = said.get("tokenizer") or None
@@ -216,9 +203,10 @@ def _ranks_of_what_is_before(tokens_C: np.ndarray) -> np.ndarray:
 
 def _is_sound(tokens_C: np.ndarray, order_P: np.ndarray) -> bool:
     """Whether no look-up can leave the corpus, or draft what is no token."""
-    if tokens_C.dtype != np.int32 or order_P.dtype != np.int32:
-        return False
-    if tokens_C.ndim != 1 or order_P.ndim != 1 or not len(order_P):
-        return False
-    within = order_P.min() >= LONGEST and order_P.max() < len(tokens_C)
-    return bool(within and tokens_C.min() == _MARK and tokens_C[-1] == _MARK)
+    numbers = all(each.dtype == np.int32 and each.ndim == 1 for each in (tokens_C, order_P))
+    return bool(
+        numbers
+        and len(order_P)
+        and LONGEST <= order_P.min() <= order_P.max() < len(tokens_C)
+        and tokens_C.min() == tokens_C[-1] == _MARK
+    )

@@ -7,8 +7,21 @@ arXiv:2411.10666, section 3).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from medusa_heads.inference.lookup.continuation import Continuation
+
+class Continuation(NamedTuple):
+    """Tokens that followed an earlier occurrence of a text's end; none without a match.
+
+    Attributes:
+        match_length: tokens of that end; 0 where there was no such occurrence.
+        shares: of every token the share of the occurrences that went on with it, of those that had
+            gone on alike so far; less where those were few.
+    """
+
+    match_length: int
+    tokens: list[int]
+    shares: list[float]
 
 
 class SuffixAutomaton:

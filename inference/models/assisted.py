@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from threading import Lock
@@ -25,7 +26,7 @@ from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # heavy to import
     from transformers import PreTrainedModel
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -34,11 +35,10 @@ class AssistedModel:
     """What every target with a drafter can do; which drafter, the classes below it say.
 
     Args:
-        target: the causal LM; it is not modified.
-        acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"`, `"log_ratio"`.
+        target: the causal LM. It is not changed.
+        acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"` or `"log_ratio"`.
         acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
-        compile: verify through torch.compile: one graph over a cache of fixed size, replayed as a
-            CUDA graph on a GPU. The first text takes the seconds of compiling.
+        compile: run the target through torch.compile. The first text takes longer.
         compile_backend: of torch.compile.
 
     Attributes:
@@ -62,6 +62,7 @@ class AssistedModel:
     ) -> None:
         self.target = target if isinstance(target, TargetModel) else TargetModel(target)
         if compile and not isinstance(self.target, CompiledTarget):
+            # One graph over a cache of fixed size, replayed as a CUDA graph on a GPU.
             self.target = CompiledTarget(self.target.model, compile_backend)
         devices = set((getattr(self.target.model, "hf_device_map", None) or {}).values())
         if len(devices) > 1:
@@ -76,6 +77,17 @@ class AssistedModel:
         make_rule(acceptance, LogitsProcessorList(), False, **self.acceptance_settings)
         self.last_stats = GenerationStats()
         self._fresh: Callable[[], Drafter] | None = None  # a drafter that knows of no text yet
+
+    @classmethod
+    def _own_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Takes out of these what the class itself is told; the rest is for loading a target."""
+        names = {
+            name
+            for each in (cls, AssistedModel)
+            for name, parameter in inspect.signature(each).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        }
+        return {name: options.pop(name) for name in names & options.keys()}
 
     def generate(
         self,
@@ -99,14 +111,15 @@ class AssistedModel:
         model: Any = self.target.model
         # generate() hands neither streamer nor tokenizer to a custom decoding method: the one is
         # bound below, the other is needed for stop strings alone.
-        strings = _stop_strings(kwargs, generation_config, model.generation_config)
+        config = generation_config or model.generation_config
+        strings = kwargs.pop("stop_strings", config.stop_strings)
         if strings:
             if tokenizer is None:
                 raise ValueError("stop_strings need the tokenizer: pass tokenizer= as well")
             stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
             stopping_criteria.append(StopStringCriteria(tokenizer, strings))
-            if (generation_config or model.generation_config).stop_strings:
-                generation_config = copy.deepcopy(generation_config or model.generation_config)
+            if config.stop_strings:
+                generation_config = copy.deepcopy(config)
                 generation_config.stop_strings = None
         return model.generate(
             inputs,
@@ -145,7 +158,7 @@ class AssistedModel:
             self.last_stats = GenerationStats()
             return decode(
                 self.target,
-                self._drafter_for(input_ids.shape[0]),
+                self.drafter if self._fresh is None else self._fresh(),
                 input_ids,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
@@ -156,16 +169,3 @@ class AssistedModel:
                 stats=self.last_stats,
                 **model_kwargs,
             )
-
-    def _drafter_for(self, batch_size: int) -> Drafter:
-        """The drafter of a call with so many rows."""
-        return self.drafter if self._fresh is None else self._fresh()
-
-
-def _stop_strings(
-    kwargs: dict[str, Any], given: GenerationConfig | None, default: GenerationConfig
-) -> str | list[str] | None:
-    if "stop_strings" in kwargs:
-        named: str | list[str] | None = kwargs.pop("stop_strings")
-        return named
-    return (given or default).stop_strings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary, read_draft_sidecar
@@ -11,35 +11,34 @@ from medusa_heads.contents import is_draft
 from medusa_heads.hub.names import split_revision
 from medusa_heads.inference.adapt.measure import SIZES, room, target_clock
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.drafters.model.adaptive_tree import AdaptiveTree
-from medusa_heads.inference.drafters.model.chosen_draft import ChosenDraftDrafter
+from medusa_heads.inference.drafters.extra.chosen_draft import ChosenDraftDrafter
+from medusa_heads.inference.drafters.model.draft_model import DraftModelDrafter
 from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.inference.models.named_target import load_target, named_target
 from medusa_heads.inference.plan.draft import DraftPlan, draft_plan
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # heavy to import
     from transformers import PreTrainedModel
 
 DEFAULT_DEPTH = 4  # tokens that a chain drafts where nothing else is said
+Names = Sequence[str | os.PathLike[str]]
 
 
 class DraftedModel(AssistedModel):
     """A target for which a small model drafts.
 
     Args:
-        target: the causal LM; it is not modified.
-        draft: a causal LM with the target's token ids; put into evaluation mode. Of several, the
-            one drafts that has made the most tokens a second here so far, by measured costs; each
-            keeps a cache of its own.
-        tree: `"chain"` or `"chain:6"`, the draft's likeliest tokens in a row; `"dynamic:12"`, the
-            12 likeliest nodes of a tree; `"sampled:6"`, tokens drawn in a row where the target's
-            are drawn; `"sampled:3x2x1"`, a tree with 3 drawn tokens behind the text, 2 behind each
-            of them, 1 behind each of those; `"auto"`, a tree, drawn where the target's tokens
-            are drawn, that grows as long as its next ones gain more than they cost here.
+        target: the causal LM. It is not changed.
+        draft: a causal LM with the target's token ids, or several; the fastest of them drafts.
+        tree: `"auto"`, `"chain"`, `"chain:6"`, `"dynamic:12"`, `"sampled:6"` or `"sampled:3x2x1"`.
         depth: tokens that a chain without a number, or a tree, is deep.
-        acceptance, acceptance_settings, compile, compile_backend: see AssistedModel.
+        options: `acceptance`, `acceptance_settings`, `compile`, `compile_backend`: see
+            AssistedModel.
+
+    `plan/draft.py` says what the words for trees mean. Draft models are put into evaluation mode;
+    each keeps a cache of its own.
 
     Raises:
         ValueError: another vocabulary, no draft model, or a tree that cannot be drafted.
@@ -53,18 +52,9 @@ class DraftedModel(AssistedModel):
         *,
         tree: str = "auto",
         depth: int = DEFAULT_DEPTH,
-        acceptance: str = "lossless",
-        acceptance_settings: Mapping[str, float] | None = None,
-        compile: bool = False,
-        compile_backend: str | Callable[..., Any] = "inductor",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            target,
-            acceptance=acceptance,
-            acceptance_settings=acceptance_settings,
-            compile=compile,
-            compile_backend=compile_backend,
-        )
+        super().__init__(target, **options)
         given = list(draft) if isinstance(draft, Sequence) else [draft]
         if not given:
             raise ValueError("expected at least one draft model, got none")
@@ -81,13 +71,21 @@ class DraftedModel(AssistedModel):
         Raises:
             ValueError: an unknown form, or more nodes than a draft model will offer.
         """
-        plan = draft_plan(
-            tree,
-            depth,
-            chain_only=self._chain_only,
-            one_size=isinstance(self.target, CompiledTarget),
-        )
+        compiled = isinstance(self.target, CompiledTarget)
+        plan = draft_plan(tree, depth, chain_only=self._chain_only, one_size=compiled)
         self.drafter, self.tree = self._drafting(plan), plan.tree
+
+    def _drafting(self, plan: DraftPlan) -> Drafter:
+        vocab_size = self.target.vocab_size
+        if len(self.drafts) == 1 and not plan.adaptive:
+            return DraftModelDrafter(self.draft, vocab_size, **plan.options)
+        clocks = [target_clock(draft) for draft in self.drafts]
+        drafters = [
+            (plan.drafter(draft, vocab_size, clock), clock)
+            for draft, clock in zip(self.drafts, clocks, strict=True)
+        ]
+        most = min(max(SIZES), room(self.target) - 1) if plan.adaptive else 0
+        return ChosenDraftDrafter(target_clock(self.target), drafters, most)
 
     @property
     def draft(self) -> TargetModel:
@@ -101,41 +99,22 @@ class DraftedModel(AssistedModel):
             return list(self.drafter.steps)
         return [0] * len(self.drafts)
 
-    def _drafting(self, plan: DraftPlan) -> Drafter:
-        vocab_size = self.target.vocab_size
-        if len(self.drafts) == 1 and not plan.adaptive:
-            only = plan.drafter(self.draft, vocab_size)
-            assert not isinstance(only, AdaptiveTree)
-            return only
-        clocks = [target_clock(draft) for draft in self.drafts]
-        drafters = [
-            (plan.drafter(draft, vocab_size, clock), clock)
-            for draft, clock in zip(self.drafts, clocks, strict=True)
-        ]
-        most = min(max(SIZES), room(self.target) - 1) if plan.adaptive else 0
-        return ChosenDraftDrafter(target_clock(self.target), drafters, most)
-
     @classmethod
     def from_pretrained(
         cls,
-        draft: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        draft: str | os.PathLike[str] | Names,
         *,
         target: str | os.PathLike[str] | TargetModel | PreTrainedModel | None = None,
-        tree: str = "auto",
-        depth: int = DEFAULT_DEPTH,
-        acceptance: str = "lossless",
-        acceptance_settings: Mapping[str, float] | None = None,
-        compile: bool = False,
-        **target_kwargs: Any,
+        **options: Any,
     ) -> DraftedModel:
         """Load a draft model, or several, and their target.
 
         Args:
             draft: a hub id (`user/name` or `user/name@revision`), or a folder such as train-draft
                 writes; or a list of them.
-            target: a model in memory, or a hub id or path; by default the one the draft names.
-            tree, depth, acceptance, acceptance_settings, compile: see the class.
-            target_kwargs: passed on when the target is loaded, such as `dtype` or `device`.
+            target: a model in memory, or a hub id or path. By default the draft model names it.
+            options: of the class, such as `tree`. The rest are for loading the target: `dtype`,
+                `device`, ..
 
         Raises:
             ValueError: one of them is missing or damaged, they have different vocabularies, or no
@@ -147,28 +126,25 @@ class DraftedModel(AssistedModel):
         check_once(folders)
         if target is None:
             _check_one_target(folders)
-        if target is None or isinstance(target, str | os.PathLike):
-            view = load_target(folders[0], target, read=read_draft_sidecar, **target_kwargs)
-        elif target_kwargs:
-            raise ValueError(
-                f"{sorted(target_kwargs)} apply to a target that is loaded here, but one in memory "
-                "was given: leave them out"
+        own = cls._own_options(options)
+        view = load_target(folders[0], target, read=read_draft_sidecar, **options)
+        trusted = bool(options.get("trust_remote_code"))
+        drafts = []
+        for name in folders:  # in the target's dtype, on its device
+            folder, revision = split_revision(name)
+            drafts.append(
+                TargetModel.from_pretrained(
+                    folder,
+                    dtype=view.dtype,
+                    device=view.device,
+                    revision=revision,
+                    trust_remote_code=trusted,
+                )
             )
-        else:
-            view = target if isinstance(target, TargetModel) else TargetModel(target)
-        trusted = bool(target_kwargs.get("trust_remote_code"))
-        return cls(
-            view,
-            [_load(folder, view, trust_remote_code=trusted) for folder in folders],
-            tree=tree,
-            depth=depth,
-            acceptance=acceptance,
-            acceptance_settings=acceptance_settings,
-            compile=compile,
-        )
+        return cls(view, drafts, **own)
 
 
-def check_once(names: Sequence[str | os.PathLike[str]]) -> None:
+def check_once(names: Names) -> None:
     """Raises ValueError where a draft model is named twice."""
     known: set[str] = set()
     for name in names:
@@ -178,19 +154,8 @@ def check_once(names: Sequence[str | os.PathLike[str]]) -> None:
         known.add(plain)
 
 
-def _load(name: str | os.PathLike[str], beside: TargetModel, **options: Any) -> TargetModel:
-    """A draft model in the target's dtype, on its device."""
-    folder, revision = split_revision(name)
-    options |= {"dtype": beside.dtype, "device": beside.device, "revision": revision}
-    return TargetModel.from_pretrained(folder, **options)
-
-
-def _check_one_target(folders: Sequence[str | os.PathLike[str]]) -> None:
-    """Draft models that were trained for different targets are not for one.
-
-    Raises:
-        ValueError: they name different ones.
-    """
+def _check_one_target(folders: Names) -> None:
+    """Raises ValueError where draft models were trained for different targets."""
     first = named_target(folders[0], read_draft_sidecar)
     for folder in folders[1:]:
         if is_draft(folder) and named_target(folder, read_draft_sidecar) != first:

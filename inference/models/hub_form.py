@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,61 +22,42 @@ from torch import Tensor
 from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.inference.models.medusa import MedusaModel
-from medusa_heads.inference.plan.trees import TreeSpec
 from medusa_heads.target.target import TargetModel
 
-if TYPE_CHECKING:
-    from types import FrameType
-
+if TYPE_CHECKING:  # heavy to import
     from transformers import PreTrainedModel
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 # Arguments of generate() that say where and how transformers finds the repository.
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+_OPTIONS = ("tree", "acceptance", "acceptance_settings")
 
 
 def custom_generate(
-    model: PreTrainedModel,
-    *,
-    heads: str | os.PathLike[str] | None = None,
-    tree: TreeSpec = "auto",
-    acceptance: str = "lossless",
-    acceptance_settings: Mapping[str, float] | None = None,
-    **arguments: Any,
+    model: PreTrainedModel, *, heads: str | os.PathLike[str] | None = None, **arguments: Any
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """What transformers calls for `model.generate(custom_generate=FOLDER_OR_REPOSITORY)`.
 
     Args:
         model: the model whose generate() was called.
         heads: folder or repository of the heads; by default the one given as `custom_generate`.
-        tree, acceptance, acceptance_settings: see MedusaModel.
-        arguments: of generate() as the user gave them; `revision`, `token` and their like apply to
-            the repository.
+        arguments: of generate() as the user gave them; `tree`, `acceptance` and
+            `acceptance_settings` are MedusaModel's, `revision`, `token` and their like are of the
+            repository.
 
     Raises:
         ValueError: heads missing, damaged or another model's, or an option tree decoding cannot
             honour.
     """
     name = heads if heads is not None else _asked_for(model)
-    where = {key: arguments.pop(key) for key in _HUB_OPTIONS if key in arguments}
-    medusa = attached(
-        model,
-        find_checkpoint(name, **where),
-        tree=tree,
-        acceptance=acceptance,
-        acceptance_settings=acceptance_settings,
+    where, options = (
+        {key: arguments.pop(key) for key in keys if key in arguments}
+        for keys in (_HUB_OPTIONS, _OPTIONS)
     )
-    return medusa.generate(**arguments)
+    return attached(model, find_checkpoint(name, **where), **options).generate(**arguments)
 
 
-def attached(
-    model: PreTrainedModel,
-    folder: str | os.PathLike[str],
-    *,
-    tree: TreeSpec = "auto",
-    acceptance: str = "lossless",
-    acceptance_settings: Mapping[str, float] | None = None,
-) -> MedusaModel:
+def attached(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> MedusaModel:
     """The model with a folder's heads; attached once, and kept as long as the model lives.
 
     Its `last_stats` tells of the latest call through the hub form. Heads that were trained anew in
@@ -87,11 +68,6 @@ def attached(
     """
     sidecar = Path(folder).resolve() / SIDECAR_FILE
     written = sidecar.stat().st_mtime_ns if sidecar.is_file() else 0
-    options: dict[str, Any] = {
-        "tree": tree,
-        "acceptance": acceptance,
-        "acceptance_settings": acceptance_settings,
-    }
     state = (written, options, model.device, model.dtype)
     kept = _attachments.setdefault(model, {})
     if str(sidecar) not in kept or kept[str(sidecar)][0] != state:

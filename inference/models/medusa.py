@@ -2,58 +2,66 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER, load_adapter
-from medusa_heads.checkpoint.checkpoint import load_heads
-from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
+from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER, adapter_digest, load_adapter
+from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
+from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.checkpoint.stored_heads import (
+    CONFIG_FILE,
+    SIDECAR_FILE,
+    StoredHeads,
+    read_sidecar,
+)
+from medusa_heads.files import read_json, replace_file
 from medusa_heads.heads import DraftHeads
-from medusa_heads.heads.previewed import with_preview
-from medusa_heads.hub.pull import find_checkpoint
+from medusa_heads.heads.preview import with_preview
+from medusa_heads.hub.files import ADAPTER_FILES, CARD_FILE, REPORT_FILES
+from medusa_heads.hub.folder import own_files
+from medusa_heads.hub.names import is_local
+from medusa_heads.hub.pull import copy_checkpoint, find_checkpoint
 from medusa_heads.hub.push import prepare_push, push
+from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.inference.models.named_target import load_target
-from medusa_heads.inference.models.saving import save_model
-from medusa_heads.inference.plan.heads import HeadsPlan, ReadCorpus
+from medusa_heads.inference.plan.adaptive import heads_drafter
 from medusa_heads.inference.plan.trees import TreeSpec
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # heavy to import
     from transformers import PreTrainedModel
 
 
 class MedusaModel(AssistedModel):
-    """A target that drafts for itself.
+    """A target that drafts with its own heads.
 
     Args:
-        target: the causal LM; it is not modified.
-        heads: heads that fit it.
-        statistics: measured ranks of the heads, from which the best tree of a size is built.
-        tree: which tree to draft, in the words of plan/trees.py: `"auto"`, a number of nodes,
-            `"dynamic:16"`, .., or the tree itself as a list of rank paths.
-        corpus: text that the target may write parts of, continued wherever the target's own text
-            ends as it did somewhere there: a file or folder, a saved index, or token ids, one
-            sequence a document; for the trees `"auto"`, `"16+suffix"` and `"suffix"`.
-        acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"`, `"log_ratio"`.
+        target: the causal LM. It is not changed.
+        heads: heads that were trained for it.
+        statistics: how often each head was right. The best tree of each size follows from them.
+        tree: the tree to draft: `"auto"`, a number of nodes, `"dynamic:16"`, or a list of paths.
+        corpus: text to copy from: a file, a folder, a saved index, or lists of token ids.
+        deterministic: take the same steps every time, and carry nothing from text to text.
+        trust_remote_code: let the tokenizer that reads the corpus run code of its own.
+        acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"` or `"log_ratio"`.
         acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
-        compile: verify through torch.compile: one graph over a cache of fixed size, replayed as a
-            CUDA graph on a GPU. The first text takes the seconds of compiling.
+        compile: run the target through torch.compile. The first text takes longer.
         compile_backend: of torch.compile.
-        deterministic: verify as many nodes in every step, whatever time it takes, and carry nothing
-            from text to text: what is rounded, in bf16 say, is so rounded the same way every time.
+
+    `plan/trees.py` lists all words for trees. `"auto"`, `"16+suffix"` and `"suffix"` use a corpus.
 
     Attributes:
-        heads: as given, on the target's device and in its dtype.
-        drafting: the same heads as drafters read them: on a CPU, with a preview of a large
-            vocabulary. A view of the weights in `heads`.
+        heads: on the target's device and in its dtype.
+        drafting: the same weights as drafters read them, on a CPU through a preview.
 
     Raises:
         ValueError: heads or tree do not fit the target.
@@ -68,25 +76,21 @@ class MedusaModel(AssistedModel):
         statistics: HeadStatistics | None = None,
         tree: TreeSpec = "auto",
         corpus: Corpus | None = None,
-        acceptance: str = "lossless",
-        acceptance_settings: Mapping[str, float] | None = None,
-        compile: bool = False,
-        compile_backend: str | Callable[..., Any] = "inductor",
         deterministic: bool = False,
+        trust_remote_code: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            target,
-            acceptance=acceptance,
-            acceptance_settings=acceptance_settings,
-            compile=compile,
-            compile_backend=compile_backend,
-        )
+        super().__init__(target, **options)
         self.deterministic = deterministic
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
         self.drafting = with_preview(self.heads)
         self.statistics = statistics
-        self._read_corpus = None if corpus is None else _reader(corpus, self.target)
+        self._read_corpus = None
+        if corpus is not None:  # when it is first asked for
+            self._read_corpus = cache(
+                lambda: find_corpus(corpus, self.target, trust_remote_code=trust_remote_code)
+            )
         # Where the heads were loaded from, and what stood there beside them.
         self.checkpoint: Path | None = None
         self.stored: StoredHeads | None = None
@@ -99,17 +103,16 @@ class MedusaModel(AssistedModel):
             ValueError: an unknown form, or a tree that does not fit the heads; the one before it
                 stays.
         """
-        plan = self._plan(tree)
-        self.drafter, self.tree = plan.drafter, plan.tree
+        self.tree, self.drafter = self._plan(tree)
         if self.deterministic:
-            self._fresh = lambda: self._plan(self.tree).drafter
+            self._fresh = lambda: self._plan(self.tree)[1]
 
-    def _plan(self, tree: TreeSpec) -> HeadsPlan:
-        return HeadsPlan(
+    def _plan(self, tree: TreeSpec) -> tuple[TreeSpec, Drafter]:
+        return heads_drafter(
+            tree,
             self.target,
             self.drafting,
             self.statistics,
-            tree,
             chain_only=self._chain_only,
             acceptance=self.acceptance,
             read_corpus=self._read_corpus,
@@ -126,14 +129,8 @@ class MedusaModel(AssistedModel):
         token: str | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         local_files_only: bool = False,
-        tree: TreeSpec = "auto",
-        corpus: Corpus | None = None,
-        acceptance: str = "lossless",
-        acceptance_settings: Mapping[str, float] | None = None,
-        compile: bool = False,
-        deterministic: bool = False,
         merge_adapter: bool = False,
-        **target_kwargs: Any,
+        **options: Any,
     ) -> MedusaModel:
         """Load a heads checkpoint and its target, and the adapter they were trained with if any.
 
@@ -141,41 +138,27 @@ class MedusaModel(AssistedModel):
         with its adapter. A target that is loaded here gets it; one in memory must carry it.
 
         Args:
-            checkpoint: folder written by train-heads, or a hub's repository, as `user/name` or
-                `user/name@revision`.
-            target: a model in memory, or a hub id or path; by default the one the heads name, at
-                the revision they were trained on.
-            revision: branch, tag or commit of the repository of the heads.
-            token, cache_dir, local_files_only: of the hub, for the heads and a target loaded here.
-            tree, corpus, acceptance, acceptance_settings, compile, deterministic: see the class.
+            checkpoint: a folder written by train-heads, or `user/name` or `user/name@revision`.
+            target: a model in memory, or a hub id or path. By default the heads name it.
+            revision: branch, tag or commit of the heads' repository.
+            token, cache_dir, local_files_only: of the hub, for the heads and the target.
             merge_adapter: add the adapter to the target's matrices: faster, and in bf16 rounded.
-            target_kwargs: passed on when the target is loaded: `dtype`, `device` (by default the
-                best here), `device_map`, `quantization_config`, `attn_implementation`,
-                `trust_remote_code`, ..
+            options: of the class, such as `tree`. The rest are for loading the target: `dtype`,
+                `device`, `device_map`, `quantization_config`, `trust_remote_code`, ..
 
         Raises:
             ValueError: checkpoint or target missing, damaged, or not belonging together.
         """
+        own = cls._own_options(options)
+        if own.get("trust_remote_code"):  # of the target as well
+            options["trust_remote_code"] = True
+        hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        folder = find_checkpoint(checkpoint, revision=revision, **hub)  # type: ignore[arg-type]
+        view = load_target(folder, target, hub=hub, **options)
         in_memory = target is not None and not isinstance(target, str | os.PathLike)
-        if in_memory and target_kwargs:
-            raise ValueError(
-                f"{sorted(target_kwargs)} apply to a target that is loaded here, but one in memory "
-                "was given: leave them out"
-            )
-        hub: dict[str, Any] = {
-            "token": token,
-            "cache_dir": cache_dir,
-            "local_files_only": local_files_only,
-        }
-        folder = find_checkpoint(checkpoint, revision=revision, **hub)
         adapted = None
-        if target is None or isinstance(target, str | os.PathLike):
-            view = load_target(folder, target, **hub, **target_kwargs)
-            if read_sidecar(folder).get("adapter") is not None:
-                adapted = load_adapter(view.model, folder / ADAPTER_FOLDER)
-        else:
-            view = target if isinstance(target, TargetModel) else TargetModel(target)
-        trusted = bool(target_kwargs.get("trust_remote_code"))
+        if not in_memory and read_sidecar(folder).get("adapter") is not None:
+            adapted = load_adapter(view.model, folder / ADAPTER_FOLDER)
         loaded = load_heads(folder, view)
         if merge_adapter:
             if adapted is None:
@@ -184,19 +167,7 @@ class MedusaModel(AssistedModel):
                     "leave it out"
                 )
             adapted.merge_and_unload()
-        model = cls(
-            view,
-            loaded.heads,
-            statistics=loaded.statistics,
-            tree="none",
-            acceptance=acceptance,
-            acceptance_settings=acceptance_settings,
-            compile=compile,
-            deterministic=deterministic,
-        )
-        if corpus is not None:
-            model._read_corpus = _reader(corpus, view, trust_remote_code=trusted)
-        model.use_tree(tree)
+        model = cls(view, loaded.heads, **{"statistics": loaded.statistics} | own)
         model.checkpoint, model.stored = folder, replace(loaded.stored, tensors={})
         return model
 
@@ -213,33 +184,50 @@ class MedusaModel(AssistedModel):
                 which vLLM 0.32 reads the folder as it is.
 
         Raises:
-            ValueError: the target carries an adapter that no checkpoint came with, or no engine
-                would read the matrix.
+            ValueError: the target carries an adapter that no checkpoint came with, no engine would
+                read the matrix, or what came with the heads are links that lead elsewhere.
             OSError: the folder cannot be written.
         """
-        return save_model(self, folder, with_vocab_matrix=with_vocab_matrix)
+        stored = self.stored
+        has_adapter = stored is not None and stored.adapter is not None
+        if not has_adapter and adapter_digest(self.target.model) is not None:
+            raise ValueError(
+                "the target carries an adapter that these heads were not loaded with: write them "
+                "with checkpoint.save_heads(..., adapter=), which stores both"
+            )
+        with tempfile.TemporaryDirectory() as staging:
+            made = Path(staging)
+            save_heads(
+                made,
+                self.heads,
+                self.target,
+                statistics=self.statistics,
+                provenance=provenance() if stored is None else stored.provenance,
+                with_vocab_matrix=with_vocab_matrix,
+            )
+            if stored is not None and self.checkpoint is not None:
+                _carry_along(self.checkpoint, stored, made)
+            copy_checkpoint(made, Path(folder))
+        return Path(folder)
 
     def push_to_hub(
         self,
         repo_id: str,
         *,
-        private: bool = False,
-        revision: str | None = None,
-        create_pr: bool = False,
-        commit_message: str | None = None,
-        token: str | bool | None = None,
         base_model: str | None = None,
         license: str | None = None,
         benchmark: str | os.PathLike[str] | None = None,
         with_vocab_matrix: bool = False,
+        **options: Any,
     ) -> str:
         """Save the heads and push them with a model card, in one commit.
 
         Args:
             repo_id: `user/name`.
-            private, revision, create_pr, commit_message, token: see `hub.push.push`.
             base_model, license, benchmark: see `hub.push.prepare_push`.
             with_vocab_matrix: see `save_pretrained`; the matrix is under the target's licence.
+            options: `private`, `revision`, `create_pr`, `commit_message`, `token`: see
+                `hub.push.push`.
 
         Returns:
             The address of the commit, or of the pull request.
@@ -257,19 +245,22 @@ class MedusaModel(AssistedModel):
                 benchmark=benchmark,
                 with_vocab_matrix=with_vocab_matrix,
             )
-            return push(
-                prepared,
-                private=private,
-                revision=revision,
-                create_pr=create_pr,
-                commit_message=commit_message,
-                token=token,
-            )
+            return push(prepared, **options)
 
 
-def _reader(corpus: Corpus, target: TargetModel, **options: Any) -> ReadCorpus:
-    """Reads it when it is first asked for."""
-    return cache(partial(find_corpus, corpus, target, **options))
+def _carry_along(came_from: Path, stored: StoredHeads, made: Path) -> None:
+    """What a checkpoint holds beside the heads, and the name it knows their target by."""
+    for name, path in own_files(came_from, (*REPORT_FILES, CARD_FILE, *ADAPTER_FILES)).items():
+        (made / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, made / name)
+    sidecar = read_sidecar(made) | {"adapter": stored.adapter}
+    known_as = stored.target.get("name_or_path")
+    # The same target may have been loaded from a copy, at a path that means nothing elsewhere.
+    if known_as and not is_local(known_as, came_from):
+        sidecar["target"] |= {"name_or_path": known_as, "revision": stored.target.get("revision")}
+        foreign = read_json(made / CONFIG_FILE) | {"base_model_name_or_path": known_as}
+        replace_file(made / CONFIG_FILE, json.dumps(foreign, indent=2) + "\n")
+    replace_file(made / SIDECAR_FILE, json.dumps(sidecar, indent=2) + "\n")
 
 
 def attach(
@@ -277,12 +268,8 @@ def attach(
     heads: DraftHeads | str | os.PathLike[str],
     **options: Any,
 ) -> MedusaModel:
-    """Heads on a target that is in memory already; the target is not modified.
-
-    Args:
-        model: the target.
-        heads: in memory, or their checkpoint: a folder, or a hub's repository.
-        options: of `MedusaModel`, or of `MedusaModel.from_pretrained`.
+    """Heads, in memory or of a checkpoint, on a target that is in memory already; it is not
+    modified. Options are those of `MedusaModel`, or of `MedusaModel.from_pretrained`.
 
     Raises:
         ValueError: the heads are missing, damaged or another target's.

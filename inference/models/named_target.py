@@ -1,11 +1,11 @@
-"""The target that a checkpoint names: where it is, and at which revision."""
+"""The target of a checkpoint: in memory, or where the checkpoint says, at which revision."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_heads.checkpoint.stored_heads import read_sidecar
 from medusa_heads.contents import is_model
@@ -13,28 +13,42 @@ from medusa_heads.hub.names import is_repo_id, split_revision
 from medusa_heads.target.loading import refuse_code_of
 from medusa_heads.target.target import TargetModel
 
+if TYPE_CHECKING:  # heavy to import
+    from transformers import PreTrainedModel
+
 Read = Callable[[str | os.PathLike[str]], Mapping[str, Any]]
 
 
 def load_target(
     checkpoint: str | os.PathLike[str],
-    given: str | os.PathLike[str] | None,
+    given: str | os.PathLike[str] | TargetModel | PreTrainedModel | None,
     *,
     read: Read = read_sidecar,
+    hub: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> TargetModel:
-    """Load the target of a checkpoint folder.
+    """The target of a checkpoint folder.
 
     Args:
         checkpoint: names it, and the revision its heads were trained on.
-        given: hub id (`user/name` or `user/name@revision`) or path, to be loaded instead.
+        given: instead of that one: a model in memory, or a hub id (`user/name` or
+            `user/name@revision`) or path of one to load.
         read: reads the sidecar of heads, or of a draft model.
+        hub: more options, which a target in memory may be given too.
         options: of `TargetModel.from_pretrained`; a `revision` among them beats the checkpoint's.
 
     Raises:
         ValueError: the checkpoint names no target, or nothing loadable is there; or code of a
-            target that only the checkpoint names would be run.
+            target that only the checkpoint names would be run; or options for one in memory.
     """
+    if given is not None and not isinstance(given, str | os.PathLike):
+        if options:
+            raise ValueError(
+                f"{sorted(options)} apply to a target that is loaded here, but one in memory was "
+                "given: leave them out"
+            )
+        return given if isinstance(given, TargetModel) else TargetModel(given)
+    options |= hub or {}
     if given is None:
         trusted = bool(options.get("trust_remote_code"))
         name, revision = named_target(checkpoint, read, trust_remote_code=trusted)
@@ -60,11 +74,6 @@ def named_target(
     trust_remote_code: bool = False,
 ) -> tuple[str, str | None]:
     """Hub id or path of the target that a checkpoint folder names, and a hub id's revision.
-
-    Args:
-        checkpoint: a folder.
-        read: reads the sidecar of heads, or of a draft model.
-        trust_remote_code: code that comes with the target is to be run.
 
     Raises:
         ValueError: not a checkpoint, or it names none; or code of what it names would be run.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -17,19 +17,12 @@ from medusa_heads.inference.drafters.growing import Source
 from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.models.assisted import AssistedModel
-from medusa_heads.inference.plan.adaptive import (
-    automatic,
-    continues_text,
-    sizes_for,
-    unvarying,
-)
+from medusa_heads.inference.plan.adaptive import blended, continues_text, sizes_for
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # heavy to import
     from transformers import PreTrainedModel
-
-    from medusa_heads.inference.drafters.extra.early_exit import ExitClock
 
 DRAFTERS = (
     "auto",
@@ -46,21 +39,21 @@ class TrainingFreeModel(AssistedModel):
     """A target for which a drafter drafts that was never trained.
 
     Args:
-        target: the causal LM; it is not modified.
-        drafter: `"suffix"`, what followed where the text last ended as it does now; `"recycling"`,
-            what the target took to follow each token when it last read it; `"auto"`, both in one
-            tree; `"lookahead"`, n-grams of its own parallel guesses at later tokens, and
-            `"lookahead+suffix"`; `"early_exit"`, the target itself without the layers that its
-            drafts can best do without, `"early_exit:4"`, with its first 4 layers alone, and either
-            of them `+suffix`. Each verifies at every step as many nodes as pay on this machine.
-        corpus: text that the target may write parts of, continued wherever the target's own text
-            ends as it did somewhere there: a file or folder, a saved index, or token ids, one
-            sequence a document; for `"suffix"`, `"auto"` and all `+suffix`.
-        calibration: token ids [B, T] of text without padding, on which `"early_exit"` tries which
-            layers to leave out; by default the target writes some. What is found is kept on disk.
-        acceptance, acceptance_settings, compile, compile_backend: see AssistedModel.
-        deterministic: see MedusaModel.
-        trust_remote_code: whether the tokenizer that reads a corpus may run code of its own.
+        target: the causal LM. It is not changed.
+        drafter: which one, as below. Each verifies at every step as many nodes as pay here.
+        corpus: text to copy from: a file, a folder, a saved index, or lists of token ids.
+        calibration: token ids [B, T] without padding, to try on which layers can be left out.
+        deterministic: take the same steps every time, and carry nothing from text to text.
+        trust_remote_code: let the tokenizer that reads the corpus run code of its own.
+        options: `acceptance`, `acceptance_settings`, `compile`, `compile_backend`: see
+            AssistedModel.
+
+    `"suffix"` drafts what followed where the text last ended as it does now; `"recycling"` what the
+    target took to follow each token when it last read it; `"auto"` both in one tree. `"lookahead"`
+    drafts n-grams of its own parallel guesses at later tokens; `"early_exit"` the target itself
+    without the layers that its drafts can best do without, `"early_exit:4"` with its first 4 layers
+    alone. Either may have `+suffix` behind it. `"suffix"`, `"auto"` and all `+suffix` use a corpus.
+    By default the target writes the calibration; what is found is kept on disk.
 
     Attributes:
         skipped_layers: of early exit: the layers, counted from 0, that drafts do without.
@@ -79,21 +72,12 @@ class TrainingFreeModel(AssistedModel):
         *,
         corpus: Corpus | None = None,
         calibration: Tensor | None = None,
-        acceptance: str = "lossless",
-        acceptance_settings: Mapping[str, float] | None = None,
-        compile: bool = False,
-        compile_backend: str | Callable[..., Any] = "inductor",
         deterministic: bool = False,
         trust_remote_code: bool = False,
+        **options: Any,
     ) -> None:
-        _check_drafter(drafter, corpus, calibration, compile)
-        super().__init__(
-            target,
-            acceptance=acceptance,
-            acceptance_settings=acceptance_settings,
-            compile=compile,
-            compile_backend=compile_backend,
-        )
+        _check_drafter(drafter, corpus, calibration, options.get("compile"))
+        super().__init__(target, **options)
         name, _, suffix = drafter.partition("+")
         name, _, kept = name.partition(":")
         if self._chain_only and (name not in ("suffix", "early_exit") or suffix):
@@ -101,76 +85,88 @@ class TrainingFreeModel(AssistedModel):
                 f"the drafter {drafter!r} adds branches, and this target verifies chains alone: "
                 "use 'suffix' or 'early_exit'"
             )
-        self.method = drafter
-        self._name, self._suffix = name, bool(suffix)
+        self.method, self.deterministic = drafter, deterministic
+        self._suffix = bool(suffix)
         self.skipped_layers: tuple[int, ...] = ()
+        self._agreement: dict[str, float] = {}
         if name == "early_exit":
-            _check_uncompiled(isinstance(self.target, CompiledTarget))
-            from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
-
-            self._stack = LayerStack(self.target)
-            if kept:
-                self.skipped_layers = self._behind(int(kept))
+            self._find_stack(int(kept) if kept else None)
         # Only now: to index a corpus may take a while, and to try layers as well.
         self.corpus = find_corpus(corpus, self.target, trust_remote_code=trust_remote_code)
-        self.deterministic = deterministic
-        self._agreement: dict[str, float] = {}
         if name == "early_exit" and not kept:
             self._find_layers(calibration)
+        make = {
+            "auto": lambda: self._blended([RecyclingSource(self.target.vocab_size)], text=True),
+            "suffix": lambda: self._blended([], text=True, chain_only=True),
+            "recycling": lambda: self._blended([RecyclingSource(self.target.vocab_size)]),
+            "lookahead": self._lookahead,
+            "early_exit": self._early_exit,
+        }[name]
+        self.drafter = make()
         if deterministic:
-            self._fresh = self._make
-        self.drafter = self._make()
+            self._fresh = make
 
     @classmethod
     def from_pretrained(
-        cls, target: str | os.PathLike[str], drafter: str = "auto", **kwargs: Any
+        cls, target: str | os.PathLike[str], drafter: str = "auto", **options: Any
     ) -> TrainingFreeModel:
         """Load a target by hub id or path, and let it draft for itself.
 
         Args:
             target: hub id or local folder of a causal LM.
             drafter: see the class.
-            kwargs: of the class, or passed on when the target is loaded.
+            options: of the class. The rest are for loading the target: `dtype`, `device`, ..
 
         Raises:
             ValueError: nothing loadable stands there, or see the class.
         """
-        names = (
-            *("corpus", "calibration", "acceptance", "acceptance_settings"),
-            *("compile", "compile_backend", "deterministic"),
-        )
-        own = {name: kwargs.pop(name) for name in names if name in kwargs}
+        own = cls._own_options(options)
         # Before seconds of loading.
         _check_drafter(drafter, *(own.get(name) for name in ("corpus", "calibration", "compile")))
-        view = TargetModel.from_pretrained(str(target), **kwargs)
-        own["trust_remote_code"] = bool(kwargs.get("trust_remote_code"))
-        return cls(view, drafter, **own)
-
-    def _behind(self, kept: int) -> tuple[int, ...]:
-        """All layers but the first ones."""
-        if not 0 < kept < len(self._stack):
-            raise ValueError(
-                f"early_exit:N keeps at least 1 of the target's {len(self._stack)} layers and "
-                f"leaves one out, got {self.method!r}"
-            )
-        return tuple(range(kept, len(self._stack)))
-
-    def _make(self) -> Drafter:
-        if self._name == "early_exit":
-            return self._early_exit()
-        if self._name == "lookahead":
-            return self._lookahead()
-        if self._name == "suffix":
-            return self._blended([], text=True, chain_only=True)
-        recycling = RecyclingSource(self.target.vocab_size)
-        return self._blended([recycling], text=self._name == "auto")
+        if own.get("trust_remote_code"):  # of the target as well
+            options["trust_remote_code"] = True
+        return cls(TargetModel.from_pretrained(str(target), **options), drafter, **own)
 
     def _blended(
-        self, sources: Sequence[Source], *, text: bool, clock: Clock | None = None, **kind: bool
+        self, sources: Sequence[Source], *, text: bool = False, **options: Any
     ) -> BlendedDrafter:
+        return blended(
+            self.target,
+            sources,
+            text=text,
+            corpus=self.corpus,
+            deterministic=self.deterministic,
+            **options,
+        )
+
+    def _lookahead(self) -> Drafter:
+        from medusa_heads.inference.drafters.extra import lookahead
+
+        clock = Clock.flat() if self.deterministic else target_clock(self.target)
+        pool = lookahead.NgramPool()
+        drafts = self._blended([lookahead.NgramSource(pool)], text=self._suffix, clock=clock)
+        # Compiled, the window stays: steps without one would be another graph.
+        always = self.deterministic or isinstance(self.target, CompiledTarget)
+        return lookahead.LookaheadDrafter(drafts, pool, clock, always=always)
+
+    def _find_stack(self, kept: int | None) -> None:
+        from medusa_heads.inference.drafters.extra.early_exit import ExitClock
+        from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
+
+        _check_uncompiled(isinstance(self.target, CompiledTarget))
+        self._stack = LayerStack(self.target)
+        layers = len(self._stack)
+        if kept is not None:
+            if not 0 < kept < layers:
+                raise ValueError(
+                    f"early_exit:N keeps at least 1 of the target's {layers} layers and "
+                    f"leaves one out, got {self.method!r}"
+                )
+            self.skipped_layers = tuple(range(kept, layers))
         if self.deterministic:
-            return unvarying(None, self.target, sources, text=text, corpus=self.corpus, **kind)
-        return automatic(self.target, sources, text=text, corpus=self.corpus, clock=clock, **kind)
+            self._exit_clock = lambda: ExitClock(Clock.flat(), layers, 1.0 / layers)
+        else:
+            self._exit_clock = lambda: ExitClock.measured(self.target, self._stack)
 
     def _find_layers(self, calibration: Tensor | None) -> None:
         from medusa_heads.inference.drafters.extra.skip_search import best_skip_set
@@ -178,13 +174,6 @@ class TrainingFreeModel(AssistedModel):
         self.skipped_layers, self._agreement["agreement"] = best_skip_set(
             self.target, self._stack, self._exit_clock(), max(sizes_for(self.target)), calibration
         )
-
-    def _exit_clock(self) -> ExitClock:
-        from medusa_heads.inference.drafters.extra.early_exit import ExitClock
-
-        if self.deterministic:
-            return ExitClock(Clock.flat(), len(self._stack), 1.0 / len(self._stack))
-        return ExitClock.measured(self.target, self._stack)
 
     def _early_exit(self) -> Drafter:
         from medusa_heads.inference.drafters.extra.early_exit import EarlyExitSource, ThinnedTarget
@@ -195,16 +184,6 @@ class TrainingFreeModel(AssistedModel):
         return self._blended(
             [source], text=self._suffix, clock=clock.steps, chain_only=self._chain_only
         )
-
-    def _lookahead(self) -> Drafter:
-        from medusa_heads.inference.drafters.extra import lookahead
-
-        clock = Clock.flat() if self.deterministic else target_clock(self.target)
-        pool = lookahead.new_pool()
-        drafts = self._blended([lookahead.NgramSource(pool)], text=self._suffix, clock=clock)
-        # Compiled, the window stays: steps without one would be another graph.
-        always = self.deterministic or isinstance(self.target, CompiledTarget)
-        return lookahead.LookaheadDrafter(drafts, pool, clock, always=always)
 
 
 def _check_drafter(drafter: str, corpus: object, calibration: object, compiled: object) -> None:

@@ -1,4 +1,4 @@
-"""Drafters that choose at every step how much to draft, and from what.
+"""Which drafter for which request: of heads, and of drafters that choose how much to draft.
 
 auto            as many nodes as pay at each step on this machine, of the heads and of the text
 16+suffix       a tree's likeliest nodes, some of them given to what the text itself suggests
@@ -7,7 +7,8 @@ suffix, recycling, auto without heads, and so on: see models/training_free.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.adapt.clock import Clock
@@ -19,12 +20,14 @@ from medusa_heads.inference.drafters.heads import HeadsSource, TreeSource
 from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
+from medusa_heads.inference.plan.tree_size import best_tree
 from medusa_heads.inference.plan.trees import TreeSpec, make_drafter
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
-from medusa_heads.trees.statistics import HeadStatistics
+from medusa_heads.trees.statistics import HeadStatistics, prior_statistics
 
 SUFFIX = "+suffix"
+_COMPARING = ("threshold", "log_ratio")  # rules that compare with the draft's own probabilities
 _UNVARYING = 15  # nodes; with the root a multiple of what matrix units take at a time
 _SEQUENTIAL = (3, 7, 15, 23, 31)  # nodes of the trees that heads which see each other may draft
 
@@ -45,7 +48,7 @@ def sizes_for(target: TargetModel) -> list[int]:
     return [size for size in (0, *SIZES) if size < room(target)]
 
 
-def automatic(
+def blended(
     target: TargetModel,
     sources: Sequence[Source] = (),
     *,
@@ -53,6 +56,8 @@ def automatic(
     corpus: CorpusIndex | None = None,
     chain_only: bool = False,
     clock: Clock | None = None,
+    deterministic: bool = False,
+    nodes: int | None = None,
 ) -> BlendedDrafter:
     """A drafter that verifies at every step as many nodes as pay on this machine.
 
@@ -63,105 +68,120 @@ def automatic(
         corpus: continued as well; None for none.
         chain_only: the target verifies chains alone.
         clock: of the target, with the drafting of sources that take time; by default measured.
+        deterministic: it goes by no clock, and all trees have as many nodes: of one text it always
+            makes the same steps. It learns while it drafts, so that every text needs a new one.
+        nodes: how many these are; by default a number that usually pays.
     """
-    clock = clock or target_clock(target)
-    sizes = sizes_for(target)
     compiled = isinstance(target, CompiledTarget)
-    if compiled:  # every number of nodes is another graph
-        sizes = [0, _best_fixed(clock, sizes, sources)]
-    found = TextSource(max(sizes), corpus) if text else None
+    if deterministic:
+        clock, sizes = Clock.flat(), [nodes or min(_UNVARYING, room(target) - 1)]
+    else:
+        clock, sizes = clock or target_clock(target), sizes_for(target)
+        if compiled:  # every number of nodes is another graph
+            sizes = [0, _best_fixed(clock, sizes, sources)]
     return BlendedDrafter(
-        clock, sizes, text=found, sources=sources, chain_only=chain_only, padded=compiled
-    )
-
-
-def unvarying(
-    nodes: int | None,
-    target: TargetModel,
-    sources: Sequence[Source] = (),
-    *,
-    text: bool = True,
-    corpus: CorpusIndex | None = None,
-    chain_only: bool = False,
-) -> BlendedDrafter:
-    """A drafter all of whose trees have as many nodes, and which goes by no clock: of one text it
-    always makes the same steps. It learns while it drafts, so that every text needs a new one.
-
-    Args:
-        nodes: that are drafted; None for a number that usually pays.
-        target, sources, text, corpus, chain_only: see `automatic`.
-    """
-    if nodes is None:
-        nodes = min(_UNVARYING, room(target) - 1)
-    return BlendedDrafter(
-        Clock.flat(),
-        (nodes,),
-        text=TextSource(nodes, corpus) if text else None,
+        clock,
+        sizes,
+        text=TextSource(max(sizes), corpus) if text else None,
         sources=sources,
-        always=True,
+        always=deterministic,
         chain_only=chain_only,
-        padded=True,
+        padded=deterministic or compiled,
     )
 
 
-def with_heads(
-    tree: str,
+def heads_drafter(
+    tree: TreeSpec,
     target: TargetModel,
     heads: DraftHeads,
-    statistics: HeadStatistics,
+    statistics: HeadStatistics | None,
     *,
-    corpus: CorpusIndex | None = None,
     chain_only: bool = False,
+    acceptance: str = "lossless",
+    read_corpus: Callable[[], CorpusIndex | None] | None = None,
     deterministic: bool = False,
-) -> Drafter:
-    """The drafter of a tree that blends.
+) -> tuple[TreeSpec, Drafter]:
+    """What heads draft: which tree it is, also where `auto` chose, and its drafter.
 
     Args:
-        tree: the words.
-        target, heads, statistics: that belong together.
-        corpus: continued as well as the text itself; None for none.
-        chain_only: the target verifies chains alone.
-        deterministic: see `unvarying`.
+        tree: which one: words as above and in trees.py, or the tree itself.
+        target, heads, statistics: that belong together; the heads as drafters read them. Without
+            statistics a prior stands for them.
+        chain_only: the target verifies chains alone; of any tree its best chain is taken.
+        acceptance: name of the rule that walks the trees.
+        read_corpus: gives the text that drafts also continue; None for none.
+        deterministic: see `blended`.
 
     Raises:
-        ValueError: an unknown form, or a tree that does not fit the heads.
+        ValueError: an unknown form, or a tree that does not fit the heads, or continues no corpus.
     """
-    if tree == "auto":
-        recycling: list[Source] = [] if chain_only else [RecyclingSource(target.vocab_size)]
-        own: HeadsSource | TreeSource = HeadsSource(heads, statistics)
-        if heads.sequential:
-            sizes = (_UNVARYING,) if deterministic else _SEQUENTIAL
-            clock = Clock.flat() if deterministic else target_clock(target)
-            own = _sequential(heads, statistics, clock, [n for n in sizes if n < room(target)])
-        if deterministic:
-            sources = [*recycling, own]
-            return unvarying(None, target, sources, corpus=corpus, chain_only=chain_only)
-        drafter = make_drafter("static:1", heads, statistics)
-        if isinstance(own, TreeSource):
-            drafter = own.drafter
-        kind = heads.config.to_dict() | {"preview": heads.previews is not None}
-        kind |= {"nodes": drafter.num_nodes}
-        return automatic(
-            target,
-            [*recycling, own],
-            corpus=corpus,
-            chain_only=chain_only,
-            clock=target_clock(target, {own.name: (drafter, kind)}),
+    if statistics is None:
+        statistics = prior_statistics(heads.config.num_heads, heads.config.num_candidates)
+    compares = acceptance in _COMPARING
+    if tree == "auto" and compares:
+        # What the text itself suggests comes without a probability.
+        tree = "dynamic:15" if deterministic else best_tree(target, heads, statistics)
+    if read_corpus is not None and not continues_text(tree):
+        raise ValueError(
+            f"a corpus is continued by the trees auto, N+suffix and suffix, and the tree "
+            f"here is {tree!r}: use one of them, or leave the corpus out"
         )
-    drafter = make_drafter(tree.removesuffix(SUFFIX), heads, statistics, with_log_probs=True)
+    corpus = read_corpus() if read_corpus else None  # only now: to index one may take a while
+    blend = partial(blended, target, corpus=corpus, deterministic=deterministic)
+    if not blends(tree):
+        drafter = make_drafter(
+            tree, heads, statistics, chain_only=chain_only, with_log_probs=compares, corpus=corpus
+        )
+        if deterministic and isinstance(drafter, BlendedDrafter):
+            drafter = blend(chain_only=True, nodes=drafter.num_nodes - 1)
+        return tree, drafter
+    if compares or (chain_only and tree != "auto"):
+        raise ValueError(
+            f"the tree {tree!r} needs a target that verifies branches, and a rule other "
+            f"than {' and '.join(_COMPARING)}"
+        )
+    if tree == "auto":
+        own, clock = _own_source(target, heads, statistics, deterministic)
+        sources = [own] if chain_only else [RecyclingSource(target.vocab_size), own]
+        return tree, blend(sources, chain_only=chain_only, clock=clock)
+    words = str(tree).removesuffix(SUFFIX)
+    drafter = make_drafter(words, heads, statistics, with_log_probs=True)
     if drafter.num_nodes == 1 or isinstance(drafter, BlendedDrafter):
         raise ValueError(f"{tree!r} leaves the heads nothing to draft: use 'suffix'")
     nodes = drafter.num_nodes - 1
     sources = [TreeSource(drafter, heads.config.num_heads, statistics=statistics)]
     if deterministic or isinstance(target, CompiledTarget):
-        return unvarying(nodes, target, sources, corpus=corpus)
-    text = TextSource(nodes, corpus)
-    return BlendedDrafter(Clock.flat(), range(nodes + 1), text=text, sources=sources, always=True)
+        return tree, blend(sources, deterministic=True, nodes=nodes)
+    return tree, BlendedDrafter(
+        Clock.flat(),
+        range(nodes + 1),
+        text=TextSource(nodes, corpus),
+        sources=sources,
+        always=True,
+    )
+
+
+def _own_source(
+    target: TargetModel, heads: DraftHeads, statistics: HeadStatistics, deterministic: bool
+) -> tuple[Source, Clock]:
+    """What the heads offer beside the text, and the seconds of steps and of asking them."""
+    clock = Clock.flat() if deterministic else None
+    source: Source = HeadsSource(heads, statistics)
+    drafter = make_drafter("static:1", heads, statistics)
+    if heads.sequential:
+        sizes = [n for n in ((_UNVARYING,) if deterministic else _SEQUENTIAL) if n < room(target)]
+        drafter = _sequential(heads, statistics, clock or target_clock(target), sizes)
+        source = TreeSource(drafter, heads.config.num_heads, statistics=statistics)
+    if clock is None:
+        kind = heads.config.to_dict() | {"preview": heads.previews is not None}
+        kind |= {"nodes": drafter.num_nodes}
+        clock = target_clock(target, {source.name: (drafter, kind)})
+    return source, clock
 
 
 def _sequential(
     heads: DraftHeads, statistics: HeadStatistics, clock: Clock, sizes: Sequence[int]
-) -> TreeSource:
+) -> Drafter:
     """Heads that see each other draft a tree level by level: one of a size that may pay here."""
     speeds = {
         nodes: statistics.expected_tokens_per_step(nodes) / clock.step(nodes + 1)
@@ -169,8 +189,7 @@ def _sequential(
         if nodes <= len(statistics.paths)
     }
     nodes = max(speeds, key=speeds.__getitem__, default=1)
-    drafter = make_drafter(f"static:{nodes}", heads, statistics, with_log_probs=True)
-    return TreeSource(drafter, heads.config.num_heads, statistics=statistics)
+    return make_drafter(f"static:{nodes}", heads, statistics, with_log_probs=True)
 
 
 def _best_fixed(clock: Clock, sizes: Sequence[int], sources: Sequence[Source]) -> int:

@@ -11,72 +11,38 @@ sampled:3x2x1   a tree: 3 drawn tokens behind the text, 2 behind each of them, 1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.drafters.model.adaptive_tree import AdaptiveTree
-from medusa_heads.inference.drafters.model.chain import DraftModelDrafter
-from medusa_heads.inference.drafters.model.sampled_tree import SampledTreeDrafter
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.drafters.model.draft_model import AdaptiveTree, DraftModelDrafter
 from medusa_heads.target.target import TargetModel
-
-if TYPE_CHECKING:
-    from medusa_heads.inference.adapt.clock import Clock
 
 _NODES_A_PATH = 6  # of a tree, for each path that is read at a time
 
 
-@dataclass(frozen=True)
-class DraftPlan:
-    """What to draft, whichever draft model does it.
+class DraftPlan(NamedTuple):
+    """What to draft, whichever draft model does it: in words, and as options of its drafter.
 
-    Attributes:
-        tree: in words.
-        branching: of drawn tokens, children by level.
-        depth: of chosen tokens: levels; 0 for other kinds.
-        width: paths read at a time.
-        num_drafted: nodes; None for a chain.
-        chain_only: what depends on costs never has more than one token behind another.
+    Where it is adaptive, what is drafted depends on what it costs.
     """
 
     tree: str
-    branching: tuple[int, ...] = ()
-    depth: int = 0
-    width: int = 1
-    num_drafted: int | None = None
-    chain_only: bool = False
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether what is drafted depends on what it costs."""
-        return not (self.branching or self.depth)
+    options: Mapping[str, Any]
+    adaptive: bool = False
 
     def drafter(
-        self, draft: TargetModel, vocab_size: int, clock: Clock | None = None
-    ) -> Drafter | AdaptiveTree:
-        """A drafter with this draft model.
-
-        Args:
-            draft: the draft model.
-            vocab_size: of the target.
-            clock: of the draft model's forwards, where drafts depend on it.
+        self, draft: TargetModel, vocab_size: int, clock: Clock
+    ) -> DraftModelDrafter | AdaptiveTree:
+        """A drafter with this draft model, whose forwards take what the clock says.
 
         Raises:
             ValueError: more nodes than the draft model will offer.
             UnsupportedArchitecture: the draft model cannot draft so.
         """
-        if self.branching:
-            return SampledTreeDrafter(draft, vocab_size, self.branching)
-        if self.depth:
-            return DraftModelDrafter(
-                draft,
-                vocab_size,
-                depth=self.depth,
-                width=self.width,
-                num_drafted=self.num_drafted,
-            )
-        assert clock is not None
-        return AdaptiveTree(draft, vocab_size, clock, chain_only=self.chain_only)
+        if self.adaptive:
+            return AdaptiveTree(draft, vocab_size, clock, **self.options)
+        return DraftModelDrafter(draft, vocab_size, **self.options)
 
 
 def draft_plan(tree: str, depth: int, *, chain_only: bool, one_size: bool) -> DraftPlan:
@@ -91,31 +57,26 @@ def draft_plan(tree: str, depth: int, *, chain_only: bool, one_size: bool) -> Dr
     Raises:
         ValueError: an unknown form, or a draft without tokens.
     """
-    if tree == "auto":
-        if one_size:
-            return DraftPlan(f"chain:{depth}", depth=depth)
-        return DraftPlan(tree, chain_only=chain_only)
+    if tree == "auto" and not one_size:
+        return DraftPlan(tree, {"chain_only": chain_only}, adaptive=True)
     kind, _, number = tree.partition(":")
     numbers = number.split("x") if kind == "sampled" else [number]
     if number and not all(each.isdigit() and int(each) for each in numbers):
         raise ValueError(f"a draft has at least 1 token, got {tree!r}")
     if kind == "sampled" and number:
         levels = [int(each) for each in numbers]
-        if len(levels) == 1:
-            levels = [1] * levels[0]
-        elif chain_only:
-            levels = [1] * len(levels)
+        if chain_only or len(levels) == 1:
+            levels = [1] * (len(levels) if len(levels) > 1 else levels[0])
         words = f"sampled:{len(levels)}" if max(levels) == 1 else tree
-        return DraftPlan(words, branching=tuple(levels))
-    if kind == "chain":
-        depth = int(number) if number else depth
-    elif kind != "dynamic" or not number:
+        return DraftPlan(words, {"branching": levels})
+    if kind == "dynamic" and number and not chain_only:
+        width = max(2, -(-int(number) // _NODES_A_PATH))
+        return DraftPlan(tree, {"depth": depth, "width": width, "num_drafted": int(number)})
+    if tree != "auto" and kind != "chain" and not (kind == "dynamic" and number):
         raise ValueError(
             "a draft model's tree must be auto, chain, chain:N, dynamic:N, sampled:N or "
             f"sampled:AxBx.., got {tree!r}"
         )
-    elif not chain_only:
-        nodes = int(number)
-        width = max(2, -(-nodes // _NODES_A_PATH))
-        return DraftPlan(tree, depth=depth, width=width, num_drafted=nodes)
-    return DraftPlan(f"chain:{depth}", depth=depth)
+    if kind == "chain" and number:
+        depth = int(number)
+    return DraftPlan(f"chain:{depth}", {"depth": depth})

@@ -22,14 +22,8 @@ _AS_FAST = 0.98  # closer than this, measured times do not tell two trees apart
 
 @dataclass(frozen=True)
 class TreeSize:
-    """One size of tree on this machine.
-
-    Attributes:
-        tree: in the words of trees.py.
-        step_seconds: measured time of a step.
-        tokens_per_step: expected at a random position.
-        drafting_seconds: of the step's, those of the draft.
-    """
+    """One size of tree on this machine, in the words of trees.py: the measured time of a step, that
+    of its draft among it, and the tokens expected of it at a random position."""
 
     tree: str
     step_seconds: float
@@ -71,9 +65,7 @@ def tune(
     """Every tree worth considering, with its measured step time.
 
     Args:
-        target: the target.
-        heads: attached to it.
-        statistics: measured ranks of the heads.
+        target, heads, statistics: that belong together.
         context: tokens in the cache while measuring.
         batch_size: sequences decoded together.
         refresh: measure even if an earlier measurement is on disk.

@@ -18,12 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_heads.files import parse_json, replace_file
-from medusa_heads.heads import DraftHeads, HydraHeads
+from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import text_drafter
-from medusa_heads.inference.drafters.dynamic import DynamicDrafter
-from medusa_heads.inference.drafters.hydra import HydraDrafter
-from medusa_heads.inference.drafters.medusa import MedusaDrafter
+from medusa_heads.inference.drafters.head_trees import (
+    DynamicDrafter,
+    HydraDrafter,
+    MedusaDrafter,
+)
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.trees.statistics import HeadStatistics
 from medusa_heads.trees.tree import TreeShape, cartesian_choices
@@ -46,8 +48,7 @@ def make_drafter(
 
     Args:
         tree: see the head of this file; choices may also be given as a list.
-        heads: attached to their target.
-        statistics: measured ranks and temperatures of the heads.
+        heads, statistics: attached to their target, and measured of them.
         chain_only: the target verifies chains alone; of any tree its best chain is taken.
         with_log_probs: the acceptance rule compares with draft probabilities.
         corpus: continued by `suffix` where it promises more than the text itself; None for none.
@@ -60,17 +61,17 @@ def make_drafter(
     # A path may hold a colon too.
     kind, _, argument = (words, "", "") if words.endswith(".json") else words.partition(":")
     if kind == "dynamic" and not chain_only:
-        nodes = _count(tree, argument)
-        return DynamicDrafter(heads, nodes, temperatures=temperatures)
+        return DynamicDrafter(heads, _count(tree, argument), temperatures=temperatures)
     if kind == "suffix":
-        most = _count(tree, argument) if argument else SUFFIX_TOKENS
-        return text_drafter(most, corpus)
+        return text_drafter(_count(tree, argument) if argument else SUFFIX_TOKENS, corpus)
     shape = TreeShape.from_choices(_choices(tree, kind, argument, heads, statistics))
-    if chain_only:
-        shape = shape.chain()
-    if isinstance(heads, HydraHeads):
-        return HydraDrafter(heads, shape, temperatures=temperatures, with_log_probs=with_log_probs)
-    return MedusaDrafter(heads, shape, temperatures=temperatures, with_log_probs=with_log_probs)
+    static = HydraDrafter if heads.sequential else MedusaDrafter
+    return static(
+        heads,
+        shape.chain() if chain_only else shape,
+        temperatures=temperatures,
+        with_log_probs=with_log_probs,
+    )
 
 
 def read_choices(path: str | os.PathLike[str]) -> list[list[int]]:
@@ -98,13 +99,16 @@ def write_choices(path: str | os.PathLike[str], choices: Choices) -> None:
 def _choices(
     tree: TreeSpec, kind: str, argument: str, heads: DraftHeads, statistics: HeadStatistics | None
 ) -> Choices:
-    depth = heads.config.num_heads
     if not isinstance(tree, int | str):
         return tree
-    if isinstance(tree, int) or kind.isdigit():
-        return _best_static(_count(tree, kind), depth, statistics)
-    if kind in ("static", "dynamic"):
-        return _best_static(_count(tree, argument), depth, statistics)
+    depth = heads.config.num_heads
+    if kind.isdigit() or kind in ("static", "dynamic"):
+        nodes = _count(tree, kind if kind.isdigit() else argument)
+        if statistics is not None:
+            return statistics.choices(nodes)
+        # Unmeasured heads: their best guesses in a row, then the first head's next best ones.
+        chain = cartesian_choices([1] * depth)[:nodes]
+        return chain + [(rank,) for rank in range(1, nodes - len(chain) + 1)]
     if kind == "none":
         return []
     if kind == "chain":
@@ -117,14 +121,6 @@ def _choices(
         "tree must be auto, none, a number of nodes, static:N, dynamic:N, chain, cartesian:A,B,.., "
         f"a FILE.json, one of them +suffix, or suffix, got {tree!r}"
     )
-
-
-def _best_static(nodes: int, depth: int, statistics: HeadStatistics | None) -> Choices:
-    if statistics is not None:
-        return statistics.choices(nodes)
-    # Unmeasured heads: their best guesses in a row, then the first head's next best ones.
-    chain = cartesian_choices([1] * depth)[:nodes]
-    return chain + [(rank,) for rank in range(1, nodes - len(chain) + 1)]
 
 
 def _count(tree: TreeSpec, text: str) -> int:

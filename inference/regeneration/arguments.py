@@ -6,7 +6,7 @@ Light: nothing here imports torch or transformers.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from medusa_heads.errors import at_least
+from medusa_heads.settings import at_least
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,18 +19,14 @@ if TYPE_CHECKING:
 
 
 class Conversation:
-    """What was said so far, and what of it the target's cache holds.
+    """What was said so far, and what of it the target's cache holds: of the `prompt_tokens` in the
+    last turn's prompt `cached_tokens`.
 
     Args:
         model: the model that answers; may be replaced by another on the same target.
         tokenizer: the target's. Without a chat template, what is said is one running text that the
             target continues.
         system: a system message.
-
-    Attributes:
-        messages: role and content of every message, as chat templates read them.
-        prompt_tokens: in the last turn's prompt.
-        cached_tokens: of these, how many the cache held already.
     """
 
     def __init__(self, model: AssistedModel, tokenizer: Any, system: str | None = None) -> None:
@@ -40,8 +37,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget everything but the system message."""
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        self.messages: list[dict[str, str]] = system
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self._text_ids: list[int] = []  # the running text, where there is no template
@@ -57,10 +53,6 @@ class Conversation:
         """Say something and stream the answer; whether the answer came to its end.
 
         Ctrl-C ends the answer: what was said until then stays in the conversation.
-
-        Raises:
-            ValueError: the conversation does not fit the target, or an option is unusable; the
-                conversation is then as it was before.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self._render(messages, text)
@@ -77,14 +69,18 @@ class Conversation:
                 return_dict_in_generate=True,
                 **options,
             )
-            self._keep_cache(output)
+            if isinstance(cache := output.past_key_values, RowCache):
+                self._cache = cache
+                self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
         except KeyboardInterrupt:
             finished = False
         answer = streamer.tokens
         if not answer:
             return finished  # stopped before a word: as if nothing had been said
         self.prompt_tokens = len(ids)
-        self._text_ids = ids + self._without_end(answer)
+        # A running text goes on behind the token that ended an answer.
+        ended = answer[-1] in stop_ids(self.model.target.model)
+        self._text_ids = ids + answer[: len(answer) - ended]
         content = self._tokenizer.decode(answer, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": content}]
         return finished
@@ -104,11 +100,13 @@ class Conversation:
                 text = "\n" + text
             new = self._tokenizer(text, add_special_tokens=first)["input_ids"]
             return [*self._text_ids, *new]
+        from jinja2 import TemplateError
+
         try:
             rendered = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except _template_errors() as error:
+        except TemplateError as error:
             raise ValueError(f"the target's chat template refuses this: {error}") from error
         return list(rendered)
 
@@ -130,29 +128,10 @@ class Conversation:
         self._cache, self._cached_ids, self.cached_tokens = None, [], 0
         if cache is None:
             return None
-        pairs = enumerate(zip(ids[:-1], cached_ids, strict=False))  # the last token is always run
-        common = next(
-            (i for i, (new, old) in pairs if new != old), min(len(ids) - 1, len(cached_ids))
-        )
+        pairs = zip(ids[:-1], cached_ids, strict=False)  # the last token is always run
+        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         if not common:
             return None
         cache.set_length(common)
         self.cached_tokens = common
         return cache
-
-    def _keep_cache(self, output: Any) -> None:
-        cache = output.past_key_values
-        if isinstance(cache, RowCache):
-            self._cache = cache
-            self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
-
-    def _without_end(self, answer: list[int]) -> list[int]:
-        """A running text goes on behind the token that ended an answer."""
-        ends = stop_ids(self.model.target.model)
-        return answer[:-1] if answer and answer[-1] in ends else answer
-
-
-def _template_errors() -> tuple[type[Exception], ...]:
-    from jinja2 import TemplateError
-
-    return (TemplateError,)

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
-VERBS = {
-    "generate": ("medusa_heads.cli.verbs.generate", "continue a prompt with a heads checkpoint"),
-    "chat": ("medusa_heads.cli.verbs.chat", "talk to a target with a heads checkpoint"),
-    "tune": ("medusa_heads.cli.verbs.tune", "measure which tree this machine decodes fastest with"),
-    "analyze": (
-        "medusa_heads.cli.verbs.analyze",
-        "expected speed-up, break-even batch size, memory",
-    ),
-    "calibrate": (
-        "medusa_heads.cli.verbs.calibrate",
-        "measure heads on text, and store what they guess",
-    ),
-    "benchmark": (
-        "medusa_heads.cli.verbs.benchmark",
-        "measure a heads checkpoint against transformers",
-    ),
-    "regenerate": (
-        "medusa_heads.cli.verbs.regenerate",
-        "have the target answer prompts, to train on",
-    ),
-    "env": ("medusa_heads.cli.verbs.env", "what this machine is, and what is chosen on it"),
-    "push": ("medusa_heads.cli.verbs.push", "put a heads checkpoint on a hub, with a model card"),
-    "pull": ("medusa_heads.cli.verbs.pull", "bring a heads checkpoint from a hub into a folder"),
-    "convert": ("medusa_heads.cli.verbs.convert", "read the heads of another project"),
-    "export": ("medusa_heads.cli.verbs.export", "write a heads checkpoint for another engine"),
+_PURPOSES = {
+    "generate": "continue a prompt with a heads checkpoint",
+    "chat": "talk to a target with a heads checkpoint",
+    "tune": "measure which tree this machine decodes fastest with",
+    "analyze": "expected speed-up, break-even batch size, memory",
+    "calibrate": "measure heads on text, and store what they guess",
+    "benchmark": "measure a heads checkpoint against transformers",
+    "regenerate": "have the target answer prompts, to train on",
+    "env": "what this machine is, and what is chosen on it",
+    "push": "put a heads checkpoint on a hub, with a model card",
+    "pull": "bring a heads checkpoint from a hub into a folder",
+    "convert": "read the heads of another project",
+    "export": "write a heads checkpoint for another engine",
 }
+VERBS = {verb: (f"medusa_heads.cli.verbs.{verb}", said) for verb, said in _PURPOSES.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns the exit code, 2 for a verb that does not exist."""
-    # Waiting threads sleep instead of spinning, which on busy cores slows small models tenfold.
-    # Read when torch is loaded, so it is set before any verb is.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     verb, *rest = (list(sys.argv[1:]) if argv is None else list(argv)) or ["--help"]
     if verb in ("-h", "--help"):
         print(_help())
@@ -64,7 +49,7 @@ def _hint(verb: str) -> str:
 
 def _help() -> str:
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:<{width}}  {purpose}" for verb, (_, purpose) in VERBS.items())
+    verbs = "\n".join(f"  {verb:<{width}}  {purpose}" for verb, purpose in _PURPOSES.items())
     return (
         "usage: medusa-heads VERB [arguments]\n\n"
         "Decode faster with trained heads, token for token the same text.\n\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 COLOURS = ("cyan", "yellow")
@@ -10,7 +11,8 @@ UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a characte
 
 
 class StepStreamer:
-    """A streamer for generate(): writes the tokens of a step once all of them are known.
+    """A streamer for generate(): writes the tokens of a step once all of them are known. `tokens`
+    are those generated so far, also of a call that was interrupted.
 
     Args:
         tokenizer: the target's.
@@ -18,9 +20,6 @@ class StepStreamer:
         group: show which text came in one step: in alternating colours on a terminal, else in
             brackets.
         decode_options: of the tokenizer's decode(), such as `skip_special_tokens`.
-
-    Attributes:
-        tokens: the generated tokens so far, also of a call that was interrupted.
     """
 
     def __init__(
@@ -32,8 +31,7 @@ class StepStreamer:
         **decode_options: Any,
     ) -> None:
         self.tokens: list[int] = []
-        self._tokenizer = tokenizer
-        self._decode_options = decode_options
+        self._decode = partial(tokenizer.decode, **decode_options)
         self._skip_prompt = skip_prompt
         self._group = group
         self._console: Any = None
@@ -81,9 +79,6 @@ class StepStreamer:
             return ""
         self._from, self._shown = self._shown, len(self._ids)
         return now[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, **self._decode_options))
 
     def _write(self, text: str, *, styled: bool) -> None:
         if not text:

@@ -6,21 +6,17 @@ train-draft --model_name_or_path Qwen/Qwen2.5-7B --draft_model Qwen/Qwen2.5-0.5B
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from medusa_heads.cli.flags.arguments import parse_arguments
-from medusa_heads.cli.training import (
-    autocast_for,
-    find_texts,
-    load_target,
-    prepare_texts,
-    run_training,
-)
+from medusa_heads.cli.flags.arguments import command
+from medusa_heads.cli.training import Run
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.training.arguments.data import DataArguments
-from medusa_heads.training.arguments.draft import DraftArguments, DraftOptimisationArguments
+from medusa_heads.training.arguments.draft import (
+    DraftArguments,
+    DraftOptimisationArguments,
+    draft_training_arguments,
+)
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.launched import launched_sharding
 
@@ -33,55 +29,57 @@ ARGUMENTS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train a draft model as the flags say; returns the exit code."""
-    return run_training(lambda: _train(argv), prog="train-draft")
-
-
-def _train(argv: Sequence[str] | None) -> None:
-    to_target, to_data, to_draft, to_distill, to_optimise = parse_arguments(
-        ARGUMENTS,
-        argv,
-        prog="train-draft",
-        description="Distil a small draft model from a causal language model.",
-    )
+def train(
+    to_target: TargetArguments,
+    to_data: DataArguments,
+    to_draft: DraftArguments,
+    to_distill: DistillArguments,
+    to_optimise: DraftOptimisationArguments,
+) -> None:
+    """Distil a small draft model from a causal language model."""
     if to_target.shard_target or launched_sharding() is not None:
         raise ValueError(
             "a draft model is taught by a whole target in each process: leave shard_target out, "
             "and launch several with configs/accelerate/ddp.yaml"
         )
-    texts = find_texts(to_target, to_data, to_distill)
-
-    from medusa_heads.training.arguments.draft import draft_training_arguments
-
-    given = to_draft.draft_model is not None
-    args = draft_training_arguments(to_optimise, given=given, autocast=autocast_for(to_target))
-    if to_optimise.dry_run:
-        from medusa_heads.cli.dry_run import dry_run_draft
-
-        dry_run_draft(to_target, texts, to_draft, args)
-        return
+    run = Run(to_target, to_data, to_distill, to_optimise)
 
     from medusa_heads.training.measure.draft_metrics import CHAINS
-    from medusa_heads.training.runs.draft import train_draft
     from medusa_heads.training.runs.pruned_target import draft_shape
 
-    target = load_target(to_target, to_optimise, args)
+    given = to_draft.draft_model is not None
+    args = draft_training_arguments(to_optimise, given=given, autocast=run.autocast)
+    beginning = {**to_draft.beginning(), "trust_remote_code": to_target.trust_remote_code}
+    if to_optimise.dry_run:
+        from medusa_heads.training.runs.dry_run import plan_draft
+
+        run.plan(
+            args,
+            CHAINS[-1],
+            lambda target, size: plan_draft(
+                target,
+                draft_shape(target, **beginning),
+                args,
+                size,
+                four_bits=to_target.load_in_4bit,
+            ),
+        )
+        return
+
+    from medusa_heads.training.runs.draft import train_draft
+
+    target = run.load_target(args)
     # Begun when the text is there; refused here, before hours may go into writing it.
-    draft_shape(target, **to_draft.beginning(), trust_remote_code=to_target.trust_remote_code)
-    data = prepare_texts(target, texts, to_optimise, args, CHAINS[-1])
+    draft_shape(target, **beginning)
+    data = run.prepare(target, args, CHAINS[-1])
     train_draft(
         target,
         data,
         draft=to_draft,
-        output_dir=to_optimise.output_dir,
         training_args=args,
-        tokenizer=texts.tokenizer,
-        resume_from_checkpoint=to_optimise.resume_from_checkpoint,
-        overwrite_output_dir=to_optimise.overwrite_output_dir,
-        early_stopping_patience=to_optimise.early_stopping_patience,
-        record={"data": asdict(to_data), "distillation": asdict(to_distill)},
+        tokenizer=run.tokenizer,
         trust_remote_code=to_target.trust_remote_code,
+        **run.course(),
     )
     if args.process_index == 0:
         _report(Path(to_optimise.output_dir))
@@ -113,6 +111,8 @@ def _report(folder: Path) -> None:
     console.print(table)
     console.print(f"Draft model: {folder}", soft_wrap=True, highlight=False)
 
+
+main = command("train-draft", train, ARGUMENTS, train.__doc__)
 
 if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.train_draft
     raise SystemExit(main())

@@ -6,56 +6,66 @@ train-heads --model_name_or_path Qwen/Qwen2.5-0.5B --dataset corpus.jsonl --self
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from medusa_heads.cli.flags.arguments import parse_arguments
-from medusa_heads.cli.training import (
-    autocast_for,
-    find_texts,
-    load_target,
-    prepare_texts,
-    run_training,
-)
+from medusa_heads.cli.flags.arguments import command
+from medusa_heads.cli.training import Run
+from medusa_heads.config import HeadsConfig
 from medusa_heads.inference.regeneration.arguments import DistillArguments
+from medusa_heads.settings import flag, flag_name
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.data import DataArguments
-from medusa_heads.training.arguments.heads import HeadsArguments
-from medusa_heads.training.arguments.joint import JointArguments
-from medusa_heads.training.arguments.loss import LossArguments
+from medusa_heads.training.arguments.joint_config import JointConfig
+from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.target import TargetArguments
-from medusa_heads.training.arguments.training import OptimisationArguments
+from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.hidden.launched import Sharding, launched_sharding
+
+
+@dataclass
+class CheckpointArguments:
+    """What else is made and saved with the heads."""
+
+    with_vocab_matrix: bool = flag(
+        False,
+        "Lay a copy of the target's vocabulary matrix beside heads that share it, with which vLLM "
+        "0.32 reads the folder as it is. Default: the heads alone.",
+    )
+    joint: bool = flag(
+        False,
+        "Train an adapter of the target together with the heads. It becomes another model: heads "
+        "and adapter are saved, and loaded, together.",
+    )
+
 
 ARGUMENTS = (
     TargetArguments,
     DataArguments,
-    HeadsArguments,
-    LossArguments,
+    HeadsConfig,
+    LossConfig,
     DistillArguments,
     CacheArguments,
-    JointArguments,
+    CheckpointArguments,
+    JointConfig,
     OptimisationArguments,
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train heads as the flags say; returns the exit code."""
-    return run_training(lambda: _train(argv), prog="train-heads")
-
-
-def _train(argv: Sequence[str] | None) -> None:
-    to_target, to_data, to_heads, to_loss, to_distill, to_cache, to_joint, to_optimise = (
-        parse_arguments(
-            ARGUMENTS,
-            argv,
-            prog="train-heads",
-            description="Train extra decoding heads for a frozen causal language model.",
-        )
-    )
-    config, joint = to_heads.config(), to_joint.config()
-    if to_heads.with_vocab_matrix:
+def train(
+    to_target: TargetArguments,
+    to_data: DataArguments,
+    config: HeadsConfig,
+    objective: LossConfig,
+    to_distill: DistillArguments,
+    to_cache: CacheArguments,
+    to_save: CheckpointArguments,
+    to_join: JointConfig,
+    to_optimise: OptimisationArguments,
+) -> None:
+    """Train extra decoding heads for a frozen causal language model."""
+    joint = joint_if(to_save.joint, to_join)
+    if to_save.with_vocab_matrix:
         from medusa_heads.checkpoint.vocab_matrix import check_takes_matrix
 
         check_takes_matrix(config)
@@ -66,39 +76,49 @@ def _train(argv: Sequence[str] | None) -> None:
             "apart: make it with medusa-heads regenerate, and give it as --dataset"
         )
     to_cache.check(joint=joint is not None, spread=sharding is not None)
-    texts = find_texts(to_target, to_data, to_distill)
-
-    from medusa_heads.training.arguments.training import to_training_arguments
-
-    autocast = autocast_for(to_target)
-    args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=autocast)
+    run = Run(to_target, to_data, to_distill, to_optimise)
+    args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=run.autocast)
     if to_optimise.dry_run:
-        from medusa_heads.cli.dry_run import dry_run_heads
+        from medusa_heads.training.runs.dry_run import plan_heads
 
-        dry_run_heads(to_target, texts, config, args, joint=joint)
+        four_bits = to_target.load_in_4bit
+        run.plan(
+            args,
+            config.num_heads,
+            lambda target, size: plan_heads(
+                target, config, args, size, four_bits=four_bits, joint=joint
+            ),
+        )
         return
 
     from medusa_heads.training.runs.heads import train_heads
 
-    target = load_target(to_target, to_optimise, args, sharding)
-    data = prepare_texts(target, texts, to_optimise, args, config.num_heads)
+    target = run.load_target(args, sharding)
     train_heads(
         target,
-        data,
+        run.prepare(target, args, config.num_heads),
         config=config,
-        output_dir=to_optimise.output_dir,
         training_args=args,
-        objective=to_loss.config(),
-        resume_from_checkpoint=to_optimise.resume_from_checkpoint,
-        overwrite_output_dir=to_optimise.overwrite_output_dir,
-        early_stopping_patience=to_optimise.early_stopping_patience,
+        objective=objective,
         hidden_cache=to_cache,
         joint=joint,
-        with_vocab_matrix=to_heads.with_vocab_matrix,
-        record={"data": asdict(to_data), "distillation": asdict(to_distill)},
+        with_vocab_matrix=to_save.with_vocab_matrix,
+        **run.course(),
     )
     if args.process_index == 0:
         _report(Path(to_optimise.output_dir))
+
+
+def joint_if(joint: bool, config: JointConfig) -> JointConfig | None:
+    """The configuration of joint training where that is asked for."""
+    if not joint and config != JointConfig():
+        idle = [
+            flag_name(part)
+            for part in fields(config)
+            if getattr(config, part.name) != getattr(JointConfig(), part.name)
+        ]
+        raise ValueError(f"{idle[0]} plays a part in joint training only: add --joint")
+    return config if joint else None
 
 
 def _report(folder: Path) -> None:
@@ -118,6 +138,8 @@ def _report(folder: Path) -> None:
         console.print(describe_own(own), highlight=False)
     console.print(f"Checkpoint: {folder}", soft_wrap=True, highlight=False)
 
+
+main = command("train-heads", train, ARGUMENTS, train.__doc__)
 
 if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.train_heads
     raise SystemExit(main())

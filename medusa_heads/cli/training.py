@@ -4,191 +4,244 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.flags.arguments import run_command
 from medusa_heads.cli.settled import settle, tell_choices
+from medusa_heads.config import IGNORED
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments
+from medusa_heads.training.data.sources import Corpus, as_corpus, find_names
 
 if TYPE_CHECKING:
-    import torch
+    from datasets import Dataset
     from transformers import TrainingArguments
 
     from medusa_heads.target.target import TargetModel
     from medusa_heads.training.data.prepare import TrainingData
-    from medusa_heads.training.data.sources import Corpus
     from medusa_heads.training.hidden.launched import Sharding
+    from medusa_heads.training.runs.dry_run import Plan, TextSize
 
 
-def run_training(train: Callable[[], None], prog: str) -> int:
-    """Run a command that trains, and return its exit code; see `run_command`."""
-    # Waiting threads sleep instead of spinning, which on busy cores slows small models tenfold.
-    # Read when torch is loaded, so it is set before.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return run_command(train, prog=prog)
+@dataclass
+class Run:
+    """What a run was told, and the text and tokenizer (None: there is none) found for it."""
 
+    to_target: TargetArguments
+    to_data: DataArguments
+    to_distill: DistillArguments
+    to_optimise: OptimisationArguments
 
-@dataclass(frozen=True)
-class Texts:
-    """What a run is to learn from, as it was found.
+    def __post_init__(self) -> None:
+        # A mistyped path is answered before torch is loaded, which takes seconds.
+        find_names([*self.to_data.dataset, *(self.to_data.eval_dataset or [])])
 
-    Attributes:
-        corpus: to train on.
-        held_out: to measure on, where it is given apart.
-        tokenizer: the one beside the target, None where there is none.
-        settings: of the text.
-        distillation: whether the target continues it first, and how.
-    """
+        from medusa_heads.training.data.prepare import find_tokenizer, load_corpora
 
-    corpus: Corpus
-    held_out: Corpus | None
-    tokenizer: Any
-    settings: DataArguments
-    distillation: DistillArguments
+        self.corpus, self.held_out = load_corpora(self.to_data)
+        self.tokenizer: Any = find_tokenizer(
+            self.to_target.model_name_or_path,
+            self.to_target.model_revision,
+            trust_remote_code=self.to_target.trust_remote_code,
+        )
 
+    def load_target(self, args: TrainingArguments, sharding: Sharding | None = None) -> TargetModel:
+        """The target, perhaps spread over the processes; ValueError where the run cannot begin in
+        its folder, or its target cannot be had."""
+        from medusa_heads.target.target import TargetModel
+        from medusa_heads.training.hidden.sharding import load_to_spread
+        from medusa_heads.training.runs.setup import as_target, find_start
 
-def find_texts(
-    to_target: TargetArguments, to_data: DataArguments, to_distill: DistillArguments
-) -> Texts:
-    """Find and open the corpora, and the tokenizer.
+        # Asked again when training begins; here, before hours may go into the target's own text.
+        find_start(
+            Path(self.to_optimise.output_dir),
+            self.to_optimise.resume_from_checkpoint,
+            overwrite=self.to_optimise.overwrite_output_dir,
+        )
+        device = args.device  # asked for first, because it lets the processes know of one another
+        if sharding is not None:
+            return as_target(load_to_spread(self.to_target, sharding), device, sharding)
+        return TargetModel.from_pretrained(
+            self.to_target.model_name_or_path,
+            dtype=self.to_target.dtype,
+            use="batch" if args.world_size == 1 else None,
+            on_choice=settle,
+            **self.to_target.source(),
+            **self.to_target.placement(device),
+        )
 
-    Raises:
-        ValueError: a corpus is not there, or cannot be read.
-    """
-    from medusa_heads.training.data.sources import find_names
-
-    # A mistyped path is answered before torch is loaded, which takes seconds.
-    find_names([*to_data.dataset, *(to_data.eval_dataset or [])])
-
-    from medusa_heads.training.data.prepare import find_tokenizer, load_corpora
-
-    corpus, held_out = load_corpora(to_data)
-    tokenizer = find_tokenizer(
-        to_target.model_name_or_path,
-        to_target.model_revision,
-        trust_remote_code=to_target.trust_remote_code,
-    )
-    return Texts(corpus, held_out, tokenizer, to_data, to_distill)
-
-
-def load_target(
-    to_target: TargetArguments,
-    to_optimise: OptimisationArguments,
-    args: TrainingArguments,
-    sharding: Sharding | None = None,
-) -> TargetModel:
-    """The target of a run that can begin in its folder; spread over the processes, if so wished.
-
-    Raises:
-        ValueError: the folder holds another run, or nothing to resume; or there is no such target,
-            or it cannot be spread.
-    """
-    from medusa_heads.target.target import TargetModel
-    from medusa_heads.training.hidden.sharding import load_to_spread
-    from medusa_heads.training.runs.setup import as_target, find_start
-
-    # Asked again when training begins; here, before hours may go into the target's own text.
-    find_start(
-        Path(to_optimise.output_dir),
-        to_optimise.resume_from_checkpoint,
-        overwrite=to_optimise.overwrite_output_dir,
-    )
-    device = args.device  # asked for first, because it lets the processes know of one another
-    if sharding is not None:
-        return as_target(load_to_spread(to_target, sharding), device, sharding)
-    alone = args.world_size == 1
-    target = TargetModel.from_pretrained(
-        to_target.model_name_or_path,
-        dtype=to_target.dtype,
-        use="batch" if alone else None,
-        on_choice=settle,
-        **to_target.source(),
-        **to_target.placement(device),
-    )
-    return target
-
-
-def autocast_for(to_target: TargetArguments) -> Callable[[str | None], bool]:
-    """Says whether a machine trains faster in bf16 autocast, by the sizes of the target; and tells
-    the user. Several processes, which could measure differently, never do."""
-
-    def faster(device: str | None) -> bool:
+    def autocast(self, device: str | None) -> bool:
+        """Whether this machine trains faster in bf16 autocast, by the sizes of the target; tells
+        the user. Several processes, which could measure differently, never do."""
         import torch
 
         from medusa_heads.machine import choose
         from medusa_heads.target.loading import stored_form
 
-        if _processes() > 1:
+        launched = os.environ.get("WORLD_SIZE", "")
+        if launched.isdecimal() and int(launched) > 1:
             return False
-        form = stored_form(to_target.model_name_or_path, **to_target.source())
+        form = stored_form(self.to_target.model_name_or_path, **self.to_target.source())
         shape = None if form is None else form.shape
         choice = choose("train", device=device, shape=shape, count_threads=False)
         settle(choice, "training", threads=False)
         return choice.dtype == torch.bfloat16
 
-    return faster
-
-
-def device_to_choose_for(args: TrainingArguments) -> torch.device | None:
-    """For which a dtype is chosen; None where several processes take the target as it is stored."""
-    return args.device if args.world_size == 1 else None
-
-
-def _processes() -> int:
-    """How many a launcher started."""
-    given = os.environ.get("WORLD_SIZE", "")
-    return int(given) if given.isdecimal() else 1
-
-
-def prepare_texts(
-    target: TargetModel,
-    texts: Texts,
-    to_optimise: OptimisationArguments,
-    args: TrainingArguments,
-    num_heads: int,
-) -> TrainingData:
-    """Rows of the corpus, or of the target's continuations of it; the first one is shown.
-
-    Raises:
-        ValueError: text that cannot be used.
-    """
-    from medusa_heads.cli.distilling import distilled_rows
-    from medusa_heads.training.data.prepare import prepare_data
-
-    if args.process_index == 0:
-        tell_choices()
-    corpus, held_out = texts.corpus, texts.held_out
-    if texts.distillation.self_distill:
-        # The first process writes the text, the others read it from the cache.
-        with args.main_process_first(desc="the target's text"):
-            corpus, held_out = distilled_rows(
-                target,
-                texts.tokenizer,
-                corpus,
-                held_out,
-                texts.settings,
-                texts.distillation,
-                to_optimise,
-            )
-    data = prepare_data(
-        target,
-        corpus,
-        held_out,
-        texts.tokenizer,
-        texts.settings,
-        num_heads=num_heads,
-        seed=to_optimise.seed,
-        max_steps=args.max_steps,
-    )
-    if args.process_index == 0:
+    def prepare(self, target: TargetModel, args: TrainingArguments, num_heads: int) -> TrainingData:
+        """Rows of the corpus, or of the target's continuations of it; the first one is shown."""
         from rich.console import Console
 
         from medusa_heads.training.data.sample import show_sample
 
-        show_sample(data.rows, texts.tokenizer, Console())
-    return data
+        if args.process_index == 0:
+            tell_choices()
+        texts: tuple[Corpus, Corpus | None] = self.corpus, self.held_out
+        if self.to_distill.self_distill:
+            kept = self.to_distill.distill_cache or Path(self.to_optimise.output_dir) / "distilled"
+            # The first process writes the text, the others read it from the cache.
+            with args.main_process_first(desc="the target's text"):
+                prompts, of_held_out = self.prompts(target)
+                told = self.to_distill, kept, args.seed
+                texts = (
+                    continued(target, prompts, "distilled text", *told),
+                    continued(target, of_held_out, "distilled held-out text", *told),
+                )
+        data = self._rows(target, texts, self.to_data, args, num_heads)
+        if args.process_index == 0:
+            show_sample(data.rows, self.tokenizer, Console())
+        return data
+
+    def _rows(
+        self,
+        target: TargetModel,
+        texts: tuple[Corpus, Corpus | None],
+        settings: DataArguments,
+        args: TrainingArguments,
+        num_heads: int,
+    ) -> TrainingData:
+        from medusa_heads.training.data.prepare import prepare_data
+
+        return prepare_data(
+            target,
+            *texts,
+            self.tokenizer,
+            settings,
+            num_heads=num_heads,
+            seed=args.seed,
+            max_steps=args.max_steps,
+        )
+
+    def prompts(self, target: TargetModel) -> list[Dataset]:
+        """Prompts for the target from the text to train on, and from the held-out text."""
+        from medusa_heads.data.corpus import prompt_windows
+        from medusa_heads.training.data.held_out import hold_out
+
+        if self.tokenizer is None:
+            raise ValueError("self_distill needs the target's tokenizer, and none lies beside it")
+        for part in (self.corpus, self.held_out):
+            if part is not None and (part.format.name != "text" or part.is_stream):
+                raise ValueError(
+                    f"self_distill draws prompts from a table of plain text, got {part.found_as} "
+                    f"in {part.name!r}"
+                )
+        told, seed = self.to_distill, self.to_optimise.seed
+        length = told.prompt_length
+        target.check_length(
+            length + told.continuation_length, "prompt_length + continuation_length"
+        )
+        if self.held_out is None:
+            share, rows = self.to_data.eval_share, self.to_data.eval_rows
+            texts = hold_out(self.corpus.rows, share, seed, rows)
+        else:
+            texts = self.corpus.rows, self.held_out.rows
+        counts = told.num_prompts, told.num_eval_prompts
+        return [
+            prompt_windows(text, self.tokenizer, num_prompts=count, prompt_length=length, seed=seed)
+            for text, count in zip(texts, counts, strict=True)
+        ]
+
+    def plan(
+        self,
+        args: TrainingArguments,
+        num_heads: int,
+        make: Callable[[TargetModel, TextSize], Plan],
+    ) -> None:
+        """Everything but steps: print a sample of the text and what the run would be; only the
+        first process does."""
+        from rich.console import Console
+
+        from medusa_heads.training.data.sample import show_sample
+        from medusa_heads.training.hidden.meta_target import meta_target
+        from medusa_heads.training.runs.dry_run import show_plan
+
+        # Several processes take the target in the dtype it is stored in.
+        target = meta_target(self.to_target, args.device if args.world_size == 1 else None)
+        rows, size = self._planned_text(target, args, num_heads)
+        plan = make(target, size)
+        if args.process_index == 0:
+            tell_choices()
+            console = Console()
+            show_sample(rows, self.tokenizer, console)
+            show_plan(plan, console)
+
+    def _planned_text(
+        self, target: TargetModel, args: TrainingArguments, num_heads: int
+    ) -> tuple[Any, TextSize]:
+        """The rows of a run, and how much text they are; of text to be written only its prompts."""
+        from medusa_heads.training.data.pack import pack_rows
+        from medusa_heads.training.runs.dry_run import TextSize, text_size
+
+        told = self.to_distill
+        if told.self_distill:
+            prompts = self.prompts(target)[0]
+            length = told.prompt_length + told.continuation_length
+            learnt = len(prompts) * told.continuation_length
+            labels = [IGNORED] * told.prompt_length
+            first = {"input_ids": prompts[0]["input_ids"], "labels": labels}
+            return [first], TextSize(len(prompts), len(prompts) * length, learnt, length)
+        # Whether packed documents see each other is measured with weights, which are not here.
+        unpacked = replace(self.to_data, packing=False)
+        data = self._rows(target, (self.corpus, self.held_out), unpacked, args, num_heads)
+        length = self.to_data.max_length
+        if data.is_stream:
+            return data.rows, TextSize(None, None, None, length)
+        rows: Any = pack_rows(data.known_rows, length) if self.to_data.packing else data.rows
+        return rows, text_size(rows, data.facts.supervised_tokens)
+
+    def course(self) -> dict[str, Any]:
+        """What `train_heads` and `train_draft` are told alike."""
+        return {
+            "output_dir": self.to_optimise.output_dir,
+            "resume_from_checkpoint": self.to_optimise.resume_from_checkpoint,
+            "overwrite_output_dir": self.to_optimise.overwrite_output_dir,
+            "early_stopping_patience": self.to_optimise.early_stopping_patience,
+            "record": {"data": asdict(self.to_data), "distillation": asdict(self.to_distill)},
+        }
+
+
+def continued(
+    target: TargetModel,
+    prompts: Dataset,
+    name: str,
+    told: DistillArguments,
+    cache_dir: str | Path,
+    seed: int = 0,
+) -> Corpus:
+    """The target's own continuations of prompts, cached on disk."""
+    from medusa_heads.inference.regeneration.regenerate import regenerate
+
+    rows = regenerate(
+        target,
+        prompts,
+        max_new_tokens=told.continuation_length,
+        batch_size=told.generation_batch_size,
+        greedy_share=told.greedy_share,
+        temperature=told.temperature,
+        seed=seed,
+        cache_dir=cache_dir,
+        num_workers=told.generation_workers,
+    )
+    return as_corpus(rows, name)

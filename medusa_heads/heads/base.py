@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from medusa_heads.config import IGNORED, HeadsConfig
 from medusa_heads.heads.prefix import PrefixLayer
-from medusa_heads.heads.preview import VocabularyPreview
 from medusa_heads.heads.vocabulary import HasVocabulary, embeddings, vocabulary
+
+if TYPE_CHECKING:  # it makes views of these heads
+    from medusa_heads.heads.preview import VocabularyPreview
 
 AnyHeads = TypeVar("AnyHeads", bound="DraftHeads")
 
@@ -77,10 +79,8 @@ class DraftHeads(nn.Module, ABC):
         self._shared: tuple[Tensor, Tensor | None] | None = None
         self._embeddings_VD: Tensor | None = None
         self._embedding_scale = 1.0
-        tokens_V = None
-        if config.draft_vocab_size is not None:
-            tokens_V = torch.arange(config.draft_vocab_size)
-        self.register_buffer("draft_tokens", tokens_V)
+        size = config.draft_vocab_size
+        self.register_buffer("draft_tokens", None if size is None else torch.arange(size))
         for i in range(config.num_heads):
             blocks = self._blocks(i)
             if config.vocab_matrix == "own":
@@ -100,13 +100,8 @@ class DraftHeads(nn.Module, ABC):
         config: HeadsConfig | None = None,
         draft_tokens: Tensor | None = None,
     ) -> AnyHeads:
-        """Fresh fp32 heads on the target's device; each predicts exactly what its lm_head does.
-
-        Args:
-            target: whose sizes, vocabulary and device the heads take.
-            config: their shape.
-            draft_tokens: the tokens that can be drafted, `config.draft_vocab_size` ids; see
-                `frequent_tokens`.
+        """Fresh fp32 heads on the target's device; each predicts what its lm_head does. Of a
+        reduced vocabulary `draft_tokens` are the ids, as of `frequent_tokens`.
 
         Raises:
             ValueError: `config` or `draft_tokens` do not fit the target or each other.
@@ -136,15 +131,10 @@ class DraftHeads(nn.Module, ABC):
                 f"a reduced vocabulary needs draft_vocab_size and as many draft_tokens, got {size} "
                 f"and {got}: choose them with frequent_tokens"
             )
-        ordered_V = draft_tokens.to(torch.long).unique()
-        if (
-            len(ordered_V) < size
-            or ordered_V[0] < 0
-            or ordered_V[-1] >= (self.config.vocab_size or 0)
-        ):
+        ordered_V, vocab_size = draft_tokens.to(torch.long).unique(), self.config.vocab_size or 0
+        if len(ordered_V) < size or ordered_V[0] < 0 or ordered_V[-1] >= vocab_size:
             raise ValueError(
-                f"draft_tokens must be {size} different ids from 0 to "
-                f"{(self.config.vocab_size or 0) - 1}"
+                f"draft_tokens must be {size} different ids from 0 to {vocab_size - 1}"
             )
         assert self.draft_tokens is not None
         self.draft_tokens.copy_(ordered_V)
@@ -190,13 +180,8 @@ class DraftHeads(nn.Module, ABC):
     ) -> Tensor:
         """What stands for the hidden states of whole texts before heads see them, [B, T, D]: with a
         prefix layer, what that makes of h_t and the embedding of token t + 1. Behind the last token
-        stands none; what is made of that position is of no use.
-
-        Args:
-            hidden_BTD: the target's hidden states.
-            input_ids_BT: the texts, padded on the right.
-            position_ids_BT: where several documents are packed in a row, each counted from 0.
-        """
+        stands none; what is made of that position is of no use. Texts are padded on the right;
+        where several documents are packed in a row, positions count each from 0."""
         if self.prefix is None:
             return hidden_BTD
         dtype = self.prefix.dtype

@@ -29,9 +29,8 @@ class WideBlock(nn.Module):
         width = hidden_size * (1 + num_tokens)
         self.linear = nn.Linear(width, hidden_size)
         self.res_connection = nn.Linear(width, hidden_size)
-        for module in (self.linear, self.res_connection):
-            nn.init.zeros_(module.weight)
-            nn.init.zeros_(module.bias)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
         with torch.no_grad():
             self.res_connection.weight[:, :hidden_size].fill_diagonal_(1.0)
 
@@ -55,17 +54,11 @@ class HydraHeads(DraftHeads):
         return [WideBlock(self.config.hidden_size, head + 1), *later]
 
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
-        """See DraftHeads.
-
-        Raises:
-            ValueError: `tokens_RK` is missing.
-        """
+        """See DraftHeads. ValueError where `tokens_RK` is missing."""
         if tokens_RK is None:
             raise ValueError("hydra heads see the tokens between: pass tokens_RK")
-        features = [
-            self.head_features(i, hidden_RD, tokens_RK[..., : i + 1])
-            for i in range(self.config.num_heads)
-        ]
+        heads = range(self.config.num_heads)
+        features = [self.head_features(i, hidden_RD, tokens_RK[..., : i + 1]) for i in heads]
         return torch.stack(features, dim=-2)
 
     def head_features(self, head: int, hidden_RD: Tensor, tokens_RJ: Tensor) -> Tensor:

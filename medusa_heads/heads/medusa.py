@@ -35,15 +35,18 @@ class MedusaHeads(DraftHeads):
         """See nn.Module."""
         # Fused optimisers write to parameters without leaving a trace in their versions.
         self._stack = None
-        super().train(mode)
-        return self
+        return super().train(mode)
 
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """See DraftHeads. `tokens_RK` plays no part: these heads do not see each other."""
         # Any wider, every head would round it for itself.
         hidden_RD = hidden_RD.to(product_dtype(self._all_parameters[0]))
         if hidden_RD.ndim == 2 and not torch.is_grad_enabled():
-            return self._features_at_once(hidden_RD)
+            # One product for the blocks of all heads: while decoding, calls cost more than sums.
+            x_KRD = hidden_RD.expand(self.config.num_heads, -1, -1)
+            for weight_KDD, bias_K1D in self._stacked():
+                x_KRD = x_KRD + F.silu(torch.baddbmm(bias_K1D, x_KRD, weight_KDD))
+            return x_KRD.transpose(0, 1)
         features = []
         for head in self.heads():
             x_RD = hidden_RD
@@ -51,13 +54,6 @@ class MedusaHeads(DraftHeads):
                 x_RD = block(x_RD)
             features.append(x_RD)
         return torch.stack(features, dim=-2)
-
-    def _features_at_once(self, hidden_RD: Tensor) -> Tensor:
-        """One product for the blocks of all heads: while decoding, calls cost more than sums."""
-        x_KRD = hidden_RD.expand(self.config.num_heads, -1, -1)
-        for weight_KDD, bias_K1D in self._stacked():
-            x_KRD = x_KRD + F.silu(torch.baddbmm(bias_K1D, x_KRD, weight_KDD))
-        return x_KRD.transpose(0, 1)
 
     def _stacked(self) -> list[tuple[Tensor, Tensor]]:
         """Every layer's weights [K, D, D], transposed, and biases [K, 1, D]; made anew when a

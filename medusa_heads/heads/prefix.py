@@ -42,23 +42,16 @@ class PrefixLayer(nn.Module):
     def forward(
         self, hidden_BTD: Tensor, following_BTD: Tensor, position_ids_BT: Tensor | None = None
     ) -> Tensor:
-        """Whole texts at once, each position seeing itself and what came before.
-
-        Args:
-            hidden_BTD: the target's hidden states.
-            following_BTD: embeddings of the tokens behind them.
-            position_ids_BT: of packed documents, which do not see each other.
-        """
+        """Whole texts at once, each position seeing itself and what came before: hidden states and
+        the embeddings of the tokens behind them. Packed documents do not see each other."""
+        end, visible = hidden_BTD.shape[1], None
         if position_ids_BT is None:
-            positions_BT = torch.arange(hidden_BTD.shape[1], device=hidden_BTD.device)[None]
-            visible = None
+            position_ids_BT = torch.arange(end, device=hidden_BTD.device)[None]
         else:
-            positions_BT = position_ids_BT
             document_BT = (position_ids_BT == 0).cumsum(dim=1)
-            same_BTT = document_BT[:, :, None] == document_BT[:, None]
-            visible = same_BTT.tril()[:, None]
+            visible = (document_BT[:, :, None] == document_BT[:, None]).tril()[:, None]
         x_BTD, query_BATE, keys_BATE, values_BATE = self.read(
-            hidden_BTD, following_BTD, positions_BT, hidden_BTD.shape[1]
+            hidden_BTD, following_BTD, position_ids_BT, end
         )
         mixed_BATE = F.scaled_dot_product_attention(
             query_BATE, keys_BATE, values_BATE, attn_mask=visible, is_causal=visible is None

@@ -5,7 +5,7 @@ Shapes: D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
@@ -18,18 +18,11 @@ class HasVocabulary(Protocol):
 
 
 def vocabulary(target: HasVocabulary) -> tuple[Tensor, Tensor | None]:
-    """The lm_head's weight [V, D] and bias [V] or None.
-
-    Raises:
-        ValueError: it is quantised, or not a matrix.
-    """
+    """The lm_head's weight [V, D] and bias [V] or None; ValueError where it is quantised, or no
+    matrix."""
     lm_head = target.get_output_embeddings()
     weight_VD = getattr(lm_head, "weight", None)
-    if (
-        not isinstance(weight_VD, Tensor)
-        or weight_VD.ndim != 2
-        or not weight_VD.is_floating_point()
-    ):
+    if not _is_plain(weight_VD) or weight_VD.ndim != 2:
         raise ValueError(
             "the target must have an unquantised lm_head of shape [vocab_size, hidden_size], got "
             f"{type(lm_head).__name__}: load the target with its lm_head left out of quantisation"
@@ -38,19 +31,16 @@ def vocabulary(target: HasVocabulary) -> tuple[Tensor, Tensor | None]:
     return weight_VD.detach(), None if bias_V is None else bias_V.detach()
 
 
-def embeddings(target: HasVocabulary, hidden_size: int) -> Tensor:
-    """The token embeddings [V, D].
+def _is_plain(weight: object) -> TypeGuard[Tensor]:
+    return isinstance(weight, Tensor) and weight.is_floating_point()
 
-    Raises:
-        ValueError: they are quantised, or not as wide as the hidden state.
-    """
+
+def embeddings(target: HasVocabulary, hidden_size: int) -> Tensor:
+    """The token embeddings [V, D]; ValueError where they are quantised, or not as wide as the
+    hidden state."""
     model: Any = target
     weight_VD = getattr(model.get_input_embeddings(), "weight", None)
-    if (
-        not isinstance(weight_VD, Tensor)
-        or not weight_VD.is_floating_point()
-        or weight_VD.shape[1:] != (hidden_size,)
-    ):
+    if not _is_plain(weight_VD) or weight_VD.shape[1:] != (hidden_size,):
         raise ValueError(
             "hydra heads and prefix attention need a target with unquantised token embeddings as "
             f"wide as its hidden state of {hidden_size}: use kind 'medusa' without a prefix"
@@ -60,11 +50,7 @@ def embeddings(target: HasVocabulary, hidden_size: int) -> Tensor:
 
 def frequent_tokens(counts_V: Tensor, size: int) -> Tensor:
     """The `size` most frequent token ids, ascending: a reduced vocabulary (FR-Spec, Zhao et al.
-    2025, arXiv:2502.14856). Of equally frequent ones the lower id is taken.
-
-    Raises:
-        ValueError: `size` is not between 1 and the vocabulary's.
-    """
+    2025, arXiv:2502.14856). Of equally frequent ones the lower id is taken."""
     if not 1 <= size <= len(counts_V):
         raise ValueError(f"draft_vocab_size must lie between 1 and {len(counts_V)}, got {size}")
     return counts_V.argsort(descending=True, stable=True)[:size].sort().values

@@ -21,31 +21,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations import sdpa_attention
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from medusa_heads.errors import UnsupportedArchitecture
 
 SUPPORTED_ATTENTION = ("sdpa", "eager")
+_ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
 
 
 @dataclass(frozen=True)
 class TreeMask:
-    """What each tree node may attend to.
+    """What each tree node may attend to."""
 
-    Attributes:
-        visible_BNS: cached rows of its own text, and its own path in the tree.
-        query_positions_BN: where each node stands in its text.
-        first_slot: where the tree begins in the cache.
-        padding_B: slots of left padding in each row, None where no row has any.
-        bias_BNS: the mask of causal layers as numbers, where the caller keeps them ready.
-        written_positions_BP: where P nodes of the same tree, written to the slots before
-            `first_slot` in earlier forwards, stand in their texts.
-    """
-
-    visible_BNS: Tensor
-    query_positions_BN: Tensor
-    first_slot: int
-    padding_B: Tensor | None = None
-    bias_BNS: Tensor | None = None
+    visible_BNS: Tensor  # cached rows of its own text, and its own path in the tree
+    query_positions_BN: Tensor  # where each node stands in its text
+    first_slot: int  # where the tree begins in the cache
+    padding_B: Tensor | None = None  # slots of left padding, None where no row has any
+    bias_BNS: Tensor | None = None  # causal layers' mask as numbers, where it is kept ready
+    # Where P nodes of the same tree, written before `first_slot` in earlier forwards, stand.
     written_positions_BP: Tensor | None = None
 
     @cached_property
@@ -76,17 +75,11 @@ def tree_attention(mask: TreeMask) -> Iterator[None]:
 @cache
 def take_tree_masks() -> None:
     """Let transformers' models ask for the masks of trees; once, when there is a model."""
-    from transformers.integrations import sdpa_attention
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
     sdpa_attention.use_gqa_in_sdpa = _grouped_on_cpu(sdpa_attention.use_gqa_in_sdpa)
     # Assigning to the instance leaves transformers' global table alone; models look up this
     # instance.
     for name in SUPPORTED_ATTENTION:
         ALL_MASK_ATTENTION_FUNCTIONS[name] = _with_tree(ALL_MASK_ATTENTION_FUNCTIONS[name])
-
-
-_ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
 
 
 def explicit_masks(config: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
@@ -96,35 +89,23 @@ def explicit_masks(config: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor | 
     Raises:
         UnsupportedArchitecture: a kind of layer whose rule is not known here.
     """
-    from transformers.masking_utils import (
-        causal_mask_function,
-        chunked_causal_mask_function,
-        sliding_window_causal_mask_function,
-    )
-
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
-        kinds = [
-            "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
-        ]
+    usual = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+    no_padding_B = torch.zeros_like(tree.query_positions_BN[:, 0])
+    rules: dict[str, Callable[[], Any]] = {
+        "full_attention": lambda: causal_mask_function,
+        "sliding_attention": lambda: sliding_window_causal_mask_function(int(window or 0)),
+        "chunked_attention": lambda: chunked_causal_mask_function(int(chunk or 0), no_padding_B),
+    }
     masks = {}
-    for kind in set(kinds):
-        rule: Any
-        if kind == "full_attention":
-            rule = causal_mask_function
-        elif kind == "sliding_attention":
-            rule = sliding_window_causal_mask_function(int(window or 0))
-        elif kind == "chunked_attention":
-            no_padding_B = tree.query_positions_BN.new_zeros(len(tree.visible_BNS))
-            rule = chunked_causal_mask_function(int(chunk or 0), no_padding_B)
-        else:
+    for kind in set(getattr(config, "layer_types", None) or [usual]):
+        if kind not in rules:
             raise UnsupportedArchitecture(
                 f"{config.model_type} has {kind} layers, whose mask is not known",
                 "leave compile out",
             )
-        masks[kind] = _bias(rule, tree, dtype)
+        masks[kind] = _bias(rules[kind](), tree, dtype)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -133,8 +114,6 @@ def _with_tree(build_mask: Callable[..., Any]) -> Callable[..., Any]:
         tree = _ACTIVE.get()
         if tree is None:
             return build_mask(*args, **kwargs)
-        from transformers.masking_utils import causal_mask_function
-
         rule = kwargs.get("mask_function", causal_mask_function)
         return _bias(rule, tree, kwargs.get("dtype") or torch.float32)
 
@@ -142,8 +121,6 @@ def _with_tree(build_mask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bias(rule: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor:
-    from transformers.masking_utils import causal_mask_function
-
     if rule is causal_mask_function and tree.bias_BNS is not None:
         return tree.bias_BNS[:, None].to(dtype)
     return additive(_apply_rule(rule, tree), dtype)
@@ -157,8 +134,6 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _apply_rule(rule: Any, tree: TreeMask) -> Tensor:
-    from transformers.masking_utils import causal_mask_function
-
     visible_B1NS = tree.visible_BNS[:, None]
     if rule is causal_mask_function:
         return visible_B1NS  # a path and the text before it are causal already

@@ -13,52 +13,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.stacks import Stacks
 
-# Layers that read another layer's keys and values (Gemma 3n) hold nothing of their own.
-_SHARED_LAYER: tuple[type, ...] = tuple(
-    kind for kind in (getattr(cache_utils, "DummyLayer", None),) if kind is not None
-)
 _PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
+
+
+def _view(which: int) -> Any:
+    """A property of a layer: the rows in use of its keys or values [B, H, length, X]."""
+
+    def read(layer: RowLayer) -> Tensor | None:
+        return layer.buffers()[which][:, :, : layer.length] if layer.is_initialized else None
+
+    def write(_: RowLayer, value: Tensor | None) -> None:
+        assert value is None, "rows are written by update()"
+
+    return property(read, write)
 
 
 class RowLayer(DynamicLayer):
     """One layer's keys and values: views into the stacks of its RowCache."""
 
     is_sliding = False
+    keys, values = _view(0), _view(1)
 
     def __init__(self, stacks: Stacks) -> None:
         self._stacks = stacks
-        self._members: tuple[tuple[int, int], tuple[int, int]] | None = None
+        self._members: tuple[tuple[int, int], ...] = ()
         self.length = 0
         super().__init__()
 
-    @property
-    def keys(self) -> Tensor | None:
-        """[B, H, length, X], a view."""
-        return self._view(0)
-
-    @keys.setter
-    def keys(self, value: Tensor | None) -> None:
-        assert value is None, "rows are written by update()"
-
-    @property
-    def values(self) -> Tensor | None:
-        """[B, H, length, X], a view."""
-        return self._view(1)
-
-    @values.setter
-    def values(self, value: Tensor | None) -> None:
-        assert value is None, "rows are written by update()"
-
-    def _view(self, which: int) -> Tensor | None:
-        if self._members is None:
-            return None
-        return self._stacks.buffer(self._members[which])[:, :, : self.length]
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, C, X], with the room behind them."""
+        keys, values = self._members
+        return self._stacks.buffer(keys), self._stacks.buffer(values)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -69,18 +59,16 @@ class RowLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append rows in place; returns all rows as views."""
-        if self._members is None:
+        if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self._members is not None
         start, end = self.length, self.length + key_states.shape[-2]
-        self._stacks.reserve(end)
-        views = []
-        for member, new_BHTX in zip(self._members, (key_states, value_states), strict=True):
-            rows_BHTX = self._stacks.buffer(member)[:, :, :end]
-            rows_BHTX[:, :, start:] = new_BHTX
-            views.append(rows_BHTX)
+        if end > self._stacks.capacity:
+            self._stacks.reserve(end)
+        keys_BHCX, values_BHCX = self.buffers()
+        keys_BHCX[:, :, start:end] = key_states
+        values_BHCX[:, :, start:end] = value_states
         self.length = end
-        return views[0], views[1]
+        return keys_BHCX[:, :, :end], values_BHCX[:, :, :end]
 
     def get_seq_length(self) -> int:
         return self.length
@@ -103,11 +91,8 @@ class RowLayer(DynamicLayer):
 
 
 class RowCache(Cache):
-    """The target's key-value cache.
-
-    Args:
-        config: the target's text configuration.
-        slots: how many will be asked for at most; 0 if nobody knows.
+    """The key-value cache of a target with this text configuration, of which so many slots will be
+    asked for at most; 0 if nobody knows.
 
     Raises:
         UnsupportedArchitecture: a layer keeps recurrent, convolutional or indexed state, which has
@@ -115,17 +100,18 @@ class RowCache(Cache):
     """
 
     fixed_capacity: int | None = None  # slots of a cache that cannot grow
+    layer_kind = RowLayer
 
-    def __init__(self, config: Any, slots: int = 0) -> None:
-        self._stacks = Stacks()
+    def __init__(self, config: Any, slots: int = 0, stacks: Stacks | None = None) -> None:
+        self._stacks = Stacks() if stacks is None else stacks
         self.announce(slots)
         layers: list[Any] = []
         for layer in DynamicCache(config=config).layers:
             kind = type(layer).__name__
-            if isinstance(layer, _SHARED_LAYER):
+            if kind in _PLAIN_LAYERS:
+                layers.append(self.layer_kind(self._stacks))
+            elif kind == "DummyLayer":  # reads another layer's keys and values (Gemma 3n)
                 layers.append(layer)
-            elif kind in _PLAIN_LAYERS and isinstance(layer, CacheLayerMixin):
-                layers.append(RowLayer(self._stacks))
             else:
                 raise UnsupportedArchitecture(
                     f"{config.model_type} keeps {kind} state in its cache, which has no rows to "
@@ -146,7 +132,7 @@ class RowCache(Cache):
         """
         length = cache.get_seq_length()
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
-            if mine not in self.row_layers or not length:
+            if not isinstance(mine, RowLayer) or not length:
                 continue
             keys, values = getattr(theirs, "keys", None), getattr(theirs, "values", None)
             if keys is None or values is None or keys.shape[-2] != length:
@@ -154,7 +140,6 @@ class RowCache(Cache):
                     "the given cache no longer holds every token's row (a sliding window dropped "
                     "some): pass the whole text without a cache, or one that this decoder returned"
                 )
-            assert isinstance(mine, DynamicLayer)
             mine.update(keys, values)
 
     def handed_out(self, config: Any) -> RowCache:
@@ -173,14 +158,9 @@ class RowCache(Cache):
 
     def keep_paths(self, paths: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
         """Of the nodes of a tree, written for all rows behind the longest one, keep a path of each
-        row, moved to that row's own end.
+        row, which may be none, moved to that row's own end.
 
-        Args:
-            paths: nodes in order, for each row; none for a row that keeps nothing.
-            lengths: slots in use before the tree, by row.
-
-        Returns:
-            The lengths afterwards.
+        Takes the slots in use before the tree, by row, and returns those afterwards.
         """
         written_at = max(lengths)
         longest = max(len(path) for path in paths)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.attention import TreeMask, explicit_masks
 from medusa_heads.target.cache import RowCache, RowLayer
+from medusa_heads.target.stacks import Stacks
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 
@@ -33,117 +33,89 @@ _CAPACITY_STEP = 512  # capacities are rounded up, so that few of them, and few 
 _BYTES_KEPT = 2 << 30
 
 
-class _Slots:
-    """Where the nodes of the tree being verified are written; None outside of a verification."""
+class StaticStacks(Stacks):
+    """A buffer [B, H, C, X] for the keys and one for the values of each layer, which never grow.
 
-    def __init__(self) -> None:
+    Attributes:
+        nodes_N: where the nodes of the tree being verified are written; None outside of that.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
         self.nodes_N: Tensor | None = None
 
+    def buffer(self, member: tuple[int, int]) -> Tensor:
+        return self.stacks[member[0]]
 
-class StaticRowLayer(DynamicLayer):
-    """One layer's keys and values, in buffers that never grow."""
-
-    is_sliding = False
-    is_compileable = True
-
-    def __init__(self, slots: _Slots, capacity: int) -> None:
-        self.slots = slots
-        self.capacity = capacity
-        self.length = 0
-        self.buffers: tuple[Tensor, Tensor] | None = None
-        super().__init__()
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        made = []
-        for like in (key_states, value_states):
+    def add(self, keys: Tensor, values: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+        first = len(self.stacks)
+        for like in (keys, values):
             batch, heads, _, width = like.shape
             with torch.inference_mode(False):  # whoever comes first, all may write to it
-                buffer_BHCX = like.new_zeros(batch, heads, self.capacity, width)
+                self.stacks.append(like.new_zeros(batch, heads, self.capacity, width))
             # CUDA graphs then read and write it where it lies.
-            torch._dynamo.mark_static_address(buffer_BHCX)
-            made.append(buffer_BHCX)
-        self.buffers = (made[0], made[1])
-        self.is_initialized = True
+            torch._dynamo.mark_static_address(self.stacks[-1])
+        return (first, 0), (first + 1, 0)
+
+    def reserve(self, slots: int) -> None:
+        raise AssertionError("no text is longer than was announced")
+
+    def move_rows(self, source_BA: Tensor, destination_BA: Tensor) -> None:
+        rows_B1 = torch.arange(len(source_BA), device=source_BA.device)[:, None]
+        for buffer_BHCX in self.stacks:
+            buffer_BHCX[rows_B1, :, destination_BA] = buffer_BHCX[rows_B1, :, source_BA]
+
+    def select_batch(self, rows: Sequence[int]) -> None:
+        raise AssertionError("rows stay: another batch size would be another graph")
+
+
+class StaticRowLayer(RowLayer):
+    """One layer's keys and values, in buffers that never grow."""
+
+    is_compileable = True
+    _stacks: StaticStacks
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write rows in place. A tree's forward gets whole buffers, a prefill what is in use."""
-        if self.buffers is None:
+        nodes_N = self._stacks.nodes_N
+        if nodes_N is None:
+            return super().update(key_states, value_states)
+        if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.buffers is not None
-        keys_BHCX, values_BHCX = self.buffers
-        nodes_N = self.slots.nodes_N
-        if nodes_N is not None:
-            keys_BHCX.index_copy_(2, nodes_N, key_states)
-            values_BHCX.index_copy_(2, nodes_N, value_states)
-            return keys_BHCX, values_BHCX
-        start, end = self.length, self.length + key_states.shape[-2]
-        keys_BHCX[:, :, start:end] = key_states
-        values_BHCX[:, :, start:end] = value_states
-        self.length = end
-        return keys_BHCX[:, :, :end], values_BHCX[:, :, :end]
-
-    @property
-    def keys(self) -> Tensor | None:
-        """[B, H, length, X], a view."""
-        return None if self.buffers is None else self.buffers[0][:, :, : self.length]
-
-    @keys.setter
-    def keys(self, value: Tensor | None) -> None:
-        assert value is None, "rows are written by update()"
-
-    @property
-    def values(self) -> Tensor | None:
-        """[B, H, length, X], a view."""
-        return None if self.buffers is None else self.buffers[1][:, :, : self.length]
-
-    @values.setter
-    def values(self, value: Tensor | None) -> None:
-        assert value is None, "rows are written by update()"
+        keys_BHCX, values_BHCX = self.buffers()
+        keys_BHCX.index_copy_(2, nodes_N, key_states)
+        values_BHCX.index_copy_(2, nodes_N, value_states)
+        return keys_BHCX, values_BHCX
 
     def get_seq_length(self) -> int:
         # A length that changes would be compiled into the graph: positions are explicit there.
-        return self.length if self.slots.nodes_N is None else 0
+        return self.length if self._stacks.nodes_N is None else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.slots.nodes_N is not None:
-            return self.capacity, 0
+        if self._stacks.nodes_N is not None:
+            return self._stacks.capacity, 0
         return self.length + query_length, 0
 
 
 class StaticRowCache(RowCache):
-    """A RowCache of fixed capacity.
+    """A RowCache of so many slots for every row, and no more."""
 
-    Args:
-        config: the target's text configuration.
-        capacity: slots of every row.
-
-    Raises:
-        UnsupportedArchitecture: as RowCache.
-    """
+    layer_kind = StaticRowLayer
+    _stacks: StaticStacks
 
     def __init__(self, config: Any, capacity: int) -> None:
-        super().__init__(config)
+        super().__init__(config, stacks=StaticStacks(capacity))
         self.fixed_capacity = capacity
-        self._slots = _Slots()
         # One buffer for each size of tree, for good: graphs know where it lies.
         self._nodes: dict[int, Tensor] = {}
-        self.layers = [
-            StaticRowLayer(self._slots, capacity) if isinstance(layer, RowLayer) else layer
-            for layer in self.layers
-        ]
-
-    @property
-    def row_layers(self) -> list[Any]:
-        """The layers that hold rows of their own."""
-        return [layer for layer in self.layers if isinstance(layer, StaticRowLayer)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers; 0 before the first forward."""
-        return sum(buffer.nbytes for layer in self.row_layers for buffer in layer.buffers or ())
+        return sum(buffer.nbytes for buffer in self._stacks.stacks)
 
     @contextmanager
     def tree_slots(self, first: int, nodes: int, device: torch.device) -> Iterator[None]:
@@ -152,24 +124,12 @@ class StaticRowCache(RowCache):
             with torch.inference_mode(False):
                 self._nodes[nodes] = torch.empty(nodes, dtype=torch.long, device=device)
             torch._dynamo.mark_static_address(self._nodes[nodes])
-        nodes_N = self._nodes[nodes]
-        torch.arange(first, first + nodes, out=nodes_N)
-        self._slots.nodes_N = nodes_N
+        self._stacks.nodes_N = self._nodes[nodes]
+        torch.arange(first, first + nodes, out=self._stacks.nodes_N)
         try:
             yield
         finally:
-            self._slots.nodes_N = None
-
-    def move_rows(self, source_BA: Tensor, destination_BA: Tensor) -> None:
-        """Copy, in every layer, row b's slots `source_BA[b]` to `destination_BA[b]`."""
-        rows_B1 = torch.arange(len(source_BA), device=source_BA.device)[:, None]
-        for layer in self.row_layers:
-            for buffer_BHCX in layer.buffers or ():
-                buffer_BHCX[rows_B1, :, destination_BA] = buffer_BHCX[rows_B1, :, source_BA]
-
-    def select_batch(self, rows: Sequence[int]) -> None:
-        """Not here: finished rows stay, because another batch size would be another graph."""
-        raise AssertionError("rows do not leave a static cache")
+            self._stacks.nodes_N = None
 
     def handed_out(self, config: Any) -> RowCache:
         """A copy of the rows in use: this cache serves the next text."""
@@ -191,12 +151,8 @@ class _Captured:
 
 
 class CompiledTarget(TargetModel):
-    """A target that verifies trees through torch.compile.
-
-    Args:
-        model: the causal LM; it is not modified, but has a forward hook on its lm_head as long as
-            this object lives.
-        backend: of torch.compile.
+    """A target that verifies trees through torch.compile. The model is not modified, but has a
+    forward hook on its lm_head as long as this object lives.
 
     Raises:
         UnsupportedArchitecture: at the first verification, if the model's forward is not one graph.

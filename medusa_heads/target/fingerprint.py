@@ -25,10 +25,8 @@ def lm_head_sha256(weight_VD: Tensor) -> str:
 
 
 def weights_sha256(model: nn.Module, *, with_adapter: bool = True) -> str:
-    """sha256 over every weight and buffer, bit for bit.
-
-    Without the adapter it is that of the model before a LoRA adapter was put into it.
-    """
+    """sha256 over every weight and buffer, bit for bit; without the adapter, that of the model
+    before a LoRA adapter was put into it."""
     state = model.state_dict()
     if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
         from accelerate.utils.modeling import get_state_dict_offloaded_model

@@ -23,66 +23,10 @@ _PATIENCE_S = 5
 
 
 class StoredForm(NamedTuple):
-    """What the configuration says of the weights.
-
-    Attributes:
-        dtype: they are stored in.
-        shape: sizes of the model.
-    """
+    """What the configuration says of the weights: the dtype they are stored in, and sizes."""
 
     dtype: torch.dtype
     shape: Shape
-
-
-def load_placed(
-    name: str,
-    use: Use | None,
-    *,
-    dtype: str | torch.dtype,
-    device: str | torch.device | None,
-    trust_remote_code: bool,
-    on_choice: Callable[[Choice], object] | None = None,
-    **kwargs: Any,
-) -> PreTrainedModel:
-    """`load_causal_lm` onto a device and in a dtype that are chosen where they are not given; see
-    `TargetModel.from_pretrained`.
-
-    Raises:
-        ValueError: nothing loadable stands there, or there is no such device or dtype here.
-    """
-    where = None if device is None else find_device(device)
-    placed = any(kwargs.get(key) is not None for key in ("device_map", "quantization_config"))
-
-    def fastest(form: StoredForm) -> torch.dtype:
-        nonlocal where
-        assert use is not None
-        choice = choose(
-            use,
-            device=where,
-            dtype=dtype,
-            stored=form.dtype,
-            shape=form.shape,
-            count_threads=on_choice is not None,
-        )
-        where = choice.device
-        if on_choice is not None:
-            on_choice(choice)
-        return choice.dtype
-
-    free = use is not None and not placed
-    model: Any = load_causal_lm(
-        name,
-        dtype=dtype,
-        dtype_for=fastest if free else None,
-        trust_remote_code=trust_remote_code,
-        **kwargs,
-    )
-    if where is None and free and getattr(model, "hf_quantizer", None) is None:
-        where = find_device()
-    if where is not None:
-        model.to(where)
-    loaded: PreTrainedModel = model
-    return loaded
 
 
 def load_causal_lm(
@@ -90,22 +34,22 @@ def load_causal_lm(
     *,
     dtype: str | torch.dtype,
     trust_remote_code: bool,
-    dtype_for: Callable[[StoredForm], torch.dtype] | None = None,
+    device: str | torch.device | None = None,
+    use: Use | None = None,
+    on_choice: Callable[[Choice], object] | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a causal LM by hub id or local path; further arguments go to transformers.
-
-    Args:
-        name: hub id or folder.
-        dtype: of the weights, "auto" as they are stored.
-        trust_remote_code: run the Python code that the repository brings.
-        dtype_for: chooses another dtype by how the weights are stored. Quantised ones, which have a
-            dtype and a place of their own, are no question for it.
-        kwargs: of transformers.
+    """Load a causal LM onto a device and in a dtype that are chosen for a use, where there is one
+    and they are not given; see `TargetModel.from_pretrained`. Quantised weights, which have a dtype
+    and a place of their own, are no question for that choice.
 
     Raises:
-        ValueError: nothing loadable stands there, or heads.
+        ValueError: nothing loadable stands there, or heads, or there is no such device or dtype
+            here.
     """
+    where = None if device is None else find_device(device)
+    if any(kwargs.get(key) is not None for key in ("device_map", "quantization_config")):
+        use = None
     refuse_heads(name)
     if is_path(name):
         name = str(expanded(name))
@@ -116,28 +60,43 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     model: Any
+    trusted = {"trust_remote_code": trust_remote_code}
     with asking_hub(name, never=bool(kwargs.get("local_files_only"))) as options:
-        if dtype_for is not None:
-            form = _stored_form(name, **options | kwargs | {"trust_remote_code": trust_remote_code})
-            dtype = dtype if form is None else dtype_for(form)
+        form = None if use is None else _stored_form(name, **options | kwargs | trusted)
+        if use is not None and form is not None:
+            choice = choose(
+                use,
+                device=where,
+                dtype=dtype,
+                stored=form.dtype,
+                shape=form.shape,
+                count_threads=on_choice is not None,
+            )
+            where, dtype = choice.device, choice.dtype
+            if on_choice is not None:
+                on_choice(choice)
         if options:  # handed on to all but the search for an adapter
             options = options | {"adapter_kwargs": dict(options)}
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, trust_remote_code=trust_remote_code, **options | kwargs
+                name, dtype=dtype, **trusted, **options | kwargs
             )
+        except torch.OutOfMemoryError:
+            raise
         except (
             *(OSError, ValueError, ImportError, RuntimeError),
             *(SafetensorError, StrictDataclassError),
         ) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
             raise ValueError(
                 f"expected a causal language model (a hub id or a local folder) at {name!r}: "
                 + first_line(error)
             ) from error
-    if not is_path(name) and not Path(name).is_dir():
+    if _on_hub(name):
         model.config._commit_hash = _commit(name, kwargs)
+    if where is None and use is not None and getattr(model, "hf_quantizer", None) is None:
+        where = find_device()
+    if where is not None:
+        model.to(where)
     loaded: PreTrainedModel = model
     return loaded
 
@@ -146,11 +105,9 @@ def stored_form(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> StoredForm | None:
     """How a causal LM is stored; None where it is quantised, or no configuration can be read."""
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if revision is not None:
-        options["revision"] = revision
-    with asking_hub(name) as where:
-        return _stored_form(name, **where | options)
+    at = {} if revision is None else {"revision": revision}
+    with asking_hub(name) as options:
+        return _stored_form(name, trust_remote_code=trust_remote_code, **options, **at)
 
 
 def _stored_form(name: str, **kwargs: Any) -> StoredForm | None:
@@ -158,9 +115,7 @@ def _stored_form(name: str, **kwargs: Any) -> StoredForm | None:
 
     known = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
     try:
-        config = AutoConfig.from_pretrained(
-            name, **{key: value for key, value in kwargs.items() if key in known}
-        )
+        config = AutoConfig.from_pretrained(name, **{k: v for k, v in kwargs.items() if k in known})
         # What says nothing is old, from when nothing was stored shorter.
         dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
         if getattr(config, "quantization_config", None) is not None:
@@ -171,15 +126,8 @@ def _stored_form(name: str, **kwargs: Any) -> StoredForm | None:
 
 
 def refuse_code_of(target: Mapping[str, Any]) -> None:
-    """For a target that a checkpoint names, and the user does not: whoever made the checkpoint
-    chose it, and with it the code that would be run.
-
-    Args:
-        target: as the checkpoint's sidecar has it.
-
-    Raises:
-        ValueError: always.
-    """
+    """Raises ValueError for a target that a checkpoint's sidecar names, and the user does not:
+    whoever made the checkpoint chose it, and with it the code that would be run."""
     name, revision = str(target.get("name_or_path")), target.get("revision")
     known_as = f"{name}@{revision}" if revision else name
     raise ValueError(
@@ -232,8 +180,7 @@ def asking_hub(name: str, *, never: bool = False) -> Iterator[dict[str, Any]]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        on_hub = not is_path(name) and not Path(name).is_dir()
-        alone = on_hub and (never or not _hub_answers())
+        alone = _on_hub(name) and (never or not _hub_answers())
         yield {"local_files_only": True} if alone else {}
     finally:
         logger.setLevel(level)
@@ -242,6 +189,10 @@ def asking_hub(name: str, *, never: bool = False) -> Iterator[dict[str, Any]]:
 def is_path(name: str) -> bool:
     """Whether no hub id looks like this: then no hub need be asked."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def _on_hub(name: str) -> bool:
+    return not is_path(name) and not Path(name).is_dir()
 
 
 def _hub_answers() -> bool:

@@ -23,23 +23,16 @@ _FEWEST_STACKS = 8  # of a large cache
 
 
 class Stacks:
-    """The stacked buffers. A member is (stack, place in it).
-
-    Attributes:
-        stacks: each [G, B, H, C, X].
-        expected_layers: how many will be added.
-        capacity: C.
-        announced: slots that will be asked for at most, 0 if nobody knows.
-    """
+    """The stacked buffers. A member is (stack, place in it)."""
 
     def __init__(self) -> None:
-        self.stacks: list[Tensor] = []
-        self.expected_layers = 0
-        self._keys: list[tuple[Any, ...]] = []
+        self.stacks: list[Tensor] = []  # each [G, B, H, C, X]
+        self.expected_layers = 0  # how many will be added
+        self.capacity = 0  # C
+        self.announced = 0  # slots that will be asked for at most, 0 if nobody knows
+        self._signatures: list[tuple[Any, ...]] = []
         self._used: Counter[int] = Counter()
         self._layers_added = 0
-        self.capacity = 0
-        self.announced = 0
 
     def buffer(self, member: tuple[int, int]) -> Tensor:
         stack, place = member
@@ -47,24 +40,24 @@ class Stacks:
 
     def add(self, keys: Tensor, values: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
         """Places for one more layer. A new stack has room for layers still to come, since in most
-        models they are alike; what stays unused is given back by `trim`."""
-        self.capacity = self.capacity or self._first_capacity(keys.shape[-2])
+        models they are alike; what stays unused is given back behind the last one."""
+        usual = keys.shape[-2] + _INITIAL_SLACK
+        # Taken at once where that is not much more: a text need not become as long as it may.
+        near = keys.shape[-2] <= self.announced <= 2 * usual
+        self.capacity = self.capacity or (self.announced if near else usual)
         remaining = max(self.expected_layers - self._layers_added, 1)
         alike = _signature(keys) == _signature(values)
         found = [self._place(t, remaining * (2 if alike else 1)) for t in (keys, values)]
         self._layers_added += 1
         if self._layers_added == self.expected_layers:
-            self.trim()
+            for stack, used in self._used.items():
+                if used < self.stacks[stack].shape[0]:
+                    self.stacks[stack] = self.stacks[stack][:used].clone()
         return found[0], found[1]
-
-    def _first_capacity(self, slots: int) -> int:
-        usual = slots + _INITIAL_SLACK
-        # Taken at once where that is not much more: a text need not become as long as it may.
-        return self.announced if slots <= self.announced <= 2 * usual else usual
 
     def _place(self, like: Tensor, room: int) -> tuple[int, int]:
         signature = _signature(like)
-        for stack, known in enumerate(self._keys):
+        for stack, known in enumerate(self._signatures):
             if known == signature and self._used[stack] < self.stacks[stack].shape[0]:
                 break
         else:
@@ -74,21 +67,14 @@ class Stacks:
             share = -(-2 * self.expected_layers // _FEWEST_STACKS)
             room = max(1, min(room, max(share, _STACK_BYTES // buffer_bytes)))
             self.stacks.append(like.new_zeros(room, batch, heads, self.capacity, width))
-            self._keys.append(signature)
+            self._signatures.append(signature)
         place = self._used[stack]
         self._used[stack] += 1
         return stack, place
 
-    def trim(self) -> None:
-        """Give back the room that models with unlike layers leave unused."""
-        for stack, used in self._used.items():
-            if used < self.stacks[stack].shape[0]:
-                self.stacks[stack] = self.stacks[stack][:used].clone()
-
     @torch.inference_mode(False)  # a cache outlives the loop that lets it grow
     def reserve(self, slots: int) -> None:
-        if slots <= self.capacity:
-            return
+        """Make room, if only for more than there is."""
         grown = max(slots, self.capacity + self.capacity // 2)
         if slots <= self.announced:
             grown = min(grown, self.announced)

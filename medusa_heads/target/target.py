@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, N tree nodes, S cache slots, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.machine import Choice, Use
 from medusa_heads.target.attention import (
     SUPPORTED_ATTENTION,
     TreeMask,
@@ -21,15 +22,11 @@ from medusa_heads.target.attention import (
 )
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
-from medusa_heads.target.loading import load_placed, without_adapter_wrapper
+from medusa_heads.target.loading import load_causal_lm, without_adapter_wrapper
 from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedModel
-
-    from medusa_heads.machine import Choice, Use
 
 
 class TargetModel:
@@ -74,14 +71,13 @@ class TargetModel:
             use: what the choice is made for; None: as stored, where transformers puts it.
             on_choice: told what was chosen before anything is loaded; threads are chosen for it
                 alone, and it may set them.
-            kwargs: of transformers.
 
         Raises:
             ValueError: nothing loadable stands at `name_or_path`, or there is no such device.
         """
         given: Any = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        model = load_placed(str(name_or_path), use, on_choice=on_choice, **given, **kwargs)
-        target = cls(model)
+        given |= {"use": use, "on_choice": on_choice}
+        target = cls(load_causal_lm(str(name_or_path), **given, **kwargs))
         target.freeze()
         return target
 
@@ -160,15 +156,12 @@ class TargetModel:
         """Within the block, the returned function gives what the lm_head last read [B, T, D]."""
         last: list[Tensor] = []
 
-        def remember(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            last[:] = [_dense(args[0])]
-            return (last[0], *args[1:])
+        def remember(hidden_BTD: Tensor) -> Tensor:
+            last[:] = [_dense(hidden_BTD)]
+            return last[0]
 
-        hook = self.get_output_embeddings().register_forward_pre_hook(remember)
-        try:
+        with self._lm_head_reads(remember):
             yield lambda: last[0]
-        finally:
-            hook.remove()
 
     @contextmanager
     def capture_prompt(self) -> Iterator[list[Tensor]]:
@@ -176,15 +169,12 @@ class TargetModel:
         forward [B, T, D], while it is run at the last one alone."""
         seen: list[Tensor] = []
 
-        def take(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            seen.append(args[0])
-            return (_dense(args[0][:, -1:]), *args[1:])
+        def collect(hidden_BTD: Tensor) -> Tensor:
+            seen.append(hidden_BTD)
+            return _dense(hidden_BTD[:, -1:])
 
-        hook = self.get_output_embeddings().register_forward_pre_hook(take)
-        try:
+        with self._lm_head_reads(collect):
             yield seen
-        finally:
-            hook.remove()
 
     @contextmanager
     def instead_of_logits(self) -> Iterator[Callable[[], Tensor]]:
@@ -192,13 +182,23 @@ class TargetModel:
         the returned function gives what it would have read [B, T, D], with its gradients."""
         last: list[Tensor] = []
 
-        def take(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            last[:] = [args[0]]
-            return (args[0][:, :0], *args[1:])
+        def take(hidden_BTD: Tensor) -> Tensor:
+            last[:] = [hidden_BTD]
+            return hidden_BTD[:, :0]
 
-        hook = self.get_output_embeddings().register_forward_pre_hook(take)
-        try:
+        with self._lm_head_reads(take):
             yield lambda: last[0]
+
+    @contextmanager
+    def _lm_head_reads(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Within the block, the lm_head is handed what is made of its input [B, T, D]."""
+
+        def hand_on(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (change(args[0]), *args[1:])
+
+        hook = self.get_output_embeddings().register_forward_pre_hook(hand_on)
+        try:
+            yield
         finally:
             hook.remove()
 
@@ -234,20 +234,6 @@ class TargetModel:
                 use_cache=True,
             ).logits
 
-    @torch.no_grad()
-    def hidden(
-        self,
-        input_ids_BT: Tensor,
-        attention_mask_BT: Tensor | None = None,
-        position_ids_BT: Tensor | None = None,
-        cache: RowCache | None = None,
-    ) -> Tensor:
-        """What the lm_head would read at every position, [B, T, D], without running it.
-
-        Where a cache is given, the text is appended to it.
-        """
-        return self.hidden_with_grad(input_ids_BT, attention_mask_BT, position_ids_BT, cache)
-
     def hidden_with_grad(
         self,
         input_ids_BT: Tensor,
@@ -255,15 +241,22 @@ class TargetModel:
         position_ids_BT: Tensor | None = None,
         cache: RowCache | None = None,
     ) -> Tensor:
-        """`hidden` through which gradients flow, to an adapter that learns within the target."""
-        inputs: dict[str, Any] = {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT}
-        if position_ids_BT is not None:
-            inputs["position_ids"] = position_ids_BT
-        if cache is not None:
-            inputs["past_key_values"] = cache
+        """What the lm_head would read at every position, [B, T, D], without running it; gradients
+        flow through it, to an adapter that learns within the target. Where a cache is given, the
+        text is appended to it."""
+        optional = {"position_ids": position_ids_BT, "past_key_values": cache}
+        given: Any = {name: value for name, value in optional.items() if value is not None}
         with self.instead_of_logits() as hidden:
-            self.model(**inputs, use_cache=cache is not None)
+            self.model(
+                input_ids=input_ids_BT,
+                attention_mask=attention_mask_BT,
+                use_cache=cache is not None,
+                **given,
+            )
         return hidden()
+
+    # The same without gradients, which is what nearly everybody wants.
+    hidden = torch.no_grad()(hidden_with_grad)
 
     def fingerprint(self) -> dict[str, Any]:
         """Which target heads belong to: sizes and a hash of the lm_head."""
@@ -275,10 +268,8 @@ class TargetModel:
         }
 
     def weights_digest(self, *, with_adapter: bool = True) -> str:
-        """sha256 over every weight and buffer, bit for bit: equal before and after training.
-
-        Without the adapter it is that of the target before a LoRA adapter was put into it.
-        """
+        """sha256 over every weight and buffer, bit for bit: equal before and after training;
+        without the adapter, that of the target before a LoRA adapter was put into it."""
         return weights_sha256(self.model, with_adapter=with_adapter)
 
 

@@ -1,7 +1,8 @@
-"""The best tree for this very step: best-first expansion over the heads' probabilities.
+"""The best tree for this very step: best-first expansion over what heads take to follow.
 
-Shapes: B batch, F frontier, J tokens of a path, R ranks, N tree nodes (root included), C all
-candidates, S measured positions, K heads.
+Shapes: B batch, F frontier: paths drafted so far, J tokens of a path (the root first), K heads,
+R ranks, N tree nodes (root included), C all candidates, S measured positions, D hidden,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,16 +12,67 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from medusa_heads.heads import DraftHeads, HydraHeads
 from medusa_heads.trees.tree import TokenTree
 
 DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
 DYNAMIC_SIZES = (3, 7, 11, 15, 23, 31, 47, 63)  # drafted nodes measured when heads are trained
 DYNAMIC_WIDTH = 10  # paths that sequential heads are asked to continue at each level
 
+# The candidates for the token at depth `level` + 1, after every path [B, F, J = level + 1]: token
+# ids and log-probabilities, each [B, F, R], best first.
+Guess = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+
+
+def guesses(
+    heads: DraftHeads,
+    hidden_BD: Tensor,
+    num_ranks: int,
+    temperatures: Sequence[float] | None = None,
+) -> Guess:
+    """The guesses of heads of any kind at one position of every row, as many after each path.
+
+    The hidden states are as `heads.encode` left them; each head's logits are divided by its
+    temperature.
+    """
+    temperatures = temperatures or [1.0] * heads.config.num_heads
+    if isinstance(heads, HydraHeads):
+
+        def after_path(level: int, paths_BFJ: Tensor) -> tuple[Tensor, Tensor]:
+            logits_BFV = heads.after_paths(level, hidden_BD, paths_BFJ)
+            return best(heads, logits_BFV, num_ranks, 1 / temperatures[level])
+
+        return after_path
+    tokens_BKR, log_probs_BKR = candidates(heads, hidden_BD, num_ranks, temperatures)
+
+    def of_level(level: int, paths_BFJ: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (-1, paths_BFJ.shape[1], -1)
+        return tokens_BKR[:, level, None].expand(shape), log_probs_BKR[:, level, None].expand(shape)
+
+    return of_level
+
+
+def candidates(
+    heads: DraftHeads, hidden_BD: Tensor, num_ranks: int, temperatures: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """Of heads that do not see each other: tokens and log-probabilities [B, K, R], best first."""
+    logits_BKV = heads(hidden_BD)
+    inverse_K1 = logits_BKV.new_tensor([1 / t for t in temperatures], dtype=torch.float32)[:, None]
+    return best(heads, logits_BKV, num_ranks, inverse_K1)
+
+
+def best(
+    heads: DraftHeads, logits_V: Tensor, num_ranks: int, inverse_temperature: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token ids and log-probabilities of the largest logits, (..., V) -> (..., R)."""
+    best_R, ids_R = logits_V.topk(num_ranks, dim=-1)
+    total_1 = (logits_V.float() * inverse_temperature).logsumexp(dim=-1, keepdim=True)
+    return heads.token_ids(ids_R), best_R.float() * inverse_temperature - total_1
+
 
 def best_first_tree(
     roots_B: Tensor,
-    guess: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+    guess: Guess,
     num_drafted: int,
     num_levels: int,
     width: int | None = None,
@@ -33,7 +85,7 @@ def best_first_tree(
 
     Args:
         roots_B: last committed token of each row.
-        guess: see guesses.py.
+        guess: what may follow.
         num_drafted: nodes besides the root; at most as many as the guesses make.
         num_levels: the deepest path.
         width: of each level only so many paths, the likeliest, are asked to go on; where asking
@@ -105,15 +157,7 @@ def accepted_by_size(tree: TokenTree, true_BK: Tensor, sizes: Sequence[int]) -> 
     """How many drafted nodes of best-first trees of each size would have been accepted.
 
     The likeliest n nodes of a larger tree are the tree of n nodes, so one proposal answers for all
-    sizes.
-
-    Args:
-        tree: the largest tree.
-        true_BK: the tokens that did follow the root.
-        sizes: drafted nodes.
-
-    Returns:
-        Accepted nodes of all rows together, by size.
+    sizes. `true_BK` are the tokens that did follow the root; all rows are counted together.
     """
     assert tree.log_probs_BN is not None
     right_BN = tree.tokens_BN == true_BK.gather(1, (tree.depth_BN - 1).clamp_min(0))

@@ -66,13 +66,8 @@ def to_token_tree(
     """The trees of a batch as tensors, all of one size.
 
     A row with fewer nodes repeats its last one: the walk finds the first of the two. A row without
-    drafts repeats its root, which is nobody's child and so is never walked to.
-
-    Args:
-        trees: one a row.
-        device: where the tensors go.
-        drafted: only the first so many nodes besides the root; by default all.
-        at_least: nodes of the result, spare ones included.
+    drafts repeats its root, which is nobody's child and so is never walked to. Of each tree only
+    the first `drafted` nodes besides the root are taken; the result has `at_least` so many nodes.
     """
     longest = max(map(len, trees))
     if drafted is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from torch import Tensor
@@ -24,6 +25,7 @@ _PRIOR_SECOND = 0.25  # of what a head's first candidate misses, the share that 
 _PRIOR_FALL = 1.3  # the shares of later candidates fall with this power of the rank
 
 
+@dataclass
 class HeadStatistics:
     """Joint counts of the heads' ranks along real text, and the trees they imply.
 
@@ -33,32 +35,27 @@ class HeadStatistics:
     parent's: the n most counted paths form a tree, the one with the largest expected number of
     accepted tokens among all trees of n nodes.
 
-    Args:
+    Attributes:
         num_heads: K.
         positions: S, the positions measured.
         top_k_hits: for each head, how often the true token was among its top 1, 2, .. MAX_RANK.
         paths: the most counted paths with their counts, best first.
         temperatures: by which each head's logits are divided so that its probabilities are honest
-            on held-out text; 1.0 where not fitted.
+            on held-out text; by default 1.0.
         dynamic_tokens_per_step: by tree size, 1 + expected accepted nodes of trees built anew at
             every position from those probabilities; empty where not measured.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        positions: int,
-        top_k_hits: Sequence[Sequence[int]],
-        paths: Sequence[tuple[RankPath, int]],
-        temperatures: Sequence[float] | None = None,
-        dynamic_tokens_per_step: Mapping[int, float] | None = None,
-    ) -> None:
-        self.num_heads = num_heads
-        self.positions = positions
-        self.top_k_hits = [list(hits) for hits in top_k_hits]
-        self.paths = list(paths)
-        self.temperatures = list(temperatures or [1.0] * num_heads)
-        self.dynamic_tokens_per_step = dict(sorted((dynamic_tokens_per_step or {}).items()))
+    num_heads: int
+    positions: int
+    top_k_hits: list[list[int]]
+    paths: list[tuple[RankPath, int]]
+    temperatures: list[float] = field(default_factory=list)
+    dynamic_tokens_per_step: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.temperatures = self.temperatures or [1.0] * self.num_heads
+        self.dynamic_tokens_per_step = dict(sorted(self.dynamic_tokens_per_step.items()))
 
     @classmethod
     def from_ranks(cls, ranks_SK: Tensor) -> HeadStatistics:
@@ -113,16 +110,9 @@ class HeadStatistics:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint's sidecar."""
-        return {
-            "num_heads": self.num_heads,
-            "positions": self.positions,
-            "top_k_hits": self.top_k_hits,
-            "paths": [[list(path), count] for path, count in self.paths],
-            "temperatures": self.temperatures,
-            "dynamic_tokens_per_step": {
-                str(nodes): tokens for nodes, tokens in self.dynamic_tokens_per_step.items()
-            },
-        }
+        by_size = {str(nodes): tokens for nodes, tokens in self.dynamic_tokens_per_step.items()}
+        paths = [[list(path), count] for path, count in self.paths]
+        return vars(self) | {"paths": paths, "dynamic_tokens_per_step": by_size}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HeadStatistics:
@@ -164,12 +154,9 @@ def prior_statistics(num_heads: int, num_candidates: int = MAX_RANK) -> HeadStat
     """What to expect of heads that nobody has measured, with the weight of PRIOR_POSITIONS.
 
     A head's top-1 rate falls from head to head, its later candidates by a power of their rank, and
-    the heads are right independently of one another. Such trees branch near the root. The heads'
-    temperatures are 1, and trees built anew at every position count as not measured.
-
-    Args:
-        num_heads: K.
-        num_candidates: tokens a head chooses from; no path has a rank that is not among them.
+    the heads are right independently of one another; no path has a rank that is not among
+    `num_candidates`. Such trees branch near the root. The heads' temperatures are 1, and trees
+    built anew at every position count as not measured.
 
     Raises:
         ValueError: no head, or no candidate.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -56,11 +56,11 @@ class TokenTree:
         """N, the root included."""
         return self.tokens_BN.shape[1]
 
-    @classmethod
-    def root_only(cls, tokens_B: Tensor) -> TokenTree:
+    @staticmethod
+    def root_only(tokens_B: Tensor) -> TokenTree:
         """A tree without drafts: verifying it is one step of plain decoding."""
         certain_B1 = torch.zeros(len(tokens_B), 1, device=tokens_B.device)
-        return _without_drafts().tree(tokens_B[:, None], certain_B1)
+        return _WITHOUT_DRAFTS.tree(tokens_B[:, None], certain_B1)
 
     def with_spare(self, num_nodes: int) -> TokenTree:
         """As a tree of so many nodes: behind its own the root stands again and again, which is
@@ -68,22 +68,22 @@ class TokenTree:
         spare = num_nodes - self.num_nodes
         if spare <= 0:
             return self
+
+        def filled(of_nodes_BN: Tensor) -> Tensor:
+            return torch.cat([of_nodes_BN, of_nodes_BN[:, :1].expand(-1, spare)], dim=1)
+
         known = self.log_probs_BN
         ancestors_BNN = F.pad(self.ancestors_BNN, (0, spare, 0, spare))
         own_N = torch.arange(self.num_nodes, num_nodes, device=ancestors_BNN.device)
         ancestors_BNN[:, own_N, own_N] = True
         return replace(
             self,
-            tokens_BN=_root_again(self.tokens_BN, spare),
-            parents_BN=_root_again(self.parents_BN, spare),
-            depth_BN=_root_again(self.depth_BN, spare),
+            tokens_BN=filled(self.tokens_BN),
+            parents_BN=filled(self.parents_BN),
+            depth_BN=filled(self.depth_BN),
             ancestors_BNN=ancestors_BNN,
-            log_probs_BN=None if known is None else _root_again(known, spare),
+            log_probs_BN=None if known is None else filled(known),
         )
-
-
-def _root_again(of_nodes_BN: Tensor, times: int) -> Tensor:
-    return torch.cat([of_nodes_BN, of_nodes_BN[:, :1].expand(-1, times)], dim=1)
 
 
 class TreeShape:
@@ -94,6 +94,8 @@ class TreeShape:
         choices: the path of each node but the root, in node order.
         parents: index of each node's parent; -1 for node 0.
         depth: length of each node's path.
+        num_nodes: N, the root included.
+        max_depth: of all nodes.
     """
 
     def __init__(self, choices: Sequence[RankPath]) -> None:
@@ -101,6 +103,8 @@ class TreeShape:
         index = {(): 0} | {path: i for i, path in enumerate(self.choices, start=1)}
         self.parents = [-1] + [index[path[:-1]] for path in self.choices]
         self.depth = [0] + [len(path) for path in self.choices]
+        self.num_nodes, self.max_depth = len(self.parents), max(self.depth)
+        self._on: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     @classmethod
     def from_choices(cls, choices: Sequence[Sequence[int]]) -> TreeShape:
@@ -130,17 +134,7 @@ class TreeShape:
         """Of this tree only the path of best ranks."""
         return TreeShape([path for path in self.choices if not any(path)])
 
-    @property
-    def num_nodes(self) -> int:
-        """N, the root included."""
-        return len(self.parents)
-
-    @property
-    def max_depth(self) -> int:
-        """How many heads the tree uses."""
-        return max(self.depth)
-
-    @property
+    @cached_property
     def max_rank(self) -> int:
         """The largest rank any node asks of its head; -1 for a tree without drafts."""
         return max((max(path) for path in self.choices), default=-1)
@@ -155,8 +149,14 @@ class TreeShape:
 
     def tree(self, tokens_BN: Tensor, log_probs_BN: Tensor | None = None) -> TokenTree:
         """This shape filled with tokens, the same topology in every row."""
-        parents_N, depth_N, ancestors_NN = self._on(tokens_BN.device)
-        batch = tokens_BN.shape[0]
+        device, batch = tokens_BN.device, tokens_BN.shape[0]
+        if device not in self._on:
+            self._on[device] = (
+                torch.tensor(self.parents, device=device),
+                torch.tensor(self.depth, device=device),
+                self.ancestors_NN.to(device),
+            )
+        parents_N, depth_N, ancestors_NN = self._on[device]
         return TokenTree(
             tokens_BN,
             parents_N.expand(batch, -1),
@@ -165,23 +165,8 @@ class TreeShape:
             log_probs_BN,
         )
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        if device not in self._tensors:
-            self._tensors[device] = (
-                torch.tensor(self.parents, device=device),
-                torch.tensor(self.depth, device=device),
-                self.ancestors_NN.to(device),
-            )
-        return self._tensors[device]
 
-    @cached_property
-    def _tensors(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
-        return {}
-
-
-@cache
-def _without_drafts() -> TreeShape:
-    return TreeShape.from_choices([])
+_WITHOUT_DRAFTS = TreeShape([])
 
 
 def cartesian_choices(ranks_per_head: Sequence[int]) -> list[RankPath]:

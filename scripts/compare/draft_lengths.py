@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         (arguments,) = parse_arguments(
-            (Arguments,), argv, prog=prog, description=__doc__ or "", positional="draft"
+            (Arguments,), argv, prog=prog, description=__doc__ or "", positional=("draft",)
         )
         compare(arguments)
 

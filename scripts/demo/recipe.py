@@ -80,7 +80,7 @@ class Recipe:
     @cached_property
     def heads_config(self) -> HeadsConfig:
         """Of the heads."""
-        config: HeadsConfig = self.settings["HeadsArguments"].config()
+        config: HeadsConfig = self.settings["HeadsConfig"]
         return config
 
     @cached_property
@@ -178,10 +178,9 @@ class Recipe:
 
         from medusa_heads.checkpoint.stored_heads import read_sidecar
         from medusa_heads.inference.bench.prompts import held_out_prompts
-        from medusa_heads.inference.bench.report import write_report
+        from medusa_heads.inference.bench.report import tables, write_report
         from medusa_heads.inference.bench.run import benchmark
         from medusa_heads.inference.bench.setting import Plan as BenchmarkPlan
-        from medusa_heads.inference.bench.tables import tables
         from medusa_heads.target.loading import load_tokenizer
         from medusa_heads.trees.statistics import HeadStatistics
 

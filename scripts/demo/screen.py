@@ -76,7 +76,7 @@ def shortened(recipe: Recipe, plan: Plan) -> list[str]:
 
 def show_result(console: Console, recipe: Recipe, *, reread: bool) -> None:
     """The tables of an earlier run, then what they say and where everything lies."""
-    from medusa_heads.inference.bench.tables import tables
+    from medusa_heads.inference.bench.report import tables
 
     report = json.loads((recipe.folder / "report.json").read_text(encoding="utf-8"))
     if reread:

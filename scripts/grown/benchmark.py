@@ -104,10 +104,9 @@ def run(arguments: Arguments) -> dict[str, Any]:
     from medusa_heads.hub.pull import find_checkpoint
     from medusa_heads.inference.bench.methods import check_methods
     from medusa_heads.inference.bench.prompts import held_out_prompts
-    from medusa_heads.inference.bench.report import write_numbers
+    from medusa_heads.inference.bench.report import tables, write_numbers
     from medusa_heads.inference.bench.run import measure_models
     from medusa_heads.inference.bench.setting import Plan, Setting
-    from medusa_heads.inference.bench.tables import tables
     from medusa_heads.inference.models.named_target import named_target
 
     check_methods([arguments.methods], heads=True, draft=False)

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         (arguments,) = parse_arguments(
-            (Arguments,), argv, prog=prog, description=__doc__ or "", positional="draft"
+            (Arguments,), argv, prog=prog, description=__doc__ or "", positional=("draft",)
         )
         measure(arguments)
 
@@ -65,8 +65,13 @@ def measure(arguments: Arguments) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from medusa_heads.inference.bench.prompts import held_out_prompts
-    from medusa_heads.inference.bench.summary import summarise
-    from medusa_heads.inference.bench.timed_run import WARM_UP_TOKENS, Method, Run, run_once
+    from medusa_heads.inference.bench.timed_run import (
+        WARM_UP_TOKENS,
+        Method,
+        Run,
+        run_once,
+        summarise,
+    )
     from medusa_heads.inference.models.drafted import DraftedModel
 
     logging.set_verbosity_error()

@@ -31,10 +31,10 @@ from transformers import TrainerCallback
 
 from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
-from medusa_heads.errors import at_least
 from medusa_heads.files import replace_file
 from medusa_heads.heads import new_heads
 from medusa_heads.machine import describe_machine
+from medusa_heads.settings import at_least
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.data.prepare import TrainingData

@@ -34,11 +34,10 @@ from torch import Tensor
 
 from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
-from medusa_heads.errors import at_least
 from medusa_heads.files import replace_file
 from medusa_heads.heads import new_heads
 from medusa_heads.machine import describe_machine
-from medusa_heads.training.arguments.loss import LossArguments
+from medusa_heads.settings import at_least
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.teacher import Teacher
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         arguments, to_loss = parse_arguments(
-            (MeasureArguments, LossArguments),
+            (MeasureArguments, LossConfig),
             given,
             prog="scripts.measure.training",
             description=__doc__ or "",

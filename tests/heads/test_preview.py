@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from medusa_heads import HeadsConfig, MedusaModel
-from medusa_heads.heads import new_heads, preview, previewed
-from medusa_heads.heads.preview import VocabularyPreview, directions
-from medusa_heads.heads.previewed import with_preview
+from medusa_heads.heads import new_heads, preview
+from medusa_heads.heads.preview import VocabularyPreview, directions, with_preview
 from tests.conftest import TinyLlama
 
 VOCAB, HIDDEN = 3000, 64
@@ -57,7 +56,7 @@ def test_only_the_view_is_near(
     config = HeadsConfig(kind=kind, num_heads=2, vocab_matrix=vocab_matrix)
     heads = new_heads(target, config)
     assert with_preview(heads) is heads, "small vocabularies are read whole"
-    monkeypatch.setattr(previewed, "SMALLEST", 0)
+    monkeypatch.setattr(preview, "SMALLEST", 0)
     view = with_preview(heads)
     assert view is not heads and heads.previews is None
     assert list(view.parameters()) == list(heads.parameters())
@@ -76,7 +75,7 @@ def test_only_the_view_is_near(
 
 
 def test_text_stays_the_targets_own(tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(previewed, "SMALLEST", 0)
+    monkeypatch.setattr(preview, "SMALLEST", 0)
     monkeypatch.setattr(preview, "READ_AT_MOST", 1)  # also of a batch as small as this one
     target: Any = tiny_llama(vocab_size=VOCAB, hidden_size=HIDDEN)
     medusa = MedusaModel(target, new_heads(target, HeadsConfig(num_heads=3)), tree="cartesian:3,2")

@@ -25,7 +25,7 @@ BUSHY = [
 ]
 
 
-class Planting:
+class Planting(Drafter):
     """Another drafter's trees, with the true continuation on one path of each.
 
     A path holds the truth down to a random depth: it goes a node further with probability `share`.
@@ -51,16 +51,12 @@ class Planting:
         in_step: bool = False,
     ) -> None:
         self.drafter = drafter
-        self.reads_prompt = drafter.reads_prompt
+        self.num_nodes, self.reads_prompt = drafter.num_nodes, drafter.reads_prompt
         self.references = references
         self.vocab_size = vocab_size
         self.share = share
         self.in_step = in_step
         self.random = torch.Generator().manual_seed(seed)
-
-    @property
-    def num_nodes(self) -> int:
-        return self.drafter.num_nodes
 
     def propose(self, state: DecodingState) -> TokenTree:
         tree = self.drafter.propose(state)
@@ -109,18 +105,12 @@ class Planting:
         return float(torch.rand((), generator=self.random))
 
 
-class RandomTrees:
+class RandomTrees(Drafter):
     """Trees of one shape, full of random tokens."""
 
-    reads_prompt = False
-
     def __init__(self, shape: TreeShape, vocab_size: int, seed: int) -> None:
-        self.shape, self.vocab_size = shape, vocab_size
+        self.shape, self.vocab_size, self.num_nodes = shape, vocab_size, shape.num_nodes
         self.random = torch.Generator().manual_seed(seed)
-
-    @property
-    def num_nodes(self) -> int:
-        return self.shape.num_nodes
 
     def propose(self, state: DecodingState) -> TokenTree:
         shape = (len(state.rows), self.num_nodes)

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_heads.trees.dynamic_tree import accepted_by_size, best_first_tree
-from medusa_heads.trees.guesses import Guess
+from medusa_heads.trees.dynamic_tree import Guess, accepted_by_size, best_first_tree
 from medusa_heads.trees.tree import TokenTree
 
 

@@ -1,31 +1,26 @@
 """The flags and YAML keys of the hidden-state cache. Light: nothing here imports torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from medusa_heads.settings import flag, one_of
 
 
 @dataclass
 class CacheArguments:
     """Whether the target's hidden states are kept on disk, and where."""
 
-    hidden_cache: Literal["off", "read", "write", "auto"] = field(
-        default="off",
-        metadata={
-            "help": "Keep the target's hidden states on disk. auto: use what is there, compute and "
-            "write the rest; write: begin anew; read: the target never runs, all must be there."
-        },
+    hidden_cache: Literal["off", "read", "write", "auto"] = flag(
+        "off",
+        "Keep the target's hidden states on disk. auto: use what is there, compute and write the "
+        "rest; write: begin anew; read: the target never runs, all must be there.",
     )
-    hidden_cache_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folder of the cache. Default: hidden_states in output_dir."},
+    hidden_cache_dir: str | None = flag(
+        None, "Folder of the cache. Default: hidden_states in output_dir."
     )
 
     def __post_init__(self) -> None:
-        known = ("off", "read", "write", "auto")
-        if self.hidden_cache not in known:
-            raise ValueError(
-                f"hidden_cache must be one of {list(known)}, got {self.hidden_cache!r}"
-            )
+        one_of(self, "hidden_cache", ("off", "read", "write", "auto"))
         if self.hidden_cache == "off" and self.hidden_cache_dir is not None:
             raise ValueError(
                 "hidden_cache_dir is given but hidden_cache is off: set it to auto, or leave the "

@@ -1,11 +1,10 @@
 """The flags and YAML keys of corpora. Light: nothing here imports torch or transformers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from medusa_heads.errors import at_least
-from medusa_heads.files import parse_json
+from medusa_heads.settings import at_least, flag, mapping
 
 STREAM_EVAL_ROWS = 256
 
@@ -14,84 +13,54 @@ STREAM_EVAL_ROWS = 256
 class DataArguments:
     """Text to learn from."""
 
-    dataset: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Text to learn from: a hub id, a folder (of data files, or written by "
-            "save_to_disk or by medusa-heads regenerate), .jsonl, .json, .parquet, .csv or .txt "
-            "files, or 'stdlib' (the sources of Python's own standard library); several names and "
-            "globs are joined.",
-            "required": True,
-        },
+    dataset: list[str] = flag(
+        [],
+        "Text to learn from: a hub id, a folder (of data files, or written by save_to_disk or by "
+        "medusa-heads regenerate), .jsonl, .json, .parquet, .csv or .txt files, or 'stdlib' (the "
+        "sources of Python's own standard library); several names and globs are joined.",
+        required=True,
     )
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "Configuration (subset) of a hub dataset."}
+    dataset_config: str | None = flag(None, "Configuration (subset) of a hub dataset.")
+    dataset_split: str = flag("train", "Split to train on.")
+    eval_dataset: list[str] | None = flag(
+        None,
+        "Held-out text, given like --dataset. Default: the held-out packages of stdlib, or a "
+        "share of the documents.",
     )
-    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
-    eval_dataset: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Held-out text, given like --dataset. Default: the held-out packages of "
-            "stdlib, or a share of the documents."
-        },
+    eval_split: str | None = flag(
+        None,
+        "Split of eval_dataset (without one: of dataset) to hold out. Default: the first there is "
+        "of held_out, test and validation.",
     )
-    eval_split: str | None = field(
-        default=None,
-        metadata={
-            "help": "Split of eval_dataset (without one: of dataset) to hold out. Default: the "
-            "first there is of held_out, test and validation."
-        },
+    eval_share: float = flag(0.05, "Share of the documents held out where nothing else is given.")
+    eval_rows: int | None = flag(
+        None,
+        "Documents held out instead of a share; of a stream the first "
+        f"(default {STREAM_EVAL_ROWS}).",
     )
-    eval_share: float = field(
-        default=0.05,
-        metadata={"help": "Share of the documents held out where nothing else is given."},
+    text_column: str | None = flag(None, "Column that holds plain text, if not 'text'.")
+    chat_template: str | None = flag(
+        None, "A file with a Jinja chat template, instead of the tokenizer's own."
     )
-    eval_rows: int | None = field(
-        default=None,
-        metadata={
-            "help": "Documents held out instead of a share; of a stream the first "
-            f"(default {STREAM_EVAL_ROWS})."
-        },
+    chat_template_kwargs: dict | str | None = flag(
+        None,
+        "What the chat template is told besides the messages, such as enable_thinking, as a YAML "
+        "mapping (on the command line: as JSON).",
     )
-    text_column: str | None = field(
-        default=None, metadata={"help": "Column that holds plain text, if not 'text'."}
+    max_length: int = flag(
+        512,
+        "Longest row in tokens: longer text becomes several rows, a longer conversation is cut on "
+        "the right. Rows of tokens likewise.",
     )
-    chat_template: str | None = field(
-        default=None,
-        metadata={"help": "A file with a Jinja chat template, instead of the tokenizer's own."},
+    packing: bool = flag(False, "Fill rows with several documents, which do not see each other.")
+    on_bad_row: Literal["error", "skip"] = flag(
+        "error", "Stop at rows that cannot be used, or count them and go on."
     )
-    chat_template_kwargs: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "What the chat template is told besides the messages, such as "
-            "enable_thinking, as a YAML mapping (on the command line: as JSON)."
-        },
+    streaming: bool = flag(
+        False, "Read the corpus while training, never all of it; needs max_steps."
     )
-    max_length: int = field(
-        default=512,
-        metadata={
-            "help": "Longest row in tokens: longer text becomes several rows, a longer "
-            "conversation is cut on the right. Rows of tokens likewise."
-        },
-    )
-    packing: bool = field(
-        default=False,
-        metadata={"help": "Fill rows with several documents, which do not see each other."},
-    )
-    on_bad_row: Literal["error", "skip"] = field(
-        default="error",
-        metadata={"help": "Stop at rows that cannot be used, or count them and go on."},
-    )
-    streaming: bool = field(
-        default=False,
-        metadata={"help": "Read the corpus while training, never all of it; needs max_steps."},
-    )
-    shuffle_buffer: int = field(
-        default=1000, metadata={"help": "Rows of a stream that are shuffled at a time; 1: none."}
-    )
-    dataset_num_proc: int | None = field(
-        default=None, metadata={"help": "Processes that tokenise; not for streams."}
-    )
+    shuffle_buffer: int = flag(1000, "Rows of a stream that are shuffled at a time; 1: none.")
+    dataset_num_proc: int | None = flag(None, "Processes that tokenise; not for streams.")
 
     def __post_init__(self) -> None:
         for name in ("dataset", "eval_dataset"):
@@ -100,8 +69,7 @@ class DataArguments:
                 setattr(self, name, [value])
         if self.eval_dataset is not None and not self.eval_dataset:
             raise ValueError("eval_dataset must name at least one corpus, got none")
-        optional = [n for n in ("eval_rows", "dataset_num_proc") if getattr(self, n) is not None]
-        at_least(self, 1, "max_length", "shuffle_buffer", *optional)
+        at_least(self, 1, "max_length", "shuffle_buffer", "eval_rows", "dataset_num_proc")
         if not 0 < self.eval_share < 1:
             raise ValueError(f"eval_share must lie between 0 and 1, got {self.eval_share}")
         if self.on_bad_row not in ("error", "skip"):
@@ -112,11 +80,7 @@ class DataArguments:
         self.template_kwargs()
 
     def template_text(self) -> str | None:
-        """What stands in the file `chat_template`.
-
-        Raises:
-            ValueError: it cannot be read.
-        """
+        """What stands in the file `chat_template`; ValueError where it cannot be read."""
         if self.chat_template is None:
             return None
         try:
@@ -128,19 +92,5 @@ class DataArguments:
             ) from error
 
     def template_kwargs(self) -> dict[str, Any]:
-        """`chat_template_kwargs` as a mapping.
-
-        Raises:
-            ValueError: it is none.
-        """
-        given = self.chat_template_kwargs
-        if isinstance(given, str):
-            try:
-                given = parse_json(given)
-            except ValueError as error:
-                raise ValueError(
-                    f"chat_template_kwargs must be a JSON object, got {given!r}"
-                ) from error
-        if given is not None and not isinstance(given, dict):
-            raise ValueError(f"chat_template_kwargs must map names to values, got {given!r}")
-        return given or {}
+        """`chat_template_kwargs` as a mapping; ValueError where it is none."""
+        return mapping(self, "chat_template_kwargs")

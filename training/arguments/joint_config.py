@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from medusa_heads.settings import at_least, flag
 
 ALL_LINEAR = "all-linear"
 
@@ -16,36 +19,49 @@ class JointConfig:
     The loss is `lm_weight * CE + kl_weight * KL(before || now) + heads_weight * heads' loss`: CE of
     the target's own next token, and how far its distribution has moved from that without the
     adapter (equation 3 there, in which either the one or the other preserves the target).
-
-    Args:
-        lora_r: rank of the adapter.
-        lora_alpha: its factor is lora_alpha / lora_r.
-        lora_dropout: share of the adapter's inputs dropped while it learns.
-        target_modules: names of the linear modules that get an adapter (the end of the name
-            suffices), or `"all-linear"`: all but the lm_head, which the heads share.
-        warmup_steps: steps in which heads learn alone; below 1 a share of the run.
-        learning_rate: the adapter's peak rate; default: a quarter of the heads'.
-        lm_weight: of the target's own cross-entropy.
-        kl_weight: of the divergence from the target without adapter.
-        heads_weight: of the heads' loss.
-
-    Raises:
-        ValueError: a value out of its range, or nothing in the loss that preserves the target.
+    ValueError: a value is out of its range, or nothing in the loss preserves the target.
     """
 
-    lora_r: int = 32
-    lora_alpha: float = 16.0
-    lora_dropout: float = 0.0
-    target_modules: str | tuple[str, ...] = ALL_LINEAR
-    warmup_steps: float = 0.2
-    learning_rate: float | None = None
-    lm_weight: float = 1.0
-    kl_weight: float = 1.0
-    heads_weight: float = 0.2
+    lora_r: int = flag(32, "Rank of the adapter.")
+    lora_alpha: float = flag(
+        16.0, "Scale of the adapter: its output is multiplied by lora_alpha / lora_r."
+    )
+    lora_dropout: float = flag(0.0, "Dropout before the adapter.")
+    target_modules: Sequence[str] = flag(
+        [ALL_LINEAR],
+        "Linear modules that get an adapter, by the ends of their names; all-linear: all but the "
+        "lm_head.",
+        "--lora_target_modules",
+    )
+    warmup_steps: float = flag(
+        0.2,
+        "Steps in which the heads learn alone; a number below 1 is a share of the run.",
+        "--joint_warmup_steps",
+    )
+    learning_rate: float | None = flag(
+        None,
+        "Peak learning rate of the adapter. Default: a quarter of the heads'.",
+        "--lora_learning_rate",
+    )
+    lm_weight: float = flag(
+        1.0,
+        "Weight of the target's own cross-entropy in the loss. Set 0 on its own text.",
+        "--joint_lm_weight",
+    )
+    kl_weight: float = flag(
+        1.0,
+        "Weight of the KL divergence from the target without adapter in the loss.",
+        "--joint_kl_weight",
+    )
+    heads_weight: float = flag(
+        0.2, "Weight of the heads' loss in the loss.", "--joint_heads_weight"
+    )
 
     def __post_init__(self) -> None:
-        if self.lora_r < 1:
-            raise ValueError(f"lora_r must be at least 1, got {self.lora_r}")
+        if not isinstance(modules := self.target_modules, str):
+            given = ALL_LINEAR if list(modules) == [ALL_LINEAR] else tuple(modules)
+            object.__setattr__(self, "target_modules", given)
+        at_least(self, 1, "lora_r")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout must lie in [0, 1), got {self.lora_dropout}")
         for name in ("lora_alpha", "learning_rate", "heads_weight"):

@@ -26,12 +26,8 @@ PREFIX_SHARE = 0.2
 
 @dataclass
 class RunArguments(TrainingArguments):
-    """transformers' arguments, and whether the learning rate is a default.
-
-    Args:
-        rates_by_width: `learning_rate` is meant for a width of TUNED_WIDTH, and each part gets what
-            suits its own. A rate that somebody gave is every part's.
-    """
+    """transformers' arguments, and whether `learning_rate` is a default, meant for TUNED_WIDTH, of
+    which each part gets what suits its width. A rate that somebody gave is every part's."""
 
     rates_by_width: bool = field(default=False)
 
@@ -48,11 +44,8 @@ def fit_rate(args: TrainingArguments, width: int) -> None:
 
 
 def rate_shares(heads: DraftHeads) -> dict[str, float]:
-    """What share of a default rate suits each parameter, by its name in the heads.
-
-    A block that reads the embeddings of n tokens too has 1 + n times the inputs of one that reads
-    the hidden state alone.
-    """
+    """What share of a default rate suits each parameter, by its name in the heads. A block that
+    reads the embeddings of n tokens too has 1 + n times the inputs of one that reads none."""
     shares = dict.fromkeys(dict(heads.named_parameters()), 1.0)
     for name, module in heads.named_modules():
         if isinstance(module, WideBlock):
@@ -68,13 +61,8 @@ def rate_shares(heads: DraftHeads) -> dict[str, float]:
 def rate_groups(
     heads: DraftHeads, args: TrainingArguments, decaying: Sequence[nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """The heads' parameters in groups for an optimiser, the highest rate first.
-
-    Args:
-        heads: to be trained.
-        args: of the run, the rate fitted to the target.
-        decaying: parameters that weight decay applies to.
-    """
+    """The heads' parameters in groups for an optimiser, the highest rate first: of a run whose rate
+    is fitted to the target, where weight decay applies to the `decaying` ones."""
     shares, decays = rate_shares(heads), {id(parameter) for parameter in decaying}
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in heads.named_parameters():

@@ -1,43 +1,33 @@
 """The flags and YAML keys of the target. Light: nothing here imports torch or transformers."""
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from typing import Any
 
 from medusa_heads.files import expanded
+from medusa_heads.settings import flag, one_of
 
 
 @dataclass
 class TargetArguments:
     """Which model the heads are for."""
 
-    model_name_or_path: str = field(
-        metadata={"help": "The target: a hub id or a local folder. Its weights stay as they are."}
+    model_name_or_path: str = flag(
+        MISSING, "The target: a hub id or a local folder. Its weights stay as they are."
     )
-    model_revision: str | None = field(
-        default=None,
-        metadata={"help": "Branch, tag or commit of the target on the hub. Default: main."},
+    model_revision: str | None = flag(
+        None, "Branch, tag or commit of the target on the hub. Default: main."
     )
-    dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "Dtype of the target's weights: bfloat16, float16, float32, or auto: the "
-            "fastest on this machine that holds them exactly (in several processes: as stored)."
-        },
+    dtype: str = flag(
+        "auto",
+        "Dtype of the target's weights: bfloat16, float16, float32, or auto: the fastest on this "
+        "machine that holds them exactly (in several processes: as stored).",
     )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run modelling code that comes with the target."}
+    trust_remote_code: bool = flag(False, "Run modelling code that comes with the target.")
+    load_in_4bit: bool = flag(
+        False, "Keep the target's matrices, all but the lm_head, in 4 bits (bitsandbytes)."
     )
-    load_in_4bit: bool = field(
-        default=False,
-        metadata={
-            "help": "Keep the target's matrices, all but the lm_head, in 4 bits (bitsandbytes)."
-        },
-    )
-    shard_target: bool = field(
-        default=False,
-        metadata={
-            "help": "Spread the target over the processes (FSDP2) instead of a whole one in each."
-        },
+    shard_target: bool = flag(
+        False, "Spread the target over the processes (FSDP2) instead of a whole one in each."
     )
 
     def __post_init__(self) -> None:
@@ -46,9 +36,7 @@ class TargetArguments:
                 f"model_revision is of a model on the hub, and {self.model_name_or_path!r} is a "
                 "folder: leave it out"
             )
-        known = ("auto", "bfloat16", "float16", "float32")
-        if self.dtype not in known:
-            raise ValueError(f"dtype must be one of {list(known)}, got {self.dtype!r}")
+        one_of(self, "dtype", ("auto", "bfloat16", "float16", "float32"))
         if self.shard_target and self.load_in_4bit:
             raise ValueError(
                 "shard_target and load_in_4bit exclude each other: 4-bit matrices cannot be spread"

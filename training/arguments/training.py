@@ -1,16 +1,11 @@
-"""The flags and YAML keys of the training run. Light: nothing here imports torch or transformers.
+"""The flags and YAML keys of the training run. Light: no torch or transformers is imported."""
 
-Field names follow transformers where it has the same thing.
-"""
-
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+import difflib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from medusa_heads.errors import at_least
-from medusa_heads.files import parse_json
-from medusa_heads.masking import masked
+from medusa_heads.settings import above_zero, at_least, flag, mapping
 
 if TYPE_CHECKING:
     from medusa_heads.training.arguments.rates import RunArguments
@@ -21,6 +16,7 @@ OF_THE_RUN = (
     "overwrite_output_dir",
     "early_stopping_patience",
     "dry_run",
+    "training_args",
 )
 EXTRAS = ("tensorboard", "wandb")  # trackers that this package can be installed with
 SHARED_LEARNING_RATE = 5e-3
@@ -31,146 +27,98 @@ OWN_LEARNING_RATE = 1e-3
 class OptimisationArguments:
     """The training run. Names and meanings are those of transformers.TrainingArguments."""
 
-    output_dir: str = field(
-        default="runs/heads",
-        metadata={"help": "Folder for the heads and all that belongs to them."},
+    output_dir: str = flag("runs/heads", "Folder for the heads and all that belongs to them.")
+    learning_rate: float | None = flag(
+        None,
+        f"Peak learning rate. Default: {SHARED_LEARNING_RATE} with a shared vocabulary "
+        f"matrix, {OWN_LEARNING_RATE} with own ones; for targets wider than 384 less in "
+        "proportion, and less for a prefix layer and sequential heads. A rate given here is "
+        "every part's.",
     )
-    learning_rate: float | None = field(
-        default=None,
-        metadata={
-            "help": f"Peak learning rate. Default: {SHARED_LEARNING_RATE} with a shared vocabulary "
-            f"matrix, {OWN_LEARNING_RATE} with own ones; for targets wider than 384 less in "
-            "proportion, and less for a prefix layer and sequential heads. A rate given here is "
-            "every part's."
-        },
+    num_train_epochs: float = flag(2.0, "Epochs: passes over the training text.")
+    max_steps: int = flag(-1, "Optimiser steps, instead of epochs; -1: go by epochs.")
+    per_device_train_batch_size: int = flag(16, "Training batch size of each process, in rows.")
+    per_device_eval_batch_size: int = flag(16, "Evaluation batch size of each process.")
+    gradient_accumulation_steps: int = flag(
+        1, "Batches whose gradients are added up for one optimiser step."
     )
-    num_train_epochs: float = field(
-        default=2.0, metadata={"help": "Epochs: passes over the training text."}
+    warmup_share: float = flag(
+        0.05, "Warm-up: share of the steps in which the learning rate rises."
     )
-    max_steps: int = field(
-        default=-1, metadata={"help": "Optimiser steps, instead of epochs; -1: go by epochs."}
+    lr_scheduler_type: str = flag("cosine", "Learning rate schedule, by transformers' names.")
+    weight_decay: float = flag(0.0, "AdamW's weight decay.")
+    bf16: bool | None = flag(
+        None,
+        "Compute what is learnt in bf16 autocast. Default: where this machine trains faster so, "
+        "measured once; not in several processes.",
     )
-    per_device_train_batch_size: int = field(
-        default=16, metadata={"help": "Training batch size of each process, in rows."}
+    seed: int = flag(0, "Seed of data order and sampling.")
+    logging_steps: float = flag(10, "Steps between two lines of training loss.")
+    eval_steps: float | None = flag(
+        None,
+        "Steps between two evaluations (below 1: a share of the run). Default: with each "
+        "checkpoint.",
     )
-    per_device_eval_batch_size: int = field(
-        default=16, metadata={"help": "Evaluation batch size of each process."}
+    save_steps: float | None = flag(
+        None,
+        "Steps between two resumable checkpoints (below 1: a share of the run). Default: with "
+        "each evaluation, or once an epoch.",
     )
-    gradient_accumulation_steps: int = field(
-        default=1, metadata={"help": "Batches whose gradients are added up for one optimiser step."}
+    save_total_limit: int | None = flag(
+        1, "Resumable checkpoints kept; the best and the newest always are."
     )
-    warmup_share: float = field(
-        default=0.05,
-        metadata={"help": "Warm-up: share of the steps in which the learning rate rises."},
+    load_best_model_at_end: bool = flag(
+        True, "End with the best evaluated heads, not with the last."
     )
-    lr_scheduler_type: str = field(
-        default="cosine", metadata={"help": "Learning rate schedule, by transformers' names."}
+    metric_for_best_model: Literal["tokens_per_step_32", "tokens_per_step_16", "loss"] = flag(
+        "tokens_per_step_32",
+        "What is best: tokens per step on held-out text, simulated with the best tree of so many "
+        "nodes, or the loss.",
     )
-    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's weight decay."})
-    bf16: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Compute what is learnt in bf16 autocast. Default: where this machine trains "
-            "faster so, measured once; not in several processes."
-        },
+    early_stopping_patience: int | None = flag(
+        None, "Stop after so many evaluations without a new best. Default: never."
     )
-    seed: int = field(default=0, metadata={"help": "Seed of data order and sampling."})
-    logging_steps: float = field(
-        default=10, metadata={"help": "Steps between two lines of training loss."}
+    report_to: str = flag(
+        "none", "Trackers: none, wandb, tensorboard and others, by transformers' names."
     )
-    eval_steps: float | None = field(
-        default=None,
-        metadata={
-            "help": "Steps between two evaluations (below 1: a share of the run). "
-            "Default: with each checkpoint."
-        },
+    run_name: str | None = flag(None, "Name of the run at a tracker.")
+    resume_from_checkpoint: str | None = flag(
+        None,
+        "A checkpoint folder; 'last' for the newest in output_dir; 'auto' for the newest, or a "
+        "run from the start if there is none.",
     )
-    save_steps: float | None = field(
-        default=None,
-        metadata={
-            "help": "Steps between two resumable checkpoints (below 1: a share of the run). "
-            "Default: with each evaluation, or once an epoch."
-        },
+    overwrite_output_dir: bool = flag(
+        False, "Remove the checkpoints that an earlier run left in output_dir."
     )
-    save_total_limit: int | None = field(
-        default=1,
-        metadata={"help": "Resumable checkpoints kept; the best and the newest always are."},
+    dry_run: bool = flag(
+        False,
+        "Everything but steps: read settings and text, print what would be trained, how long, and "
+        "what memory and disk it takes; then stop.",
     )
-    load_best_model_at_end: bool = field(
-        default=True, metadata={"help": "End with the best evaluated heads, not with the last."}
-    )
-    metric_for_best_model: Literal["tokens_per_step_32", "tokens_per_step_16", "loss"] = field(
-        default="tokens_per_step_32",
-        metadata={
-            "help": "What is best: tokens per step on held-out text, simulated with the best tree "
-            "of so many nodes, or the loss."
-        },
-    )
-    early_stopping_patience: int | None = field(
-        default=None,
-        metadata={"help": "Stop after so many evaluations without a new best. Default: never."},
-    )
-    report_to: str = field(
-        default="none",
-        metadata={"help": "Trackers: none, wandb, tensorboard and others, by transformers' names."},
-    )
-    run_name: str | None = field(default=None, metadata={"help": "Name of the run at a tracker."})
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "help": "A checkpoint folder; 'last' for the newest in output_dir; 'auto' for the "
-            "newest, or a run from the start if there is none."
-        },
-    )
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={"help": "Remove the checkpoints that an earlier run left in output_dir."},
-    )
-    dry_run: bool = field(
-        default=False,
-        metadata={
-            "help": "Everything but steps: read settings and text, print what would be trained, "
-            "how long, and what memory and disk it takes; then stop."
-        },
-    )
-    training_args: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "Further fields of transformers.TrainingArguments, as a YAML mapping (on the "
-            "command line as JSON)."
-        },
+    training_args: dict | str | None = flag(
+        None,
+        "Further fields of transformers.TrainingArguments, as a YAML mapping (on the command line "
+        "as JSON).",
     )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "per_device_train_batch_size", "per_device_eval_batch_size")
-        at_least(self, 1, "gradient_accumulation_steps")
+        at_least(self, 1, "gradient_accumulation_steps", "save_total_limit")
+        at_least(self, 1, "early_stopping_patience")
         at_least(self, 0, "weight_decay")
-        if self.save_total_limit is not None:
-            at_least(self, 1, "save_total_limit")
         # Of these transformers takes 0 for something else: all checkpoints, the other setting, ...
-        steps = ("logging_steps", "eval_steps", "save_steps")
-        for name in ("learning_rate", "num_train_epochs", *steps):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be above 0, got {value}")
+        above_zero(self, "learning_rate", "num_train_epochs")
+        above_zero(self, "logging_steps", "eval_steps", "save_steps")
         if self.max_steps <= 0 and self.max_steps != -1:
             raise ValueError(
                 f"max_steps must be above 0, got {self.max_steps}: leave it out to count in epochs"
             )
-        if self.early_stopping_patience is not None:
-            at_least(self, 1, "early_stopping_patience")
-            if not self.load_best_model_at_end:
-                raise ValueError(
-                    "early_stopping_patience ends with the best heads: leave "
-                    "load_best_model_at_end on"
-                )
+        if self.early_stopping_patience is not None and not self.load_best_model_at_end:
+            raise ValueError(
+                "early_stopping_patience ends with the best heads: leave load_best_model_at_end on"
+            )
         if not 0 <= self.warmup_share < 1:
             raise ValueError(f"warmup_share must lie in [0, 1), got {self.warmup_share}")
-
-
-def default_learning_rate(vocab_matrix: str) -> float:
-    """A shared matrix leaves few parameters to learn with and wants the higher rate (measured)."""
-    return SHARED_LEARNING_RATE if vocab_matrix == "shared" else OWN_LEARNING_RATE
 
 
 def to_training_arguments(
@@ -179,17 +127,10 @@ def to_training_arguments(
     *,
     autocast: Callable[[str | None], bool] = lambda _: False,
 ) -> "RunArguments":
-    """The same run as transformers.TrainingArguments, which is imported only here.
+    """The same run as transformers.TrainingArguments; the learning rate goes by the vocab_matrix.
 
-    Args:
-        arguments: of the run.
-        vocab_matrix: of the heads, for the learning rate.
-        autocast: says whether to train in bf16 where `arguments` do not, told the device if that
-            is certain.
-
-    Raises:
-        ValueError: `training_args` names a field that transformers does not know, or one that has a
-            flag of its own; or transformers refuses a value.
+    `autocast` says whether to train in bf16 where `arguments` do not, told the device if that is
+    certain. ValueError: a field of `training_args` is unknown or has a flag, or a value is refused.
     """
     import torch
     from transformers import SchedulerType, TrainingArguments
@@ -200,22 +141,23 @@ def to_training_arguments(
         raise ValueError(
             f"lr_scheduler_type must be one of {known}, got {arguments.lr_scheduler_type!r}"
         )
-    values = asdict(arguments)
-    extra = _extra_fields(values.pop("training_args"), {f.name for f in fields(TrainingArguments)})
-    for name in OF_THE_RUN:
-        values.pop(name)
+    extra = mapping(arguments, "training_args")
+    _check_extra(extra, {f.name for f in fields(TrainingArguments)})
+    values = {name: value for name, value in asdict(arguments).items() if name not in OF_THE_RUN}
     values["warmup_steps"] = values.pop("warmup_share")
     values["rates_by_width"] = values["learning_rate"] is None
     if values["rates_by_width"]:
-        values["learning_rate"] = default_learning_rate(vocab_matrix)
+        # A shared matrix leaves few parameters to learn with and wants the higher rate (measured).
+        rate = SHARED_LEARNING_RATE if vocab_matrix == "shared" else OWN_LEARNING_RATE
+        values["learning_rate"] = rate
     if values["bf16"] is None:
         values["bf16"] = not extra.get("fp16") and autocast("cpu" if extra.get("use_cpu") else None)
+    # The best heads are among those that were both evaluated and saved: one follows the other.
     steps = {kind: values.pop(f"{kind}_steps") for kind in ("eval", "save")}
     for kind, other in (("eval", "save"), ("save", "eval")):
-        # The best heads are among those that were both evaluated and saved: one follows the other.
-        every = steps[other] if steps[kind] is None else steps[kind]
-        values[f"{kind}_strategy"] = "epoch" if every is None else "steps"
-        if every is not None:
+        every = steps[kind] or steps[other]
+        values[f"{kind}_strategy"] = "steps" if every else "epoch"
+        if every:
             values[f"{kind}_steps"] = every
     defaults = {
         "optim": "adamw_torch_fused",
@@ -227,13 +169,12 @@ def to_training_arguments(
         "data_seed": arguments.seed,
     }
     args = RunArguments(**{**defaults, **values, **extra})
-    trackers = args.report_to
-    assert isinstance(trackers, list)
-    _check_trackers(trackers)
+    assert isinstance(args.report_to, list)
+    _check_trackers(args.report_to)
     return args
 
 
-def _check_trackers(names: Sequence[str]) -> None:
+def _check_trackers(names: list[str]) -> None:
     """Make each tracker once: transformers would only when training begins, perhaps hours later."""
     from transformers.integrations import get_reporting_integration_callbacks
 
@@ -249,20 +190,7 @@ def _check_trackers(names: Sequence[str]) -> None:
             raise ValueError(f"report_to {name} cannot be used: {error}") from error
 
 
-def _extra_fields(given: dict[str, Any] | str | None, known: set[str]) -> dict[str, Any]:
-    import difflib
-
-    if isinstance(given, str):
-        try:
-            given = parse_json(given)
-        except ValueError as error:
-            raise ValueError(
-                f"training_args must be a JSON object, got {masked(given)!r}"
-            ) from error
-    if not given:
-        return {}
-    if not isinstance(given, dict):
-        raise ValueError(f"training_args must map names to values, got {masked(given)!r}")
+def _check_extra(given: dict[str, Any], known: set[str]) -> None:
     flags = {f.name for f in fields(OptimisationArguments)}
     for name in given:
         if name in flags:
@@ -278,4 +206,3 @@ def _extra_fields(given: dict[str, Any] | str | None, known: set[str]) -> dict[s
             raise ValueError(
                 f"training_args: transformers.TrainingArguments has no field {name!r}{hint}"
             )
-    return given

@@ -28,8 +28,8 @@ from medusa_heads.trees.dynamic_tree import (
     DYNAMIC_WIDTH,
     accepted_by_size,
     best_first_tree,
+    guesses,
 )
-from medusa_heads.trees.guesses import guesses
 from medusa_heads.trees.statistics import MAX_RANK, HeadStatistics
 
 TEMPERATURES = tuple(0.5 * 1.1**step for step in range(18))  # 0.5 to 2.5

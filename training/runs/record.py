@@ -13,8 +13,9 @@ from typing import Any
 import yaml
 from transformers import Trainer, TrainingArguments
 
-from medusa_heads.files import parse_yaml, replace_file
+from medusa_heads.files import replace_file
 from medusa_heads.masking import masked
+from medusa_heads.plain_yaml import parse_yaml
 
 RUN_FILE = "run.yaml"
 METRICS_FILE = "metrics.json"

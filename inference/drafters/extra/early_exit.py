@@ -15,9 +15,10 @@ self-speculative decoding", arXiv:2309.08168; Elhoushi et al. 2024, "LayerSkip",
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Hashable, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,38 +26,25 @@ from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
 from medusa_heads.inference.adapt.measure import target_clock
+from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
-from medusa_heads.inference.drafters.growing import Proposal
+from medusa_heads.inference.drafters.growing import Proposal, Source
+from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree, TreeShape
-
-if TYPE_CHECKING:
-    from medusa_heads.inference.engine.state import DecodingState
 
 _FIRST_LAYER = "early exit after one layer"
 _USUAL_LENGTH = 3  # tokens of a chain, before any was drafted
 
 
 class ThinnedTarget:
-    """The target without some of its layers.
-
-    Args:
-        target: the target.
-        stack: its layers.
-        skipped: indices of those that are left out.
-    """
+    """The target without some of its layers; `layers` of them run."""
 
     def __init__(self, target: TargetModel, stack: LayerStack, skipped: Collection[int]) -> None:
-        assert len(set(skipped)) < len(stack)
-        self._target = target
-        self._stack = stack
-        self._skipped = sorted(set(skipped))
-
-    @property
-    def layers(self) -> int:
-        """How many of them run."""
-        return len(self._stack) - len(self._skipped)
+        self._target, self._stack, self._skipped = target, stack, sorted(set(skipped))
+        self.layers = len(stack) - len(self._skipped)
+        assert self.layers > 0
 
     def continuation(
         self, state: DecodingState
@@ -98,13 +86,8 @@ class ThinnedTarget:
 
 
 class ExitClock:
-    """What drafting with some of a target's layers takes.
-
-    Args:
-        steps: of the target.
-        layers: how many it has.
-        first: seconds of a drafted token of one row with one layer.
-    """
+    """What drafting with some of a target's layers takes, by its steps and the seconds of a
+    drafted token of one row with its first layer alone."""
 
     def __init__(self, steps: Clock, layers: int, first: float) -> None:
         self.steps = steps
@@ -125,18 +108,17 @@ class ExitClock:
         return alone * self.steps.step(rows) / plain
 
 
-class EarlyExitSource:
+class EarlyExitSource(Source):
     """A chain for every row, all of one length.
 
     Args:
         thinned: drafts.
         clock: what its drafts and the target's steps take.
         most: tokens of a chain.
-        agreement: how often the thinned target says what the whole one says, where it was measured.
+        agreement: how often the thinned target says what the whole one says.
     """
 
     name = "early exit"
-    reads_prompt = False
 
     def __init__(
         self, thinned: ThinnedTarget, clock: ExitClock, most: int, agreement: float = 0.6
@@ -148,11 +130,10 @@ class EarlyExitSource:
         self._budgets: dict[int, Budget] = {}  # by rows
         clock.steps.learn_drafting(self.name, _USUAL_LENGTH * clock.token(thinned.layers))
 
-    def draft(self, state: DecodingState) -> list[ChainProposal]:
+    def draft(self, state: DecodingState) -> list[Proposal]:
         """See Source."""
         rows = len(state.rows)
-        tokens_by_row: list[list[int]] = [[] for _ in state.rows]
-        probs_by_row: list[list[float]] = [[] for _ in state.rows]
+        chains: list[list[tuple[int, float]]] = [[] for _ in state.rows]
         chances, expected, seconds = [1.0] * rows, 1.0, 0.0
         budget = self._budgets.get(rows)
         if budget is None:
@@ -162,8 +143,7 @@ class EarlyExitSource:
             started = time.perf_counter()
             for drafted, level_B in enumerate(continuation, start=1):
                 for b, (token, prob) in enumerate(zip(*level_B, strict=True)):
-                    tokens_by_row[b].append(token)
-                    probs_by_row[b].append(prob)
+                    chains[b].append((token, prob))
                     chance = min(prob * self._evidence.rate(level(prob)), 1.0)
                     self._usual.learn(0, chance)
                     chances[b] *= chance
@@ -177,10 +157,7 @@ class EarlyExitSource:
                 if drafted == self._most or gain < budget.worth * longer:
                     break
         budget.learn(expected, seconds + budget.seconds(drafted))
-        return [
-            ChainProposal(self._evidence, tokens, probs)
-            for tokens, probs in zip(tokens_by_row, probs_by_row, strict=True)
-        ]
+        return [Proposal(self._evidence, 0, partial(_behind, chain)) for chain in chains]
 
     def expected(self, nodes: int) -> float:
         """See Source."""
@@ -195,30 +172,18 @@ class EarlyExitSource:
         return steps.drafting(name)
 
 
-class ChainProposal(Proposal):
+def _behind(chain: Sequence[tuple[int, float]], place: int) -> list[tuple[int, float, int, Any]]:
     """One token behind another. Places count them."""
-
-    def __init__(self, evidence: Evidence, tokens: Sequence[int], probs: Sequence[float]) -> None:
-        super().__init__(evidence, 0)
-        self._tokens, self._probs = tokens, probs
-
-    def _behind(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:
-        assert isinstance(place, int)
-        if place >= len(self._tokens):
-            return []
-        prob = self._probs[place]
-        return [(self._tokens[place], prob, level(prob), place + 1)]
+    return [(token, prob, level(prob), place + 1) for token, prob in chain[place : place + 1]]
 
 
-class _OneToken:
+class _OneToken(Drafter):
     """A draft of one token, for measuring."""
 
-    reads_prompt = False
     num_nodes = 2
 
     def __init__(self, thinned: ThinnedTarget) -> None:
-        self._thinned = thinned
-        self._shape = TreeShape([(0,)])
+        self._thinned, self._shape = thinned, TreeShape([(0,)])
 
     def propose(self, state: DecodingState) -> TokenTree:
         """The thinned target's next token."""

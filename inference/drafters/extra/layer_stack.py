@@ -20,14 +20,10 @@ from torch import Tensor, nn
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.target import TargetModel
 
-_INSTEAD = "use another drafter"
-
 
 class LayerStack:
-    """The decoder layers of a target, in the order in which they run.
-
-    Args:
-        target: stays as it is; within `without`, forwards of some of its layers are replaced.
+    """The decoder layers of a target, in the order in which they run. It stays as it is; within
+    `without`, forwards of some of its layers are replaced.
 
     Raises:
         UnsupportedArchitecture: its layers cannot be found, or do not simply follow one another.
@@ -36,17 +32,13 @@ class LayerStack:
     def __init__(self, target: TargetModel) -> None:
         self._kind = target.config.model_type
         self._layers = _decoder_layers(target)
-        cache = target.new_cache()
-        if len(cache.row_layers) != len(self._layers):
-            raise UnsupportedArchitecture(
+        if len(target.new_cache().row_layers) != len(self._layers):
+            raise _refusal(
                 f"{self._kind} has layers that read the keys and values of others, so that none "
-                "can be left out",
-                _INSTEAD,
+                "can be left out"
             )
         if len(self._layers) < 2:
-            raise UnsupportedArchitecture(
-                f"this {self._kind} has one layer, which cannot be left out", _INSTEAD
-            )
+            raise _refusal(f"this {self._kind} has one layer, which cannot be left out")
         # How many things a layer returns beside the hidden states; None where it returns them bare.
         self._returns = self._watch(target)
         self._try_without(target)
@@ -68,61 +60,54 @@ class LayerStack:
                 if forward is not None:  # such as accelerate puts around a layer
                     layer.forward = forward
 
-    @torch.no_grad()
     def _watch(self, target: TargetModel) -> list[int | None]:
-        """Run three tokens, and see that each layer takes what the one before it returned."""
-        taken: list[Any] = []
-        returned: list[Any] = []
+        """See that each layer takes what the one before it returned."""
+        calls: list[tuple[Any, Any]] = []
 
-        def take(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            taken.append(args[0] if args else kwargs.get("hidden_states"))
+        def note(_layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append((args[0] if args else kwargs.get("hidden_states"), output))
 
-        def give(_module: nn.Module, _args: Any, output: Any) -> None:
-            returned.append(output)
-
-        hooks = [
-            hook
-            for layer in self._layers
-            for hook in (
-                layer.register_forward_pre_hook(take, with_kwargs=True),
-                layer.register_forward_hook(give),
-            )
-        ]
+        hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in self._layers]
         try:
-            ids_1T = torch.arange(3, device=target.device)[None]
-            target.model(ids_1T, past_key_values=target.new_cache(), use_cache=True)
+            _run_three_tokens(target)
         finally:
             for hook in hooks:
                 hook.remove()
-        hidden = [output[0] if isinstance(output, tuple) else output for output in returned]
-        follow = len(taken) == len(hidden) == len(self._layers) and all(
-            isinstance(given, Tensor)
-            and isinstance(made, Tensor)
-            and given.shape == made.shape
-            and (i == 0 or torch.equal(given, hidden[i - 1]))
-            for i, (given, made) in enumerate(zip(taken, hidden, strict=True))
+        made = [output[0] if isinstance(output, tuple) else output for _, output in calls]
+        follow = len(calls) == len(self._layers) and all(
+            isinstance(taken, Tensor)
+            and isinstance(made[i], Tensor)
+            and taken.shape == made[i].shape
+            and (i == 0 or torch.equal(taken, made[i - 1]))
+            for i, (taken, _) in enumerate(calls)
         )
         if not follow:
-            raise UnsupportedArchitecture(
+            raise _refusal(
                 f"{self._kind} has layers that do more than hand hidden states on, so that none "
-                "can be left out",
-                _INSTEAD,
+                "can be left out"
             )
-        return [len(output) - 1 if isinstance(output, tuple) else None for output in returned]
+        return [len(output) - 1 if isinstance(output, tuple) else None for _, output in calls]
 
-    @torch.no_grad()
     def _try_without(self, target: TargetModel) -> None:
         """See that the model does not miss what else its layers return."""
         try:
             with self.without(range(1, len(self))):
-                ids_1T = torch.arange(3, device=target.device)[None]
-                target.model(ids_1T, past_key_values=target.new_cache(), use_cache=True)
+                _run_three_tokens(target)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise UnsupportedArchitecture(
+            raise _refusal(
                 f"{self._kind} fails without some of its layers ({type(error).__name__}: "
-                f"{' '.join(str(error).split())[:120]})",
-                _INSTEAD,
+                f"{' '.join(str(error).split())[:120]})"
             ) from error
+
+
+@torch.no_grad()
+def _run_three_tokens(target: TargetModel) -> None:
+    ids_1T = torch.arange(3, device=target.device)[None]
+    target.model(ids_1T, past_key_values=target.new_cache(), use_cache=True)
+
+
+def _refusal(sentence: str) -> UnsupportedArchitecture:
+    return UnsupportedArchitecture(sentence, "use another drafter")
 
 
 def _decoder_layers(target: TargetModel) -> list[nn.Module]:
@@ -141,10 +126,9 @@ def _decoder_layers(target: TargetModel) -> list[nn.Module]:
         if not any(name.startswith(f"{other}.") for other in lists)
     ]
     if len(outermost) != 1:
-        raise UnsupportedArchitecture(
+        raise _refusal(
             f"{target.config.model_type} has {len(outermost) or 'no'} lists of {count} modules "
-            "that could be its layers, expected one",
-            _INSTEAD,
+            "that could be its layers, expected one"
         )
     return list(outermost[0])
 

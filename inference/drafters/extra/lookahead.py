@@ -2,8 +2,8 @@
 
 Every forward that verifies drafts also runs a window of guesses through the target, one Jacobi
 iteration a step. Each column of the window holds the guesses that the last iterations made for
-consecutive positions; what the target takes to follow them completes an n-gram. N-grams are kept in
-a pool by their first token, and are drafted when the text comes to that token.
+consecutive positions; what the target takes to follow them completes an n-gram, which is drafted
+when the text comes to its first token.
 
 The window hangs below the root like any draft, each guess behind the ones it was made from, so that
 the verifying forward and its mask know nothing of it. Here are 3 columns of 4-grams: a first row
@@ -24,9 +24,8 @@ arXiv:2402.02057; Jacobi iterations: Santilli et al. 2023, arXiv:2305.10427.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,14 +34,12 @@ from torch import Tensor
 from medusa_heads.inference.adapt.bandit import Allowance, Bandit
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import Evidence
+from medusa_heads.inference.drafters.base import Drafter, Memory
 from medusa_heads.inference.drafters.blended import BlendedDrafter
-from medusa_heads.inference.drafters.extra.ngram_pool import NgramPool
-from medusa_heads.inference.drafters.growing import Proposal
+from medusa_heads.inference.drafters.growing import Proposal, Source
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree, TreeShape
-
-if TYPE_CHECKING:
-    from medusa_heads.inference.engine.rows import Row
-    from medusa_heads.inference.engine.state import DecodingState
 
 COLUMNS = 5
 NGRAM = 4
@@ -56,69 +53,66 @@ _STRETCH = 24  # steps of one way: what a window found is drafted in later steps
 _WORTH = 1.5  # tokens a step that a window is expected to make of 1, before any was run
 
 
-def new_pool() -> NgramPool:
-    """An empty one, as this file reads and fills it."""
-    return NgramPool(NGRAM, len(_FIRST))
+class NgramPool:
+    """Of every token the `most` n-grams that began with it last."""
+
+    def __init__(self, most: int = len(_FIRST)) -> None:
+        self._most = most
+        self._behind: dict[int, dict[tuple[int, ...], None]] = {}  # in order, the latest last
+
+    def add(self, ngram: Sequence[int]) -> None:
+        """Keep an n-gram, or make it the latest again."""
+        known = self._behind.setdefault(ngram[0], {})
+        rest = tuple(ngram[1:])
+        known.pop(rest, None)
+        known[rest] = None
+        if len(known) > self._most:
+            del known[next(iter(known))]
+
+    def behind(self, token: int) -> list[tuple[int, ...]]:
+        """What followed the token in its n-grams, the latest first."""
+        return list(reversed(self._behind.get(token, {})))
 
 
-class NgramSource:
-    """What the pool holds of each row's last token.
+def ngram_proposal(evidence: Evidence, pool: NgramPool, root: int) -> Proposal:
+    """The n-grams of a token. A place is the tokens that were followed behind it."""
+    ngrams = pool.behind(root)
 
-    Args:
-        pool: filled by whoever has n-grams.
-    """
+    def behind(place: tuple[int, ...]) -> list[tuple[int, float, int, Any]]:
+        depth = len(place)
+        tokens = dict.fromkeys(  # each once, the latest first
+            ngram[depth] for ngram in ngrams if ngram[:depth] == place and len(ngram) > depth
+        )
+        offers = []
+        for rank, token in enumerate(tokens):
+            chance = _NEXT / (rank + 1) if depth else _FIRST[rank]
+            offers.append((token, chance, depth * len(_FIRST) + rank, (*place, token)))
+        return offers
+
+    return Proposal(evidence, (), behind)
+
+
+class NgramSource(Source):
+    """What the pool, which others fill, holds of each row's last token."""
 
     name = "n-grams"
-    reads_prompt = False
 
     def __init__(self, pool: NgramPool) -> None:
         self._pool = pool
         self._evidence = Evidence([1.0] * (len(_FIRST) * NGRAM))
 
-    def draft(self, state: DecodingState) -> list[NgramProposal]:
+    def draft(self, state: DecodingState) -> list[Proposal]:
         """See Source."""
-        return [NgramProposal(self._evidence, self._pool, row.tokens[-1]) for row in state.rows]
+        return [ngram_proposal(self._evidence, self._pool, row.tokens[-1]) for row in state.rows]
 
     def expected(self, nodes: int) -> float:
         """See Source."""
         return nodes / (nodes + 6.0)
 
 
-class NgramProposal(Proposal):
-    """The n-grams of a token. A place is the tokens that were followed behind it."""
-
-    def __init__(self, evidence: Evidence, pool: NgramPool, root: int) -> None:
-        super().__init__(evidence, ())
-        self._ngrams = pool.behind(root)
-
-    def _behind(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:
-        assert isinstance(place, tuple)
-        depth = len(place)
-        tokens = dict.fromkeys(  # each once, the latest first
-            ngram[depth] for ngram in self._ngrams if ngram[:depth] == place and len(ngram) > depth
-        )
-        return [
-            (
-                token,
-                _NEXT / (rank + 1) if depth else _FIRST[rank],
-                depth * len(_FIRST) + rank,
-                (*place, token),
-            )
-            for rank, token in enumerate(tokens)
-        ]
-
-
-class LookaheadDrafter:
-    """Drafts, and behind them the window that fills the pool, where it pays.
-
-    The pool is carried from text to text; a window belongs to one row.
-
-    Args:
-        drafts: one of its sources reads the pool.
-        pool: of n-grams of `NGRAM` tokens.
-        clock: what steps take here.
-        always: whether a window is run in every step.
-    """
+class LookaheadDrafter(Drafter):
+    """Drafts, one of whose sources reads the pool, and behind them the window that fills it, where
+    it pays, or always. The pool is carried from text to text; a window belongs to one row."""
 
     def __init__(
         self, drafts: BlendedDrafter, pool: NgramPool, clock: Clock, *, always: bool = False
@@ -130,36 +124,29 @@ class LookaheadDrafter:
         self._shape = TreeShape([(0,) * (column + 1) + (1,) * level for level, column in _CELLS])
         self._asked: tuple[TokenTree, list[_Window]] | None = None
         self._beside = False  # whether the last tree has a window
-        self.reads_prompt = drafts.reads_prompt
-
-    @property
-    def num_nodes(self) -> int:
-        """The most nodes that a proposed tree has, the root included."""
-        return self._drafts.num_nodes + WINDOW
+        self.num_nodes, self.reads_prompt = drafts.num_nodes + WINDOW, drafts.reads_prompt
 
     def propose(self, state: DecodingState) -> TokenTree:
         """Drafts for every active row, and the row's window behind them where that pays."""
-        text: _Text = state.memories.setdefault(self, _Text())
-        if text.lengths:
-            known = [row for row in state.rows if row.index in text.lengths]
-            committed = sum(row.length - text.lengths[row.index] for row in known)
-            text.ways.learn(committed / len(known), text.seconds)
+        last: _Step | None = state.memories.get(self)
+        if last is not None:
+            gained = [len(committed) for committed in last.committed()]
+            last.ways.learn(sum(gained) / len(gained), last.seconds)
         rows = len(state.rows)
         if rows not in self._ways:
             self._ways[rows] = _Ways(self._clock, rows)
-        text.ways = self._ways[rows]
         drafts = self._drafts.propose(state)
-        self._beside = self._always or text.ways.next() == _WITH
-        text.seconds = self._clock.step(rows * (drafts.num_nodes + WINDOW * self._beside))
-        # A compiled batch keeps rows that have ended.
-        text.lengths = {row.index: row.length for row in state.rows if not row.done}
+        self._beside = self._always or self._ways[rows].next() == _WITH
+        seconds = self._clock.step(rows * (drafts.num_nodes + WINDOW * self._beside))
+        step = state.memories[self] = _Step(state.rows, self._ways[rows], seconds)
         if not self._beside:
-            text.windows.clear()  # their positions are passed by
             return drafts
-        return self._beside_windows(drafts, state, text.windows)
+        if last is not None:
+            step.windows = last.windows  # none where their positions were passed by
+        return self._beside_windows(drafts, state, step.windows)
 
     def learn_seconds(self, nodes: int, seconds: float) -> None:
-        """See Timed."""
+        """See Drafter."""
         if not self._beside:  # else it would be taken for the time of the drafts alone
             self._drafts.learn_seconds(nodes, seconds)
 
@@ -208,12 +195,7 @@ class LookaheadDrafter:
 
 
 class _Ways:
-    """With a window or without one, stretch by stretch.
-
-    Args:
-        clock: what steps take here.
-        rows: decoded together.
-    """
+    """With a window or without one, stretch by stretch; of so many rows decoded together."""
 
     def __init__(self, clock: Clock, rows: int) -> None:
         plain, beside = clock.step(rows), clock.step(rows * (1 + WINDOW))
@@ -242,21 +224,13 @@ class _Ways:
         self._steps += 1
 
 
-@dataclass
-class _Text:
-    """Where the texts being decoded stood when they were last drafted for, and how.
+class _Step(Memory):
+    """A step, its seconds, and the windows that ran in it, by row."""
 
-    Attributes:
-        lengths: of the rows, by index.
-        windows: of the rows.
-        ways: of as many rows.
-        seconds: of the last step.
-    """
-
-    lengths: dict[int, int] = field(default_factory=dict)
-    windows: dict[int, _Window] = field(default_factory=dict)
-    ways: _Ways = field(init=False)
-    seconds: float = 0.0
+    def __init__(self, rows: Sequence[Row], ways: _Ways, seconds: float) -> None:
+        super().__init__([row for row in rows if not row.done])  # a compiled batch keeps the others
+        self.ways, self.seconds = ways, seconds
+        self.windows: dict[int, _Window] = {}
 
 
 class _Window:

@@ -11,18 +11,15 @@ Source: Zhang et al. 2023, arXiv:2309.08168, section 3.2, with a greedy search i
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa_heads.files import parse_json, replace_file
 from medusa_heads.inference.drafters.extra.early_exit import ExitClock
 from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
-from medusa_heads.machine.measurements import measurement_folder
+from medusa_heads.machine.measurements import Measurements
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.target import TargetModel
 
@@ -40,16 +37,9 @@ def best_skip_set(
     most: int,
     text_BT: Tensor | None = None,
 ) -> tuple[tuple[int, ...], float]:
-    """The layers without which drafts promise the most tokens per second, and how often such drafts
-    agree with the target.
-
-    Args:
-        target: the target.
-        stack: its layers.
-        clock: what drafting with some of them takes.
-        most: drafted tokens a step.
-        text_BT: token ids to measure on, without padding; by default text of the target's own.
-    """
+    """The layers without which drafts of at most so many tokens promise the most tokens per second,
+    and how often such drafts agree with the target. Measured on token ids without padding, by
+    default on text of the target's own."""
     measured = skip_sets(target, stack, text_BT)
 
     def speed(skipped: tuple[int, ...]) -> float:
@@ -67,39 +57,34 @@ def best_skip_set(
 @torch.no_grad()
 def skip_sets(target: TargetModel, stack: LayerStack, text_BT: Tensor | None = None) -> Measured:
     """Agreement of every set that was tried: all early exits, and one layer more at a time."""
-    facts = [target.fingerprint(), target.config.to_dict() | {"_name_or_path": None}]
-    facts += [str(target.dtype), None if text_BT is None else text_BT.tolist()]
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    path = measurement_folder() / "skip_sets" / f"{key}.json"
+    store, facts = (
+        Measurements(),
+        {
+            "target": target.config.to_dict() | {"_name_or_path": None},
+            "fingerprint": target.fingerprint(),
+            "dtype": str(target.dtype),
+            "text": None if text_BT is None else text_BT.tolist(),
+        },
+    )
     try:
-        return _read(path, len(stack))
-    except (OSError, ValueError, TypeError, OverflowError):
+        return _known(store.read("skip_sets", facts), len(stack))
+    except (LookupError, OverflowError, TypeError, ValueError):
         pass  # nothing there, or damaged: measured anew
     agreement = Agreement(target, stack, own_text(target) if text_BT is None else text_BT)
     measured = search(agreement, len(stack))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps([[list(skipped), s] for skipped, s in measured.items()]))
-    except OSError:
-        pass  # a read-only home: measured again next time
+    store.write("skip_sets", facts, {"sets": list(measured.items())})
     return measured
 
 
-def _read(path: Path, layers: int) -> Measured:
-    stored = parse_json(path.read_text(encoding="utf-8"))
-    measured = {tuple(map(int, skipped)): float(share) for skipped, share in stored}
+def _known(stored: Any, layers: int) -> Measured:
+    measured = {tuple(map(int, skipped)): float(share) for skipped, share in stored["sets"]}
     if not measured or not all(0 <= min(s) <= max(s) < layers > len(s) for s in measured):
-        raise ValueError(f"{path} holds no sets of {layers} layers")
+        raise ValueError(f"no sets of {layers} layers")
     return measured
 
 
 def search(agreement: Callable[[Sequence[int]], float], layers: int) -> Measured:
-    """Measure all early exits, then leave out greedily what costs least agreement.
-
-    Args:
-        agreement: of a set of layers left out.
-        layers: how many there are.
-    """
+    """Measure all early exits, then leave out greedily what costs least agreement."""
     measured: Measured = {
         tuple(range(kept, layers)): agreement(range(kept, layers)) for kept in range(1, layers)
     }
@@ -127,13 +112,7 @@ def search(agreement: Callable[[Sequence[int]], float], layers: int) -> Measured
 
 
 class Agreement:
-    """How often the target without some layers agrees with itself on a text.
-
-    Args:
-        target: the target.
-        stack: its layers.
-        text_BT: token ids, without padding.
-    """
+    """How often the target without some layers agrees with itself on a text without padding."""
 
     def __init__(self, target: TargetModel, stack: LayerStack, text_BT: Tensor) -> None:
         self._target, self._stack = target, stack

@@ -20,15 +20,13 @@ class DraftChoice:
 
     Args:
         clock: seconds of the target's steps.
-        most: drafted nodes of a row.
-        rows: decoded together.
+        most: drafted nodes of each of the rows.
         priors: tokens a row and seconds that a step is expected to give and to take, with each
             draft model.
         rests: whether there may be a step without a draft. That is way 0 then.
 
     Attributes:
-        budget: what a second is worth.
-        allowance: pays for trials.
+        budget, allowance: what a second is worth, and what pays for trials.
     """
 
     def __init__(
@@ -51,12 +49,8 @@ class DraftChoice:
         self._way = 0
 
     def pick(self, prices: Sequence[float], written: float) -> int:
-        """The way of the next step.
-
-        Args:
-            prices: of each way: seconds in which the draft model reads what it has missed.
-            written: tokens of the text that are not its prompt's; so many more may come.
-        """
+        """The way of the next step; `prices` are the seconds in which each draft model reads what
+        it has missed, and so many tokens as were written may come."""
         self._paid_before, bandit = self._paid, self._bandits[self._paid]
         self._way = bandit.pick(self.budget.worth, prices, max(written, _AHEAD))
         return self._way

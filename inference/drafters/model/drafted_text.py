@@ -11,67 +11,40 @@ S cache slots, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.drafters.base import Memory
 from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.target import TargetModel
 
-if TYPE_CHECKING:
-    from medusa_heads.inference.engine.state import DecodingState
 
-
-def unread(state: DecodingState, owner: object) -> float:
-    """Tokens of a row, on the mean, that were committed since `owner` last had the text read."""
-    text: DraftedText | None = state.memories.get(owner)
-    read = 0 if text is None else sum(text.lengths) / len(text.lengths)
-    return max(sum(row.length for row in state.rows) / len(state.rows) - read, 0.0)
-
-
-def reads(state: DecodingState, owner: object) -> list[int]:
-    """Nodes of a row that the draft model read in each forward of `owner`'s last draft. Whatever
-    was committed since the draft before counts as one."""
-    text: DraftedText = state.memories[owner]
-    return text.reads
-
-
-def drafted_text(draft: TargetModel, state: DecodingState, owner: object) -> DraftedText:
-    """What `owner`, a drafter, has had the draft model read of these texts; all of it, where it has
-    not begun yet.
-
-    Raises:
-        UnsupportedArchitecture: the draft model reads single texts only, and this is a batch.
-    """
-    text: DraftedText | None = state.memories.get(owner)
-    if text is None:
-        text = state.memories[owner] = DraftedText(draft, state)
-    return text
-
-
-class DraftedText:
+class DraftedText(Memory):
     """What the draft model has read of one batch of texts.
 
     Row b's committed tokens lie in slots [padding_b, length_b) of the draft's cache, as they do in
     the target's. Nodes written since then lie behind the longest row, at the same slots for all.
 
+    Raises:
+        UnsupportedArchitecture: the draft model reads single texts only, and this is a batch.
+
     Attributes:
-        lengths: committed tokens that were read, padding included, by row.
         reads: nodes of a row in each forward since they were last caught up with; that one is 1.
         fed: tokens of a row in the last forward.
     """
 
     def __init__(self, draft: TargetModel, state: DecodingState) -> None:
+        super().__init__(state.rows)
         self._draft = draft
         self.reads: list[int] = []
         self.fed = 0
-        self._rows = [row.index for row in state.rows]
         self._padding = list(state.padding)
-        batched = len(self._rows) > 1 or any(self._padding)
+        batched = len(self.rows) > 1 or any(self._padding)
         if batched and capability(draft) == "chain":
             raise UnsupportedArchitecture(
                 f"the draft model ({draft.config.model_type}) goes by cache slots, which a batch "
@@ -79,10 +52,10 @@ class DraftedText:
                 "decode one unpadded sequence at a time",
             )
         # All but the last token of the shortest row: its distribution is asked for.
-        length = min(row.length for row in state.rows) - 1
-        self.lengths = [length] * len(self._rows)
-        self._cache = draft.new_cache(len(self._rows), length)
-        self._prefill(torch.cat([row.ids_1T()[:, :length] for row in state.rows]))
+        length = min(self.lengths) - 1
+        self.lengths = [length] * len(self.rows)
+        self._cache = draft.new_cache(len(self.rows), length)
+        self._prefill(torch.cat([row.ids_1T()[:, :length] for row in self.rows]))
         self._tokens_BP: Tensor
         self._parents_BP: Tensor
         self._positions_BP: Tensor
@@ -100,20 +73,20 @@ class DraftedText:
 
     def catch_up(self, state: DecodingState) -> Tensor:
         """Read what was committed since; logits [B, V] of every row's next token."""
-        here = {row.index: row for row in state.rows}
         nodes = zip(self._tokens_BP.tolist(), self._parents_BP.tolist(), strict=True)
         # A row's last token is fed even where it was written: its logits are wanted.
         self._keep(
             [
-                _walk(tokens, parents, here[index].behind(length)[:-1]) if index in here else []
-                for index, length, (tokens, parents) in zip(
-                    self._rows, self.lengths, nodes, strict=True
-                )
+                _walk(tokens, parents, committed[:-1])
+                for committed, (tokens, parents) in zip(self.committed(), nodes, strict=True)
             ]
         )
-        if len(here) < len(self._rows):
-            self._select([i for i, index in enumerate(self._rows) if index in here])
-        fed = [row.behind(length) for row, length in zip(state.rows, self.lengths, strict=True)]
+        kept = self.follow(state.rows)
+        if kept is not None:
+            self._cache.select_batch(kept)
+            self._padding = [self._padding[i] for i in kept]
+            self._forget_nodes()
+        fed = self.committed()
         longest = max(len(ids) for ids in fed)
         # Shorter rows are filled up behind their end, where nothing of theirs looks.
         filled = [ids + [0] * (longest - len(ids)) for ids in fed]
@@ -176,19 +149,11 @@ class DraftedText:
         self._forget_nodes()
 
     def _forget_nodes(self) -> None:
-        batch, device = len(self._rows), self._draft.device
+        batch, device = len(self.rows), self._draft.device
         self._tokens_BP = torch.empty(batch, 0, dtype=torch.long, device=device)
         self._parents_BP = self._positions_BP = self._tokens_BP
         self._sees_BPP = torch.empty(batch, 0, 0, dtype=torch.bool, device=device)
         self._last_level = 0  # where the nodes of the last call of `write` begin
-
-    def _select(self, rows: list[int]) -> None:
-        """Only these rows go on."""
-        self._cache.select_batch(rows)
-        self._rows = [self._rows[i] for i in rows]
-        self.lengths = [self.lengths[i] for i in rows]
-        self._padding = [self._padding[i] for i in rows]
-        self._forget_nodes()
 
     def _within(self, positions: Tensor) -> Tensor:
         """No position that the draft model does not have: padding stands at 0, and beyond its

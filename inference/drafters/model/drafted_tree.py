@@ -9,17 +9,16 @@ import heapq
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from medusa_heads.config import RankPath
+from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
-
-if TYPE_CHECKING:
-    from medusa_heads.inference.adapt.clock import Clock
-    from medusa_heads.inference.drafters.model.choice import DraftChoice
-    from medusa_heads.inference.engine.rows import Row
+from medusa_heads.inference.drafters.base import Memory
+from medusa_heads.inference.drafters.model.choice import DraftChoice
+from medusa_heads.inference.engine.rows import Row
 
 # Of tokens that the draft model is so sure of, that they are accepted; by level.
 _PRIOR = (0.01, 0.04, 0.08, 0.15, 0.28, 0.42, 0.58, 0.72, 0.85, 0.93, 0.98)
@@ -63,14 +62,9 @@ class _Node(NamedTuple):
     chance: float
 
 
-class DraftedTree:
-    """What is drafted in one step.
-
-    Args:
-        rows: drafted for.
-        experience: with such drafts.
-        choice: knows what they are worth, and what trials may cost.
-        clock: of the draft model: seconds of a forward.
+class DraftedTree(Memory):
+    """What is drafted in one step, by experience with such drafts, a choice that knows what they
+    are worth, and the clock of the draft model's forwards.
 
     Attributes:
         paths: of ranks, of each node; the root's is empty.
@@ -85,7 +79,7 @@ class DraftedTree:
     def __init__(
         self, rows: Sequence[Row], experience: Experience, choice: DraftChoice, clock: Clock
     ) -> None:
-        self._rows, self._lengths = list(rows), [row.length for row in rows]
+        super().__init__(rows)
         self._experience, self._choice = experience, choice
         # Of verifying 0, 1, 2, .. nodes, and of reading so many at once.
         self._verifying = _rising(map(choice.budget.seconds, range(choice.budget.most + 1)))
@@ -98,21 +92,10 @@ class DraftedTree:
         self.levels = 0
         self.read, self.read_below = [0], [0]
 
-    @property
-    def num_drafted(self) -> int:
-        """Nodes besides the root."""
-        return len(self._nodes) - 1
-
     def grow(self, sureness: Sequence[Sequence[Sequence[float]]]) -> tuple[list[int], list[int]]:
-        """Add the tokens behind the nodes just read that are worth their verification.
-
-        Args:
-            sureness: of the draft model, by row, node that was read, and rank; below 0 of a token
-                that cannot be.
-
-        Returns:
-            Behind which of the nodes that were read each new one stands, by place, and its rank.
-        """
+        """Add the tokens behind the nodes just read that are worth their verification. By row, node
+        and rank the draft model was so sure; below 0 of a token that cannot be. Returns behind
+        which of the nodes that were read each new one stands, by place, and its rank."""
         offers = [
             self._offers(self._nodes[node], [of_row[place] for of_row in sureness])
             for place, node in enumerate(self.read)
@@ -124,16 +107,15 @@ class DraftedTree:
             promised = sum(offer.chance for offer in offers[place][: taken[place]])
             group, chance = level(self._nodes[node].sureness), self._nodes[node].chance
             self._experience.further.learn(group, promised, chance)
-        places = [place for place, count in enumerate(taken) for _ in range(count)]
-        ranks = [rank for count in taken for rank in range(count)]
-        for place, rank in zip(places, ranks, strict=True):
+        added = [(place, rank) for place, count in enumerate(taken) for rank in range(count)]
+        for place, rank in added:
             parent = self.read[place]
             self._children[parent].append(len(self._nodes))
             self.paths.append((*self.paths[parent], rank))
             self._nodes.append(offers[place][rank])
             self._children.append([])
-        self.levels += bool(ranks)
-        return places, ranks
+        self.levels += bool(added)
+        return [place for place, _ in added], [rank for _, rank in added]
 
     def read_on(self) -> list[int]:
         """Choose which of the newest nodes to read next, if any; returns their places among those.
@@ -148,16 +130,14 @@ class DraftedTree:
             for node in newest
         }
         likeliest = sorted(newest, key=lambda node: -gains[node])[:_MOST_READ]
-        left = budget.most - self.num_drafted if self.levels < _DEEPEST else 0
-        likeliest = likeliest[:left]
+        drafted = len(self._nodes) - 1
+        likeliest = likeliest[: budget.most - drafted if self.levels < _DEEPEST else 0]
         seconds = [
-            self._reading[count] + self._verifying[self.num_drafted + count]
+            self._reading[count] + self._verifying[drafted + count]
             for count in range(len(likeliest) + 1)
         ]
-        count = budget.taken([gains[node] for node in likeliest], seconds)
-        if likeliest and not count and not budget.known(self.num_drafted + 1):
-            loss = seconds[1] - seconds[0] - gains[likeliest[0]] / budget.worth
-            count = int(self._choice.allowance.pay(loss))
+        known = budget.known(drafted + 1)
+        count = self._taken([gains[node] for node in likeliest], seconds, trial=not known)
         before = {self.paths[node]: place for place, node in enumerate(self.read)}
         self.read = sorted(likeliest[:count])
         self.read_below = [before[self.paths[node][:-1]] for node in self.read]
@@ -165,26 +145,27 @@ class DraftedTree:
 
     def learn(self) -> None:
         """Compare with what was committed since."""
-        rows = zip(self._rows, self._lengths, self.tokens_BN.tolist(), strict=True)
-        for b, (row, length, tokens) in enumerate(rows):
+        for b, (committed, tokens) in enumerate(
+            zip(self.committed(), self.tokens_BN.tolist(), strict=True)
+        ):
             node: int | None = 0
-            for true in row.behind(length):
-                children, node = self._children[node or 0], None
+            for true in committed:
+                if node is None:
+                    break
+                children, node = self._children[node], None
                 for child in children:
                     right = tokens[child] == true
                     self._experience.tokens.learn(self._nodes[child].groups[b], float(right))
                     if right:
                         node = child
                         break
-                if node is None:
-                    break
 
     def _worth_verifying(self, offers: Sequence[Sequence[_Node]]) -> list[int]:
         """Places of nodes behind which a token pays, once for each token; behind one node they
         come in the order in which they are tried."""
+        budget, drafted = self._choice.budget, len(self._nodes) - 1
         waiting = [(-own[0].chance, place, 0) for place, own in enumerate(offers) if own]
         heapq.heapify(waiting)
-        budget, drafted = self._choice.budget, self.num_drafted
         # Deeper levels need room too, where verification is nearly free.
         left = max(-(-(budget.most - drafted) // 3), 0)
         places: list[int] = []
@@ -196,11 +177,17 @@ class DraftedTree:
             if rank + 1 < len(offers[place]):
                 heapq.heappush(waiting, (-offers[place][rank + 1].chance, place, rank + 1))
         seconds = self._verifying[drafted : drafted + len(places) + 1]
-        count = budget.taken(chances, seconds)
-        if not count and not drafted and places:  # else nobody would learn that it pays by now
-            loss = seconds[1] - seconds[0] - chances[0] / budget.worth
+        # Without a trial of the first token nobody would learn that it pays by now.
+        return places[: self._taken(chances, seconds, trial=not drafted)]
+
+    def _taken(self, gains: Sequence[float], seconds: Sequence[float], *, trial: bool) -> int:
+        """How many of the first of these pay; or one, if it is to be tried and can be paid for."""
+        budget = self._choice.budget
+        count = budget.taken(gains, seconds)
+        if gains and not count and trial:
+            loss = seconds[1] - seconds[0] - gains[0] / budget.worth
             count = int(self._choice.allowance.pay(loss))
-        return places[:count]
+        return count
 
     def _offers(self, above: _Node, sureness: Sequence[Sequence[float]]) -> list[_Node]:
         """What could stand behind a node, by rank; how sure the draft model is, by row and rank."""

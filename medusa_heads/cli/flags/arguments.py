@@ -1,38 +1,36 @@
 """Command lines made of dataclasses, a YAML file underneath, and errors in one sentence.
 
-Every command builds on these two functions:
-
-    parse_arguments((TargetArguments, DataArguments), argv, prog="train-heads", description=...)
-    run_command(lambda: work(arguments))
+parse_arguments((TargetArguments, DataArguments), argv, prog="train-heads", description=...)
+run_command(lambda: work(arguments))
+main = command("medusa-heads env", show, [EnvArguments], __doc__, "target")  # both of them
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import sys
 import threading
 import warnings
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from pathlib import Path
+from dataclasses import fields
 from types import FrameType
-from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
+from typing import Any
 
+from medusa_heads.cli.flags.config_file import read_config
 from medusa_heads.cli.flags.parser import make_parser
-from medusa_heads.cli.flags.unknown_names import explain_flag, explain_key
+from medusa_heads.cli.flags.unknown_names import explain_flag
 from medusa_heads.cli.settled import forget_choices
 from medusa_heads.errors import MedusaWarning
-from medusa_heads.files import parse_yaml
 from medusa_heads.masking import masked
+from medusa_heads.settings import flag_name
 
 TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
-# In the system's words, which safetensors repeats, and in those of torch.save.
 _LONGEST = 1200  # characters of a sentence
+# In the system's words, which safetensors repeats, and in those of torch.save.
 _FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos")
 
 
@@ -44,6 +42,9 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
     on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything else is a fault of
     the program and keeps its traceback. This package's own warnings are sentences, too.
     """
+    # Waiting threads sleep instead of spinning, which on busy cores slows small models tenfold.
+    # Read when torch is loaded, which commands do within.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with _own_warnings_as_sentences(prog), _ended_by_sigterm():
             main()
@@ -61,7 +62,9 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
         if not expected or os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
         # Messages of the libraries underneath may run over several lines, or quote all of a value.
-        sentence = _shortened(" ".join(str(error).split())) or type(error).__name__
+        sentence = " ".join(str(error).split()) or type(error).__name__
+        if len(sentence) > _LONGEST:
+            sentence = f"{sentence[: _LONGEST // 2]} [..] {sentence[-_LONGEST // 2 :]}"
         if full:
             sentence = f"a file could not be written, is the disk full? ({sentence})"
         if crowded:
@@ -71,12 +74,6 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
     finally:
         forget_choices()
     return 0
-
-
-def _shortened(sentence: str) -> str:
-    if len(sentence) <= _LONGEST:
-        return sentence
-    return f"{sentence[: _LONGEST // 2]} [..] {sentence[-_LONGEST // 2 :]}"
 
 
 class _Terminated(SystemExit):
@@ -117,17 +114,12 @@ def _own_warnings_as_sentences(prog: str) -> Iterator[None]:
     show = warnings.showwarning
 
     def show_sentence(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
+        message: Warning | str, category: type[Warning], *place: Any, **more: Any
     ) -> None:
         if issubclass(category, MedusaWarning):
             print(f"{prog}: warning: {message}", file=sys.stderr)
         else:
-            show(message, category, filename, lineno, file, line)
+            show(message, category, *place, **more)
 
     warnings.showwarning = show_sentence
     try:
@@ -142,24 +134,17 @@ def parse_arguments(
     *,
     prog: str,
     description: str,
-    positional: str | Sequence[str] | None = None,
+    positional: Sequence[str] = (),
 ) -> tuple[Any, ...]:
     """Read one instance of each dataclass from flags and, underneath them, `--config FILE.yaml`.
 
     Flags are transformers' (`--num_heads` or `--num-heads`); a flag beats the file, the file beats
-    the default. The fields named by `positional` may also be given first, without their flags.
-
-    Raises:
-        ValueError: an unknown flag or key (the nearest known one is named), or a value that does
-            not fit its type.
-        OSError: the file cannot be read.
+    the default. The flags named by `positional` may also be given first, without their names. What
+    is unknown or does not fit is a ValueError, in one sentence that names the nearest known flag.
     """
-    for kind in types:
-        assert is_dataclass(kind)
-    first = [positional] if isinstance(positional, str) else list(positional or ())
-    parser = make_parser(types, prog, description, first)
+    parser = make_parser(types, prog, description, positional)
     given = list(sys.argv[1:] if argv is None else argv)
-    for place, name in enumerate(first):
+    for place, name in enumerate(positional):
         if len(given) <= 2 * place or given[2 * place].startswith("-"):
             break
         given.insert(2 * place, f"--{name}")
@@ -167,12 +152,11 @@ def parse_arguments(
     before.add_argument("--config", nargs="?")
     path = before.parse_known_args(given)[0].config
     if path is not None and not {"-h", "--help"} & set(given):
-        values = read_config(path, types)
-        parser.set_defaults(**values)
+        parser.set_defaults(**read_config(path, types))
     # argparse would ask for a required flag even where the file has it, and before it names a
     # misspelt one.
     required = [action for action in parser._actions if action.required]
-    for action in parser._actions:
+    for action in required:
         action.required = False
     namespace, surplus = parser.parse_known_args(given)
     if surplus:
@@ -183,95 +167,46 @@ def parse_arguments(
             )
         flags = [flag for action in parser._actions for flag in action.option_strings]
         known = sorted({flag[2:].replace("-", "_") for flag in flags if flag != "-h"})
-        raise ValueError(explain_flag(surplus[0], _behind(surplus[0], given), known))
+        behind = given[given.index(surplus[0]) + 1 :]
+        raise ValueError(explain_flag(surplus[0], behind[0] if behind else None, known))
     for action in required:
         if getattr(namespace, action.dest) in (None, []):
             what = (action.help or "").rstrip(".")
             raise ValueError(
                 f"--{action.dest} is missing: give it as a flag or in the --config file ({what})"
             )
-    *parsed, _ = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
+    parsed = tuple(_made(kind, namespace) for kind in types)
     if argv is None:
         sys.argv[1:] = masked(sys.argv[1:])  # which trackers of training runs keep whole
-    return tuple(parsed)
+    return parsed
 
 
-def read_config(path: str | os.PathLike[str], types: Sequence[type]) -> dict[str, Any]:
-    """The values of a YAML file, each checked against the dataclass field of its name.
-
-    Raises:
-        ValueError: not a YAML mapping, an unknown key, or a value of another type.
-        OSError: the file cannot be read.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"expected a YAML file at {str(path)!r}, found none")
+def _made(kind: type, given: Namespace) -> Any:
+    """An instance, from its flags; a mistake is told by the name of the flag."""
+    flags = {part.name: name for part in fields(kind) if (name := flag_name(part)) is not None}
     try:
-        content = parse_yaml(file.read_text(encoding="utf-8"))
+        return kind(**{own: getattr(given, flag) for own, flag in flags.items()})
     except ValueError as error:
-        raise ValueError(f"{path} is not valid YAML ({error})") from error
-    if content is None:
-        content = {}
-    if not isinstance(content, Mapping):
-        raise ValueError(
-            f"{path} must hold 'key: value' lines, got a YAML {type(content).__name__}"
-        )
-    known = {name: hint for kind in types for name, hint in _field_types(kind).items()}
-    values = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name not in known:
-            hint = explain_key(name, value, list(known))
-            raise ValueError(f"{path}: unknown key {str(key)!r}{hint}")
-        if name in values:
-            raise ValueError(f"{path}: the key {str(key)!r} is given twice")
-        values[name] = coerce(value, known[name], f"{path}: {key}")
-    return values
+        first, _, rest = str(error).partition(" ")
+        if flags.get(first, first) == first:
+            raise
+        raise ValueError(f"{flags[first]} {rest}") from error
 
 
-def coerce(value: Any, hint: Any, label: str) -> Any:
-    """`value` as the type `hint`: YAML reads `1e-4` as a string and `5` as an integer.
+def command(
+    prog: str,
+    work: Callable[..., object],
+    types: Sequence[type],
+    description: str | None,
+    *positional: str,
+) -> Callable[..., int]:
+    """The entry point of a command: does the work with these dataclasses of its arguments."""
 
-    Raises:
-        ValueError: it does not fit; the message begins with `label`.
-    """
-    options = get_args(hint)
-    if get_origin(hint) is Literal:
-        if value in options:
-            return value
-        raise ValueError(f"{label} must be one of {list(options)}, got {value!r}")
-    if type(None) in options:
-        if value is None:
-            return None
-        if dict in options and isinstance(value, Mapping):
-            try:
-                return json.dumps(value)
-            except TypeError as error:  # a date, a set
-                raise ValueError(f"{label} must hold plain values ({error})") from error
-        plain = [option for option in options if option is not type(None) and option is not dict]
-        return coerce(value, plain[0], label)
-    if get_origin(hint) is list:
-        if isinstance(value, options[0]):
-            value = [value]  # one item needs no brackets, as it needs none on the command line
-        if not isinstance(value, list):
-            raise ValueError(f"{label} must be a list, got {value!r}")
-        return [coerce(item, options[0], label) for item in value]
-    if hint is float and not isinstance(value, bool):
-        try:
-            return float(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
-        return value
-    raise ValueError(f"{label} must be of type {hint.__name__}, got {value!r}")
+    def main(argv: Sequence[str] | None = None) -> int:
+        def parse_and_work() -> None:
+            said = description or ""
+            work(*parse_arguments(types, argv, prog=prog, description=said, positional=positional))
 
+        return run_command(parse_and_work, prog=prog.split()[0])
 
-def _field_types(kind: type) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind) if field.init}
-
-
-def _behind(flag: str, given: Sequence[str]) -> str | None:
-    """What stands on the command line behind a flag."""
-    place = given.index(flag) + 1
-    return given[place] if place < len(given) else None
+    return main

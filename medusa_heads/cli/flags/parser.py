@@ -3,39 +3,58 @@
 from __future__ import annotations
 
 import importlib.util
-from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, ArgumentParser
-from collections.abc import Sequence
+from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter
+from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import Field, field, fields, make_dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from medusa_heads.settings import flag_name
+
+
+def flags_of(kinds: Sequence[type]) -> list[tuple[str, Any, Field[Any]]]:
+    """The flags that give dataclasses their fields: name, type as it is typed, and a field."""
+    flags = []
+    for kind in kinds:
+        hints = get_type_hints(kind)
+        for part in fields(kind):
+            if (name := flag_name(part)) is not None:
+                metadata = {key: told for key, told in part.metadata.items() if key != "flag"}
+                made: Field[Any] = field(
+                    default=part.default, default_factory=part.default_factory, metadata=metadata
+                )
+                flags.append((name, _as_typed(hints[part.name]), made))
+    return flags
+
+
+def _as_typed(hint: Any) -> Any:
+    """A mapping is typed as JSON or in a short form, a sequence as its items."""
+    origin = get_origin(hint)
+    if origin is Mapping:
+        return dict | str | None
+    return list[get_args(hint)[0]] if origin is Sequence else hint  # type: ignore[misc]
 
 
 def make_parser(
     types: Sequence[type], prog: str, description: str, positional: Sequence[str]
 ) -> Any:
-    """A parser of these dataclasses' fields and of --config; misuse raises ValueError.
+    """A parser of these dataclasses' flags and of --config; misuse raises ValueError. The flags in
+    `positional` may be given first, without their names."""
 
-    Args:
-        types: dataclasses whose fields become flags.
-        prog: the command.
-        description: what it does.
-        positional: fields that may be given first, without their flags.
-    """
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {prog} --help)")
 
-    class Parser(_hf_argument_parser()):  # type: ignore[misc]
-        def error(self, message: str) -> NoReturn:
-            # argparse would print the usage, a screen long, before the one line that matters.
-            raise ValueError(f"{message} (see {self.prog} --help)")
-
-    parser = Parser(
-        types,
+    parser: Any = _hf_argument_parser()(
+        [make_dataclass("Flags", flags_of(types), kw_only=True)],
         prog=prog,
         description=description,
         epilog="Dashes may stand for underscores: --some-flag is --some_flag.",
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
+    # argparse would print the usage, a screen long, before the one line that matters.
+    parser.error = refuse
     usage = [prog]
     for action in parser._actions:
         if action.option_strings[0].startswith("--no_"):
@@ -59,30 +78,28 @@ class _HelpFormatter(ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
     def _format_action_invocation(self, action: Action) -> str:
-        flags = action.option_strings
         shown = copy(action)
-        shown.option_strings = [flag for flag in flags if "-" not in flag[2:]]
+        shown.option_strings = [flag for flag in action.option_strings if "-" not in flag[2:]]
         return super()._format_action_invocation(shown)
 
 
-def _hf_argument_parser() -> type[ArgumentParser]:
-    """transformers' HfArgumentParser, without the seconds that `import transformers` can take.
+def _hf_argument_parser() -> Any:
+    """transformers' HfArgumentParser, without the seconds that `import transformers` can take: its
+    file needs the standard library alone. Should that change, the ordinary import serves."""
+    spec = importlib.util.spec_from_file_location(
+        "_transformers_hf_argparser", transformers_file("hf_argparser.py")
+    )
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, OSError):
+        import transformers as module
+    return module.HfArgumentParser
 
-    The module that defines it needs only the standard library and PyYAML; should that change, the
-    ordinary import serves.
-    """
+
+def transformers_file(name: str) -> Path:
+    """Where a module of transformers lies; nothing is imported."""
     package = importlib.util.find_spec("transformers")
-    if package is not None and package.origin is not None:
-        file = Path(package.origin).with_name("hf_argparser.py")
-        spec = importlib.util.spec_from_file_location("_transformers_hf_argparser", file)
-        if spec is not None and spec.loader is not None:
-            module: ModuleType = importlib.util.module_from_spec(spec)
-            try:
-                spec.loader.exec_module(module)
-                found: type[ArgumentParser] = module.HfArgumentParser
-                return found
-            except (ImportError, OSError, AttributeError):
-                pass
-    from transformers.hf_argparser import HfArgumentParser
-
-    return HfArgumentParser
+    assert package is not None and package.origin is not None
+    return Path(package.origin).with_name(name)

@@ -6,14 +6,13 @@ transformers.TrainingArguments, whose fields go into `training_args`.
 
 from __future__ import annotations
 
-import ast
 import difflib
-import importlib.util
 import json
+import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from medusa_heads.cli.flags.parser import transformers_file
 from medusa_heads.files import parse_json
 
 CONTAINER = "training_args"
@@ -45,21 +44,14 @@ _WITHOUT_FLAG = {
 
 
 def explain_flag(flag: str, value: str | None, known: Sequence[str]) -> str:
-    """One sentence on an unknown flag.
-
-    Args:
-        flag: as it was typed, with its dashes.
-        value: what was typed behind it, if anything.
-        known: names of the fields that have a flag.
-    """
-    typed = flag.lstrip("-").partition("=")
-    name = typed[0].replace("-", "_")
-    if typed[1]:
-        value = typed[2]
+    """One sentence on an unknown flag, told as it was typed and with what was typed behind it."""
+    name, assigned, inside = flag.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    if assigned:
+        value = inside
     elif value is not None and value.startswith("--"):
         value = None
-    field = json.dumps({name: _read(value)})
-    belongs = f"--{CONTAINER} '{field}'"
+    belongs = f"--{CONTAINER} '{json.dumps({name: _read(value)})}'"
     return f"unknown argument {flag!r}{_hint(name, known, belongs, '--')}"
 
 
@@ -100,20 +92,8 @@ def _read(value: str | None) -> Any:
         return value
 
 
-def _trainer_fields() -> set[str]:
+def _trainer_fields() -> list[str]:
     """Names of the fields of transformers.TrainingArguments, read from its source: an import of it
     would bring torch and take seconds."""
-    package = importlib.util.find_spec("transformers")
-    if package is None or package.origin is None:
-        return set()
-    try:
-        tree = ast.parse(Path(package.origin).with_name("training_args.py").read_text("utf-8"))
-    except (OSError, SyntaxError):
-        return set()
-    return {
-        line.target.id
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
-        for line in node.body
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-    }
+    source = transformers_file("training_args.py").read_text("utf-8")
+    return re.findall(r"^    (\w+): .+ = field\(", source, re.M)

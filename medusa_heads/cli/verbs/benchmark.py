@@ -1,4 +1,4 @@
-"""The command `medusa-heads benchmark`.
+"""Measure ways to decode a target against transformers' own.
 
 medusa-heads benchmark runs/demo/heads --num_prompts 20 --report runs/demo
 medusa-heads benchmark runs/qwen --prompts question.jsonl --dtypes bfloat16 --batch_sizes 1 8
@@ -7,52 +7,101 @@ medusa-heads benchmark assets/demo-target --methods plain suffix recycling auto 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import MISSING, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
-from medusa_heads.cli.flags.benchmark import (
-    DECODINGS,
-    DTYPES,
-    PROVED_PARAMETERS,
-    BenchmarkArguments,
-)
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.errors import first_line
 from medusa_heads.files import check_folder
+from medusa_heads.settings import flag
 
 if TYPE_CHECKING:
     from medusa_heads.inference.bench.prompts import Prompt
     from medusa_heads.inference.bench.setting import Plan
     from medusa_heads.inference.bench.source import Source
 
-PROG = "medusa-heads benchmark"
+DTYPES = ("bfloat16", "float16", "float32")
+# Behind a lower precision, the same text is proved in float32 where that does not take long.
+PROVED_PARAMETERS = 250_000_000
+DECODINGS = ("greedy", "sampled")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure as the flags say; returns the exit code."""
-    return run_command(lambda: _parse_and_run(argv), prog=PROG)
+@dataclass
+class BenchmarkArguments:
+    """What to measure, on which prompts."""
 
-
-def _parse_and_run(argv: Sequence[str]) -> None:
-    (arguments,) = parse_arguments(
-        (BenchmarkArguments,),
-        argv,
-        prog=PROG,
-        description="Measure ways to decode a target against transformers' own.",
-        positional="checkpoint",
+    checkpoint: str = flag(
+        MISSING,
+        "Heads checkpoint, or a target without heads: a folder, or user/name[@revision] on a hub.",
     )
-    run_benchmark(arguments)
+    target: str | None = flag(
+        None, "Hub id or path of the target. Default: the one the heads name."
+    )
+    draft_model: list[str] = flag(
+        [],
+        "Hub id or path of a draft model, for the methods that need one; of several, draft-model "
+        "chooses while it decodes, and transformers-assisted takes the first.",
+        action="extend",
+    )
+    methods: list[str] | None = flag(
+        None,
+        "What to compare: plain (always measured), plain-compiled, transformers-prompt-lookup, "
+        "transformers-assisted, heads[:TREE], draft-model[:TREE], or a drafter that needs no "
+        "training, as of generate --drafter; of the last three kinds NAME+compile verifies "
+        "through torch.compile, and with --corpus NAME+corpus[+compile] continues that, too. "
+        "Default: plain, transformers-prompt-lookup and the heads (in float32 behind another "
+        "dtype plain and the heads, to prove the output the same), without heads auto in their "
+        "place; and draft-model and NAME+corpus where those are given.",
+    )
+    corpus: str | None = flag(None, "File or folder of text that the methods NAME+corpus continue.")
+    batch_sizes: list[int] = flag([1], "Prompts decoded together.")
+    prompts: str | None = flag(
+        None,
+        "Prompts, one a line, or .jsonl with prompt, text, or turns and category as in "
+        "Spec-Bench. Default: windows of Python's standard library, from packages that no "
+        "training here has seen: give your own prompts for a chat model.",
+    )
+    num_prompts: int = flag(
+        20, "Prompts to measure on, from all categories in turn; 0: the whole file."
+    )
+    max_prompt_length: int | None = flag(
+        None, "Leave out prompts of more tokens, and say how many."
+    )
+    prompt_length: int = flag(64, "Tokens in each of the default prompts.")
+    max_new_tokens: int = flag(128, "Tokens after each prompt.")
+    temperature: float = flag(0.7, "Temperature of the sampled settings.")
+    # train-heads draws the text it measures heads on with seed 0: other prompts than those.
+    seed: int = flag(1, "Seed of the default prompts and of sampling.")
+    tree: str = flag(
+        "auto",
+        "Tree of the method heads, unless it names one: auto, N, static:N, dynamic:N, none, "
+        "chain, cartesian:A,B,.., FILE.json, one of them +suffix, or suffix.",
+    )
+    dtypes: list[str] = flag(
+        [],
+        "Dtypes of the target's weights; each is measured. Default: the fastest here "
+        "that holds them exactly; and of a target with at most "
+        f"{PROVED_PARAMETERS // 1_000_000}M parameters float32, to prove the output the same.",
+    )
+    decodings: list[str] = flag(list(DECODINGS), "What is measured: greedy, sampled, or both.")
+    device: str | None = flag(None, "Device, such as cuda. Default: the best there is.")
+    trust_remote_code: bool = flag(
+        False, "Run the Python code that the target's repository brings."
+    )
+    threads: int | None = flag(
+        None, "CPU threads. Default: as many as plain decoding is fastest with."
+    )
+    report: str | None = flag(None, "Folder for report.json, report.md and report.png.")
 
 
-def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
-    """Measure, show the tables, write the report; returns what `report.json` holds.
-
-    Raises:
-        ValueError: a setting, a file, the checkpoint or its target is unusable.
-    """
-    _check(arguments)
+def benchmark(arguments: BenchmarkArguments) -> None:
+    """Measure, show the tables, write the report."""
+    if arguments.num_prompts < 0 or (arguments.prompts is None and arguments.num_prompts == 0):
+        raise ValueError(f"num_prompts must be at least 1, got {arguments.num_prompts}")
+    for name, known in (("dtypes", DTYPES), ("decodings", DECODINGS)):
+        if unknown := [value for value in getattr(arguments, name) if value not in known]:
+            raise ValueError(f"expected {name} among {', '.join(known)}, got {unknown[0]!r}")
     if arguments.report is not None:
         check_folder(arguments.report)
     from medusa_heads.checkpoint.stored_heads import read_sidecar
@@ -76,9 +125,8 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
     )
     from rich.console import Console
 
-    from medusa_heads.inference.bench.report import write_numbers, write_report
-    from medusa_heads.inference.bench.run import benchmark
-    from medusa_heads.inference.bench.tables import tables
+    from medusa_heads.inference.bench import run
+    from medusa_heads.inference.bench.report import tables, write_numbers, write_report
     from medusa_heads.trees.statistics import HeadStatistics
 
     prompts, left_out = _prompts(arguments, source)
@@ -90,7 +138,7 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
             write_numbers(arguments.report, so_far | {"prompts_left_out": all_left_out})
 
     tell_choices()
-    report = benchmark(
+    report = run.benchmark(
         arguments.checkpoint,
         prompts,
         plan,
@@ -112,18 +160,6 @@ def run_benchmark(arguments: BenchmarkArguments) -> dict[str, Any]:
         statistics = HeadStatistics.from_dict(stored) if stored else None
         for path in write_report(arguments.report, report, statistics):
             console.print(f"Written: {path}", soft_wrap=True, highlight=False)
-    return report
-
-
-def _check(arguments: BenchmarkArguments) -> None:
-    if arguments.num_prompts < 0 or (arguments.prompts is None and arguments.num_prompts == 0):
-        raise ValueError(f"num_prompts must be at least 1, got {arguments.num_prompts}")
-    for name, given, known in (
-        ("dtypes", arguments.dtypes, DTYPES),
-        ("decodings", arguments.decodings, DECODINGS),
-    ):
-        if unknown := [value for value in given if value not in known]:
-            raise ValueError(f"expected {name} among {', '.join(known)}, got {unknown[0]!r}")
 
 
 def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
@@ -136,13 +172,8 @@ def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
     form = stored_form(name, revision=revision, trust_remote_code=trusted)
     if form is None:
         return ["float32"]
-    choice = choose(
-        "tree",
-        device=arguments.device,
-        stored=form.dtype,
-        shape=form.shape,
-        count_threads=False,
-    )
+    device = arguments.device
+    choice = choose("tree", device=device, stored=form.dtype, shape=form.shape, count_threads=False)
     settle(choice)
     fastest = str(choice.dtype).removeprefix("torch.")
     proved = form.shape.parameters <= PROVED_PARAMETERS
@@ -151,7 +182,7 @@ def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
 
 def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
     from medusa_heads.inference.bench.methods import COMPILE, CORPUS, DRAFT_MODEL, HEADS
-    from medusa_heads.inference.bench.setting import Plan, Setting, default_settings
+    from medusa_heads.inference.bench.setting import Plan, default_settings
 
     def methods(default: tuple[str, ...]) -> tuple[str, ...]:
         names = arguments.methods
@@ -165,12 +196,13 @@ def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
         treed = {HEADS + end: f"{HEADS}:{arguments.tree}{end}" for end in ends}
         return tuple(treed.get(name, name) for name in names)
 
+    settings = [
+        replace(setting, methods=methods(setting.methods))
+        for setting in default_settings(arguments.dtypes)
+        if setting.name in arguments.decodings
+    ]
     return Plan(
-        settings=[
-            Setting(setting.name, setting.dtype, methods(setting.methods))
-            for setting in default_settings(arguments.dtypes)
-            if setting.name in arguments.decodings
-        ],
+        settings,
         batch_sizes=arguments.batch_sizes,
         max_new_tokens=arguments.max_new_tokens,
         max_prompt_length=arguments.max_prompt_length,
@@ -211,3 +243,6 @@ def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt
         seed=arguments.seed,
     )
     return [Prompt(tuple(window)) for window in windows], 0
+
+
+main = command("medusa-heads benchmark", benchmark, [BenchmarkArguments], __doc__, "checkpoint")

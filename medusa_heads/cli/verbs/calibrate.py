@@ -7,27 +7,27 @@ medusa-heads calibrate vicuna-heads --dataset articles.txt --self_distill
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.decoding import load_model
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import ModelArguments
+from medusa_heads.cli.training import continued
 from medusa_heads.contents import instead_of_heads, is_heads
-from medusa_heads.errors import at_least
 from medusa_heads.files import check_folder, expanded
 from medusa_heads.inference.regeneration.arguments import DistillArguments
+from medusa_heads.settings import at_least, flag
 from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.data.sources import HELD_OUT, Corpus, load_corpus
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from medusa_heads.target.target import TargetModel
-    from medusa_heads.training.data.sources import Corpus
     from medusa_heads.trees.statistics import HeadStatistics
 
 MAX_POSITIONS = 8192
@@ -39,66 +39,36 @@ _TOP = (1, 2, 5)
 class CalibrateArguments(ModelArguments):
     """Which heads, and on what text."""
 
-    checkpoint: str = field(
-        metadata={"help": "Heads checkpoint: a folder that train-heads, convert or pull wrote."}
+    checkpoint: str = flag(
+        MISSING, "Heads checkpoint: a folder that train-heads, convert or pull wrote."
     )
-    dataset: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Text like that to be written, best the target's own answers: a file, a "
-            "folder, a hub id or 'stdlib', as train-heads reads them."
-        },
+    dataset: list[str] = flag(
+        [],
+        "Text like that to be written, best the target's own answers: a file, a folder, a hub id "
+        "or 'stdlib', as train-heads reads them.",
+        required=True,
     )
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "Configuration (subset) of a hub dataset."}
+    dataset_config: str | None = flag(None, "Configuration (subset) of a hub dataset.")
+    dataset_split: str = flag(
+        "train", "Split to measure on. Of stdlib it is always the held-out packages."
     )
-    dataset_split: str = field(
-        default="train",
-        metadata={"help": "Split to measure on. Of stdlib it is always the held-out packages."},
+    text_column: str | None = flag(None, "Column that holds plain text, if not 'text'.")
+    self_distill: bool = flag(
+        False,
+        "Let the target continue prompts from plain text first, and measure on what it wrote: "
+        "what the heads will meet.",
     )
-    text_column: str | None = field(
-        default=None, metadata={"help": "Column that holds plain text, if not 'text'."}
-    )
-    self_distill: bool = field(
-        default=False,
-        metadata={
-            "help": "Let the target continue prompts from plain text first, and measure on what it "
-            "wrote: what the heads will meet."
-        },
-    )
-    max_length: int = field(default=512, metadata={"help": "Longest row in tokens."})
-    max_positions: int = field(
-        default=MAX_POSITIONS,
-        metadata={"help": "Positions of text to measure, about. They are drawn from all of it."},
+    max_length: int = flag(512, "Longest row in tokens.")
+    max_positions: int = flag(
+        MAX_POSITIONS, "Positions of text to measure, about. They are drawn from all of it."
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (CalibrateArguments,),
-            argv,
-            prog="medusa-heads calibrate",
-            description=__doc__ or "",
-            positional="checkpoint",
-        )
-        calibrate(arguments)
-
-    return run_command(work)
-
-
-def calibrate(arguments: CalibrateArguments) -> HeadStatistics:
-    """Measure the heads, store the result in their checkpoint, and show it.
-
-    Raises:
-        ValueError: checkpoint, target, text or a setting is unusable. The checkpoint is as it was.
-        OSError: its folder cannot be written, or the target has no tokenizer.
-    """
+def calibrate(arguments: CalibrateArguments) -> None:
+    """Measure the heads, store the result in their checkpoint, and show it."""
     at_least(arguments, 1, "max_positions")
     folder = _folder(arguments.checkpoint)
-    corpus, settings = find_text(arguments)
+    corpus, settings = _find_text(arguments)
     from datasets import disable_progress_bars
     from rich.console import Console
     from tqdm import tqdm
@@ -115,14 +85,8 @@ def calibrate(arguments: CalibrateArguments) -> HeadStatistics:
     if arguments.self_distill:
         corpus = _own_text(model.target, tokenizer, corpus, arguments.max_positions)
     num_heads = model.heads.config.num_heads
-    rows = draw_rows(
-        model.target,
-        corpus,
-        tokenizer,
-        settings,
-        num_heads=num_heads,
-        tokens=arguments.max_positions,
-    )
+    tokens = arguments.max_positions
+    rows = draw_rows(model.target, corpus, tokenizer, settings, num_heads=num_heads, tokens=tokens)
     measure = partial(measure_heads, model.heads, HiddenStates(model.target))
     console = Console()
     positions = measurable(rows, num_heads)
@@ -136,7 +100,7 @@ def calibrate(arguments: CalibrateArguments) -> HeadStatistics:
     )
     statistics, _ = measure(rows, watch=partial(tqdm, desc="reading", unit="batch", leave=False))
     replace_statistics(folder, statistics, provenance({"text": asdict(arguments)}))
-    console.print(make_table(statistics))
+    console.print(_table(statistics))
     nodes = len(statistics.choices(_NODES))
     console.print(
         f"A static tree of {nodes} nodes is expected to give "
@@ -144,27 +108,15 @@ def calibrate(arguments: CalibrateArguments) -> HeadStatistics:
         highlight=False,
     )
     console.print(f"Stored in {folder}", soft_wrap=True, highlight=False)
-    return statistics
 
 
-def find_text(arguments: CalibrateArguments) -> tuple[Corpus, DataArguments]:
-    """The corpus to measure on, and how it is read.
-
-    Raises:
-        ValueError: none is named, or it cannot be read.
-    """
-    if not arguments.dataset:
-        raise ValueError(
-            "--dataset is missing: name text to measure on, best the target's own answers (a "
-            "file, a folder, a hub id or 'stdlib')"
-        )
+def _find_text(arguments: CalibrateArguments) -> tuple[Corpus, DataArguments]:
+    """The corpus to measure on, and how it is read."""
     settings = DataArguments(
         dataset=arguments.dataset,
         text_column=arguments.text_column,
         max_length=arguments.max_length,
     )
-    from medusa_heads.training.data.sources import HELD_OUT, load_corpus
-
     embedded = arguments.dataset == ["stdlib"]
     corpus = load_corpus(
         arguments.dataset,
@@ -178,8 +130,6 @@ def find_text(arguments: CalibrateArguments) -> tuple[Corpus, DataArguments]:
 def _own_text(target: TargetModel, tokenizer: Any, corpus: Corpus, tokens: int) -> Corpus:
     """About so many tokens that the target writes itself, from prompts of plain text."""
     from medusa_heads.data.corpus import prompt_windows
-    from medusa_heads.inference.regeneration.regenerate import regenerate
-    from medusa_heads.training.data.sources import as_corpus
 
     if corpus.format.name != "text":
         raise ValueError(
@@ -195,19 +145,10 @@ def _own_text(target: TargetModel, tokenizer: Any, corpus: Corpus, tokens: int) 
         seed=0,
     )
     with TemporaryDirectory() as cache:
-        rows = regenerate(
-            target,
-            prompts,
-            max_new_tokens=as_trained.continuation_length,
-            batch_size=as_trained.generation_batch_size,
-            greedy_share=as_trained.greedy_share,
-            temperature=as_trained.temperature,
-            cache_dir=cache,
-        )
-    return as_corpus(rows, "the target's own text")
+        return continued(target, prompts, "the target's own text", as_trained, cache)
 
 
-def make_table(statistics: HeadStatistics) -> Table:
+def _table(statistics: HeadStatistics) -> Table:
     """How often each head holds the true token, and its temperature."""
     from rich.table import Table
 
@@ -217,11 +158,10 @@ def make_table(statistics: HeadStatistics) -> Table:
     for column in ("head", "token ahead", *(f"top-{k}" for k in _TOP), "T"):
         table.add_column(column, justify="right")
     shares = zip(*(statistics.top_k_accuracy(k) for k in _TOP), strict=True)
-    for head, (of_head, temperature) in enumerate(
-        zip(shares, statistics.temperatures, strict=True)
-    ):
+    for head, of_head in enumerate(shares):
         held = (f"{share:.3f}" for share in of_head)
-        table.add_row(str(head), str(head_offset(head)), *held, f"{temperature:.2f}")
+        temperature = f"{statistics.temperatures[head]:.2f}"
+        table.add_row(str(head), str(head_offset(head)), *held, temperature)
     return table
 
 
@@ -238,3 +178,6 @@ def _folder(name: str) -> Path:
         )
     check_folder(folder)
     return folder
+
+
+main = command("medusa-heads calibrate", calibrate, [CalibrateArguments], __doc__, "checkpoint")

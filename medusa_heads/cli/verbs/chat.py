@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from medusa_heads.cli.decoding import describe, warn_if_lossy
-from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
-from medusa_heads.cli.flags.arguments import coerce, parse_arguments, run_command
+from medusa_heads.cli.decoding import describe, load_drafting_model, warn_if_lossy
+from medusa_heads.cli.flags.arguments import command
+from medusa_heads.cli.flags.config_file import coerce
 from medusa_heads.cli.flags.decoding import (
     DecodingArguments,
     ModelArguments,
@@ -19,7 +19,8 @@ from medusa_heads.cli.flags.decoding import (
     generation_options,
 )
 from medusa_heads.cli.settled import tell_choices
-from medusa_heads.files import parse_yaml
+from medusa_heads.plain_yaml import parse_yaml
+from medusa_heads.settings import flag
 
 if TYPE_CHECKING:
     from medusa_heads.cli.conversation import Conversation
@@ -39,31 +40,11 @@ HELP = """\
 class ChatArguments(DecodingArguments):
     """Whom to talk to."""
 
-    system: str | None = field(default=None, metadata={"help": "System message."})
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (ChatArguments,),
-            argv,
-            prog="medusa-heads chat",
-            description=f"{__doc__}\n\n{HELP}",
-            positional="checkpoint",
-        )
-        chat(arguments)
-
-    return run_command(work)
+    system: str | None = flag(None, "System message.")
 
 
 def chat(arguments: ChatArguments) -> None:
-    """Read lines and answer them until the input ends.
-
-    Raises:
-        ValueError: checkpoint, target or an option is unusable.
-    """
+    """Read lines and answer them until the input ends."""
     from medusa_heads.cli.conversation import Conversation
 
     model, tokenizer = load_drafting_model(arguments)
@@ -73,7 +54,8 @@ def chat(arguments: ChatArguments) -> None:
     session = Session(arguments, tokenizer, Conversation(model, tokenizer, arguments.system))
     terminal = sys.stdin.isatty()
     if terminal:
-        _start_history()
+        with suppress(ImportError):  # arrow keys and history at the prompt, where Python has them
+            import readline  # noqa: F401
         say(f"Talking to {model.target.name_or_path}. /help lists the commands, Ctrl-D leaves.")
     if not session.conversation.has_template:
         say("The target has no chat template: it continues the text, line after line.")
@@ -93,48 +75,41 @@ def chat(arguments: ChatArguments) -> None:
             say("error: " + " ".join(str(error).split()))
 
 
+@dataclass
 class Session:
     """The commands and settings around a conversation."""
 
-    def __init__(
-        self, arguments: ChatArguments, tokenizer: Any, conversation: Conversation
-    ) -> None:
-        self.arguments = arguments
-        self.conversation = conversation
-        self.done = False
-        self._tokenizer = tokenizer
-        self._turns = 0
+    arguments: ChatArguments
+    tokenizer: Any
+    conversation: Conversation
+    turns: int = 0
+    done: bool = False
 
     def take(self, line: str) -> None:
-        """Answer a line, or follow it if it is a command.
-
-        Raises:
-            ValueError: an unknown command, a setting or an option that cannot be.
-            OSError: the conversation cannot be saved there.
-        """
-        if not line.strip():
-            return
+        """Answer a line, or follow it if it is a command."""
         if not line.startswith("/"):
-            self._answer(line)
+            if line.strip():
+                self._answer(line)
             return
         command, _, rest = line.strip().partition(" ")
-        actions = {
-            "/stats": self._show_stats,
-            "/reset": self.conversation.reset,
-            "/help": lambda: say(HELP),
-            "/quit": self._quit,
-        }
-        if command == "/save":
-            if not rest:
+        match command:
+            case "/stats":
+                self._show_stats()
+            case "/reset":
+                self.conversation.reset()
+            case "/help":
+                say(HELP)
+            case "/quit":
+                self.done = True
+            case "/save" if rest:
+                self.conversation.save(rest.strip())
+                say(f"Written: {rest.strip()}")
+            case "/save":
                 raise ValueError("/save needs the name of a file")
-            self.conversation.save(rest.strip())
-            say(f"Written: {rest.strip()}")
-        elif command == "/set":
-            self._set(*rest.split(maxsplit=1))
-        elif command in actions:
-            actions[command]()
-        else:
-            raise ValueError(f"unknown command {command}; /help lists them")
+            case "/set":
+                self._set(*rest.split(maxsplit=1))
+            case _:
+                raise ValueError(f"unknown command {command}; /help lists them")
 
     def _answer(self, text: str) -> None:
         check_encodable(text)
@@ -142,42 +117,35 @@ class Session:
 
         from medusa_heads.cli.streaming import StepStreamer
 
+        group = self.arguments.group
         streamer = StepStreamer(
-            self._tokenizer,
-            skip_prompt=True,
-            group=self.arguments.group,
-            skip_special_tokens=True,
+            self.tokenizer, skip_prompt=True, group=group, skip_special_tokens=True
         )
         # A turn of its own seed can be had again, whatever was drawn before it.
-        torch.manual_seed(self.arguments.seed + self._turns)
-        options = generation_options(self.arguments, self._tokenizer)
+        torch.manual_seed(self.arguments.seed + self.turns)
+        options = generation_options(self.arguments, self.tokenizer)
         if not self.conversation.ask(text, streamer, options):
             streamer.end()
             say("(stopped)")
-        self._turns += 1
+        self.turns += 1
         if self.arguments.stats:
             self._show_stats()
 
     def _show_stats(self) -> None:
-        if not self._turns:
+        if not self.turns:
             raise ValueError("nothing has been answered yet")
         conversation = self.conversation
-        stats = conversation.model.last_stats
-        if stats.total_seconds:  # an answer that was stopped has no total
-            say(describe(stats))
-            if drafts := describe_drafts(conversation.model, self.arguments.draft_model):
-                say(drafts)
+        if conversation.model.last_stats.total_seconds:  # an answer that was stopped has no total
+            say(describe(conversation.model, self.arguments.draft_model))
         say(
             f"prompt: {conversation.prompt_tokens} tokens, {conversation.cached_tokens} of them "
             "in the cache already"
         )
 
     def _set(self, name: str = "", value: str = "") -> None:
-        fixed = {"system", "compile", "draft_model"}
-        fixed |= {known.name for known in fields(ModelArguments)}
-        hints = {
-            key: hint for key, hint in get_type_hints(ChatArguments).items() if key not in fixed
-        }
+        hints = get_type_hints(ChatArguments)
+        for fixed in ("system", "compile", "draft_model", *get_type_hints(ModelArguments)):
+            del hints[fixed]
         if not name:
             say("\n".join(f"{key} {getattr(self.arguments, key)}" for key in hints))
             return
@@ -189,7 +157,7 @@ class Session:
                 + (f"did you mean {close[0]!r}?" if close else "/set lists them")
             )
         changed = replace(self.arguments, **{name: read_value(value, hints[name], name)})
-        generation_options(changed, self._tokenizer)  # refuses at once, not in the next answer
+        generation_options(changed, self.tokenizer)  # refuses at once, not in the next answer
         if decoder_options(changed) != decoder_options(self.arguments):
             self.conversation.model = self._rebuilt(decoder_options(changed))
             warn_if_lossy(self.conversation.model)
@@ -211,10 +179,10 @@ class Session:
         if isinstance(model, TrainingFreeModel) == ("tree" in options):
             raise ValueError(f"{kinds[type(model)]} in this chat: begin another one to change that")
         if isinstance(model, DraftedModel):
-            if "corpus" in options:
-                raise ValueError("a corpus is of heads or a drafter, and here a model drafts")
-            if options.pop("deterministic"):
-                raise ValueError("deterministic is of heads or a drafter, and here a model drafts")
+            deterministic = options.pop("deterministic")
+            if "corpus" in options or deterministic:
+                what = "deterministic" if deterministic else "a corpus"
+                raise ValueError(f"{what} is of heads or a drafter, and here a model drafts")
             return DraftedModel(model.target, model.drafts, **options)
         trusted = self.arguments.trust_remote_code
         corpus = find_corpus(options.get("corpus"), model.target, trust_remote_code=trusted)
@@ -223,16 +191,9 @@ class Session:
             return MedusaModel(model.target, model.heads, statistics=model.statistics, **options)
         return TrainingFreeModel(model.target, **options)
 
-    def _quit(self) -> None:
-        self.done = True
-
 
 def read_value(text: str, hint: Any, name: str) -> Any:
-    """What was typed, as a value of the setting's type.
-
-    Raises:
-        ValueError: it does not fit.
-    """
+    """What was typed, as a value of the setting's type."""
     try:
         value = None if text.lower() == "none" else parse_yaml(text)
     except ValueError:
@@ -249,9 +210,4 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _start_history() -> None:
-    """Arrow keys and history at the prompt, where Python has them."""
-    try:
-        import readline  # noqa: F401
-    except ImportError:
-        return
+main = command("medusa-heads chat", chat, [ChatArguments], f"{__doc__}\n\n{HELP}", "checkpoint")

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
+from medusa_heads.settings import flag
 
 if TYPE_CHECKING:
-    from medusa_heads.machine import Shape, Use
-    from medusa_heads.target.loading import StoredForm
+    from medusa_heads.machine import Use
 
 VERSIONS = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors")
 USES: dict[Use, str] = {
@@ -32,82 +32,56 @@ USES: dict[Use, str] = {
 class EnvArguments:
     """What to show."""
 
-    target: str | None = field(
-        default=None,
-        metadata={"help": "Hub id or folder of a target. Default: the sizes of a small one."},
+    target: str | None = flag(
+        None, "Hub id or folder of a target. Default: the sizes of a small one."
     )
-    device: str | None = field(
-        default=None, metadata={"help": "Device, such as cpu or cuda. Default: the best there is."}
-    )
+    device: str | None = flag(None, "Device, such as cpu or cuda. Default: the best there is.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (EnvArguments,),
-            argv,
-            prog="medusa-heads env",
-            description=__doc__ or "",
-            positional="target",
-        )
-        # The first lines stand there should a measurement fail.
-        for line in describe(arguments):
-            print(line, flush=True)
-
-    return run_command(work)
-
-
-def describe(arguments: EnvArguments) -> Iterator[str]:
-    """The lines, none of which names a user or a secret.
-
-    Raises:
-        ValueError: no such device or target.
+def show(arguments: EnvArguments) -> None:
+    """Print lines none of which names a user or a secret; the first stand there should a
+    measurement fail.
     """
     from medusa_heads.machine import (
         Shape,
+        choose,
         describe_machine,
         devices_here,
         find_device,
         measurement_folder,
+        speeds,
     )
+    from medusa_heads.target.loading import stored_form
 
-    where = find_device(arguments.device)
-    form = None if arguments.target is None else _form(arguments.target)
+    say = partial(print, flush=True)
+    where = str(find_device(arguments.device))
+    form = None if arguments.target is None else stored_form(arguments.target)
+    if arguments.target is not None and form is None:
+        raise ValueError(
+            f"expected a causal language model, not quantised, at {arguments.target!r}"
+        )
     versions = [f"{name} {metadata.version(name)}" for name in VERSIONS]
     package = f"medusa-heads {metadata.version('medusa-heads')}"
-    yield ", ".join([package, f"Python {platform.python_version()}", *versions])
+    say(", ".join([package, f"Python {platform.python_version()}", *versions]))
     for name, value in describe_machine().items():
         if name not in ("python", *VERSIONS):
             shown = " ".join(map(str, value)) if isinstance(value, list) else value
-            yield f"{name}: {'not set' if value is None else shown}"
-    yield f"devices: {', '.join(map(str, devices_here()))}"
-    yield f"measured on {where}, in speeds relative to float32:"
-    for use in USES:
-        yield from _measured(use, str(where), Shape() if form is None else form.shape, form)
+            say(f"{name}: {'not set' if value is None else shown}")
+    say(f"devices: {', '.join(map(str, devices_here()))}")
+    say(f"measured on {where}, in speeds relative to float32:")
+    shape = Shape() if form is None else form.shape
+    for use, purpose in USES.items():
+        stored = None if form is None or use == "train" else form.dtype
+        say(f"  {purpose}: {choose(use, device=where, stored=stored, shape=shape)}")
+        found = speeds(use, device=where, stored=stored, shape=shape)
+        each = (
+            f"{dtype} on {count} thread{'s'[: count != 1]} {speed:.2f}"
+            for (dtype, count), speed in found.items()
+        )
+        say("    " + ", ".join(each))
     folder, home = str(measurement_folder()), os.path.expanduser("~")
     shown = "~" + folder.removeprefix(home) if folder.startswith(home + os.sep) else folder
-    yield f"measurements are kept in {shown}"
+    say(f"measurements are kept in {shown}")
 
 
-def _form(target: str) -> StoredForm:
-    from medusa_heads.target.loading import stored_form
-
-    form = stored_form(target)
-    if form is None:
-        raise ValueError(f"expected a causal language model, not quantised, at {target!r}")
-    return form
-
-
-def _measured(use: Use, device: str, shape: Shape, form: StoredForm | None) -> Iterator[str]:
-    """What is chosen for a use, and the speeds it follows from."""
-    from medusa_heads.machine import choose, speeds
-
-    stored = None if form is None or use == "train" else form.dtype
-    yield f"  {USES[use]}: {choose(use, device=device, stored=stored, shape=shape)}"
-    found = speeds(use, device=device, stored=stored, shape=shape)
-    yield "    " + ", ".join(
-        f"{dtype} on {count} thread{'s'[: count != 1]} {speed:.2f}"
-        for (dtype, count), speed in found.items()
-    )
+main = command("medusa-heads env", show, [EnvArguments], __doc__, "target")

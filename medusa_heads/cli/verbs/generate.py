@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from medusa_heads.cli.decoding import describe, warn_if_lossy
-from medusa_heads.cli.drafting import describe_drafts, load_drafting_model
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.decoding import describe, load_drafting_model, warn_if_lossy
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import (
     NOT_UTF8,
     DecodingArguments,
@@ -16,31 +14,14 @@ from medusa_heads.cli.flags.decoding import (
     generation_options,
 )
 from medusa_heads.cli.settled import tell_choices
+from medusa_heads.settings import flag
 
 
 @dataclass
 class GenerateArguments(DecodingArguments):
     """What to generate."""
 
-    prompt: str | None = field(
-        default=None, metadata={"help": "Text to continue. Default: standard input."}
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (GenerateArguments,),
-            argv,
-            prog="medusa-heads generate",
-            description=__doc__ or "",
-            positional="checkpoint",
-        )
-        generate(arguments)
-
-    return run_command(work)
+    prompt: str | None = flag(None, "Text to continue. Default: standard input.")
 
 
 def generate(arguments: GenerateArguments) -> None:
@@ -71,9 +52,7 @@ def generate(arguments: GenerateArguments) -> None:
     )
     tell_choices()  # here, because generate() has mistakes of its own to refuse
     if arguments.stats:
-        print(describe(model.last_stats), file=sys.stderr)
-        if drafts := describe_drafts(model, arguments.draft_model):
-            print(drafts, file=sys.stderr)
+        print(describe(model, arguments.draft_model), file=sys.stderr)
 
 
 def _from_standard_input() -> str:
@@ -84,3 +63,6 @@ def _from_standard_input() -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"{NOT_UTF8} ({error})") from error
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
+
+
+main = command("medusa-heads generate", generate, [GenerateArguments], __doc__, "checkpoint")

@@ -5,79 +5,43 @@ The token is the one that `hf auth login` stored, or HF_TOKEN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import MISSING, dataclass
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
-
-if TYPE_CHECKING:
-    from medusa_heads.hub.push import Push
+from medusa_heads.cli.flags.arguments import command
+from medusa_heads.settings import flag
 
 
 @dataclass
 class PushArguments:
     """What to push, and where to."""
 
-    checkpoint: str = field(metadata={"help": "Heads checkpoint: a folder written by train-heads."})
-    repo_id: str = field(metadata={"help": "Repository, as user/name. Made if there is none."})
-    private: bool = field(default=False, metadata={"help": "Make a new repository private."})
-    revision: str | None = field(
-        default=None, metadata={"help": "Branch to push to. Made if there is none. Default: main."}
+    checkpoint: str = flag(MISSING, "Heads checkpoint: a folder written by train-heads.")
+    repo_id: str = flag(MISSING, "Repository, as user/name. Made if there is none.")
+    private: bool = flag(False, "Make a new repository private.")
+    revision: str | None = flag(None, "Branch to push to. Made if there is none. Default: main.")
+    create_pr: bool = flag(False, "Open a pull request instead of pushing to the branch.")
+    commit_message: str | None = flag(None, "Message of the commit.")
+    base_model: str | None = flag(
+        None,
+        "The target's name on the hub, user/name or user/name@revision. Needed if the heads were "
+        "trained on a local copy of it.",
     )
-    create_pr: bool = field(
-        default=False, metadata={"help": "Open a pull request instead of pushing to the branch."}
+    license: str | None = flag(
+        None, "Licence of the heads, such as apache-2.0. Default: none is stated."
     )
-    commit_message: str | None = field(default=None, metadata={"help": "Message of the commit."})
-    base_model: str | None = field(
-        default=None,
-        metadata={
-            "help": "The target's name on the hub, user/name or user/name@revision. Needed if the "
-            "heads were trained on a local copy of it."
-        },
+    benchmark: str | None = flag(
+        None, "Folder that medusa-heads benchmark --report wrote, for the model card."
     )
-    license: str | None = field(
-        default=None,
-        metadata={"help": "Licence of the heads, such as apache-2.0. Default: none is stated."},
+    with_vocab_matrix: bool = flag(
+        False,
+        "Publish the copy of the target's vocabulary matrix that lies beside the heads too. It is "
+        "under the target's licence.",
     )
-    benchmark: str | None = field(
-        default=None,
-        metadata={"help": "Folder that medusa-heads benchmark --report wrote, for the model card."},
-    )
-    with_vocab_matrix: bool = field(
-        default=False,
-        metadata={
-            "help": "Publish the copy of the target's vocabulary matrix that lies beside the heads "
-            "too. It is under the target's licence."
-        },
-    )
-    dry_run: bool = field(
-        default=False, metadata={"help": "List the files with their sizes, without asking a hub."}
-    )
+    dry_run: bool = flag(False, "List the files with their sizes, without asking a hub.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (PushArguments,),
-            argv,
-            prog="medusa-heads push",
-            description=__doc__ or "",
-            positional=("checkpoint", "repo_id"),
-        )
-        run_push(arguments)
-
-    return run_command(work)
-
-
-def run_push(arguments: PushArguments) -> None:
-    """Show what is pushed, push it unless it is a dry run, and say where it is.
-
-    Raises:
-        ValueError: checkpoint, name or token is unusable, or the hub refuses.
-    """
+def push_heads(arguments: PushArguments) -> None:
+    """Show what is pushed, push it unless it is a dry run, and say where it is."""
     from medusa_heads.hub.push import prepare_push, push
 
     prepared = prepare_push(
@@ -88,7 +52,11 @@ def run_push(arguments: PushArguments) -> None:
         benchmark=arguments.benchmark,
         with_vocab_matrix=arguments.with_vocab_matrix,
     )
-    _show(prepared)
+    sizes = prepared.sizes()
+    width = max(map(len, sizes))
+    for name, size in sizes.items():
+        print(f"{name:<{width}}  {size:>13,} bytes")
+    print(f"{len(sizes)} files, {sum(sizes.values()):,} bytes, for {prepared.repo_id}")
     if arguments.dry_run:
         print("Nothing was pushed: this is a dry run")
         return
@@ -102,9 +70,4 @@ def run_push(arguments: PushArguments) -> None:
     print(f"{'Proposed' if arguments.create_pr else 'Pushed'}: {address}")
 
 
-def _show(prepared: Push) -> None:
-    sizes = prepared.sizes()
-    width = max(map(len, sizes))
-    for name, size in sizes.items():
-        print(f"{name:<{width}}  {size:>13,} bytes")
-    print(f"{len(sizes)} files, {sum(sizes.values()):,} bytes, for {prepared.repo_id}")
+main = command("medusa-heads push", push_heads, [PushArguments], __doc__, "checkpoint", "repo_id")

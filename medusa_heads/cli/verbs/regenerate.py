@@ -4,43 +4,22 @@ corpus's prompts itself, and train-heads --dataset FOLDER learns from that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.settled import settle, tell_choices
-from medusa_heads.files import parse_json
 from medusa_heads.inference.regeneration.arguments import RegenerateArguments
+from medusa_heads.settings import mapping
 
 if TYPE_CHECKING:
     from medusa_heads.inference.regeneration.answers import Backend
     from medusa_heads.target.target import TargetModel
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (RegenerateArguments,),
-            argv,
-            prog="medusa-heads regenerate",
-            description=__doc__ or "",
-            positional="model_name_or_path",
-        )
-        run_regenerate(arguments)
-
-    return run_command(work)
-
-
-def run_regenerate(arguments: RegenerateArguments) -> None:
-    """Ask, write the dataset, and say what became of every prompt.
-
-    Raises:
-        ValueError: unusable arguments; not one answer; or, if `strict`, not all of them.
-    """
+def regenerate(arguments: RegenerateArguments) -> None:
+    """Ask, write the dataset, and say what became of every prompt."""
     from transformers.utils.logging import disable_progress_bar
 
     from medusa_heads.inference.regeneration.answers import Sampling
@@ -48,13 +27,19 @@ def run_regenerate(arguments: RegenerateArguments) -> None:
     from medusa_heads.inference.regeneration.output import check_output, write_output
     from medusa_heads.inference.regeneration.regenerate import answer_dialogues
     from medusa_heads.inference.regeneration.tables import read_table
+    from medusa_heads.target.loading import load_tokenizer
 
     disable_progress_bar()
     folder = Path(arguments.output_dir)
     check_output(folder)
-    options = _template_options(arguments.chat_template_kwargs)
+    options = mapping(arguments, "chat_template_kwargs")
     corpus = read_table(arguments.dataset, arguments.dataset_split, config=arguments.dataset_config)
-    tokenizer = _tokenizer(arguments)
+    try:
+        tokenizer: Any = load_tokenizer(
+            arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
+        )
+    except (OSError, ValueError):
+        tokenizer = None  # token ids need none
     dialogues = read_dialogues(
         corpus,
         tokenizer,
@@ -64,11 +49,11 @@ def run_regenerate(arguments: RegenerateArguments) -> None:
         seed=arguments.seed,
         template_options=options,
     )
-    backend = _server(arguments, tokenizer)
-    target = None
-    if backend is None:
-        target = _target(arguments)
-        backend = _local(arguments, target)
+    backend, target = (
+        (_server(arguments, tokenizer), None)
+        if arguments.backend == "server"
+        else _local(arguments)
+    )
     tell_choices()
     result = answer_dialogues(
         backend,
@@ -96,33 +81,11 @@ def run_regenerate(arguments: RegenerateArguments) -> None:
         )
 
 
-def _template_options(given: dict[str, Any] | str | None) -> dict[str, Any]:
-    if isinstance(given, str):
-        try:
-            given = parse_json(given)
-        except ValueError as error:
-            raise ValueError(f"chat_template_kwargs must be JSON, got {given!r}") from error
-    if given is not None and not isinstance(given, dict):
-        raise ValueError(f"chat_template_kwargs must map names to values, got {given!r}")
-    return given or {}
-
-
-def _tokenizer(arguments: RegenerateArguments) -> Any:
-    """The tokenizer beside the target, None where there is none: token ids need none."""
-    from medusa_heads.target.loading import load_tokenizer
-
-    try:
-        return load_tokenizer(
-            arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
-        )
-    except (OSError, ValueError):
-        return None
-
-
-def _target(arguments: RegenerateArguments) -> TargetModel:
+def _local(arguments: RegenerateArguments) -> tuple[Backend, TargetModel]:
+    """The target, and who has it answer here."""
     from medusa_heads.target.target import TargetModel
 
-    return TargetModel.from_pretrained(
+    target = TargetModel.from_pretrained(
         arguments.model_name_or_path,
         dtype=arguments.dtype,
         device=arguments.device,
@@ -130,29 +93,25 @@ def _target(arguments: RegenerateArguments) -> TargetModel:
         use="tree" if arguments.backend == "heads" else "batch",
         on_choice=settle,
     )
-
-
-def _local(arguments: RegenerateArguments, target: TargetModel) -> Backend:
     sizes = {} if arguments.batch_size is None else {"batch_size": arguments.batch_size}
     if arguments.backend == "heads":
         from medusa_heads.inference.models.medusa import MedusaModel
         from medusa_heads.inference.regeneration.heads_backend import HeadsBackend
 
         assert arguments.heads is not None
-        return HeadsBackend(MedusaModel.from_pretrained(arguments.heads, target=target), **sizes)
+        model = MedusaModel.from_pretrained(arguments.heads, target=target)
+        return HeadsBackend(model, **sizes), target
     if arguments.backend == "continuous":
         from medusa_heads.inference.regeneration.continuous_backend import ContinuousBackend
 
-        return ContinuousBackend(target, **sizes)
+        return ContinuousBackend(target, **sizes), target
     from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
 
-    return TransformersBackend(target, num_workers=arguments.num_workers, **sizes)
+    return TransformersBackend(target, num_workers=arguments.num_workers, **sizes), target
 
 
-def _server(arguments: RegenerateArguments, tokenizer: Any) -> Backend | None:
-    """The server, for which the target's weights are not needed here; None for other backends."""
-    if arguments.backend != "server":
-        return None
+def _server(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
+    """A server, for which the target's weights are not needed here."""
     if tokenizer is None:
         raise ValueError(
             "a server's answers are tokenised with the target's tokenizer: name the hub id or "
@@ -174,19 +133,19 @@ def _server(arguments: RegenerateArguments, tokenizer: Any) -> Backend | None:
             ends = None
     known = [ends] if isinstance(ends, int) else list(ends or [])
     # Several tokens may end a text; the tokenizer says which one ends an answer.
-    own = tokenizer.eos_token_id
-    known = [token for token in dict.fromkeys([own, *known]) if token is not None]
+    known = list(dict.fromkeys([tokenizer.eos_token_id, *known]))
     assert arguments.base_url is not None
+    settings = ("endpoint", "token_ids", "concurrency", "retries", "timeout", "api_key_variable")
     return ServerBackend(
         arguments.base_url,
         arguments.model or name,
         tokenizer,
-        ends=known,
+        ends=[token for token in known if token is not None],
         max_positions=getattr(config.get_text_config(), "max_position_embeddings", None),
-        endpoint=arguments.endpoint,
-        token_ids=arguments.token_ids,
-        concurrency=arguments.concurrency,
-        retries=arguments.retries,
-        timeout=arguments.timeout,
-        api_key_variable=arguments.api_key_variable,
+        **{setting: getattr(arguments, setting) for setting in settings},
     )
+
+
+main = command(
+    "medusa-heads regenerate", regenerate, [RegenerateArguments], __doc__, "model_name_or_path"
+)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa_heads.cli.decoding import load_model
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
-from medusa_heads.cli.flags.decoding import ModelArguments
+from medusa_heads.cli.decoding import load_measured_model
+from medusa_heads.cli.flags.arguments import command
+from medusa_heads.cli.flags.decoding import MeasureArguments
 from medusa_heads.cli.settled import tell_choices
+from medusa_heads.settings import flag
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,47 +20,18 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class TuneArguments(ModelArguments):
+class TuneArguments(MeasureArguments):
     """What to measure."""
 
-    context: list[int] = field(
-        default_factory=list,
-        metadata={"help": "Tokens in the cache while measuring. Several give a table each."},
+    context: list[int] = flag([], "Tokens in the cache while measuring. Several give a table each.")
+    batch_size: int = flag(1, "Sequences decoded together.")
+    write: str | None = flag(
+        None, "Write the best static tree to this .json file, as a list of medusa_choices."
     )
-    batch_size: int = field(default=1, metadata={"help": "Sequences decoded together."})
-    refresh: bool = field(
-        default=False, metadata={"help": "Measure anew, whatever was measured earlier."}
-    )
-    write: str | None = field(
-        default=None,
-        metadata={
-            "help": "Write the best static tree to this .json file, as a list of medusa_choices."
-        },
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (TuneArguments,),
-            argv,
-            prog="medusa-heads tune",
-            description=__doc__ or "",
-            positional="checkpoint",
-        )
-        tune(arguments)
-
-    return run_command(work)
 
 
 def tune(arguments: TuneArguments) -> None:
-    """Measure, or read what was measured earlier, and show every tree considered.
-
-    Raises:
-        ValueError: checkpoint, target or a setting is unusable.
-    """
+    """Measure, or read what was measured earlier, and show every tree considered."""
     if any(context < 1 for context in arguments.context) or arguments.batch_size < 1:
         raise ValueError("expected a context and a batch size of at least 1")
     if arguments.write is not None and len(arguments.context) > 1:
@@ -68,28 +40,16 @@ def tune(arguments: TuneArguments) -> None:
         raise ValueError(f"expected a folder at {str(Path(arguments.write).parent)!r}, found none")
     from rich.console import Console
 
-    # "chain": attaching must not measure already.
-    model, _ = load_model(arguments, tree="chain")
-    if model.statistics is None:
-        raise ValueError(
-            f"the heads in {arguments.checkpoint!r} carry no statistics, which say what a tree is "
-            "worth: measure them with medusa-heads calibrate"
-        )
-    from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, SIZES
+    model, most = load_measured_model(arguments, arguments.context, "tree")
+    from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT
     from medusa_heads.inference.plan import tree_size
     from medusa_heads.inference.plan.trees import write_choices
     from medusa_heads.machine.measurements import measurement_folder
 
-    limit = model.target.max_positions
-    most = None if limit is None else limit - max(SIZES)
-    if most is not None and (beyond := [n for n in arguments.context if n > most]):
-        raise ValueError(
-            f"a context of {beyond[0]} and a tree do not fit the target's {limit} positions: "
-            f"{most} at most"
-        )
+    assert model.statistics is not None
     tell_choices()
     console = Console()
-    for context in arguments.context or [min(DEFAULT_CONTEXT, most or 1 << 30)]:
+    for context in arguments.context or [min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)]:
         with console.status(f"measuring at a context of {context}"):
             sizes = tree_size.tune(
                 model.target,
@@ -101,8 +61,7 @@ def tune(arguments: TuneArguments) -> None:
             )
         dtype = str(model.target.dtype).removeprefix("torch.")
         batch = f", batch of {arguments.batch_size}" if arguments.batch_size > 1 else ""
-        title = f"{dtype}, {context} tokens of context{batch}"
-        console.print(make_table(sizes, title))
+        console.print(_table(sizes, f"{dtype}, {context} tokens of context{batch}"))
     kept = measurement_folder()
     console.print(f"Measurements are kept in {kept}", soft_wrap=True, highlight=False)
     if arguments.write is not None:
@@ -113,7 +72,7 @@ def tune(arguments: TuneArguments) -> None:
         console.print(f"{best.tree} written to {arguments.write}", soft_wrap=True, highlight=False)
 
 
-def make_table(sizes: Sequence[TreeSize], title: str) -> Table:
+def _table(sizes: Sequence[TreeSize], title: str) -> Table:
     """Every tree in the order given; the fastest is marked."""
     from rich.table import Table
 
@@ -134,3 +93,6 @@ def make_table(sizes: Sequence[TreeSize], title: str) -> Table:
             style="bold" if size is chosen else "",
         )
     return table
+
+
+main = command("medusa-heads tune", tune, [TuneArguments], __doc__, "checkpoint")

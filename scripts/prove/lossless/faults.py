@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from medusa_heads.inference.acceptance import lossless
+from medusa_heads.inference.acceptance.base import RowProcessors
 from medusa_heads.inference.acceptance.lossless import SampleThenMatch
-from medusa_heads.inference.acceptance.row_processors import RowProcessors
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.attention import TreeMask

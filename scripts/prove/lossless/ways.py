@@ -69,14 +69,12 @@ class Noticed(Exception):
     """A text has gone another way than the reference."""
 
 
-class Watched:
+class Watched(Drafter):
     """A planted drafter that stops a text once it differs: from there on nothing can be planted.
 
     Raises:
         Noticed: it differs.
     """
-
-    reads_prompt = False
 
     def __init__(self, planting: Planting) -> None:
         self._planting = planting

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from medusa_heads.cli.flags.arguments import coerce, parse_arguments, read_config, run_command
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.config_file import coerce, read_config
 from medusa_heads.errors import MedusaWarning
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from medusa_heads.inference.bench.methods import PLAIN, PROMPT_LOOKUP, Models, make_method
 from medusa_heads.inference.bench.prompts import Prompt
-from medusa_heads.inference.bench.setting import Setting, measure
+from medusa_heads.inference.bench.setting import Plan, Setting, measure
 from medusa_heads.inference.bench.timed_run import Method
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.target.target import TargetModel
@@ -29,11 +29,11 @@ def result_of(
     methods: list[Method],
     setting: Setting = GREEDY,
     prompts: list[Prompt] = ASKED,
-    **options: Any,
+    batch_size: int = 1,
 ) -> dict[str, Any]:
     """What a setting's measurement returns."""
-    options = {"max_new_tokens": NEW, "temperature": 0.7, "seed": 0} | options
-    return measure(setting, methods, medusa.target.model, prompts, **options)
+    plan = Plan(max_new_tokens=NEW)
+    return measure(setting, methods, medusa.target.model, prompts, plan, batch_size=batch_size)
 
 
 def run_setting(

@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 
 from medusa_heads.inference.bench import report as module
-from medusa_heads.inference.bench.report import write_report
-from medusa_heads.inference.bench.tables import identity_cell, markdown, tables
+from medusa_heads.inference.bench.report import identity_cell, markdown, tables, write_report
 from medusa_heads.trees.statistics import HeadStatistics
 
 

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.heads import new_heads
-from medusa_heads.inference.bench.memory_overhead import cache_bytes_per_token, memory_overhead
 from medusa_heads.inference.bench.speedup import (
     analyze,
     best_chain_length,
     break_even,
+    cache_bytes_per_token,
     chain_chances,
     chain_speedup,
     chain_tokens,
     mean_acceptance,
+    memory_overhead,
 )
 from medusa_heads.inference.bench.speedup_report import break_even_sentence, tables, write_analysis
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step

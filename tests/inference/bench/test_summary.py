@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from medusa_heads.inference.bench.summary import accepted_by_depth, summarise
-from medusa_heads.inference.bench.timed_run import Run
+from medusa_heads.inference.bench.timed_run import Run, accepted_by_depth, summarise
 
 
 def test_medians_are_of_rates_and_of_ratios_prompt_by_prompt() -> None:

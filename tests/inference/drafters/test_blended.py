@@ -22,7 +22,7 @@ from medusa_heads.inference.drafters.text import TextProposal, TextSource
 from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
-from medusa_heads.inference.lookup.continuation import Continuation
+from medusa_heads.inference.lookup.suffix_automaton import Continuation
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.trees.statistics import HeadStatistics
 from tests.conftest import DEVICE, TinyLlama
@@ -160,14 +160,17 @@ def test_words_that_leave_the_heads_nothing_say_so(tiny_llama: TinyLlama) -> Non
 class Sure(Proposal):
     """Token 7, again and again, with the same certainty."""
 
-    def _behind(self, place: Any) -> list[tuple[int, float, int, Any]]:
+    def __init__(self, evidence: Evidence) -> None:
+        super().__init__(evidence, 0, self._after)
+
+    def _after(self, place: Any) -> list[tuple[int, float, int, Any]]:
         return [(7, 0.9, 0, place + 1)] if place < 9 else []
 
 
-class Promising:
+class Promising(Source):
     """Promises tokens, and notes for which rows it was asked."""
 
-    name, reads_prompt = "promises", False
+    name = "promises"
 
     def __init__(self) -> None:
         self.evidence, self.learnt = Evidence([1.0]), 0
@@ -181,7 +184,7 @@ class Promising:
                 source.learnt += 1
                 super().learn(committed)
 
-        return [Noted(self.evidence, 0) for _ in state.rows]
+        return [Noted(self.evidence) for _ in state.rows]
 
     def expected(self, nodes: int) -> float:
         return float(nodes)

@@ -15,8 +15,8 @@ from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.extra.early_exit import ExitClock
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.inference.lookup.continuation import Continuation
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
+from medusa_heads.inference.lookup.suffix_automaton import Continuation
 from medusa_heads.inference.models import training_free
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.inference.plan import adaptive as adaptive_plan

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from medusa_heads import MedusaModel, TargetModel
 from medusa_heads.heads import DraftHeads, HydraHeads
-from medusa_heads.inference.drafters.dynamic import DynamicDrafter
-from medusa_heads.inference.drafters.hydra import HydraDrafter
+from medusa_heads.inference.drafters.head_trees import DynamicDrafter, HydraDrafter
 from medusa_heads.inference.plan.trees import make_drafter
 from medusa_heads.trees.tree import TreeShape, cartesian_choices
 from tests.conftest import DEVICE, TinyLlama

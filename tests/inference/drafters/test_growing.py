@@ -19,10 +19,10 @@ class Tabled(Proposal):
     """A place is the path that leads to it."""
 
     def __init__(self, table: Table, evidence: Evidence | None = None) -> None:
-        super().__init__(evidence or Evidence([1.0], memory=1e9), ())
+        super().__init__(evidence or Evidence([1.0], memory=1e9), (), self._after)
         self._table = table
 
-    def _behind(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:
+    def _after(self, place: Hashable) -> list[tuple[int, float, int, Hashable]]:
         assert isinstance(place, tuple)
         found = self._table.get(place, {})
         return [(token, chance, 0, (*place, token)) for token, chance in found.items()]

@@ -25,7 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.inference.drafters.medusa import MedusaDrafter
+from medusa_heads.inference.drafters.head_trees import MedusaDrafter
 from medusa_heads.inference.engine.capability import capability
 from tests.conftest import TinyLlama
 from tests.inference.narrowed import DTYPES, WIDTHS, narrow

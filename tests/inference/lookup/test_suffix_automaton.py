@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medusa_heads.inference.lookup.continuation import Continuation
-from medusa_heads.inference.lookup.suffix_automaton import SuffixAutomaton
+from medusa_heads.inference.lookup.suffix_automaton import Continuation, SuffixAutomaton
 
 
 @given(st.lists(st.integers(0, 2), max_size=60))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
+from medusa_heads.inference.models import assisted
 from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.inference.models.training_free import DRAFTERS, TrainingFreeModel
 from medusa_heads.target.target import TargetModel
@@ -62,8 +63,16 @@ def test_text_depends_on_nothing_else(
         assert written(**options) == first
 
 
-def test_without_it_drafters_are_kept(tiny_llama: TinyLlama, cache: Any) -> None:
+def test_without_it_drafters_are_kept(
+    tiny_llama: TinyLlama, cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        assisted, "decode", lambda _target, drafter, *_, **__: asked.append(drafter)
+    )
     for fresh in (False, True):
         drafted = TrainingFreeModel(model, "auto", deterministic=fresh)
-        assert (drafted._drafter_for(1) is drafted._drafter_for(1)) != fresh
+        for _ in range(2):
+            drafted.decode(model, torch.tensor([[5]]), *[None] * 3)  # type: ignore[arg-type]
+        assert (asked[-1] is asked[-2]) != fresh

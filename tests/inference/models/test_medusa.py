@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.checkpoint.checkpoint import save_heads
-from medusa_heads.inference.drafters.medusa import MedusaDrafter
+from medusa_heads.inference.drafters.head_trees import MedusaDrafter
 from medusa_heads.trees.statistics import HeadStatistics
 from tests.conftest import TinyLlama
 from tests.inference.conftest import INPUTS, plain

@@ -12,8 +12,7 @@ import torch
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.inference.adapt import measure
 from medusa_heads.inference.drafters.blended import BlendedDrafter
-from medusa_heads.inference.drafters.dynamic import DynamicDrafter
-from medusa_heads.inference.drafters.medusa import MedusaDrafter
+from medusa_heads.inference.drafters.head_trees import DynamicDrafter, MedusaDrafter
 from medusa_heads.inference.plan import tree_size
 from medusa_heads.inference.plan.tree_size import TreeSize, best_tree, tune
 from medusa_heads.inference.plan.trees import TreeSpec, make_drafter, read_choices, write_choices

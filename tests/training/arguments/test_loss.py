@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from medusa_heads.cli.flags.arguments import parse_arguments
-from medusa_heads.training.arguments.loss import LossArguments
 from medusa_heads.training.arguments.loss_config import LossConfig
 
 
 def parsed(*flags: str) -> LossConfig:
-    (arguments,) = parse_arguments((LossArguments,), flags, prog="test", description="")
-    return arguments.config()
+    (config,) = parse_arguments((LossConfig,), flags, prog="test", description="")
+    assert isinstance(config, LossConfig)
+    return config
 
 
 def test_the_default_is_cross_entropy_that_decays_from_head_to_head() -> None:
@@ -46,20 +46,26 @@ def test_a_config_file_can_hold_a_mapping(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"loss": "crossentropy"}, "unknown loss term 'crossentropy'; known"),
-        ({"loss": "forward_kl=much"}, "'forward_kl' needs a number, got 'much'"),
-        ({"loss": "forward_kl=-1"}, "'forward_kl' needs a weight above 0, got -1.0"),
-        ({"loss": "forward_kl=nan"}, "needs a weight above 0"),
-        ({"loss": "forward_kl,forward_kl=2"}, "names a term twice"),
-        ({"loss": '{"forward_kl"'}, "not valid JSON"),
-        ({"loss": {}}, "at least one term"),
-        ({"loss_temperature": 0.7}, "a temperature changes only terms with the target's own"),
-        ({"loss": "forward_kl", "loss_temperature": 0.0}, "temperature must be above 0"),
-        ({"head_loss_decay": 0.0}, r"head_loss_decay must lie in \(0, 1\]"),
-        ({"head_weight_smoothing": 1.5}, r"head_weight_smoothing must lie in \(0, 1\]"),
+        ({"terms": "crossentropy"}, "unknown loss term 'crossentropy'; known"),
+        ({"terms": "forward_kl=much"}, "'forward_kl' needs a number, got 'much'"),
+        ({"terms": "forward_kl=-1"}, "'forward_kl' needs a weight above 0, got -1.0"),
+        ({"terms": "forward_kl=nan"}, "needs a weight above 0"),
+        ({"terms": "forward_kl,forward_kl=2"}, "names a term twice"),
+        ({"terms": '{"forward_kl"'}, "not valid JSON"),
+        ({"terms": {}}, "at least one term"),
+        ({"temperature": 0.7}, "a temperature changes only terms with the target's own"),
+        ({"terms": "forward_kl", "temperature": 0.0}, "temperature must be above 0"),
+        ({"decay": 0.0}, r"^decay must lie in \(0, 1\]"),
+        ({"smoothing": 1.5}, r"^smoothing must lie in \(0, 1\]"),
         ({"head_weights": "equal"}, "head_weights must be one of"),
     ],
 )
 def test_impossible_losses_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LossArguments(**values)
+        LossConfig(**values)
+
+
+@pytest.mark.parametrize("flag", ["--head_loss_decay", "--head_weight_smoothing"])
+def test_a_number_out_of_range_is_told_by_its_flag(flag: str) -> None:
+    with pytest.raises(ValueError, match=rf"{flag[2:]} must lie in \(0, 1\], got 1.5"):
+        parsed(flag, "1.5")

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.config import HeadsConfig
 from medusa_heads.training.arguments.draft import DraftArguments
-from medusa_heads.training.arguments.heads import HeadsArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 
@@ -69,16 +69,19 @@ def test_a_schedule_that_there_is_not_is_named_by_its_flag() -> None:
         to_training_arguments(OptimisationArguments(lr_scheduler_type="x"), "shared")
 
 
-def test_heads_arguments_make_a_heads_config() -> None:
-    given = HeadsArguments(num_heads=3, num_layers=2, vocab_matrix="own")
-    assert given.config() == HeadsConfig(num_heads=3, num_layers=2, vocab_matrix="own")
+def test_flags_make_a_heads_config() -> None:
+    flags = ["--num_heads", "3", "--num_layers", "2", "--vocab_matrix", "own"]
+    given = parse_arguments((HeadsConfig,), flags, prog="x", description="")
+    assert given == (HeadsConfig(num_heads=3, num_layers=2, vocab_matrix="own"),)
+    with pytest.raises(ValueError, match="unknown argument '--hidden_size'"):
+        parse_arguments((HeadsConfig,), ["--hidden_size", "8"], prog="x", description="")
 
 
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
         (TargetArguments, {"model_name_or_path": "x", "dtype": "half"}, "dtype must be one of"),
-        (HeadsArguments, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        (HeadsConfig, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
         (OptimisationArguments, {"gradient_accumulation_steps": 0}, "must be at least 1"),
         (OptimisationArguments, {"logging_steps": float("-inf")}, "logging_steps must be above 0"),
         (OptimisationArguments, {"weight_decay": float("nan")}, "weight_decay must be at least 0"),

@@ -18,11 +18,10 @@ from medusa_heads.inference.drafters.extra.lookahead import (
     NGRAM,
     WINDOW,
     LookaheadDrafter,
-    NgramProposal,
+    NgramPool,
     NgramSource,
-    new_pool,
+    ngram_proposal,
 )
-from medusa_heads.inference.drafters.extra.ngram_pool import NgramPool
 from medusa_heads.inference.drafters.growing import grow
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
@@ -55,7 +54,7 @@ def made(
     steps: dict[int, float] = CHEAP,
     always: bool = True,
 ) -> Any:
-    pool = new_pool()
+    pool = NgramPool()
     drafts = BlendedDrafter(clock(steps), (0, 3, 7, 15), sources=[NgramSource(pool)])
     return kind(drafts, pool, clock(steps), always=always)
 
@@ -262,22 +261,22 @@ def test_rows_that_have_ended_count_for_nothing(
 
 
 def test_the_pool_gives_the_latest_first() -> None:
-    pool = NgramPool(3, most=2)
+    pool = NgramPool(most=2)
     for ngram in ((1, 2, 3), (1, 4, 5), (2, 9, 9), (1, 2, 3), (1, 6, 7)):
         pool.add(ngram)
     assert pool.behind(1) == [(6, 7), (2, 3)]
     assert pool.behind(2) == [(9, 9)] and pool.behind(3) == []
-    tree = grow(1, [NgramProposal(Evidence([1.0] * 32), pool, 1)], most=9)
+    tree = grow(1, [ngram_proposal(Evidence([1.0] * 32), pool, 1)], most=9)
     assert tree.tokens == [1, 6, 7, 2, 3] and tree.parents == [-1, 0, 1, 0, 3]
     first, then = lookahead._FIRST[0], lookahead._NEXT
     assert tree.chances[1:3] == pytest.approx([first, first * then])
 
 
 def test_ngrams_that_begin_alike_share_their_nodes() -> None:
-    pool = NgramPool(4, most=3)
+    pool = NgramPool(most=3)
     for ngram in ((1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 8, 9)):
         pool.add(ngram)
-    tree = grow(1, [NgramProposal(Evidence([1.0] * 32), pool, 1)], most=9)
+    tree = grow(1, [ngram_proposal(Evidence([1.0] * 32), pool, 1)], most=9)
     assert sorted(zip(tree.tokens, tree.parents, strict=True)) == sorted(
         [(1, -1), (2, 0)]
         + [(token, tree.tokens.index(before)) for before, token in ((2, 3), (2, 8))]

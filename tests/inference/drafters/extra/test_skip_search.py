@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,18 @@ def test_the_search_finds_what_can_be_left_out(model: Any, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "damage", ["", "[]", "{}", "[[[], 0.5]]", "[[[5], 0.5]]", "[[[-1], 0.5]]", "[[[0,1,2,3,4], 1]]"]
 )
-def test_damaged_files_are_measured_anew(model: Any, cache: Path, damage: str) -> None:
+@pytest.mark.parametrize("within", [False, True])
+def test_damaged_files_are_measured_anew(
+    model: Any, cache: Path, damage: str, within: bool
+) -> None:
     target = TargetModel(model)
     measured = skip_sets(target, LayerStack(target))
     (kept,) = (cache / "skip_sets").iterdir()
     whole = kept.read_text(encoding="utf-8")
+    if within:  # the rest of the file is as it was
+        stored = json.loads(whole)
+        stored["values"]["sets"] = json.loads(damage or "0")
+        damage = json.dumps(stored)
     kept.write_text(damage, encoding="utf-8")
     assert skip_sets(target, LayerStack(target)) == measured
     assert kept.read_text(encoding="utf-8") == whole

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from medusa_heads import DraftedModel, TargetModel
 from medusa_heads.inference.adapt.clock import Clock
-from medusa_heads.inference.drafters.model.chosen_draft import ChosenDraftDrafter
+from medusa_heads.inference.drafters.extra.chosen_draft import ChosenDraftDrafter
 from medusa_heads.inference.plan.draft import draft_plan
 
 

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 
 from medusa_heads import DraftedModel
 from medusa_heads.inference.acceptance import RULES, RejectionSampling
-from medusa_heads.inference.drafters.model.drawing import draw_different
+from medusa_heads.inference.drafters.model.walk import draw_different
 from scripts.prove.sampling import chi_square
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.model.drafting import Costs, drafted, line

@@ -14,8 +14,8 @@ from torch import Tensor
 from medusa_heads import DraftedModel
 from medusa_heads.inference.acceptance import RULES, RejectionSampling
 from medusa_heads.inference.adapt.budget import Budget
+from medusa_heads.inference.drafters.extra.chosen_draft import ChosenDraftDrafter
 from medusa_heads.inference.drafters.model.choice import DraftChoice
-from medusa_heads.inference.drafters.model.chosen_draft import ChosenDraftDrafter
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
 from scripts.prove.sampling import chi_square

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
+from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.model import drafted_text
-from medusa_heads.inference.drafters.model.chain import DraftModelDrafter
+from medusa_heads.inference.drafters.model.draft_model import DraftModelDrafter
 from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
@@ -124,10 +125,8 @@ def test_equal_to_generate(
         assert draft != "near" or reached["sampled", 1].tokens_per_step > 1.3
 
 
-class Checked:
+class Checked(Drafter):
     """A drafter whose every proposal is held against the draft model without any cache."""
-
-    reads_prompt = False
 
     def __init__(self, drafter: DraftModelDrafter, draft: TargetModel, prompt_mask: Tensor) -> None:
         self.drafter, self.draft, self.mask_BT = drafter, draft, prompt_mask

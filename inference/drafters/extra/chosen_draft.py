@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
 
-from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.drafters.model.adaptive_tree import AdaptiveTree
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.drafters.base import Drafter, Memory
 from medusa_heads.inference.drafters.model.choice import DraftChoice
-from medusa_heads.inference.drafters.model.drafted_text import reads, unread
+from medusa_heads.inference.drafters.model.draft_model import AdaptiveTree
+from medusa_heads.inference.drafters.model.drafted_text import DraftedText
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
-
-if TYPE_CHECKING:
-    from medusa_heads.inference.adapt.clock import Clock
-    from medusa_heads.inference.engine.rows import Row
-    from medusa_heads.inference.engine.state import DecodingState
 
 _ACCEPTED = 0.65  # of a token behind an accepted one, before anything was drafted
 _LEVELS = 8  # of a draft that is thought of then
 
 
-class ChosenDraftDrafter:
+class ChosenDraftDrafter(Drafter):
     """Before every step it is decided which draft model drafts, or that none does.
 
     One that was left aside reads what it has missed when its turn comes; the choice counts that. It
@@ -39,28 +35,20 @@ class ChosenDraftDrafter:
         steps: that each of them has drafted for.
     """
 
-    reads_prompt = False
-
     def __init__(
         self,
         clock: Clock,
         drafters: Sequence[tuple[Drafter | AdaptiveTree, Clock]],
         most: int = 0,
     ) -> None:
-        self._clock, self._drafters, self._most = clock, list(drafters), most
-        self._rests = True
-        for drafter, _ in drafters:
-            if not isinstance(drafter, AdaptiveTree):
-                self._most, self._rests = max(self._most, drafter.num_nodes - 1), False
+        self._clock, self._drafters = clock, list(drafters)
+        fixed = [each.num_nodes - 1 for each, _ in drafters if not isinstance(each, AdaptiveTree)]
+        self._most, self._rests = max([most, *fixed]), not fixed
+        self.num_nodes = self._most + 1
         self.steps = [0] * len(drafters)
         # Where the target's tokens are drawn, or of more rows, another draft model may be the best.
         self._choices: dict[tuple[bool, int], DraftChoice] = {}
         self._took: float | None = None
-
-    @property
-    def num_nodes(self) -> int:
-        """The most nodes that a proposed tree has, the root included."""
-        return self._most + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
         """A tree of the chosen draft model for every active row."""
@@ -83,16 +71,15 @@ class ChosenDraftDrafter:
             else:
                 tree = drafter.propose(state)
             self.steps[which] += 1
-            seconds = sum(clock.step(rows * nodes) for nodes in reads(state, drafter))
-        lengths = [row.length for row in active]
-        state.memories[self] = _Step(
-            choice, which, rows, active, lengths, rows * tree.num_nodes, seconds
-        )
+            text: DraftedText = state.memories[drafter]
+            seconds = sum(clock.step(rows * nodes) for nodes in text.reads)
+        nodes = rows * tree.num_nodes
+        state.memories[self] = _Step(active, choice, which, rows, nodes, seconds)
         self._took = None
         return tree
 
     def learn_seconds(self, nodes: int, seconds: float) -> None:
-        """See Timed."""
+        """See Drafter."""
         self._took = seconds
 
     def _learn(self, state: DecodingState) -> int | None:
@@ -102,8 +89,8 @@ class ChosenDraftDrafter:
             return None
         if self._took is not None and len(state.rows) == step.batch:
             self._clock.learn(step.nodes, self._took, max(step.lengths))
-        gained = [row.length - before for row, before in zip(step.rows, step.lengths, strict=True)]
-        step.choice.learn(fmean(gained), self._clock.step(step.nodes) + step.drafting)
+        gained = fmean(map(len, step.committed()))
+        step.choice.learn(gained, self._clock.step(step.nodes) + step.drafting)
         drafter = self._drafters[step.which][0]
         if step.which >= 0 and isinstance(drafter, AdaptiveTree):
             drafter.learn(state)
@@ -112,23 +99,26 @@ class ChosenDraftDrafter:
     def _missed(self, state: DecodingState, which: int) -> float:
         """Seconds in which a draft model reads what was committed without it."""
         drafter, clock = self._drafters[which]
-        rows = len(state.rows)
-        return clock.step(rows * max(round(unread(state, drafter)), 1)) - clock.step(rows)
+        text: DraftedText | None = state.memories.get(drafter)
+        rows, read = len(state.rows), fmean(text.lengths) if text else 0.0
+        missed = fmean(row.length for row in state.rows) - read
+        return clock.step(rows * max(round(missed), 1)) - clock.step(rows)
 
     def _choice(self, drawn: bool, rows: int) -> DraftChoice:
         key = drawn, rows.bit_length()
         if key not in self._choices:
-            priors = [self._prior(which, rows) for which in range(len(self._drafters))]
+            priors = [self._prior(drafter, clock, rows) for drafter, clock in self._drafters]
             self._choices[key] = DraftChoice(
                 self._clock, self._most, rows, priors, rests=self._rests
             )
         self._choices[key].budget.rows = rows
         return self._choices[key]
 
-    def _prior(self, which: int, rows: int) -> tuple[float, float]:
+    def _prior(
+        self, drafter: Drafter | AdaptiveTree, clock: Clock, rows: int
+    ) -> tuple[float, float]:
         """Tokens and seconds to expect of a step: what a chain is expected to give and to take, and
         of an adaptive draft model the best one."""
-        drafter, clock = self._drafters[which]
         sizes = range(1, self._most + 1)
         if not isinstance(drafter, AdaptiveTree):
             sizes = range(drafter.num_nodes - 1, drafter.num_nodes)
@@ -141,24 +131,19 @@ class ChosenDraftDrafter:
         return max(steps, key=lambda step: step[0] / step[1])
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A step that was decided on.
+class _Step(Memory):
+    """A step of rows that had not ended then: who chose, and which draft model (below 0: none) in
+    how many seconds; rows and nodes that were verified, ended rows and roots included."""
 
-    Attributes:
-        choice: that was asked.
-        which: draft model drafted; below 0 where none did.
-        batch: rows that were verified.
-        rows: those of them that had not ended.
-        lengths: of their texts by then.
-        nodes: verified in all rows, the roots included.
-        drafting: seconds that drafting took.
-    """
-
-    choice: DraftChoice
-    which: int
-    batch: int
-    rows: list[Row]
-    lengths: list[int]
-    nodes: int
-    drafting: float
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        choice: DraftChoice,
+        which: int,
+        batch: int,
+        nodes: int,
+        drafting: float,
+    ) -> None:
+        super().__init__(rows)
+        self.choice, self.which = choice, which
+        self.batch, self.nodes, self.drafting = batch, nodes, drafting

@@ -1,0 +1,206 @@
+"""Trees that heads draft: of one shape at every step, or shaped anew by their probabilities.
+
+Shapes: B batch, K heads, N tree nodes, R ranks, F paths that a head goes on from, J tokens of a
+path, D hidden, V vocabulary.
+Sources: Medusa (Cai et al. 2024, arXiv:2401.10774, sections 2.1.2 and 2.3.3), Hydra (Ankner et al.
+2024, arXiv:2402.05109, section 3), and the dynamic draft tree of EAGLE-2 (Li et al. 2024,
+arXiv:2406.16858, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from medusa_heads.config import RankPath
+from medusa_heads.heads import DraftHeads
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.prefix import encoded_hidden
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.trees.dynamic_tree import (
+    DYNAMIC_RANKS,
+    DYNAMIC_WIDTH,
+    best,
+    best_first_tree,
+    candidates,
+    guesses,
+)
+from medusa_heads.trees.tree import TokenTree, TreeShape
+
+
+class HeadsDrafter(Drafter):
+    """Heads of any kind, on their target's device, and the temperatures of their probabilities."""
+
+    def __init__(self, heads: DraftHeads, temperatures: Sequence[float] | None) -> None:
+        self._heads: Any = heads
+        self._depth = heads.config.num_heads
+        self._temperatures = list(temperatures or [1.0] * self._depth)
+        self.reads_prompt = heads.config.prefix_attention
+
+
+class DynamicDrafter(HeadsDrafter):
+    """A tree of `num_drafted` nodes besides the root, the likeliest ones at every step.
+
+    Raises:
+        ValueError: no node, or more than the heads' candidates can form.
+    """
+
+    def __init__(
+        self, heads: DraftHeads, num_drafted: int, *, temperatures: Sequence[float] | None = None
+    ) -> None:
+        super().__init__(heads, temperatures)
+        self._num_ranks = min(DYNAMIC_RANKS, heads.config.num_candidates)
+        self._width = DYNAMIC_WIDTH if heads.sequential else None
+        most, level = 0, 1
+        for _ in range(self._depth):
+            level = min(level, self._width or level) * self._num_ranks
+            most += level
+        if not 1 <= num_drafted <= most:
+            raise ValueError(f"a dynamic tree here has 1 to {most} nodes, got {num_drafted}")
+        self.num_nodes = num_drafted + 1
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        """The likeliest nodes, for every active row."""
+        hidden_BD = encoded_hidden(self._heads, state)
+        guess = guesses(self._heads, hidden_BD, self._num_ranks, self._temperatures)
+        return best_first_tree(state.roots_B, guess, self.num_nodes - 1, self._depth, self._width)
+
+
+class StaticDrafter(HeadsDrafter):
+    """Heads that fill a tree of one shape at every step.
+
+    Args:
+        heads: on their target's device.
+        shape: the tree.
+        temperatures: of the heads' probabilities.
+        with_log_probs: give the nodes' draft probabilities too, for rules that compare with them.
+
+    Raises:
+        ValueError: the tree is deeper than there are heads, or wider than their vocabulary.
+    """
+
+    def __init__(
+        self,
+        heads: DraftHeads,
+        shape: TreeShape,
+        *,
+        temperatures: Sequence[float] | None = None,
+        with_log_probs: bool = False,
+    ) -> None:
+        super().__init__(heads, temperatures)
+        if shape.max_depth > self._depth:
+            raise ValueError(
+                f"the tree is {shape.max_depth} levels deep, but there are only "
+                f"{self._depth} heads: use a shallower tree"
+            )
+        if shape.max_rank >= heads.config.num_candidates:
+            raise ValueError(
+                f"the tree asks for rank {shape.max_rank} of {heads.config.num_candidates} tokens"
+            )
+        self.shape, self.num_nodes = shape, shape.num_nodes
+        self._with_log_probs = with_log_probs
+        self._places: tuple[torch.device, Any] | None = None
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        """The heads' candidates in the tree, for every active row."""
+        if not self.shape.choices:
+            return TokenTree.root_only(state.roots_B)
+        device = state.roots_B.device
+        if self._places is None or self._places[0] != device:
+            self._places = (device, self._find(device))
+        return self._draft(state.roots_B, encoded_hidden(self._heads, state), self._places[1])
+
+    def _find(self, device: torch.device) -> Any:
+        """Where nodes find their tokens among the candidates."""
+        raise NotImplementedError
+
+    def _draft(self, roots_B: Tensor, hidden_BD: Tensor, places: Any) -> TokenTree:
+        raise NotImplementedError
+
+
+class MedusaDrafter(StaticDrafter):
+    """Heads that do not see each other: node (r_0, .., r_d) takes head d's r_d-th best token."""
+
+    def _find(self, device: torch.device) -> Tensor:
+        """Of each drafted node, in the flattened [K, R] table of candidates."""
+        ranks = self.shape.max_rank + 1
+        picks = [(len(path) - 1) * ranks + path[-1] for path in self.shape.choices]
+        return torch.tensor(picks, device=device)
+
+    def _draft(self, roots_B: Tensor, hidden_BD: Tensor, places: Tensor) -> TokenTree:
+        ranks, log_probs_BN = self.shape.max_rank + 1, None
+        if self._with_log_probs:
+            tokens_BKR, log_probs_BKR = candidates(
+                self._heads, hidden_BD, ranks, self._temperatures
+            )
+            log_probs_BN = log_probs_BKR.flatten(1).index_select(1, places)
+            log_probs_BN = torch.cat([log_probs_BN.new_zeros(len(roots_B), 1), log_probs_BN], dim=1)
+        else:
+            tokens_BKR = self._heads.token_ids(self._heads(hidden_BD).topk(ranks, dim=-1).indices)
+        drafted_BN = tokens_BKR.flatten(1).index_select(1, places)
+        return self.shape.tree(torch.cat([roots_B[:, None], drafted_BN], dim=1), log_probs_BN)
+
+
+class _Level(NamedTuple):
+    """One depth of the tree: which paths go on, and where its nodes find their tokens.
+
+    Attributes:
+        going_on_F: of the nodes one level up (the root alone at first), those with children.
+        picks_N: of this level's nodes, places in the flattened [F, R] candidates.
+        num_ranks: R here.
+        places_N: of this level's nodes, places in the tree.
+    """
+
+    going_on_F: Tensor
+    picks_N: Tensor
+    num_ranks: int
+    places_N: Tensor
+
+
+class HydraDrafter(StaticDrafter):
+    """Sequential heads: node (r_0, .., r_d) takes the r_d-th best token that head d names after the
+    tokens of its own path."""
+
+    def _find(self, device: torch.device) -> list[_Level]:
+        levels: list[_Level] = []
+        above: list[RankPath] = [()]
+        for depth in range(1, self.shape.max_depth + 1):
+            places = [node for node, own in enumerate(self.shape.depth) if own == depth]
+            nodes = [self.shape.choices[place - 1] for place in places]
+            parents = sorted({path[:-1] for path in nodes}, key=above.index)
+            ranks = max(path[-1] for path in nodes) + 1
+            going_on = [above.index(path) for path in parents]
+            picks = [parents.index(path[:-1]) * ranks + path[-1] for path in nodes]
+            going_on_F, picks_N, places_N = (
+                torch.tensor(each, device=device) for each in (going_on, picks, places)
+            )
+            levels.append(_Level(going_on_F, picks_N, ranks, places_N))
+            above = nodes
+        return levels
+
+    def _draft(self, roots_B: Tensor, hidden_BD: Tensor, places: list[_Level]) -> TokenTree:
+        tokens_BN = roots_B.new_empty(len(roots_B), self.num_nodes)
+        tokens_BN[:, 0] = roots_B
+        log_probs_BN = torch.zeros(tokens_BN.shape, device=roots_B.device)  # the root is certain
+        paths_BFJ = roots_B[:, None, None]
+        for depth, level in enumerate(places):
+            paths_BFJ = paths_BFJ.index_select(1, level.going_on_F)
+            logits_BFV = self._heads.after_paths(depth, hidden_BD, paths_BFJ)
+            if self._with_log_probs:
+                tokens_BFR, log_probs_BFR = best(
+                    self._heads, logits_BFV, level.num_ranks, 1 / self._temperatures[depth]
+                )
+                picked_BN = log_probs_BFR.flatten(1).index_select(1, level.picks_N)
+                log_probs_BN[:, level.places_N] = picked_BN
+            else:
+                tokens_BFR = self._heads.token_ids(logits_BFV.topk(level.num_ranks).indices)
+            drafted_BN = tokens_BFR.flatten(1).index_select(1, level.picks_N)
+            tokens_BN[:, level.places_N] = drafted_BN
+            above_N = level.picks_N // level.num_ranks
+            paths_BFJ = torch.cat(
+                [paths_BFJ.index_select(1, above_N), drafted_BN[:, :, None]], dim=2
+            )
+        return self.shape.tree(tokens_BN, log_probs_BN if self._with_log_probs else None)

@@ -1,0 +1,74 @@
+"""Settings: fields of dataclasses that are flags as well, and their ranges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import Field, field
+from typing import Any
+
+from medusa_heads.files import parse_json
+from medusa_heads.masking import masked
+
+NO_FLAG = {"flag": None}
+"""Metadata of a field that no command can be told."""
+
+
+def flag(default: Any, help: str, name: str | None = None, **options: Any) -> Any:
+    """A field that is also a flag and a YAML key; with MISSING as default it must be given, and of
+    a list every instance has a copy. See `told`."""
+    metadata = told(help, name, **options)
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def told(help: str, name: str | None = None, **options: Any) -> dict[str, Any]:
+    """Metadata of such a field: a sentence, the name of the flag as `--name` where it is not the
+    field's, and options of argparse's add_argument, or its `aliases`."""
+    return {"help": help, **options} | ({} if name is None else {"flag": name[2:]})
+
+
+def flag_name(part: Field[Any]) -> str | None:
+    """The name of a field's flag, without dashes; None where there is none."""
+    name: str | None = part.metadata.get("flag", part.name)
+    return name if part.init else None
+
+
+def at_least(settings: object, least: int, *names: str) -> None:
+    """Raises ValueError where a named attribute is neither None nor `least` or more."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not value >= least:  # NaN is neither
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def above_zero(settings: object, *names: str) -> None:
+    """Raises ValueError where a named attribute is neither None nor a finite number above 0."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be above 0, got {value}")
+
+
+def one_of(settings: object, name: str, known: Collection[str]) -> None:
+    """Raises ValueError where an attribute is none of the known words."""
+    if (value := getattr(settings, name)) not in known:
+        raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
+
+
+def mapping(settings: object, name: str) -> dict[str, Any]:
+    """An attribute that is a mapping, JSON that holds one, or None for an empty one.
+
+    Raises:
+        ValueError: it is something else; of which no secret is shown.
+    """
+    given = getattr(settings, name)
+    if isinstance(given, str):
+        try:
+            given = parse_json(given)
+        except ValueError as error:
+            raise ValueError(f"{name} must be a JSON object, got {masked(given)!r}") from error
+    if given is not None and not isinstance(given, dict):
+        raise ValueError(f"{name} must map names to values, got {masked(given)!r}")
+    return given or {}
