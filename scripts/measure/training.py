@@ -94,11 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             description=__doc__ or "",
         )
         if arguments.measure == "peak":
-            print(json.dumps(peak(Training(arguments, to_loss.config()))))
+            print(json.dumps(peak(Training(arguments, to_loss))))
             return
         report: dict[str, Any] = {"machine": describe_machine(), "arguments": vars(arguments)}
         if arguments.measure in ("all", "rate"):
-            report["rate"] = rate(Training(arguments, to_loss.config()), arguments.repeats)
+            report["rate"] = rate(Training(arguments, to_loss), arguments.repeats)
         if arguments.measure in ("all", "memory"):
             report["memory"] = [peak_of(given, heads) for heads in arguments.memory_heads]
         path = Path(arguments.output)
