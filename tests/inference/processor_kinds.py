@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -90,12 +91,16 @@ def kinds(device: str = "cpu") -> dict[str, Callable[[int], dict[str, Any]]]:
     def encoder_ids(batch: int) -> Any:
         return torch.arange(4 * batch, device=device).view(batch, 4)
 
+    later = {}
+    with suppress(ValueError):  # before transformers 5.23 rows share one prompt length
+        RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=lengths(1))
+        later["penalty with a prompt length a row"] = lambda batch: own(
+            RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=lengths(batch))
+        )
     return {
         "none": lambda batch: {},
         "repetition penalty": lambda batch: {"repetition_penalty": 1.3},
-        "penalty with a prompt length a row": lambda batch: own(
-            RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=lengths(batch))
-        ),
+        **later,
         "penalty of a text a row": lambda batch: own(
             EncoderRepetitionPenaltyLogitsProcessor(2.0, encoder_ids(batch))
         ),
