@@ -31,14 +31,12 @@ def draw_rows(
     tokens: int,
     seed: int = 0,
 ) -> Dataset:
-    """Rows with about so many supervised tokens, or all rows of a smaller corpus, a table.
-
-    Documents are drawn until they have enough tokens, and the rows from them. No others are
-    tokenised, however large the corpus is. Rows are `input_ids` and `labels`.
+    """Rows with about so many supervised tokens, or all rows of a smaller corpus (a table).
+    Documents are drawn until they have enough, then rows from them: no others are tokenised.
 
     Raises:
-        ValueError: text that cannot be used, or too little of it: somewhere `num_heads` tokens
-            ahead must be known.
+        ValueError: text that cannot be used, or too little: somewhere `num_heads` tokens ahead must
+            be known.
     """
     if corpus.format.name != "tokens":
         target.check_length(settings.max_length, "max_length")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -33,9 +33,6 @@ from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.joint import JointTrainer, adapted
 from medusa_heads.training.runs.record import write_figures
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 
 def train_heads(
@@ -140,11 +137,9 @@ def train_heads(
         resumed=run.checkpoint is not None,
     )
     common = {"objective": objective, "hidden_states": hidden_states, **run.hooks}
-    carried: AbstractContextManager[PeftModel | None] = nullcontext()
-    if joint is not None:
-        carried = adapted(run.target, joint)
+    carried: Any = nullcontext() if joint is None else adapted(run.target, joint)
     with carried as adapter:
-        if joint is None or adapter is None:
+        if joint is None:
             trainer = HeadsTrainer(heads, run.target, run.args, *run.sets, **common)
         else:
             trainer = JointTrainer(
