@@ -161,7 +161,7 @@ def test_a_flag_named_in_a_sentence_is_one() -> None:
     heads_config = ROOT / "medusa_heads" / "config.py"
     code = "".join(
         path.read_text(encoding="utf-8")
-        for folder in ("training", "inference", "medusa_heads/cli", "scripts")
+        for folder in ("training", "inference", "medusa_heads", "scripts")
         for path in sorted((ROOT / folder).rglob("*.py"))
     )
     code += heads_config.read_text(encoding="utf-8")
