@@ -118,6 +118,34 @@ def test_only_the_other_of_two_equal_tokens_is_a_tie(target: ProofTarget) -> Non
             weight[twin] = own
 
 
+def test_rows_that_draw_in_step_are_compared_up_to_the_first_tie(target: ProofTarget) -> None:
+    place = 5
+    alone = target.prompts(1, 3)
+    text = Text("twins", "", alone, lambda: {"do_sample": False}, 12)
+    token = Reference(text, target.model).rows[0][place]
+    twin = 198 if token != 198 else 197
+    weight = target.model.lm_head.weight
+    own = weight[twin].clone()
+    with torch.no_grad():
+        weight[twin] = weight[token]
+    try:
+        pair = {name: torch.cat([rows_1T, rows_1T]) for name, rows_1T in alone.items()}
+        for in_step, mismatches in ((True, 0), (False, 3)):
+            made = Reference(replace(text, inputs=pair, in_step=in_step), target.model)
+            got_BT = made.sequences_BT.clone()
+            at = made.prompt_length + place
+            got_BT[0, at] = ({token, twin} - {int(got_BT[0, at])}).pop()
+            got_BT[1, at + 4] = (got_BT[1, at + 4] + 1) % 190  # behind the other row's tie
+            found = compare(made, got_BT)
+            assert (found.ties, found.mismatches) == (1, mismatches)
+            assert found.tokens == place + (place + 1 if in_step else 12)
+            got_BT[1, at - 1] = (got_BT[1, at - 1] + 1) % 190  # and one before it
+            assert compare(made, got_BT).mismatches == 12 - (place - 1)
+    finally:
+        with torch.no_grad():
+            weight[twin] = own
+
+
 def test_what_stands_behind_an_end_is_compared(made: list[Reference]) -> None:
     ends = next(r for r in made if r.text.name == "greedy, batch of 8")
     row = next(row for row, tokens in enumerate(ends.rows) if len(tokens) < 28)
