@@ -94,10 +94,15 @@ class Interruptions(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Hand SIGTERM back, also one that came too late to stop a step."""
+        self.hand_back()
+        if self._told:
+            signal.raise_signal(signal.SIGTERM)
+
+    def hand_back(self) -> None:
+        """SIGTERM is the program's again, which had it before; also behind a run that failed."""
         if self._handler_before is not None:
             signal.signal(signal.SIGTERM, self._handler_before)
-            if self._told:
-                signal.raise_signal(signal.SIGTERM)
+            self._handler_before = None
 
 
 class ReadableProgress(ProgressCallback):

@@ -23,7 +23,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.hidden.launched import launched_sharding, learning_whole
 from medusa_heads.training.hidden.sharding import is_sharded
 from medusa_heads.training.measure.fresh_heads import Comparison
-from medusa_heads.training.runs.callbacks import ReadableProgress
+from medusa_heads.training.runs.callbacks import Interruptions, ReadableProgress
 from medusa_heads.training.runs.record import write_run
 from medusa_heads.training.runs.resumable import STATE_FILE, remove_checkpoint
 
@@ -139,7 +139,12 @@ class TaughtTrainer(Trainer, ABC):
                 if self.args.load_best_model_at_end and state.best_model_checkpoint:
                     self._load_best_model()
                 return TrainOutput(state.global_step, 0.0, {})
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, Interruptions):
+                    callback.hand_back()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As transformers', with a sentence where the rates of the parts were others."""

@@ -90,6 +90,25 @@ class Tell(TrainerCallback):
             signal.raise_signal(signal.SIGTERM)
 
 
+class Fail(TrainerCallback):
+    """Raises in the middle of a run."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+
+def test_a_run_that_fails_hands_sigterm_back(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    args, callbacks = quick(tmp_path, 8), [Interruptions(), Fail()]
+    trainer = HeadsTrainer(heads, target, args, make_rows(20), make_rows(4), callbacks=callbacks)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
 def test_sigterm_ends_with_a_checkpoint_that_goes_on_exactly(
     target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
@@ -111,7 +130,7 @@ def test_sigterm_ends_with_a_checkpoint_that_goes_on_exactly(
     assert stopped.value.code == 143
     checkpoint = last_checkpoint(tmp_path / "told")
     assert checkpoint is not None and checkpoint.name == "checkpoint-5" and is_whole(checkpoint)
-    signal.signal(signal.SIGTERM, handler)
+    assert signal.getsignal(signal.SIGTERM) == handler
     # The folder may have been moved meanwhile; the best heads are found all the same.
     (tmp_path / "told").rename(tmp_path / "moved")
     curve, found = run("moved", resume=tmp_path / "moved" / "checkpoint-5")
