@@ -123,7 +123,7 @@ def check_methods(
 
 def _checked(name: str) -> _Parts:
     parts = _parts(name)
-    treed = parts.kind in (HEADS, DRAFT_MODEL)
+    treed = parts.kind in _TREED
     # A drafter's name may hold the layers it runs: `early_exit:4+suffix`.
     known = treed or re.sub(r":\d+", "", parts.drafts) in DRAFTERS or parts.drafts in _PLAINLY
     if not known or (treed and parts.drafts == f"{parts.kind}:"):
@@ -161,7 +161,11 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
     parts = _parts(name)
     target = models.compiled if parts.compiled else models.target
     corpus = models.corpus if parts.corpus else None
-    model = _ENGINE.get(parts.kind, _training_free)(models, target, parts, corpus)
+    model: AssistedModel
+    if parts.kind in _TREED:
+        model = _TREED[parts.kind](models, target, parts.tree or "auto", corpus)
+    else:
+        model = TrainingFreeModel(target, parts.drafts, corpus=corpus)
     return Method(
         name,
         model.generate,
@@ -183,25 +187,6 @@ def _static_cache(_: Models, most_tokens: int) -> dict[str, Any]:
     }
 
 
-def _heads(
-    models: Models, target: TargetModel, parts: _Parts, corpus: CorpusIndex | None
-) -> AssistedModel:
-    assert models.medusa is not None
-    return MedusaModel(
-        target,
-        models.medusa.heads,
-        statistics=models.medusa.statistics,
-        tree=parts.tree or "auto",
-        corpus=corpus,
-    )
-
-
-def _training_free(
-    _: Models, target: TargetModel, parts: _Parts, corpus: CorpusIndex | None
-) -> AssistedModel:
-    return TrainingFreeModel(target, parts.drafts, corpus=corpus)
-
-
 # What transformers' generate() is told for each of its methods.
 _PLAINLY: dict[str, Callable[[Models, int], dict[str, Any]]] = {
     PLAIN: lambda *_: {},
@@ -209,10 +194,10 @@ _PLAINLY: dict[str, Callable[[Models, int], dict[str, Any]]] = {
     PROMPT_LOOKUP: lambda *_: {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS},
     ASSISTED: lambda models, _: {"assistant_model": models.drafts[0].model},
 }
-# What drafts for the kinds of this engine; every other name is a drafter that no training made.
-_ENGINE: dict[str, Callable[..., AssistedModel]] = {
-    HEADS: _heads,
-    DRAFT_MODEL: lambda models, target, parts, _: DraftedModel(
-        target, models.drafts, tree=parts.tree or "auto"
+# What decodes with trees of the kinds of this engine; every other name is TrainingFreeModel's.
+_TREED: dict[str, Callable[..., AssistedModel]] = {
+    HEADS: lambda models, target, tree, corpus: MedusaModel(
+        target, models.medusa.heads, statistics=models.medusa.statistics, tree=tree, corpus=corpus
     ),
+    DRAFT_MODEL: lambda models, target, tree, _: DraftedModel(target, models.drafts, tree=tree),
 }

@@ -11,19 +11,21 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER, adapter_digest, load_adapter
+from medusa_heads.checkpoint.adapter import adapter_digest, load_adapter
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
-from medusa_heads.checkpoint.provenance import provenance
-from medusa_heads.checkpoint.stored_heads import (
+from medusa_heads.checkpoint.files import (
+    ADAPTER_FILES,
+    ADAPTER_FOLDER,
+    CARD_FILE,
     CONFIG_FILE,
+    REPORT_FILES,
     SIDECAR_FILE,
-    StoredHeads,
-    read_sidecar,
 )
+from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
 from medusa_heads.files import read_json, replace_file
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.preview import with_preview
-from medusa_heads.hub.files import ADAPTER_FILES, CARD_FILE, REPORT_FILES
 from medusa_heads.hub.folder import own_files
 from medusa_heads.hub.names import is_local
 from medusa_heads.hub.pull import copy_checkpoint, find_checkpoint

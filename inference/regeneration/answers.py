@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from medusa_heads.inference.regeneration.prompts import Prompt
 
@@ -29,36 +29,20 @@ OTHER_PROMPT = "prompts the server counts other tokens in"
 
 @dataclass(frozen=True)
 class Answer:
-    """The target's tokens, its end token included where it ended its text.
-
-    Args:
-        tokens: empty where it failed.
-        failure: why there is no answer.
-        detail: of the failure, for a reader.
-        remarks: what is odd about it.
-    """
+    """The target's tokens, its end token included where it ended its text."""
 
     tokens: Sequence[int] = ()
-    failure: str | None = None
-    detail: str = ""
-    remarks: tuple[str, ...] = ()
+    failure: str | None = None  # why there is no answer
+    detail: str = ""  # of the failure, for a reader
+    remarks: tuple[str, ...] = ()  # what is odd about it
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are made; equal settings and prompts give equal answers.
-
-    Args:
-        max_new_tokens: tokens of an answer at most.
-        temperature: of those that are drawn.
-        seed: of the draws.
-
-    Raises:
-        ValueError: an impossible value.
-    """
+    """How answers are made; equal settings and prompts give equal answers."""
 
     max_new_tokens: int
-    temperature: float = 0.7
+    temperature: float = 0.7  # of answers that are drawn
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -71,17 +55,15 @@ class Sampling:
             )
 
 
-Finished = Callable[[Sequence[tuple[Prompt, Answer]]], None]
+Answers = list[tuple[Prompt, Answer]]
+OnTokens = Callable[[int], object]
 
 
-class Backend(Protocol):
-    """Who answers.
-
-    Attributes:
-        max_positions: longest text, prompt and answer together, where it is known.
-    """
+class Backend(ABC):
+    """Who answers."""
 
     max_positions: int | None
+    """Longest text, prompt and answer together, where it is known."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -89,14 +71,10 @@ class Backend(Protocol):
 
     @abstractmethod
     def answer(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        finished: Finished,
-        on_tokens: Callable[[int], object],
-    ) -> None:
-        """Answer each prompt once, in any order; hands over answers as they are finished, and says
-        how many tokens were made meanwhile."""
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: OnTokens
+    ) -> Iterator[Answers]:
+        """Answer each prompt once, in any order; gives answers as they are finished, and says how
+        many tokens were made meanwhile."""
 
 
 def as_answer(tokens: Sequence[int], ends: Collection[int]) -> Answer:
@@ -109,44 +87,30 @@ def as_answer(tokens: Sequence[int], ends: Collection[int]) -> Answer:
 
 @dataclass
 class Accounting:
-    """Every answer that was asked for is done, failed or skipped.
+    """Every answer that was asked for is done, failed or skipped."""
 
-    Attributes:
-        asked: answers wanted; a conversation may want several.
-        done: those there are.
-        reused: of these, how many an earlier run had made.
-        tokens: in the answers.
-        failed, skipped: how many, by reason.
-        remarks: how many answers are odd, by what is odd.
-        problems: row, turn, outcome, reason and detail of each one that is not done.
-    """
-
-    asked: int = 0
+    asked: int = 0  # a conversation may want several
     done: int = 0
-    reused: int = 0
+    reused: int = 0  # of those done, how many an earlier run had made
     tokens: int = 0
-    failed: Counter[str] = field(default_factory=Counter)
-    skipped: Counter[str] = field(default_factory=Counter)
-    remarks: Counter[str] = field(default_factory=Counter)
-    problems: list[dict[str, Any]] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)  # by reason
+    skipped: Counter[str] = field(default_factory=Counter)  # by reason
+    remarks: Counter[str] = field(default_factory=Counter)  # by what is odd
+    problems: list[dict[str, Any]] = field(default_factory=list)  # those not done, one by one
 
     def answered(self, answer: Answer, row: int, turn: int, *, reused: bool) -> None:
         """Count what came back."""
         if answer.failure is not None:
-            self.failed[answer.failure] += 1
-            self._note(row, turn, "failed", answer.failure, answer.detail)
+            self.missed("failed", answer.failure, row, turn, answer.detail)
             return
         self.done += 1
         self.reused += reused
         self.tokens += len(answer.tokens)
         self.remarks.update(answer.remarks)
 
-    def skip(self, reason: str, row: int, turn: int, detail: str = "") -> None:
-        """Count what was not asked."""
-        self.skipped[reason] += 1
-        self._note(row, turn, "skipped", reason, detail)
-
-    def _note(self, row: int, turn: int, outcome: str, reason: str, detail: str) -> None:
+    def missed(self, outcome: str, reason: str, row: int, turn: int, detail: str) -> None:
+        """Count what has "failed", or was "skipped" and not asked at all."""
+        getattr(self, outcome)[reason] += 1
         self.problems.append(
             {"row": row, "turn": turn, "outcome": outcome, "reason": reason, "detail": detail}
         )
@@ -166,15 +130,14 @@ class Accounting:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, totals first."""
+        totals = {name: getattr(self, name).total() for name in ("failed", "skipped")}
         return {
             "asked": self.asked,
             "done": self.done,
-            "failed": self.failed.total(),
-            "skipped": self.skipped.total(),
+            **totals,
             "reused": self.reused,
             "tokens": self.tokens,
-            "failed_by_reason": dict(self.failed),
-            "skipped_by_reason": dict(self.skipped),
+            **{f"{name}_by_reason": dict(getattr(self, name)) for name in totals},
             "remarks": dict(self.remarks),
             "problems": self.problems,
         }

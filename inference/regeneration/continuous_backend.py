@@ -5,7 +5,7 @@ Shapes: R requests in a forward, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,48 +19,29 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from medusa_heads.inference.regeneration.answers import (
     SERVER_ERROR,
     Answer,
-    Finished,
+    Answers,
+    OnTokens,
     Sampling,
     as_answer,
 )
-from medusa_heads.inference.regeneration.draws import draw
-from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.inference.regeneration.target_backend import TargetBackend
+from medusa_heads.inference.regeneration.prompts import Prompt, draw
+from medusa_heads.inference.regeneration.transformers_backend import TargetBackend
 from medusa_heads.target.prompts import stop_ids
-from medusa_heads.target.target import TargetModel
 
 _CPU_PAGE = 32  # tokens
 _GREEDY = -1.0  # instead of a number in [0, 1): take the likeliest token
 
 
 class ContinuousBackend(TargetBackend):
-    """transformers' continuous batching, with each row's own random numbers.
-
-    Args:
-        target: as loaded. On a GPU transformers changes to flash attention where it can.
-        batch_size: requests that are under way at the same time.
-
-    Raises:
-        ValueError: a size below one.
-    """
+    """transformers' continuous batching, with each row's own random numbers. On a GPU transformers
+    changes to flash attention where it can."""
 
     name = "continuous"
 
-    def __init__(self, target: TargetModel, *, batch_size: int = 128) -> None:
-        super().__init__(target, batch_size)
-
     def answer(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        finished: Finished,
-        on_tokens: Callable[[int], object],
-    ) -> None:
-        """Answer the prompts, each starting as soon as another has ended.
-
-        Raises:
-            RuntimeError: transformers' generation thread died.
-        """
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: OnTokens
+    ) -> Iterator[Answers]:
+        """Answer the prompts, each starting as soon as another has ended."""
         model: Any = self.target.model
         ends = stop_ids(model)
         only_greedy = all(prompt.greedy for prompt in prompts)
@@ -102,7 +83,7 @@ class ContinuousBackend(TargetBackend):
                 answer = as_answer(result.generated_tokens, ends)
                 if result.error is not None:
                     answer = Answer(failure=SERVER_ERROR, detail=result.error)
-                finished([(prompts[int(result.request_id)], answer)])
+                yield [(prompts[int(result.request_id)], answer)]
         finally:
             manager.stop(block=True, hard_stop=True)
             manager.destroy()

@@ -2,11 +2,12 @@
 
 A sampled answer must not hang on which prompts happen to stand in the same batch. So every prompt
 has random numbers of its own, a function of the seed and of the prompt alone, and they are spent
-one a token.
+one a token. Shapes: B rows, T tokens, V vocabulary, M new tokens.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,26 +16,22 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from transformers import LogitsProcessor
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question.
-
-    Args:
-        input_ids: its tokens.
-        greedy: whether the answer is the likeliest text, or drawn.
-        occurrence: how many equal prompts came before it: they are to get other answers.
-        messages: the conversation that the tokens render, where there is one.
-    """
+    """One question."""
 
     input_ids: Sequence[int]
-    greedy: bool
-    occurrence: int = 0
-    messages: Messages | None = field(default=None, compare=False)
+    greedy: bool  # whether the answer is the likeliest text, or drawn
+    occurrence: int = 0  # how many equal prompts came before it: they are to get other answers
+    messages: Messages | None = field(default=None, compare=False)  # that the tokens render
 
     @cached_property
     def key(self) -> str:
@@ -60,11 +57,8 @@ class Prompt:
 
 
 class PromptMaker:
-    """Makes prompts in the order in which they are asked; equal ones are told apart.
-
-    Args:
-        greedy_share: share answered greedily, spread so that every stretch has the same mixture.
-    """
+    """Makes prompts in the order in which they are asked; equal ones are told apart. The greedy
+    share is spread so that every stretch has the same mixture."""
 
     def __init__(self, greedy_share: float) -> None:
         self._share = greedy_share
@@ -78,3 +72,39 @@ class PromptMaker:
         known = (greedy, tuple(input_ids))
         self._seen[known] += 1
         return Prompt(input_ids, greedy, self._seen[known] - 1, messages)
+
+
+class RowDraws(LogitsProcessor):
+    """Makes the argmax of the scores a draw from them: to be put behind all other processors.
+
+    transformers draws a batch with one stream of random numbers, so that a row's text hangs on its
+    neighbours. Here each row spends its prompt's own numbers draws_BM, one a token behind the
+    `width` of the padded prompts. What comes before this processor says what is drawn from; whoever
+    takes the argmax of what it returns has drawn.
+    """
+
+    def __init__(self, draws_BM: Tensor, width: int) -> None:
+        self._draws_MB = draws_BM.T.contiguous()
+        self._width = width
+
+    def of_row(self, row: int) -> RowDraws:
+        """What stands for this in a row of the batch: it draws for that row alone."""
+        alone = copy.copy(self)
+        alone._draws_MB = self._draws_MB[:, row, None]
+        return alone
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """scores_BV of the token behind input_ids_BT, the drawn token's raised to infinity."""
+        tokens_B = draw(scores, self._draws_MB[input_ids.shape[1] - self._width])
+        return scores.scatter_(1, tokens_B[:, None], torch.inf)
+
+
+def draw(scores_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """One token a row from softmax(scores): the first whose cumulated probability passes the row's
+    number in [0, 1). A token without probability is never the first.
+
+    Cheaper than torch.multinomial, which makes a random number for every entry of the vocabulary.
+    """
+    cumulated_BV = torch.softmax(scores_BV, dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    wanted_B = uniform_B.to(torch.float64) * cumulated_BV[:, -1]
+    return torch.searchsorted(cumulated_BV, wanted_B[:, None], right=True)[:, 0]

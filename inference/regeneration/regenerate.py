@@ -13,42 +13,32 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from datasets import Dataset, Features, List, Value
 from tqdm.auto import tqdm
 
 from medusa_heads.inference.regeneration.answers import (
     EARLIER_TURN,
     TOO_LONG,
     Accounting,
-    Answer,
     Backend,
     Sampling,
 )
-from medusa_heads.inference.regeneration.dialogues import Dialogue, TokenDialogue, Unanswerable
-from medusa_heads.inference.regeneration.prompts import Prompt, PromptMaker
+from medusa_heads.inference.regeneration.dialogues import Dialogue, Unanswerable
+from medusa_heads.inference.regeneration.prompts import PromptMaker
 from medusa_heads.inference.regeneration.store import AnswerStore
 from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
 from medusa_heads.target.target import TargetModel
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
 
 @dataclass(frozen=True)
 class Regenerated:
-    """The target's own text.
+    """The target's own text, in the order of the corpus, and what became of every prompt."""
 
-    Attributes:
-        rows: `input_ids`, and `labels` that equal them on answers and are -100 elsewhere, in the
-            order of the corpus.
-        accounting: what became of every answer that was asked for.
-        described: everything but the prompts that decided the answers, as plain values.
-    """
-
-    rows: Dataset
+    rows: Dataset  # `input_ids`, and `labels` that equal them on answers and are -100 elsewhere
     accounting: Accounting
-    described: dict[str, Any]
+    described: dict[str, Any]  # what decided the answers beside the prompts, as plain values
 
 
 def regenerate(
@@ -96,7 +86,7 @@ def regenerate(
     target.check_length(max(lengths) + max_new_tokens, "prompt and continuation")
     return answer_dialogues(
         TransformersBackend(target, batch_size=batch_size, num_workers=num_workers),
-        [TokenDialogue(row, ids) for row, ids in enumerate(prompt_ids)],
+        [Dialogue(row, ids) for row, ids in enumerate(prompt_ids)],
         sampling,
         greedy_share=greedy_share,
         cache_dir=cache_dir,
@@ -113,15 +103,7 @@ def answer_dialogues(
     cache_dir: str | os.PathLike[str],
     progress: bool = True,
 ) -> Regenerated:
-    """Ask every question of every dialogue, turn by turn.
-
-    Args:
-        backend: who answers.
-        dialogues: as `read_dialogues` gives them.
-        sampling: how answers are made.
-        greedy_share: share of the dialogues answered greedily, spread evenly; the rest is sampled.
-        cache_dir: finished answers are kept here, under a key of everything that decides them.
-        progress: show a progress bar, in tokens.
+    """Ask every question of every dialogue, turn by turn; the other arguments as `regenerate`.
 
     Raises:
         ValueError: no dialogues, an impossible setting, or not one answer.
@@ -147,16 +129,20 @@ def answer_dialogues(
                     input_ids, messages = dialogue.ask(turn)
                     _check_length(len(input_ids), sampling, backend.max_positions)
                 except Unanswerable as error:
-                    accounting.skip(error.reason, dialogue.row, turn, error.detail)
+                    accounting.missed("skipped", error.reason, dialogue.row, turn, error.detail)
                     silent.add(place)
                     bar.answered(1)
                 else:
                     asked.append((place, dialogue, maker(place, input_ids, messages)))
-            known = [prompt for _, _, prompt in asked if store.get(prompt) is not None]
+            known = {prompt.key for _, _, prompt in asked if store.get(prompt) is not None}
             bar.answered(len(known))
-            reused = {prompt.key for prompt in known}
-            new = [prompt for _, _, prompt in asked if prompt.key not in reused]
-            _answer_new(backend, new, sampling, store, bar)
+            new = [prompt for _, _, prompt in asked if prompt.key not in known]
+            try:
+                for answers in backend.answer(new, sampling, bar.update) if new else ():
+                    store.add(answers)
+                    bar.answered(len(answers))
+            finally:
+                store.flush()  # also where the user interrupts
             for place, dialogue, prompt in asked:
                 answer = store.get(prompt)
                 assert answer is not None, "a backend answers every prompt"
@@ -164,7 +150,7 @@ def answer_dialogues(
                     dialogue.take(answer.tokens)
                 else:
                     silent.add(place)
-                accounting.answered(answer, dialogue.row, turn, reused=prompt.key in reused)
+                accounting.answered(answer, dialogue.row, turn, reused=prompt.key in known)
     accounting.check()
     if not accounting.done:
         raise ValueError(f"not one answer: {accounting}. The first: {accounting.problems[0]}")
@@ -177,25 +163,9 @@ def _check_length(prompt_tokens: int, sampling: Sampling, limit: int | None) -> 
         raise Unanswerable(TOO_LONG, f"{total} tokens with the answer, the context is {limit}")
 
 
-def _answer_new(
-    backend: Backend, prompts: list[Prompt], sampling: Sampling, store: AnswerStore, bar: _Progress
-) -> None:
-    def finished(answers: Sequence[tuple[Prompt, Answer]]) -> None:
-        store.add(answers)
-        bar.answered(len(answers))
-
-    try:
-        if prompts:
-            backend.answer(prompts, sampling, finished, bar.made)
-    finally:
-        store.flush()  # also where the user interrupts
-
-
 def dataset_of(dialogues: Sequence[Dialogue]) -> Dataset:
     """The rows of all dialogues; where one has several, `document` says which rows are whose, so
     that they are held out together."""
-    from datasets import Dataset, Features, List, Value
-
     rows = [(place, row) for place, dialogue in enumerate(dialogues) for row in dialogue.rows()]
     columns: dict[str, list[Any]] = {
         name: [row[name] for _, row in rows] for name in ("input_ids", "labels")
@@ -207,13 +177,12 @@ def dataset_of(dialogues: Sequence[Dialogue]) -> Dataset:
     return Dataset.from_dict(columns, Features(kinds))
 
 
-class _Progress:
+class _Progress(tqdm):
     """A bar in tokens: a finished answer counts as all it could have been."""
 
     def __init__(self, answers: int, max_new_tokens: int, shown: bool) -> None:
-        self._each = max_new_tokens
-        self._done = 0
-        self._bar = tqdm(
+        self._each, self._done = max_new_tokens, 0
+        super().__init__(
             total=answers * max_new_tokens,
             desc="target's text",
             unit="tok",
@@ -222,17 +191,7 @@ class _Progress:
             disable=not shown,
         )
 
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def made(self, tokens: int) -> None:
-        """Tokens of answers that are not finished yet."""
-        self._bar.update(tokens)
-
     def answered(self, count: int) -> None:
         """Answers that are finished, or will never be."""
         self._done += count
-        self._bar.update(self._done * self._each - self._bar.n)
+        self.update(self._done * self._each - self.n)

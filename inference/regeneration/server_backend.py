@@ -9,10 +9,21 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from threading import Lock
 from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
+from urllib3 import PoolManager, ProxyManager, Retry, Timeout
+from urllib3.exceptions import HTTPError
+
+from medusa_heads.files import parse_json
 from medusa_heads.inference.regeneration.answers import (
     BROKEN_TEXT,
     CUT_TEXT,
@@ -21,84 +32,82 @@ from medusa_heads.inference.regeneration.answers import (
     OTHER_TOKENS,
     SERVER_ERROR,
     Answer,
-    Finished,
+    Answers,
+    Backend,
+    OnTokens,
     Sampling,
 )
 from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.inference.regeneration.server_connection import (
-    SHOWN,
-    DeathWatch,
-    ServerConnection,
-    Unreachable,
-    words,
-)
 
 Endpoint = Literal["auto", "completions", "chat"]
 
+_RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+_NOT_FOR_US = (401, 403)
 _UNKNOWN_HERE = (400, 404, 405, 415, 422, 501)  # the server has no such endpoint, or no ids there
+_LONGEST_PAUSE = 30.0  # seconds between two tries
 _DEAD_AFTER = 16  # failures in a row, of whatever kind, and not one answer between them
+_SHOWN = 200  # characters of a server's own words
 
 
-class ServerBackend:
+@dataclass(eq=False)
+class ServerBackend(Backend):
     """Any server that speaks OpenAI's protocol and serves the target.
 
-    Args:
-        base_url: up to and including the version, such as `http://localhost:8000/v1`.
-        model: the name that the server gives the target.
-        tokenizer: the target's.
-        ends: the tokens that end the target's text; the first one is put behind answers that ended,
-            unless the server sent tokens.
-        max_positions: the target's context, where it is known.
-        endpoint: `auto` takes `/completions` with token ids where the server has it.
-        token_ids: ask for the answer's tokens (`return_token_ids`, which not every server accepts).
-        concurrency: requests under way at the same time.
-        retries: of a request that failed in passing, with growing pauses.
-        timeout: seconds without a byte before a request has failed.
-        api_key_variable: environment variable that holds the API key, if any. The key itself is
-            neither kept nor written anywhere.
+    The API key is read from the environment; it is neither kept nor written anywhere.
 
     Raises:
         ValueError: a URL that is none, a size below one, or an unknown endpoint.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        tokenizer: Any,
-        *,
-        ends: Sequence[int],
-        max_positions: int | None = None,
-        endpoint: Endpoint = "auto",
-        token_ids: bool = False,
-        concurrency: int = 16,
-        retries: int = 5,
-        timeout: float = 600.0,
-        api_key_variable: str = "OPENAI_API_KEY",
-    ) -> None:
-        if endpoint not in ("auto", "completions", "chat"):
-            raise ValueError(f"endpoint must be auto, completions or chat, got {endpoint!r}")
-        self.model = model
-        self.max_positions = max_positions
-        self._tokenizer = tokenizer
-        self._ends = list(ends)
-        self._endpoint = endpoint
-        self._chosen: Endpoint = endpoint
-        self._token_ids = token_ids
-        self._concurrency = concurrency
-        self._connection = ServerConnection(
-            base_url,
-            concurrency=concurrency,
-            retries=retries,
-            timeout=timeout,
-            api_key_variable=api_key_variable,
-        )
-        self._dead = DeathWatch(_DEAD_AFTER)
+    base_url: str  # up to and including the version, such as `http://localhost:8000/v1`
+    model: str  # the name that the server gives the target
+    tokenizer: Any  # the target's
+    _: KW_ONLY
+    # The tokens that end the target's text; the first one is put behind answers that ended, unless
+    # the server sent tokens.
+    ends: Sequence[int]
+    max_positions: int | None = None
+    endpoint: Endpoint = "auto"  # `/completions` with token ids where the server has it
+    token_ids: bool = False  # ask for `return_token_ids`, which not every server accepts
+    concurrency: int = 16  # requests under way at the same time
+    retries: int = 5  # of a request that failed in passing, with growing pauses
+    timeout: float = 600.0  # seconds without a byte before a request has failed
+    api_key_variable: str = "OPENAI_API_KEY"
 
-    @property
-    def base_url(self) -> str:
-        """Where the server is."""
-        return self._connection.base_url
+    def __post_init__(self) -> None:
+        url = urlsplit(self.base_url)
+        if self.endpoint not in ("auto", "completions", "chat"):
+            raise ValueError(f"endpoint must be auto, completions or chat, got {self.endpoint!r}")
+        if url.scheme not in ("http", "https") or not url.netloc:
+            raise ValueError(
+                f"expected a base_url such as http://localhost:8000/v1, got {self.base_url!r}"
+            )
+        if url.username or url.password:
+            raise ValueError(
+                f"base_url holds a password: put the key into the variable {self.api_key_variable}"
+            )
+        if self.concurrency < 1 or self.retries < 0 or self.timeout <= 0:
+            raise ValueError(
+                "expected a concurrency of at least 1, retries of at least 0 and a timeout above "
+                f"0, got {self.concurrency}, {self.retries} and {self.timeout}"
+            )
+        self.base_url = self.base_url.rstrip("/")
+        self._chosen = self.endpoint
+        self._failures, self._lived, self._lock = 0, False, Lock()
+        retry = Retry(
+            total=self.retries,
+            read=min(self.retries, 2),  # of requests that reached it, and may have run into timeout
+            status_forcelist=_RETRIED,
+            allowed_methods=None,  # POST too: an answer asked for twice does no harm
+            backoff_factor=0.5,
+            backoff_max=_LONGEST_PAUSE,
+            backoff_jitter=0.5,
+            raise_on_status=False,
+        )
+        pool: dict[str, Any] = {"maxsize": self.concurrency, "block": True, "retries": retry}
+        pool["timeout"] = Timeout(self.timeout)
+        proxy = None if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme)
+        self._pool = ProxyManager(proxy, **pool) if proxy else PoolManager(**pool)
 
     def describe(self) -> dict[str, Any]:
         """The server and its name for the target; which weights it holds, only it knows."""
@@ -106,18 +115,14 @@ class ServerBackend:
             "backend": "server",
             "base_url": self.base_url,
             "model": self.model,
-            "endpoint": self._endpoint,
-            "ends": self._ends,
-            "vocabulary": len(self._tokenizer),
+            "endpoint": self.endpoint,
+            "ends": list(self.ends),
+            "vocabulary": len(self.tokenizer),
         }
 
     def answer(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        finished: Finished,
-        on_tokens: Callable[[int], object],
-    ) -> None:
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: OnTokens
+    ) -> Iterator[Answers]:
         """Answer the prompts, several at the same time. A prompt that fails is reported as failed.
 
         Raises:
@@ -128,71 +133,102 @@ class ServerBackend:
         if self._chosen == "auto":
             self._chosen = self._choose_endpoint(first, sampling)
         # One alone first: what is wrong with all of them is wrong with it.
-        finished([(first, self._ask(first, sampling))])
-        with ThreadPoolExecutor(self._concurrency) as pool:
+        yield [(first, self._ask(first, sampling))]
+        with ThreadPoolExecutor(self.concurrency) as pool:
             running = {pool.submit(self._ask, prompt, sampling): prompt for prompt in rest}
             try:
                 for done in as_completed(running):
-                    finished([(running.pop(done), done.result())])
+                    yield [(running.pop(done), done.result())]
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _choose_endpoint(self, prompt: Prompt, sampling: Sampling) -> Endpoint:
-        request = self._request("completions", prompt, sampling)
-        try:
-            status, reply = self._connection.post("completions", request)
-        except Unreachable as error:
-            raise ValueError(f"no server answers at {self.base_url} ({error})") from error
+        status, reply = self._post("completions", prompt, sampling)
+        if not status:
+            raise ValueError(f"no server answers at {self.base_url} ({reply})")
         if status not in _UNKNOWN_HERE:
             return "completions"
         if prompt.messages is None:
             raise ValueError(
                 f"{self.base_url} takes no token ids under /completions ({status}: "
-                f"{words(reply)}), and prompts without messages cannot be asked otherwise"
+                f"{_words(reply)}), and prompts without messages cannot be asked otherwise"
             )
         return "chat"
 
-    def _request(self, endpoint: str, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
+    def _post(self, endpoint: str, prompt: Prompt, sampling: Sampling) -> tuple[int, Any]:
+        """The status and the reply, as JSON or else as text; status 0 and why, if none came after
+        all retries.
+
+        Raises:
+            ValueError: the server refuses access, or the prompt has no messages to ask with.
+        """
         request: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,
             "temperature": 0.0 if prompt.greedy else sampling.temperature,
             "seed": prompt.number(sampling.seed) & 0x7FFFFFFF,
         }
-        if self._token_ids:
+        if self.token_ids:
             request["return_token_ids"] = True
         if endpoint == "completions":
-            return request | {"prompt": [int(token) for token in prompt.input_ids]}
-        if prompt.messages is None:
+            request["prompt"] = [int(token) for token in prompt.input_ids]
+        elif prompt.messages is None:
             raise ValueError(
                 "the chat endpoint needs conversations, and the corpus has plain prompts: use the "
                 "endpoint completions"
             )
-        return request | {"messages": [dict(said) for said in prompt.messages]}
+        else:
+            request["messages"] = [dict(said) for said in prompt.messages]
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(self.api_key_variable):
+            headers["Authorization"] = f"Bearer {key}"
+        url = f"{self.base_url}/{'chat/' * (endpoint == 'chat')}completions"
+        try:
+            response = self._pool.request("POST", url, body=json.dumps(request), headers=headers)
+        except HTTPError as error:
+            return 0, type(getattr(error, "reason", None) or error).__name__
+        if response.status in _NOT_FOR_US:
+            raise ValueError(
+                f"{self.base_url} refuses access ({response.status}): put the API key into the "
+                f"environment variable {self.api_key_variable}"
+            )
+        text = response.data.decode("utf-8", "replace")
+        try:
+            return response.status, parse_json(text)
+        except ValueError:
+            return response.status, text
 
     def _ask(self, prompt: Prompt, sampling: Sampling) -> Answer:
-        try:
-            status, reply = self._connection.post(
-                self._path, self._request(self._chosen, prompt, sampling)
-            )
-        except Unreachable as error:
-            self._dead.failed(f"no server answers at {self.base_url} ({error})", at_once=True)
-            return Answer(failure=SERVER_ERROR, detail=str(error))
+        status, reply = self._post(self._chosen, prompt, sampling)
+        if not status:
+            what = f"no server answers at {self.base_url} ({reply})"
+            return self._failed(reply, what, at_once=True)
         if status != 200:
-            detail = f"{status}: {words(reply)}"
-            self._dead.failed(f"{self.base_url} answers nothing but errors ({detail})")
-            return Answer(failure=SERVER_ERROR, detail=detail)
+            detail = f"{status}: {_words(reply)}"
+            return self._failed(detail, f"{self.base_url} answers nothing but errors ({detail})")
         try:
             answer = self._read(prompt, reply)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            self._dead.failed(f"{self.base_url} does not speak the protocol ({error!r})")
-            return Answer(failure=SERVER_ERROR, detail=f"not the protocol: {error!r}")
-        self._dead.answered()
+            what = f"{self.base_url} does not speak the protocol ({error!r})"
+            return self._failed(f"not the protocol: {error!r}", what)
+        with self._lock:
+            self._failures, self._lived = 0, True
         return answer
 
-    @property
-    def _path(self) -> str:
-        return "chat/completions" if self._chosen == "chat" else "completions"
+    def _failed(self, detail: str, what: str, *, at_once: bool = False) -> Answer:
+        """What stands in the place of an answer. Where the server has gone for good, asking on
+        would take hours and bring nothing; one that never answered is not waited for.
+
+        Raises:
+            ValueError: the server is given up.
+        """
+        with self._lock:
+            self._failures += 1
+            if self._failures >= _DEAD_AFTER or (at_once and not self._lived):
+                raise ValueError(
+                    f"{what}: what was answered is kept, and the same command goes on from there"
+                )
+        return Answer(failure=SERVER_ERROR, detail=detail)
 
     def _read(self, prompt: Prompt, reply: Any) -> Answer:
         choice = reply["choices"][0]
@@ -211,12 +247,12 @@ class ServerBackend:
         if not tokens:
             tokens = self._tokens(prompt, text)
             if tokens is None:
-                return Answer(failure=BROKEN_TEXT, detail=text[:SHOWN])
+                return Answer(failure=BROKEN_TEXT, detail=text[:_SHOWN])
             made = usage.get("completion_tokens")
             if made not in (None, len(tokens), len(tokens) + ended):
                 remarks.append(OTHER_TOKENS)
-        if ended and self._ends and tokens[-1] not in self._ends:
-            tokens = [*tokens, self._ends[0]]
+        if ended and self.ends and tokens[-1] not in self.ends:
+            tokens = [*tokens, self.ends[0]]
         return Answer(tokens, remarks=tuple(remarks))
 
     def _tokens(self, prompt: Prompt, text: str) -> list[int] | None:
@@ -225,21 +261,22 @@ class ServerBackend:
         Tokenised behind the prompt, where tokenizers put no space of their own before the first
         word; alone only where prompt and answer would melt into one token.
         """
+        decode = partial(
+            self.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        encode = partial(self.tokenizer, add_special_tokens=False, verbose=False)
         asked = [int(token) for token in prompt.input_ids]
-        before = self._tokenizer.decode(
-            asked, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        whole = self._encode(before + text)
-        tokens = whole[len(asked) :]
+        before = decode(asked)
+        whole = encode(before + text)["input_ids"]
+        tokens: list[int] = whole[len(asked) :]
         if whole[: len(asked)] != asked:
-            tokens = self._encode(text)
-        spelt = self._tokenizer.decode(
-            [*asked, *tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return tokens if tokens and spelt == before + text else None
+            tokens = encode(text)["input_ids"]
+        return tokens if tokens and decode([*asked, *tokens]) == before + text else None
 
-    def _encode(self, text: str) -> list[int]:
-        encoded: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        return encoded
+
+def _words(reply: Any) -> str:
+    """What a server says is wrong."""
+    if isinstance(reply, dict):
+        error = reply.get("error", reply)
+        reply = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(reply).split())[:_SHOWN]

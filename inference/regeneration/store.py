@@ -1,8 +1,9 @@
-"""Answers on disk, so that nothing is asked twice.
+"""What is kept on disk: answers, so that nothing is asked twice, and the dataset made of them.
 
-A folder of parts, each an Arrow file of finished answers under their prompts' keys. A part is
-written beside its place and then renamed: it is whole, or it is not there. Which answers share a
-part has no meaning, so a run may go on with other batches than the one that was interrupted.
+Answers are a folder of parts, each an Arrow file of finished answers under their prompts' keys. A
+part is written beside its place and then renamed: it is whole, or it is not there. Which answers
+share a part has no meaning, so a run may go on with other batches than the one that was
+interrupted.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from datasets import Dataset
 
-from medusa_heads.files import remove_leftovers, replace_file
-from medusa_heads.inference.regeneration.answers import PASSING, Answer
+from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.files import check_folder, move_in, remove_leftovers, replace_file, staging
+from medusa_heads.inference.regeneration.answers import PASSING, Accounting, Answer
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.masking import masked
 
 SETTINGS_FILE = "settings.json"
+RECORD_FILE = "regeneration.json"
+_STATE_FILE = "state.json"  # what datasets looks for: without it, there is no dataset
 _PART_ANSWERS = 64  # fewer are kept back, but never for longer than
 _PART_SECONDS = 5.0
 _SCHEMA = pa.schema(
@@ -38,15 +43,9 @@ _SCHEMA = pa.schema(
 
 
 class AnswerStore:
-    """The answers that were made with one backend and one set of settings.
-
-    Args:
-        root: folder of all stores.
-        described: everything but the prompt that decides an answer, as plain values.
-
-    Raises:
-        ValueError: a part is not what this class wrote.
-    """
+    """The answers that were made with one backend and one set of settings, in a folder of `root`
+    that is named by `described`: everything but the prompt that decides an answer. Raises
+    ValueError where a part of it is not what this class wrote."""
 
     def __init__(self, root: Path, described: dict[str, Any]) -> None:
         # The address of a server may hold a password.
@@ -63,7 +62,7 @@ class AnswerStore:
         self._written_at = time.monotonic()
 
     def get(self, prompt: Prompt) -> Answer | None:
-        """The answer to a prompt, where there is one."""
+        """The answer, if there is one."""
         return self._answers.get(prompt.key)
 
     def add(self, answers: Sequence[tuple[Prompt, Answer]]) -> None:
@@ -81,16 +80,7 @@ class AnswerStore:
         self._written_at = time.monotonic()
         if not self._waiting:
             return
-        rows = [
-            {
-                "key": key,
-                "tokens": answer.tokens,
-                "failure": answer.failure,
-                "detail": answer.detail,
-                "remarks": list(answer.remarks),
-            }
-            for key, answer in self._waiting
-        ]
+        rows = [{"key": key, **vars(answer)} for key, answer in self._waiting]
         name = hashlib.sha256("".join(key for key, _ in self._waiting).encode()).hexdigest()[:16]
         buffer = pa.BufferOutputStream()
         with pa.ipc.new_stream(buffer, _SCHEMA) as writer:
@@ -110,3 +100,37 @@ class AnswerStore:
         spans = pairwise(ends)
         for (start, end), key, failure, detail, remarks in zip(spans, *columns, strict=True):
             self._answers[key] = Answer(values[start:end], failure, detail, tuple(remarks))
+
+
+def check_output(folder: Path) -> None:
+    """Raises ValueError where a dataset of other origin stands in the folder, or nothing can be
+    written to it."""
+    check_folder(folder)
+    if (folder / _STATE_FILE).exists() and not (folder / RECORD_FILE).exists():
+        raise ValueError(
+            f"{str(folder)!r} holds a dataset that was not made by regenerate: give another "
+            "output_dir"
+        )
+
+
+def write_output(
+    rows: Dataset, accounting: Accounting, folder: Path, record: dict[str, Any]
+) -> Path:
+    """Write rows, and beside them their record with counts and provenance, so that whoever reads
+    meanwhile finds the old dataset, the new one or none. Returns where the record lies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with staging(folder) as staged:
+        rows.save_to_disk(str(staged))
+        counted = {"accounting": accounting.to_dict(), "rows": len(rows)}
+        content = masked(record) | counted | provenance()
+        text = json.dumps(content, indent=2, ensure_ascii=False, default=str)
+        (staged / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+        # The record says whose the folder is, and so comes first; the state says that the others
+        # are there: it goes first, and comes last.
+        (folder / _STATE_FILE).unlink(missing_ok=True)
+        for old in folder.glob("data-*.arrow"):
+            old.unlink()
+        order = (RECORD_FILE, "", _STATE_FILE)
+        names = [path.name for path in staged.iterdir()]
+        move_in(staged, folder, sorted(names, key=lambda n: order.index(n if n in order else "")))
+    return folder / RECORD_FILE

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from medusa_heads.inference.regeneration.answers import Answer, Finished, Sampling, as_answer
-from medusa_heads.inference.regeneration.draws import RowDraws
-from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.inference.regeneration.target_backend import TargetBackend
+from medusa_heads.inference.models.medusa import MedusaModel
+from medusa_heads.inference.regeneration.answers import (
+    Answer,
+    Answers,
+    Backend,
+    OnTokens,
+    Sampling,
+    as_answer,
+)
+from medusa_heads.inference.regeneration.prompts import Prompt, RowDraws
 from medusa_heads.target.prompts import left_padded, pad_id, stop_ids
 from medusa_heads.target.target import TargetModel
 
@@ -29,25 +36,42 @@ logger = logging.getLogger(__name__)
 Decode = Callable[..., Any]  # a decoding method, as generate(custom_generate=...) calls it
 
 
+class TargetBackend(Backend):
+    """A target in memory, answering in its dtype and on its device, so many prompts at the same
+    time. 128 is near the best for a small target on a CPU."""
+
+    name: ClassVar[str]
+
+    def __init__(self, target: TargetModel, *, batch_size: int = 128) -> None:
+        if batch_size < 1:
+            raise ValueError(f"expected a batch_size of at least 1, got {batch_size}")
+        self.target = target
+        self.batch_size = batch_size
+        self.max_positions = target.max_positions
+
+    def describe(self) -> dict[str, Any]:
+        """The weights, bit for bit, and how the target decodes by default."""
+        return {
+            "backend": self.name,
+            "weights_sha256": self.target.weights_digest(),
+            "dtype": str(self.target.dtype),
+            "generation_config": self.target.model.generation_config.to_dict(),
+        }
+
+
 class TransformersBackend(TargetBackend):
-    """The target's own `generate`, in batches.
+    """The target's own `generate`, in batches; one that does not fit the memory is halved.
 
-    Args:
-        target: as loaded; generation runs in its dtype, on its device.
-        batch_size: rows a call. 128 is near the best for a small target on a CPU. A batch that does
-            not fit the memory is halved.
-        num_workers: processes that share the batches, each with its share of the CPU's threads; on
-            a CPU two small processes outrun one large one. The calling script needs the usual
-            `if __name__ == "__main__":` where there is more than one.
-
-    Raises:
-        ValueError: a size below one.
+    `num_workers` processes share the batches, each with its share of the CPU's threads; on a CPU
+    two small processes outrun one large one. The calling script then needs the usual
+    `if __name__ == "__main__":`.
     """
 
     name = "transformers"
+    decode: Decode | None = None  # the decoding method; by default transformers' own
 
     def __init__(self, target: TargetModel, *, batch_size: int = 128, num_workers: int = 1) -> None:
-        super().__init__(target, batch_size)
+        super().__init__(target, batch_size=batch_size)
         if num_workers < 1:
             raise ValueError(f"expected num_workers of at least 1, got {num_workers}")
         if num_workers > 1 and target.device.type != "cpu":
@@ -56,24 +80,42 @@ class TransformersBackend(TargetBackend):
         self.num_workers = num_workers
 
     def answer(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        finished: Finished,
-        on_tokens: Callable[[int], object],
-    ) -> None:
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: OnTokens
+    ) -> Iterator[Answers]:
         """Answer the prompts, batch by batch."""
-        batches = in_batches(prompts, self.batch_size)
+        batches = _in_batches(prompts, self.batch_size)
         workers = min(self.num_workers, len(batches))
+        model = self.target.model
         if workers > 1:
-            _answer_side_by_side(self.target.model, batches, sampling, workers, finished)
+            yield from _answer_side_by_side(model, batches, sampling, workers)
             return
         for batch in batches:
-            answers = generate_batch(self.target.model, batch, sampling, on_tokens=on_tokens)
-            finished(list(zip(batch, answers, strict=True)))
+            answers = generate_batch(
+                model, batch, sampling, on_tokens=on_tokens, decode=self.decode
+            )
+            yield list(zip(batch, answers, strict=True))
 
 
-def in_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+class HeadsBackend(TransformersBackend):
+    """A target with heads, lossless: token for token what its own `generate` answers in fp32, in
+    fewer forward passes. In batches of 8, or of 1 on a CPU, which a batch keeps busy without heads.
+    """
+
+    name = "heads"  # which they are is no part of the description: lossless, they decide the speed
+
+    def __init__(self, model: MedusaModel, *, batch_size: int | None = None) -> None:
+        if model.acceptance != "lossless":
+            raise ValueError(
+                f"{model.acceptance} acceptance is lossy, and the text must be the target's own: "
+                "use lossless acceptance"
+            )
+        if batch_size is None:
+            batch_size = 1 if model.target.device.type == "cpu" else 8
+        super().__init__(model.target, batch_size=batch_size)
+        self.decode = model.decode
+
+
+def _in_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     """Batches of prompts that are all greedy or all sampled, and of nearly equal lengths: the
     longest first, so that what does not fit the memory is known at once."""
     batches = []
@@ -89,18 +131,12 @@ def generate_batch(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
-    on_tokens: Callable[[int], object] = lambda count: None,
+    on_tokens: OnTokens = lambda count: None,
     decode: Decode | None = None,
 ) -> list[Answer]:
-    """Answers to prompts that are all greedy or all sampled.
-
-    Args:
-        model: a transformers causal LM.
-        prompts: of any lengths; padded left.
-        sampling: how to draw.
-        on_tokens: told how many tokens were made.
-        decode: the decoding method; by default transformers' own.
-    """
+    """Answers of a transformers causal LM to prompts that are all greedy or all sampled, of any
+    lengths, by transformers' own decoding method or another. `on_tokens` is told how many tokens
+    were made."""
     try:
         return _generate(model, prompts, sampling, on_tokens, decode)
     except torch.OutOfMemoryError:
@@ -120,7 +156,7 @@ def _generate(
     model: Any,
     prompts: Sequence[Prompt],
     sampling: Sampling,
-    on_tokens: Callable[[int], object],
+    on_tokens: OnTokens,
     decode: Decode | None,
 ) -> list[Answer]:
     device = TargetModel(model).device
@@ -132,13 +168,8 @@ def _generate(
 
     options: dict[str, Any] = {"do_sample": False}
     if not greedy:
-        draws = RowDraws(
-            prompts,
-            seed=sampling.seed,
-            max_new_tokens=sampling.max_new_tokens,
-            width=width,
-            device=device,
-        )
+        numbers = [prompt.draws(sampling.seed, sampling.max_new_tokens) for prompt in prompts]
+        draws = RowDraws(torch.from_numpy(np.stack(numbers)).to(device), width)
         options = {"do_sample": True, "temperature": sampling.temperature}
         decode = partial(_with_own_draws, decode or _plain_decode, draws)
     if decode is not None:
@@ -160,7 +191,7 @@ def _generate(
 class _Count(StoppingCriteria):
     """Ends no row, and tells how many tokens were made."""
 
-    def __init__(self, on_tokens: Callable[[int], object]) -> None:
+    def __init__(self, on_tokens: OnTokens) -> None:
         self._on_tokens = on_tokens
 
     def of_row(self, row: int) -> _Count:
@@ -177,34 +208,26 @@ def _with_own_draws(
     draws: RowDraws,
     model: Any,
     input_ids_BT: Tensor,
+    *,
     logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
     generation_config: Any,
-    **model_kwargs: Any,
+    **more: Any,
 ) -> Any:
     """Decode by argmax, which the draws at the end of the processors make a sample."""
     generation_config = copy.copy(generation_config)
     generation_config.do_sample = False  # generate() has made the warpers of sampling by now
-    return decode(
-        model,
-        input_ids_BT,
-        logits_processor=LogitsProcessorList([*logits_processor, draws]),
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        **model_kwargs,
-    )
+    processors = LogitsProcessorList([*logits_processor, draws])
+    more |= {"logits_processor": processors, "generation_config": generation_config}
+    return decode(model, input_ids_BT, **more)
 
 
 def _plain_decode(model: Any, input_ids_BT: Tensor, **kwargs: Any) -> Any:
     return model._sample(input_ids_BT, **kwargs)
 
 
-_worker_model: Any = None
-
-
 def _answer_side_by_side(
-    model: Any, batches: list[list[Prompt]], sampling: Sampling, workers: int, finished: Finished
-) -> None:
+    model: Any, batches: list[list[Prompt]], sampling: Sampling, workers: int
+) -> Iterator[Answers]:
     """The batches in processes of their own, which share the model's memory."""
     threads = max(torch.get_num_threads() // workers, 1)
     pool = ProcessPoolExecutor(
@@ -213,9 +236,12 @@ def _answer_side_by_side(
     try:
         running = {pool.submit(_answer_in_worker, batch, sampling): batch for batch in batches}
         for done in as_completed(running):
-            finished(list(zip(running[done], done.result(), strict=True)))
+            yield list(zip(running[done], done.result(), strict=True))
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+_worker_model: Any = None
 
 
 def _start_worker(model: Any, threads: int) -> None:

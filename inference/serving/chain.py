@@ -22,29 +22,18 @@ from medusa_heads.target.target import TargetModel
 
 @dataclass(frozen=True)
 class SimulatedChain:
-    """Greedy text, and what an engine counts while it makes that text with a chain.
+    """Greedy text, and what an engine counts while it makes that text with a chain."""
 
-    Attributes:
-        texts: the new tokens of each prompt, an end token included.
-        drafts: chains verified.
-        draft_tokens: tokens in them.
-        accepted: tokens accepted; of the last chain also those past the end of the text.
-        accepted_per_position: the same by place in the chain [K].
-    """
-
-    texts: list[list[int]]
-    drafts: int
-    draft_tokens: int
-    accepted: int
-    accepted_per_position: list[int]
+    texts: list[list[int]]  # the new tokens of each prompt, an end token included
+    drafts: int  # chains verified
+    draft_tokens: int  # tokens in them
+    accepted: int  # of the last chain also those past the end of the text
+    accepted_per_position: list[int]  # the same by place in the chain [K]
 
 
 def check_chain(config: HeadsConfig, draft_tokens: int) -> None:
-    """Whether an engine can draft so many tokens with such heads, from one hidden state alone.
-
-    Raises:
-        ValueError: heads that see more than that, or too few of them.
-    """
+    """Raises ValueError where an engine cannot draft so many tokens with such heads from one hidden
+    state alone."""
     if config.kind != "medusa":
         raise ValueError(
             f"{config.kind} heads see the tokens drafted before theirs, which this engine does not "
@@ -78,10 +67,8 @@ def simulate_chain(
     whole chains: the last one counts in full, even where the text ends within it.
 
     Args:
-        target: the heads' target; fp32 for counts that can be compared exactly.
-        heads: attached to the target.
+        target: fp32 for counts that can be compared exactly.
         prompts: token ids, as the engine sees them.
-        max_new_tokens: where texts end at the latest.
         draft_tokens: how many heads draft; default: all.
         end_tokens: ids that end a text. Default: none do.
 
@@ -102,7 +89,9 @@ def simulate_chain(
         ends = [n for n, token in enumerate(new[:max_new_tokens], start=1) if token in end_tokens]
         length = min([*ends, max_new_tokens])
         texts.append(new[:length])
-        chains_TK = draft_chains(target, heads, tokens_T)[:, :draft_tokens].tolist()
+        # What each head would draft at each position.
+        hidden_TD = target.hidden(tokens_T[None].to(target.device))[0]
+        chains_TK = heads.token_ids(heads(hidden_TD).argmax(dim=-1))[:, :draft_tokens].tolist()
         made = 1
         while made < length:
             drafted = chains_TK[len(prompt) + made - 2]  # by the state that chose the last token
@@ -118,9 +107,8 @@ def simulate_chain(
 
 def greedy(target: TargetModel, prompt: Sequence[int], new_tokens: int) -> Tensor:
     """The prompt and so many tokens after it, whatever they are: ids [T] on the CPU."""
-    tokens = list(prompt)
+    tokens = unread = list(prompt)
     cache = None
-    unread = tokens
     for _ in range(new_tokens):
         input_ids_BT = torch.tensor([unread], device=target.device)
         output = target.model(input_ids=input_ids_BT, past_key_values=cache, use_cache=True)
@@ -128,9 +116,3 @@ def greedy(target: TargetModel, prompt: Sequence[int], new_tokens: int) -> Tenso
         unread = [int(output.logits[0, -1].argmax())]
         tokens = tokens + unread
     return torch.tensor(tokens)
-
-
-def draft_chains(target: TargetModel, heads: DraftHeads, tokens_T: Tensor) -> Tensor:
-    """What each head would draft at each position of a text: token ids [T, K]."""
-    hidden_TD = target.hidden(tokens_T[None].to(target.device))[0]
-    return heads.token_ids(heads(hidden_TD).argmax(dim=-1))

@@ -16,23 +16,20 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads, read_stored
+from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, check_target, read_stored
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.inference.serving.chain import check_chain
 from medusa_heads.target.fingerprint import lm_head_sha256
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-SETTING = "medusa_heads"
-"""The key of `additional_config` that names the checkpoint folder."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,10 +39,8 @@ class MedusaProposer:
 
     Residual blocks lie in every process. A vocabulary matrix that the heads share is the target's
     own, read through its `compute_logits`; matrices of their own are spread over the processes of
-    tensor parallelism by rows, and their best tokens compared.
-
-    Raises:
-        ValueError: no checkpoint, one whose heads vLLM cannot draft with, or another target's.
+    tensor parallelism by rows, and their best tokens compared. Raises ValueError: no checkpoint,
+    one whose heads vLLM cannot draft with, or another target's.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -64,13 +59,8 @@ class MedusaProposer:
                 "into the target and serve that"
             )
         model = vllm_config.model_config
-        check_target(
-            self._stored,
-            {
-                "hidden_size": model.get_hidden_size(),
-                "vocab_size": model.get_vocab_size(),
-            },
-        )
+        sizes = {"hidden_size": model.get_hidden_size(), "vocab_size": model.get_vocab_size()}
+        check_target(self._stored, sizes, "serve")
         if self._stored.adapter is not None:
             _log.warning(
                 "These heads were trained together with an adapter of their target. Serve the "
@@ -79,16 +69,17 @@ class MedusaProposer:
         self._dtype: torch.dtype = model.dtype
         # No logits are wider than the target's own, whose memory vLLM has reckoned with.
         self._most_rows: int = vllm_config.scheduler_config.max_num_seqs
-        self._hidden_SD: Tensor | None = None
-        self._num_drafted_R: Sequence[int] | None = None
+        # What vLLM's runner knows when it asks for drafts: the hidden state of every position it
+        # sampled at, and how many drafted tokens each request had; None where none had any.
+        self.hidden_SD: Tensor | None = None
+        self.num_drafted_R: Sequence[int] | None = None
         _hand_over_hidden_states()
 
     def load_model(self, target: nn.Module) -> None:
-        """Put the heads beside the loaded target.
+        """Put the heads beside the loaded target. Raises ValueError: its vocabulary matrix is not
+        the one the heads were trained with."""
+        from vllm import distributed
 
-        Raises:
-            ValueError: its vocabulary matrix is not the one the heads were trained with.
-        """
         model: Any = target
         lm_head = getattr(model, "lm_head", None)
         if lm_head is None and hasattr(model, "get_language_model"):
@@ -98,41 +89,31 @@ class MedusaProposer:
             _log.warning("The target's lm_head cannot be read, so the heads' target is unproved.")
         elif self._stored.target["lm_head_sha256"] is not None:
             vocab_size = self._stored.config.vocab_size
-            found = lm_head_sha256(_gather(weight_VD, dim=0)[:vocab_size])
-            check_target(self._stored, {"lm_head_sha256": found})
+            found = lm_head_sha256(_gather(weight_VD)[:vocab_size])
+            check_target(self._stored, {"lm_head_sha256": found}, "serve")
         device = next(target.parameters()).device
         config, tensors = self._stored.config, self._stored.tensors
         # The blocks of those heads that draft; their vocabulary is looked after here.
-        self._blocks = MedusaHeads(
-            replace(
-                config, num_heads=self._num_tokens, vocab_matrix="shared", draft_vocab_size=None
-            )
-        )
+        blocks = replace(config, num_heads=self._num_tokens, vocab_matrix="shared")
+        self._blocks = MedusaHeads(replace(blocks, draft_vocab_size=None))
         self._blocks.load_state_dict({name: tensors[name] for name in self._blocks.state_dict()})
         self._blocks.to(device=device, dtype=self._dtype).eval().requires_grad_(False)
         drafted_V = tensors.get(DRAFT_TOKENS)
         self._draft_tokens_V = None if drafted_V is None else drafted_V.to(device)
         self._compute_logits: Callable[[Tensor], Tensor | None] = model.compute_logits
-        self._own: list[tuple[Tensor, Tensor | None]] = []
-        self._first_row = 0
-        if config.vocab_matrix == "own":
-            self._first_row, end = _rows_of_this_process(config.num_candidates)
-            for i in range(self._num_tokens):
-                weight_VD = tensors[f"{i}.{config.num_layers}.weight"]
-                bias_V = tensors.get(f"{i}.{config.num_layers}.bias")
-                own = [
-                    part[self._first_row : end].to(device, self._dtype, copy=True)
-                    for part in (weight_VD, bias_V)
-                    if part is not None
-                ]
-                self._own.append((own[0], own[1] if bias_V is not None else None))
+        rank = distributed.get_tensor_model_parallel_rank()
+        world = distributed.get_tensor_model_parallel_world_size()
+        self._first_row, end = (config.num_candidates * n // world for n in (rank, rank + 1))
+        own = [
+            {
+                part: tensors[name][self._first_row : end].to(device, self._dtype, copy=True)
+                for part in ("weight", "bias")
+                if (name := f"{i}.{config.num_layers}.{part}") in tensors
+            }
+            for i in range(self._num_tokens)
+        ]
+        self._own = own if config.vocab_matrix == "own" else []
         del self._stored  # and with it the other processes' rows
-
-    def see(self, hidden_SD: Tensor, num_drafted_R: Sequence[int] | None) -> None:
-        """What vLLM's runner knows when it asks for drafts: the hidden state of every position it
-        sampled at, and how many drafted tokens each request had; None where none had any."""
-        self._hidden_SD = hidden_SD
-        self._num_drafted_R = num_drafted_R
 
     def propose(
         self,
@@ -142,75 +123,54 @@ class MedusaProposer:
         slot_mappings: Any = None,
     ) -> list[list[int]]:
         """Draft tokens of every request, none for those that sampled none; called by vLLM."""
-        assert self._hidden_SD is not None, "the runner hands over hidden states first"
-        rows = last_rows(sampled_token_ids, self._num_drafted_R)
-        hidden_RD = self._hidden_SD[torch.tensor(rows, device=self._hidden_SD.device)]
-        self._hidden_SD = None
-        drafted = self.draft(hidden_RD).tolist()
-        return [
-            chain if sampled else []
-            for chain, sampled in zip(drafted, sampled_token_ids, strict=True)
-        ]
+        assert self.hidden_SD is not None, "the runner hands over hidden states first"
+        rows = last_rows(sampled_token_ids, self.num_drafted_R)
+        chains = self.draft(self.hidden_SD[torch.tensor(rows, device=self.hidden_SD.device)])
+        self.hidden_SD = None
+        pairs = zip(chains.tolist(), sampled_token_ids, strict=True)
+        return [chain if sampled else [] for chain, sampled in pairs]
 
     @torch.inference_mode()
     def draft(self, hidden_RD: Tensor) -> Tensor:
         """Each head's best token, [R, K], the same in every process."""
         features_RKD = self._blocks.features(hidden_RD)
         if self._own:
-            return self._draft_with_own(features_RKD)
-        parts = []
-        for part_RD in features_RKD.flatten(0, 1).split(self._most_rows):
-            logits_RV = self._compute_logits(part_RD)
-            assert logits_RV is not None, "vLLM gathers logits in every process that samples"
-            if self._draft_tokens_V is not None:
-                logits_RV = logits_RV[:, self._draft_tokens_V]
-            parts.append(logits_RV.argmax(dim=-1))
-        return self._token_ids(torch.cat(parts).view(features_RKD.shape[:2]))
+            drafted_RK = self._draft_with_own(features_RKD)
+        else:
+            parts = []
+            for part_RD in features_RKD.flatten(0, 1).split(self._most_rows):
+                logits_RV = self._compute_logits(part_RD)
+                assert logits_RV is not None, "vLLM gathers logits in every process that samples"
+                if self._draft_tokens_V is not None:
+                    logits_RV = logits_RV[:, self._draft_tokens_V]
+                parts.append(logits_RV.argmax(dim=-1))
+            drafted_RK = torch.cat(parts).view(features_RKD.shape[:2])
+        return drafted_RK if self._draft_tokens_V is None else self._draft_tokens_V[drafted_RK]
 
     def _draft_with_own(self, features_RKD: Tensor) -> Tensor:
         best, values = [], []
-        for i, (weight_VD, bias_V) in enumerate(self._own):
-            logits_RV = nn.functional.linear(features_RKD[:, i], weight_VD, bias_V)
+        for i, own in enumerate(self._own):
+            logits_RV = nn.functional.linear(features_RKD[:, i], **own)
             value_R, token_R = logits_RV.max(dim=-1)
             values.append(value_R)
             best.append(token_R + self._first_row)
         # One gather of small floats, which hold any token id exactly; of equal values the first
         # process's wins, as the first of equal logits does.
         pairs_2RK = torch.stack([torch.stack(values, 1).float(), torch.stack(best, 1).float()])
-        pairs_W2RK = _gather(pairs_2RK, dim=0).view(-1, *pairs_2RK.shape)
+        pairs_W2RK = _gather(pairs_2RK).view(-1, *pairs_2RK.shape)
         process_1RK = pairs_W2RK[:, 0].argmax(dim=0, keepdim=True)
-        return self._token_ids(pairs_W2RK[:, 1].gather(0, process_1RK)[0].long())
-
-    def _token_ids(self, drafted_RK: Tensor) -> Tensor:
-        return drafted_RK if self._draft_tokens_V is None else self._draft_tokens_V[drafted_RK]
+        return pairs_W2RK[:, 1].gather(0, process_1RK)[0].long()
 
 
 def _folder(vllm_config: VllmConfig) -> str:
     settings = vllm_config.additional_config
-    folder = settings.get(SETTING) if isinstance(settings, dict) else None
+    folder = settings.get("medusa_heads") if isinstance(settings, dict) else None
     if not isinstance(folder, str):
         raise ValueError(
-            f"expected the heads' checkpoint folder under {SETTING!r} in additional_config, got "
-            f'{folder!r}: pass --additional-config \'{{"{SETTING}": "FOLDER"}}\''
+            "expected the heads' checkpoint folder under 'medusa_heads' in additional_config, got "
+            f'{folder!r}: pass --additional-config \'{{"medusa_heads": "FOLDER"}}\''
         )
     return folder
-
-
-def check_target(stored: StoredHeads, found: Mapping[str, Any]) -> None:
-    """Compare what is known of a target with what the heads' checkpoint says of theirs.
-
-    Raises:
-        ValueError: they differ.
-    """
-    known = {**stored.target, "hidden_size": stored.config.hidden_size}
-    known["vocab_size"] = stored.config.vocab_size
-    expected = {name: known.get(name) for name in found}
-    if differing := [n for n in found if expected[n] not in (None, found[n])]:
-        raise ValueError(
-            f"these heads were trained for another target ({stored.target['name_or_path']!r}): "
-            f"expected { ({n: expected[n] for n in differing}) }, got "
-            f"{ ({n: found[n] for n in differing}) }; serve the target they belong to"
-        )
 
 
 def last_rows(
@@ -231,11 +191,8 @@ def last_rows(
 
 
 def _hand_over_hidden_states() -> None:
-    """Let vLLM's runner show our proposer the hidden states.
-
-    A custom proposer is handed sampled tokens alone. The runner has the hidden states as arguments
-    of the method that asks it, where they are read on their way.
-    """
+    """Let vLLM's runner, which hands a custom proposer sampled tokens alone, show ours the hidden
+    states: they are arguments of the method that asks it, and are read there on their way."""
     from vllm import __version__
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the CPU's runner is one as well
 
@@ -255,32 +212,18 @@ def _hand_over_hidden_states() -> None:
         if isinstance(runner.drafter, MedusaProposer):
             given = signature.bind(runner, *args, **kwargs).arguments
             metadata = given["spec_decode_metadata"]
-            runner.drafter.see(
-                given["sample_hidden_states"], metadata and metadata.num_draft_tokens
-            )
+            runner.drafter.hidden_SD = given["sample_hidden_states"]
+            runner.drafter.num_drafted_R = metadata and metadata.num_draft_tokens
         return ask(runner, *args, **kwargs)
 
     ask_with_hidden_states.shows_hidden_states = True  # type: ignore[attr-defined]
     GPUModelRunner.propose_draft_token_ids = ask_with_hidden_states
 
 
-def _rows_of_this_process(size: int) -> tuple[int, int]:
-    from vllm.distributed import (
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
+def _gather(tensor: Tensor) -> Tensor:
+    """The tensors of all processes of tensor parallelism, one after the other along dimension 0."""
+    from vllm import distributed
 
-    rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    return size * rank // world, size * (rank + 1) // world
-
-
-def _gather(tensor: Tensor, dim: int) -> Tensor:
-    """The tensors of all processes of tensor parallelism, in their order along `dim`."""
-    from vllm.distributed import (
-        get_tensor_model_parallel_world_size,
-        tensor_model_parallel_all_gather,
-    )
-
-    if get_tensor_model_parallel_world_size() == 1:
+    if distributed.get_tensor_model_parallel_world_size() == 1:
         return tensor
-    return tensor_model_parallel_all_gather(tensor, dim)
+    return distributed.tensor_model_parallel_all_gather(tensor, 0)

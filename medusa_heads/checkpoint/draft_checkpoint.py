@@ -8,7 +8,6 @@ draft_model.json                                  target fingerprint, measured f
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from medusa_heads.checkpoint.checkpoint import describe_target
+from medusa_heads.checkpoint.files import FORMAT_VERSION, filled, read_record, write_json
 from medusa_heads.contents import DRAFT_FILE
-from medusa_heads.files import move_in, read_json, staging
 from medusa_heads.masking import masked
 from medusa_heads.target.loading import load_tokenizer
 from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-FORMAT_VERSION = 1
 
 
 def save_draft(
@@ -37,57 +35,36 @@ def save_draft(
     measured: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a draft model, beside its place first and then renamed, file by file.
-
-    Weights are stored in the target's dtype.
-    """
+    """Write a draft model in the target's dtype, beside its place first and then renamed, file by
+    file."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     sidecar = {
         "format_version": FORMAT_VERSION,
-        "target": {
-            "name_or_path": target.name_or_path,
-            "revision": target.revision,
-            **target.fingerprint(),
-        },
+        "target": describe_target(target),
         "measured": dict(measured or {}),
         "provenance": masked(provenance or {}),
     }
     stored: Any = copy.deepcopy(draft).to(target.dtype)  # type: ignore[arg-type]
-    with staging(folder) as staged:
-        stored.save_pretrained(staged)
+    with filled(folder, DRAFT_FILE) as made:
+        stored.save_pretrained(made)
         if tokenizer is not None:
-            tokenizer.save_pretrained(staged)
-        names = sorted(path.name for path in staged.iterdir())
-        (staged / DRAFT_FILE).write_text(json.dumps(sidecar, indent=2) + "\n", encoding="utf-8")
+            tokenizer.save_pretrained(made)
+        write_json(made / DRAFT_FILE, sidecar)
         # A folder with this file is whole: it goes first, and comes last.
         (folder / DRAFT_FILE).unlink(missing_ok=True)
-        move_in(staged, folder, [*names, DRAFT_FILE])
     return folder
 
 
 def read_draft_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `save_draft` wrote beside the model.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
+    """What `save_draft` wrote beside the model. Raises ValueError: there is none, or it cannot be
+    read."""
     path = Path(folder) / DRAFT_FILE
     if not path.is_file():
         raise ValueError(
             f"the draft model {str(folder)!r} does not name its target (it has no {DRAFT_FILE}): "
             "pass target= (--target)"
         )
-    sidecar = read_json(path)
-    if sidecar.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {sidecar.get('format_version')!r}, this package reads "
-            f"{FORMAT_VERSION}: upgrade medusa-heads"
-        )
-    for part in ("target", "measured", "provenance"):
-        if not isinstance(sidecar.get(part), dict):
-            raise ValueError(f"{path} has no {part!r} part: it is damaged")
-    return sidecar
+    return read_record(path, needed=("target", "measured", "provenance"))
 
 
 def load_draft(
@@ -97,17 +74,8 @@ def load_draft(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> TargetModel:
-    """Load a causal LM that is to draft for the target, on its device.
-
-    Args:
-        name_or_path: hub id or folder.
-        target: in memory.
-        dtype: of the weights; by default the target's.
-        trust_remote_code: run the code that comes with the draft model.
-
-    Raises:
-        ValueError: nothing loadable, or its tokens are not the target's.
-    """
+    """Load a causal LM that is to draft for the target, on its device, by default in its dtype.
+    Raises ValueError: nothing loadable, or its tokens are not the target's."""
     draft = TargetModel.from_pretrained(
         str(name_or_path),
         dtype=dtype or target.dtype,
@@ -120,11 +88,8 @@ def load_draft(
 
 def check_vocabulary(draft: TargetModel, target: TargetModel) -> None:
     """The draft model's token ids must be the target's. Vocabulary matrices may be padded to
-    different sizes (as those of Qwen2.5 are) if the tokenizers are known and equal.
-
-    Raises:
-        ValueError: they are not.
-    """
+    different sizes (as those of Qwen2.5 are) if the tokenizers are known and equal. Raises
+    ValueError: they are not."""
     own, others = _vocabulary(draft.name_or_path), _vocabulary(target.name_or_path)
     if own is not None and others is not None:
         if own != others:
@@ -142,9 +107,7 @@ def check_vocabulary(draft: TargetModel, target: TargetModel) -> None:
 
 def _vocabulary(name_or_path: str) -> dict[str, int] | None:
     """Token ids of the tokenizer beside a model; None where there is none."""
-    if not name_or_path:
-        return None
     try:
-        return load_tokenizer(name_or_path).get_vocab()
+        return load_tokenizer(name_or_path).get_vocab() if name_or_path else None
     except (OSError, ValueError):
         return None

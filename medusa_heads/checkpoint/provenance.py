@@ -19,22 +19,18 @@ _COMMANDS = ("medusa-heads", "train-draft", "train-heads")
 
 
 def provenance(extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """How a checkpoint came to be: command, versions, revision of the code, time (UTC)."""
-    packages = ("medusa-heads", "torch", "transformers", "accelerate", "datasets", "safetensors")
+    """How a checkpoint came to be; the command is None in a program of the user's own, the revision
+    where the code ran from no git checkout of its own."""
+    packages = ("torch", "transformers", "accelerate", "datasets", "numpy", "safetensors")
+    command = Path(sys.argv[0]).name.removesuffix(".py").replace("_", "-")
     return {
-        "command": _command(),
+        "command": command if command in _COMMANDS else None,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: _version(name) for name in ("medusa-heads", *packages)},
         "git_sha": _git_sha(),
         **(extra or {}),
     }
-
-
-def _command() -> str | None:
-    """Which of this package's commands runs; None in a program of the user's own."""
-    name = Path(sys.argv[0]).name.removesuffix(".py").replace("_", "-")
-    return name if name in _COMMANDS else None
 
 
 def _version(package: str) -> str | None:
@@ -45,19 +41,12 @@ def _version(package: str) -> str | None:
 
 
 def _git_sha() -> str | None:
-    """Revision of the code that ran, where it ran from a git checkout of its own."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
+    ask = ["git", "rev-parse", "HEAD"]
     try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        found = subprocess.run(ask, cwd=root, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None if found.returncode == 0 else None
+    return found.stdout.strip() or None

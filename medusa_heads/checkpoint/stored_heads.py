@@ -1,21 +1,13 @@
-"""A heads checkpoint as it lies on disk, read and written without a target in memory.
-
-medusa_lm_head.safetensors   the heads, FasterDecoding's key names
-vocab_matrix.safetensors     where it was asked for: a copy of the target's vocabulary matrix, which
-                             the heads share; nothing here reads it to draft (vocab_matrix.py)
-config.json                  what FasterDecoding-style loaders (TGI, LoRAX, vLLM 0.32) read
-medusa_heads.json            configuration, target fingerprint, statistics, provenance
-custom_generate/             makes the folder a decoding method for transformers' generate()
-adapter/                     of heads trained together with a LoRA adapter: peft's two files
+"""A heads checkpoint as it lies on disk, read and written without a target in memory. Which files
+it is, `files.py` says.
 
 Shapes: D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +15,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER, save_adapter
-from medusa_heads.checkpoint.custom_generate import write_custom_generate
-from medusa_heads.checkpoint.tensor_file import read_tensors, tensor_shapes
-from medusa_heads.checkpoint.vocab_matrix import VOCAB_MATRIX_FILE, VOCAB_MATRIX_KEY
+from medusa_heads.checkpoint.adapter import save_adapter
+from medusa_heads.checkpoint.files import (
+    ADAPTER_FOLDER,
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    VOCAB_MATRIX_FILE,
+    WEIGHTS_FILE,
+    filled,
+    read_record,
+    write_custom_generate,
+    write_json,
+)
+from medusa_heads.checkpoint.tensor_file import mapped_tensors, read_tensors, write_tensors
 from medusa_heads.config import HeadsConfig
 from medusa_heads.contents import SIDECAR_FILE, instead_of_heads
-from medusa_heads.files import move_in, read_json, refuse_link, staging
 from medusa_heads.heads import KINDS
 from medusa_heads.masking import masked
 from medusa_heads.target.fingerprint import file_sha256
@@ -37,107 +37,74 @@ from medusa_heads.target.fingerprint import file_sha256
 if TYPE_CHECKING:
     from peft import PeftModel
 
-WEIGHTS_FILE = "medusa_lm_head.safetensors"
-CONFIG_FILE = "config.json"
-FORMAT_VERSION = 1
 DRAFT_TOKENS = "draft_tokens"
-_SIDECAR_PARTS = {
-    *("format_version", "heads", "weights_sha256", "target"),
-    *("adapter", "statistics", "provenance"),
-}
+VOCAB_MATRIX_KEY = "lm_heads.0.weight"  # where vLLM looks for a matrix that all heads share
 
 
 @dataclass(frozen=True)
 class StoredHeads:
-    """Heads, and what is known of where they came from.
+    """Heads, and what is known of where they came from. Of their `target` that is `name_or_path`,
+    `revision`, `model_type`, `hidden_size`, `vocab_size`, `lm_head_sha256`; None where heads that
+    another project stored do not say."""
 
-    Attributes:
-        config: their shape, with the target's sizes filled in.
-        tensors: what `DraftHeads.state_dict()` holds.
-        target: `name_or_path`, `revision`, `model_type`, `hidden_size`, `vocab_size` and
-            `lm_head_sha256` of the target they belong to; None where heads that another project
-            stored do not say.
-        statistics: `HeadStatistics.to_dict()`.
-        provenance: how they came to be.
-        adapter: `folder` and `sha256` of the adapter they were trained together with.
-        vocab_matrix_VD: the target's vocabulary matrix, if a copy of it is to lie beside the heads.
-    """
-
-    config: HeadsConfig
-    tensors: dict[str, Tensor]
+    config: HeadsConfig  # with the target's sizes filled in
+    tensors: dict[str, Tensor]  # what `DraftHeads.state_dict()` holds
     target: Mapping[str, Any]
-    statistics: Mapping[str, Any] | None = None
+    statistics: Mapping[str, Any] | None = None  # `HeadStatistics.to_dict()`
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    adapter: Mapping[str, Any] | None = None
-    vocab_matrix_VD: Tensor | None = None
+    adapter: Mapping[str, Any] | None = None  # `folder` and `sha256` of what they were trained with
+    vocab_matrix_VD: Tensor | None = None  # the target's, if a copy of it is to lie beside them
+
+    @property
+    def has_vocab_bias(self) -> bool:
+        """Whether own vocabulary matrices have a bias each."""
+        return f"0.{self.config.num_layers}.bias" in self.tensors
 
 
 def write_stored(
     folder: str | os.PathLike[str], stored: StoredHeads, *, adapter: PeftModel | None = None
 ) -> Path:
-    """Write a checkpoint folder, beside its place first and then renamed, file by file.
-
-    Raises:
-        ValueError: the tensors are not those of such heads.
-        OSError: the folder cannot be written.
-    """
-    from safetensors.torch import save_file
-
-    _check_shapes(
-        {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()},
-        stored.config,
-        WEIGHTS_FILE,
-    )
+    """Write a checkpoint folder, beside its place first and then renamed, file by file. Raises
+    ValueError: the tensors are not those of such heads."""
+    _check_shapes(stored.tensors, stored.config, WEIGHTS_FILE)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    # All is staged in one hidden folder: an error or a full disk leaves nothing half-written.
-    with staging(folder) as staged:
-        # The sidecar comes last: it holds the weights' checksum, and so vouches for them.
-        names = [WEIGHTS_FILE, CONFIG_FILE, SIDECAR_FILE]
-        save_file(
-            {name: tensor.contiguous() for name, tensor in stored.tensors.items()},
-            staged / WEIGHTS_FILE,
-            metadata={"format": "pt"},
-        )
+    # The sidecar comes last: it holds the weights' checksum, and so vouches for them.
+    with filled(folder, WEIGHTS_FILE, CONFIG_FILE, SIDECAR_FILE) as made:
+        write_tensors(made / WEIGHTS_FILE, stored.tensors)
         if stored.vocab_matrix_VD is not None:
-            matrix = {VOCAB_MATRIX_KEY: stored.vocab_matrix_VD.contiguous()}
-            save_file(matrix, staged / VOCAB_MATRIX_FILE, metadata={"format": "pt"})
-            names.insert(0, VOCAB_MATRIX_FILE)
+            write_tensors(made / VOCAB_MATRIX_FILE, {VOCAB_MATRIX_KEY: stored.vocab_matrix_VD})
+        base_model = stored.target.get("name_or_path")
         if adapter is not None:
-            base_model, dtype = stored.target["name_or_path"], _dtype(stored.tensors)
-            save_adapter(staged / ADAPTER_FOLDER, adapter, base_model, dtype)
-            refuse_link(folder / ADAPTER_FOLDER)
-            (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
-            of_adapter = sorted((staged / ADAPTER_FOLDER).iterdir())
-            names = [str(path.relative_to(staged)) for path in of_adapter] + names
-        sidecar = {
-            "format_version": FORMAT_VERSION,
-            "heads": stored.config.to_dict(),
-            "weights_sha256": file_sha256(staged / WEIGHTS_FILE),
-            "target": dict(stored.target),
-            "adapter": stored.adapter and dict(stored.adapter),
-            "statistics": stored.statistics and dict(stored.statistics),
-            "provenance": masked(stored.provenance),
-        }
-        known_as = stored.target.get("name_or_path")
-        foreign = foreign_config(stored.config, stored.tensors, known_as)
-        for name, content in ((CONFIG_FILE, foreign), (SIDECAR_FILE, sidecar)):
-            (staged / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        write_custom_generate(folder)
-        move_in(staged, folder, names)
-        if stored.vocab_matrix_VD is None:
-            (folder / VOCAB_MATRIX_FILE).unlink(missing_ok=True)  # of heads that stood here before
+            dtype = next(t.dtype for t in stored.tensors.values() if t.is_floating_point())
+            save_adapter(made / ADAPTER_FOLDER, adapter, base_model, dtype)
+        write_json(made / CONFIG_FILE, foreign_config(stored, base_model))
+        write_json(made / SIDECAR_FILE, to_sidecar(stored, file_sha256(made / WEIGHTS_FILE)))
+        write_custom_generate(made)
+    if stored.vocab_matrix_VD is None:
+        (folder / VOCAB_MATRIX_FILE).unlink(missing_ok=True)  # of heads that stood here before
     return folder
 
 
-def foreign_config(
-    config: HeadsConfig, tensors: Collection[str], base_model: str | None
-) -> dict[str, Any]:
+def to_sidecar(stored: StoredHeads, weights_sha256: str) -> dict[str, Any]:
+    """What the sidecar holds, secrets starred out."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "heads": stored.config.to_dict(),
+        "weights_sha256": weights_sha256,
+        "target": dict(stored.target),
+        "adapter": stored.adapter and dict(stored.adapter),
+        "statistics": stored.statistics and dict(stored.statistics),
+        "provenance": masked(stored.provenance),
+    }
+
+
+def foreign_config(stored: StoredHeads, base_model: str | None) -> dict[str, Any]:
     """What other projects' loaders read; keys of Medusa's only where they could hold the heads.
 
     No `architectures` (TGI would take the folder for a whole model) and no other key with "num" and
     "heads" or "layers" in it (vLLM would read it in place of Medusa's).
     """
+    config, shared = stored.config, stored.config.vocab_matrix == "shared"
     foreign: dict[str, Any] = {
         "base_model_name_or_path": base_model,
         "hidden_size": config.hidden_size,
@@ -148,9 +115,8 @@ def foreign_config(
             "hydra_num_heads": config.num_heads,
             "hydra_num_layers": config.num_layers,
         }
-    if not config.is_plain_medusa or _vocab_bias(config) in tensors:
+    if not config.is_plain_medusa or stored.has_vocab_bias:
         return foreign
-    shared = config.vocab_matrix == "shared"
     if shared:
         foreign["version"] = "2"  # FasterDecoding's mark for heads without vocabulary matrices
     return foreign | {
@@ -162,62 +128,58 @@ def foreign_config(
 
 
 def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The sidecar of a checkpoint folder, without its weights.
-
-    Raises:
-        ValueError: not a checkpoint folder, or an unreadable or newer sidecar.
-    """
+    """The sidecar of a checkpoint folder, without its weights. Raises ValueError: not a checkpoint
+    folder, or an unreadable or newer sidecar."""
     path = Path(folder) / SIDECAR_FILE
     if not path.is_file():
         raise ValueError(
             f"expected a heads checkpoint (a folder with {SIDECAR_FILE}) at {str(folder)!r}, "
             + instead_of_heads(folder)
         )
-    sidecar = read_json(path)
-    version = sidecar.get("format_version")
-    if version != FORMAT_VERSION or isinstance(version, bool):
-        raise ValueError(
-            f"{path} has format version {version!r}, this package reads {FORMAT_VERSION}: "
-            "upgrade medusa-heads"
-        )
-    if unknown := sorted(set(sidecar) - _SIDECAR_PARTS):
+    sidecar = read_record(path, needed=("heads", "target"))
+    optional = ("adapter", "statistics", "provenance")
+    known = {"format_version", "weights_sha256", "heads", "target", *optional}
+    if unknown := sorted(set(sidecar) - known):
         raise ValueError(f"{path} has unknown parts {unknown}: it is damaged, or of another make")
-    for part in ("heads", "target"):
-        if not isinstance(sidecar.get(part), dict):
-            raise ValueError(f"{path} has no {part!r} part: it is damaged")
-    for part in ("adapter", "statistics", "provenance"):
+    for part in optional:
         if not isinstance(sidecar.get(part), dict | None):
             raise ValueError(f"{path}: {part!r} is not an object: it is damaged")
     return sidecar
 
 
 def read_stored(folder: str | os.PathLike[str]) -> StoredHeads:
-    """Read a checkpoint folder. Names, shapes and sizes are compared before memory is taken.
-
-    Raises:
-        ValueError: not a checkpoint folder, a damaged one, or one whose parts do not fit.
-    """
-    sidecar, path = read_sidecar(folder), Path(folder) / WEIGHTS_FILE
+    """Read a checkpoint folder. Names, shapes and sizes are compared before memory is taken. Raises
+    ValueError: not a checkpoint folder, a damaged one, or one whose parts do not fit."""
+    folder = Path(folder)
+    sidecar, path = read_sidecar(folder), folder / WEIGHTS_FILE
     try:
         config = HeadsConfig.from_dict(sidecar["heads"])
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{Path(folder) / SIDECAR_FILE}: {error}") from error
+        raise ValueError(f"{folder / SIDECAR_FILE}: {error}") from error
     if config.hidden_size is None or config.vocab_size is None:
         raise ValueError(
-            f"{Path(folder) / SIDECAR_FILE} does not say the heads' hidden_size and vocab_size: it "
-            "is damaged"
+            f"{folder / SIDECAR_FILE} does not say the heads' hidden_size and vocab_size: it is "
+            "damaged"
         )
-    _check_shapes(tensor_shapes(path), config, path)
+    _check_shapes(mapped_tensors(path), config, path)
     if file_sha256(path) != sidecar.get("weights_sha256"):
         raise ValueError(
             f"{path} is not the file that {SIDECAR_FILE} was written for (its checksum differs): "
             "download or copy the checkpoint anew"
         )
     tensors = read_tensors(path)
-    _check_values(tensors, config, path)
+    for name, tensor in tensors.items():
+        if name == DRAFT_TOKENS:
+            ascending = tensor.dtype == torch.long and bool((tensor.diff() > 0).all())
+            if not ascending or tensor[0] < 0 or tensor[-1] >= config.vocab_size:
+                raise ValueError(
+                    f"{path}: {name} must be ascending token ids from 0 to {config.vocab_size - 1}"
+                )
+        elif not tensor.is_floating_point():
+            raise ValueError(f"{path}: {name} is stored as {tensor.dtype}, expected floats")
     if missing := {"name_or_path", "lm_head_sha256"} - set(sidecar["target"]):
         raise ValueError(
-            f"{Path(folder) / SIDECAR_FILE}: 'target' lacks {sorted(missing)}: it is damaged"
+            f"{folder / SIDECAR_FILE}: 'target' lacks {sorted(missing)}: it is damaged"
         )
     return StoredHeads(
         config,
@@ -230,12 +192,8 @@ def read_stored(folder: str | os.PathLike[str]) -> StoredHeads:
 
 
 def expected_shapes(config: HeadsConfig, *, vocab_bias: bool = False) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of such heads; no memory is taken.
-
-    Args:
-        config: the heads, with the target's sizes filled in.
-        vocab_bias: own vocabulary matrices have a bias each, as the target's lm_head has.
-    """
+    """Name and shape of every tensor of such heads, with the target's sizes filled in; own
+    vocabulary matrices may have a bias each, as the target's lm_head has. No memory is taken."""
     with torch.device("meta"):
         heads = KINDS[config.kind](config)
     shapes = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
@@ -246,7 +204,7 @@ def expected_shapes(config: HeadsConfig, *, vocab_bias: bool = False) -> dict[st
 
 
 def _check_shapes(
-    got: Mapping[str, tuple[int, ...]], config: HeadsConfig, path: str | os.PathLike[str]
+    got: Mapping[str, Tensor], config: HeadsConfig, path: str | os.PathLike[str]
 ) -> None:
     unlike = f"{path} does not hold the heads its configuration describes: "
     # A damaged configuration may ask for millions of heads, each of which is built below.
@@ -255,37 +213,52 @@ def _check_shapes(
             f"{unlike}expected {config.num_heads} heads of {config.num_layers} layers, found "
             f"{len(got)} tensors"
         )
-    bias = config.vocab_matrix == "own" and _vocab_bias(config) in got
+    bias = config.vocab_matrix == "own" and f"0.{config.num_layers}.bias" in got
     expected = expected_shapes(config, vocab_bias=bias)
     missing, surplus = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
     if missing or surplus:
         raise ValueError(f"{unlike}missing {missing[:3]}, unexpected {surplus[:3]}")
-    for name, shape in got.items():
-        if shape != expected[name]:
+    for name, tensor in got.items():
+        if tensor.shape != expected[name]:
             raise ValueError(
-                f"{path}: {name} has shape {list(shape)}, expected {list(expected[name])}"
+                f"{path}: {name} has shape {list(tensor.shape)}, expected {list(expected[name])}"
             )
 
 
-def _check_values(
-    tensors: Mapping[str, Tensor], config: HeadsConfig, path: str | os.PathLike[str]
-) -> None:
-    assert config.vocab_size is not None
-    for name, tensor in tensors.items():
-        if name == DRAFT_TOKENS:
-            ascending = tensor.dtype == torch.long and bool((tensor.diff() > 0).all())
-            if not ascending or tensor[0] < 0 or tensor[-1] >= config.vocab_size:
-                raise ValueError(
-                    f"{path}: {name} must be ascending token ids from 0 to {config.vocab_size - 1}"
-                )
-        elif not tensor.is_floating_point():
-            raise ValueError(f"{path}: {name} is stored as {tensor.dtype}, expected floats")
+def check_target(stored: StoredHeads, got: Mapping[str, Any], do: str = "pass") -> None:
+    """Compare what is known of a target with what a checkpoint says of the heads' own, as far as it
+    says: heads of another project's making do not say all. Raises ValueError: they differ, and what
+    to `do` with the right one."""
+    sizes = {"hidden_size": stored.config.hidden_size, "vocab_size": stored.config.vocab_size}
+    expected = {**sizes, **stored.target}
+    if differing := [key for key in got if expected.get(key) not in (None, got[key])]:
+        wanted, found = ({key: of.get(key) for key in differing} for of in (expected, got))
+        raise ValueError(
+            f"these heads were trained for another target ({expected.get('name_or_path')!r}): "
+            f"expected {wanted}, got {found}; {do} the target they belong to"
+        )
 
 
-def _vocab_bias(config: HeadsConfig) -> str:
-    """The tensor that own vocabulary matrices have if they have a bias each."""
-    return f"0.{config.num_layers}.bias"
+def check_takes_matrix(config: HeadsConfig, *, bias: bool = False) -> None:
+    """Raises ValueError where no engine would read a copy of the target's vocabulary matrix, whose
+    lm_head has a `bias`: heads that it could not hold, or that have matrices of their own."""
+    if config.vocab_matrix != "shared" or not config.is_plain_medusa or bias:
+        raise ValueError(
+            "with_vocab_matrix is for heads of kind medusa that share the target's whole "
+            "vocabulary matrix, one without a bias, and have no prefix layer; no engine reads it "
+            "beside others: leave it out"
+        )
 
 
-def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    return next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+def read_vocab_matrix(folder: str | os.PathLike[str], config: HeadsConfig) -> Tensor:
+    """The copy [V, D] of the target's vocabulary matrix beside heads. Raises ValueError: there is
+    none, or what lies there is another matrix."""
+    path = Path(folder) / VOCAB_MATRIX_FILE
+    tensors = read_tensors(path)
+    shape = (config.vocab_size, config.hidden_size)
+    if set(tensors) != {VOCAB_MATRIX_KEY} or tensors[VOCAB_MATRIX_KEY].shape != shape:
+        raise ValueError(
+            f"{path} must hold {VOCAB_MATRIX_KEY} of shape {list(shape)} alone: copy the "
+            "checkpoint anew"
+        )
+    return tensors[VOCAB_MATRIX_KEY]

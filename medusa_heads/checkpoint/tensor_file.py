@@ -3,40 +3,57 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-_DTYPES = {"F32", "F16", "BF16", "I64"}
+from medusa_heads.errors import first_line
+
+_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
-def tensor_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in a safetensors file, read off its header alone.
+def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file as transformers does."""
+    from safetensors.torch import save_file
 
-    Raises:
-        ValueError: there is none, it is damaged, or it holds a dtype that heads are not stored in.
-    """
-    from safetensors import SafetensorError, safe_open
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path, metadata={"format": "pt"})
+
+
+def mapped_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, none of whose values is read before it is looked at.
+    Raises ValueError: there is none, it is damaged, or it holds a dtype that heads are not stored
+    in."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     if not Path(path).is_file():
         raise ValueError(f"expected the heads' weights at {str(path)!r}, found none")
-    shapes = {}
     try:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # no mapping
-                part = file.get_slice(name)
-                if part.get_dtype() not in _DTYPES:
-                    raise ValueError(
-                        f"{path}: {name} is stored as {part.get_dtype()}, expected one of "
-                        f"{sorted(_DTYPES)}"
-                    )
-                shapes[name] = tuple(part.get_shape())
-    except (SafetensorError, OSError) as error:
+        tensors = load_file(path)
+    except (SafetensorError, OSError, RuntimeError, OverflowError) as error:
         raise ValueError(
-            f"{path} cannot be read ({_one_line(error)}): download or train it anew"
+            f"{path} cannot be read ({first_line(error)}): download or train it anew"
         ) from error
-    return shapes
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{path}: {name} is stored as {tensor.dtype}, expected one of "
+                f"{sorted(_DTYPES.values())}"
+            )
+    return tensors
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file. Raises ValueError: see `mapped_tensors`; or a value is
+    not finite."""
+    tensors = mapped_tensors(path)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"{path}: {name} holds NaN or infinite values: train it anew")
+    return tensors
 
 
 def check_no_notes(path: str | os.PathLike[str]) -> None:
@@ -49,29 +66,3 @@ def check_no_notes(path: str | os.PathLike[str]) -> None:
             raise ValueError(
                 f"{path} holds notes beside its tensors ({sorted(notes)[0]!r}): write it anew"
             )
-
-
-def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file.
-
-    Raises:
-        ValueError: there is none, it is damaged, or a value in it is not finite.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    tensor_shapes(path)
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({_one_line(error)}): download or train it anew"
-        ) from error
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"{path}: {name} holds NaN or infinite values: train it anew")
-    return tensors
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

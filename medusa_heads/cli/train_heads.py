@@ -66,7 +66,7 @@ def train(
     """Train extra decoding heads for a frozen causal language model."""
     joint = joint_if(to_save.joint, to_join)
     if to_save.with_vocab_matrix:
-        from medusa_heads.checkpoint.vocab_matrix import check_takes_matrix
+        from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 
         check_takes_matrix(config)
     sharding = launched_sharding() or (Sharding() if to_target.shard_target else None)

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.config import IGNORED
+from medusa_heads.data.finding import find_names
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments
-from medusa_heads.training.data.sources import Corpus, as_corpus, find_names
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import TrainingArguments
 
+    from medusa_heads.data.sources import Corpus
     from medusa_heads.target.target import TargetModel
     from medusa_heads.training.data.prepare import TrainingData
     from medusa_heads.training.hidden.launched import Sharding
@@ -137,7 +138,7 @@ class Run:
     def prompts(self, target: TargetModel) -> list[Dataset]:
         """Prompts for the target from the text to train on, and from the held-out text."""
         from medusa_heads.data.corpus import prompt_windows
-        from medusa_heads.training.data.held_out import hold_out
+        from medusa_heads.training.data.prepare import hold_out
 
         if self.tokenizer is None:
             raise ValueError("self_distill needs the target's tokenizer, and none lies beside it")
@@ -231,6 +232,7 @@ def continued(
     seed: int = 0,
 ) -> Corpus:
     """The target's own continuations of prompts, cached on disk."""
+    from medusa_heads.data.sources import as_corpus
     from medusa_heads.inference.regeneration.regenerate import regenerate
 
     rows = regenerate(

@@ -8,8 +8,7 @@ from typing import Literal
 
 logger = logging.getLogger(__name__)
 
-_NAMED = 5
-"""So many broken rows are named; the others are counted."""
+_NAMED = 5  # so many broken rows are named; the others are counted
 
 
 class BadRow(ValueError):
@@ -18,12 +17,8 @@ class BadRow(ValueError):
 
 @dataclass
 class BadRows:
-    """The tally of a corpus.
-
-    Args:
-        policy: `"error"` stops the run, `"skip"` leaves the rows out.
-        stream: the corpus has no end to wait for: stop at the first row, or warn as rows come.
-    """
+    """The tally of a corpus. By policy `"error"` a table's rows stop the run when all are read, and
+    a stream's at the first; by `"skip"` they are left out, with a warning."""
 
     policy: Literal["error", "skip"] = "error"
     stream: bool = False
@@ -36,11 +31,7 @@ class BadRows:
         return self  # datasets copies what its streams read with, and there is one tally
 
     def add(self, place: str, reason: str) -> None:
-        """Count a row that stands at `place` (`file:line`), once however often it is read.
-
-        Raises:
-            ValueError: it is a stream's, and the policy is `"error"`.
-        """
+        """Count a row that stands at `place` (`file:line`), once however often it is read."""
         if place in self._places:
             return
         self._places.add(place)
@@ -55,17 +46,12 @@ class BadRows:
             logger.warning("left out a broken row: %s%s", self.examples[-1], last)
 
     def settle(self) -> None:
-        """All rows are read: go on, with a warning where rows were left out, or stop.
-
-        Raises:
-            ValueError: by policy; the first rows are named.
-        """
-        if not self.count:
-            return
+        """All rows are read: go on, with a warning where rows were left out, or raise a ValueError
+        that names the first."""
         rows = "1 broken row" if self.count == 1 else f"{self.count} broken rows"
         unnamed = self.count - len(self.examples)
         named = "; ".join(self.examples) + f"; and {unnamed} more" * (unnamed > 0)
-        if self.policy == "error":
+        if self.count and self.policy == "error":
             raise ValueError(
                 f"the corpus has {rows} ({named}): mend them, or leave them out with on_bad_row "
                 "'skip'"

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from medusa_heads.data.formats import Conversation
+from medusa_heads.data.formats import Conversation
 
 # What a template's code may raise on a row that it was not made for.
 _TEMPLATE_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One assistant's turn: everything up to its end, of which it wrote the tokens from `start`."""
 
     input_ids: list[int]
@@ -34,19 +32,13 @@ class Turn:
 
 @dataclass
 class ChatTemplate:
-    """A tokenizer's chat template, and what it is told.
-
-    Args:
-        tokenizer: whose vocabulary and template are used.
-        template: a Jinja text instead of the tokenizer's own template.
-        arguments: what the template is told besides the messages (`enable_thinking`).
-        stop_ids: tokens that end the target's generation. Without them the first special token
-            after a turn's text is taken for its end.
-    """
+    """A tokenizer's chat template, and what it is told."""
 
     tokenizer: PreTrainedTokenizerBase
-    template: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None  # a Jinja text instead of the tokenizer's own
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # besides the messages
+    # Tokens that end the target's generation. Without them, the first special token after a turn's
+    # text is taken for its end.
     stop_ids: Collection[int] = ()
 
     def __post_init__(self) -> None:
@@ -60,60 +52,9 @@ class ChatTemplate:
         self._special |= set(self.tokenizer.all_special_ids)
         self._blank: dict[int, bool] = {}
 
-    def rows(self, conversation: Conversation) -> list[tuple[list[int], list[int]]]:
-        """input_ids and labels of a conversation: one row, where the template never rewrites what
-        it has rendered before, else as few rows as hold each turn with the context it answers.
-
-        Text after the last turn is left out: nothing is learnt from it.
-
-        Raises:
-            BadRow: the template refuses the messages, or no turn can be told from its prompt.
-        """
-        turns = self._turns(conversation)
-        rows = []
-        while turns:
-            last = turns.pop()
-            labels = [IGNORED] * len(last.input_ids)
-            for turn in [*turns, last]:
-                end = len(turn.input_ids)
-                if last.input_ids[:end] == turn.input_ids:
-                    labels[turn.start : end] = turn.input_ids[turn.start :]
-                    turns = [other for other in turns if other is not turn]
-            rows.append((last.input_ids, labels))
-        return rows[::-1]
-
-    def _turns(self, conversation: Conversation) -> list[Turn]:
-        messages = conversation.messages
-        spoken = [
-            index
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant" and index >= conversation.context
-        ]
-        if not spoken:
-            raise BadRow("no message of an assistant to learn from")
-        if spoken[0] == 0:
-            raise BadRow("it begins with an assistant's message, which no prompt asks for")
-        texts = []
-        for index in spoken:
-            texts.append(self._render(messages[:index], conversation.tools, ask=True))
-            texts.append(self._render(messages[: index + 1], conversation.tools, ask=False))
-        # The template has written the special tokens; verbose=False: the cut comes later.
-        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        turns = []
-        for place, index in enumerate(spoken):
-            before_ids, ids = encoded[2 * place], encoded[2 * place + 1]
-            before, text = texts[2 * place], texts[2 * place + 1]
-            if ids[: len(before_ids)] != before_ids:
-                ids = _continued(self.tokenizer, before, before_ids, text, ids, index)
-            end = self._end_of_turn(ids, len(before_ids))
-            if end == len(before_ids):
-                raise BadRow(f"the chat template renders nothing of message {index}")
-            turns.append(Turn(ids[:end], len(before_ids)))
-        return turns
-
-    def _render(self, messages: Sequence[Any], tools: list[Any] | None, *, ask: bool) -> str:
-        from jinja2 import TemplateError
-
+    def render(self, messages: Sequence[Any], tools: list[Any] | None, *, ask: bool) -> str:
+        """Messages as text, with the beginning of an answer where one is asked for; a BadRow where
+        the template refuses them."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -127,6 +68,76 @@ class ChatTemplate:
             )
         except (TemplateError, *_TEMPLATE_FAULTS) as error:
             raise BadRow(f"the chat template refuses it ({error})") from error
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of rendered texts, in which the template has written the special tokens."""
+        # verbose=False: they may be longer than the model's maximum, and are cut later
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)
+        return encoded["input_ids"]
+
+    def rows(self, conversation: Conversation) -> list[tuple[list[int], list[int]]]:
+        """input_ids and labels of a conversation: one row, where the template never rewrites what
+        it has rendered before, else as few rows as hold each turn with the context it answers.
+        Text after the last turn is left out: nothing is learnt from it.
+
+        Raises:
+            BadRow: the template refuses the messages, or no turn can be told from its prompt.
+        """
+        turns = self._turns(conversation)
+        rows = []
+        while turns:
+            last = turns[-1].input_ids
+            labels = [IGNORED] * len(last)
+            held = [turn for turn in turns if last[: len(turn.input_ids)] == turn.input_ids]
+            for ids, start in held:
+                labels[start : len(ids)] = ids[start:]
+            turns = [turn for turn in turns if turn not in held]
+            rows.append((last, labels))
+        return rows[::-1]
+
+    def _turns(self, conversation: Conversation) -> list[Turn]:
+        messages, tools = conversation.messages, conversation.tools
+        spoken = [
+            index
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and index >= conversation.context
+        ]
+        if not spoken:
+            raise BadRow("no message of an assistant to learn from")
+        if spoken[0] == 0:
+            raise BadRow("it begins with an assistant's message, which no prompt asks for")
+        asked = [self.render(messages[:index], tools, ask=True) for index in spoken]
+        answered = [self.render(messages[: index + 1], tools, ask=False) for index in spoken]
+        encoded = self.encode([*asked, *answered])
+        turns = []
+        for place, (index, before, text) in enumerate(zip(spoken, asked, answered, strict=True)):
+            before_ids, ids = encoded[place], encoded[len(spoken) + place]
+            if ids[: len(before_ids)] != before_ids:
+                ids = self._continued(before, before_ids, text, ids, index)
+            end = self._end_of_turn(ids, len(before_ids))
+            if end == len(before_ids):
+                raise BadRow(f"the chat template renders nothing of message {index}")
+            turns.append(Turn(ids[:end], len(before_ids)))
+        return turns
+
+    def _continued(
+        self, before: str, before_ids: list[int], text: str, ids: list[int], index: int
+    ) -> list[int]:
+        if not text.startswith(before):
+            alike = [a == b for a, b in zip(before, text, strict=False)]
+            missing = before[[*alike, False].index(False) :][-40:]
+            raise BadRow(
+                f"the chat template asks for message {index} with {missing!r}, and then renders it "
+                "without: no token of it can be told from the prompt; give another chat_template "
+                "or chat_template_kwargs"
+            )
+        joined = continuation(self.tokenizer, before_ids, text[len(before) :], ids)
+        if joined is None:
+            raise BadRow(
+                f"the tokenizer merges the prompt with the start of message {index}, and the two "
+                "cannot be taken apart"
+            )
+        return joined
 
     def _end_of_turn(self, ids: Sequence[int], start: int) -> int:
         """The end of what is generated: after the first token that ends a turn, among the special
@@ -149,45 +160,14 @@ class ChatTemplate:
 def continuation(
     tokenizer: PreTrainedTokenizerBase, before_ids: list[int], text: str, whole_ids: list[int]
 ) -> list[int] | None:
-    """Token ids of `before_ids` continued by `text`, where tokenising both together would merge
-    across the border and give `whole_ids`; None if no way of doing so keeps the text.
-
-    A model that was handed `before_ids` writes on in tokens of its own.
-    """
+    """Token ids of `before_ids` continued by `text` as a model writes on, where tokenising both
+    together would merge across the border and give `whole_ids`; None if none keep the text."""
     whole = tokenizer.decode(whole_ids)
     for anchor in ("", "\n"):
         # Some tokenizers put a space before all that they are given, but not behind a line break.
         anchor_ids = tokenizer(anchor, add_special_tokens=False)["input_ids"] if anchor else []
         ids = tokenizer(anchor + text, add_special_tokens=False, verbose=False)["input_ids"]
-        if ids[: len(anchor_ids)] != anchor_ids:
-            continue
         joined = before_ids + ids[len(anchor_ids) :]
-        if tokenizer.decode(joined) == whole:
+        if ids[: len(anchor_ids)] == anchor_ids and tokenizer.decode(joined) == whole:
             return joined
     return None
-
-
-def _continued(
-    tokenizer: PreTrainedTokenizerBase,
-    before: str,
-    before_ids: list[int],
-    text: str,
-    ids: list[int],
-    index: int,
-) -> list[int]:
-    if not text.startswith(before):
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text)
-        )
-        raise BadRow(
-            f"the chat template asks for message {index} with {before[shared:][-40:]!r}, and then "
-            "renders it without: no token of it can be told from the prompt; give another "
-            "chat_template or chat_template_kwargs"
-        )
-    joined = continuation(tokenizer, before_ids, text[len(before) :], ids)
-    if joined is None:
-        raise BadRow(
-            f"the tokenizer merges the prompt with the start of message {index}, and the two "
-            "cannot be taken apart"
-        )
-    return joined

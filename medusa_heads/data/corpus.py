@@ -34,27 +34,17 @@ _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 
 
 def standard_library(split: Literal["train", "held_out"]) -> Dataset:
-    """The standard library's sources as a dataset, with the columns of `library_files`.
-
-    Raises:
-        ValueError: as `library_files`.
-    """
+    """The rows of `library_files` as a dataset."""
     from datasets import Dataset
 
     return Dataset.from_list(library_files(split))
 
 
 def library_files(split: Literal["train", "held_out"]) -> list[dict[str, str]]:
-    """The standard library's sources, one row a file, in the order of their paths.
+    """The standard library's sources in the order of their paths, `"held_out"` those of the
+    packages of `HELD_OUT`: rows with `path` (relative, with forward slashes) and `text`.
 
-    Args:
-        split: `"held_out"` for the packages of `HELD_OUT`, `"train"` for all others.
-
-    Returns:
-        Rows with `path` (relative, with forward slashes) and `text`.
-
-    Raises:
-        ValueError: an unknown split, or an interpreter that ships without its sources.
+    Raises ValueError at an unknown split, or an interpreter that ships without its sources.
     """
     if split not in ("train", "held_out"):
         raise ValueError(f"unknown split {split!r}: expected 'train' or 'held_out'")
@@ -69,9 +59,16 @@ def library_files(split: Literal["train", "held_out"]) -> list[dict[str, str]]:
 
 
 def _read_sources(root: Path, *, held_out: bool) -> Iterator[dict[str, str]]:
-    for file in _source_files(root, held_out=held_out):
+    # Folders of the other split and of what is installed, which can hold far more than the library,
+    # are not looked into.
+    tops = [
+        top
+        for top in sorted(root.glob("*"))
+        if (top.name in HELD_OUT) == held_out and not top.name.startswith(_SKIPPED)
+    ]
+    for file in (file for top in tops for file in (sorted(top.rglob("*.py")) or [top])):
         path = file.relative_to(root).as_posix()
-        if path.startswith(_SKIPPED):
+        if file.suffix != ".py" or path.startswith(_SKIPPED):
             continue
         try:
             text = file.read_text(encoding="utf-8")
@@ -81,54 +78,18 @@ def _read_sources(root: Path, *, held_out: bool) -> Iterator[dict[str, str]]:
             yield {"path": path, "text": text}
 
 
-def _source_files(root: Path, *, held_out: bool) -> Iterator[Path]:
-    """In the order of their paths; folders of the other split and of what is installed, which can
-    hold far more than the library, are not looked into."""
-    for top in sorted(root.glob("*")):
-        if (top.name in HELD_OUT) == held_out and not top.name.startswith(_SKIPPED):
-            if top.is_dir():
-                yield from sorted(top.rglob("*.py"))
-            elif top.suffix == ".py":
-                yield top
+def prompt_windows(corpus: Dataset, tokenizer: PreTrainedTokenizerBase, **windows: int) -> Dataset:
+    """`draw_windows` from the column `text`, as a dataset with the columns `input_ids` and `path`,
+    the latter empty where the corpus has none."""
+    from datasets import Dataset
 
-
-def prompt_windows(
-    corpus: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    num_prompts: int,
-    prompt_length: int,
-    seed: int,
-) -> Dataset:
-    """Draw prompts of equal length from a corpus: different places, none across two documents.
-
-    A window starts at the start of a line; only where a corpus has too few lines does it start at a
-    word. Long documents give more windows than short ones. The same arguments give the same rows.
-
-    Args:
-        corpus: a dataset with a column `text`, and `path` if rows should name their source.
-        tokenizer: its special tokens at the start (such as BOS) count towards the length.
-        num_prompts: how many windows.
-        prompt_length: tokens in each.
-        seed: of the draw.
-
-    Returns:
-        A dataset with the columns `input_ids` (`prompt_length` token ids) and `path`.
-
-    Raises:
-        ValueError: the corpus is empty, or does not hold that many windows of that length.
-    """
     if "text" not in corpus.column_names:
         raise ValueError(f"expected a corpus with a column 'text', got {corpus.column_names}")
     texts: list[str] = list(corpus["text"])
     paths = list(corpus["path"]) if "path" in corpus.column_names else [""] * len(texts)
-    windows = draw_windows(
-        texts, tokenizer, num_prompts=num_prompts, prompt_length=prompt_length, seed=seed
-    )
-    from datasets import Dataset
-
+    drawn = draw_windows(texts, tokenizer, **windows)
     return Dataset.from_list(
-        [{"input_ids": input_ids, "path": paths[document]} for document, input_ids in windows]
+        [{"input_ids": input_ids, "path": paths[document]} for document, input_ids in drawn]
     )
 
 
@@ -140,10 +101,17 @@ def draw_windows(
     prompt_length: int,
     seed: int,
 ) -> list[tuple[int, list[int]]]:
-    """As prompt_windows, of which document which token ids.
+    """Draw prompts of equal length from texts: different places, none across two of them.
+
+    A window starts at the start of a line; only where there are too few lines does it start at a
+    word. Long texts give more windows than short ones. The same arguments give the same windows.
+    Special tokens at the start (such as BOS) count towards the length.
+
+    Returns:
+        Of which text which token ids.
 
     Raises:
-        ValueError: as prompt_windows.
+        ValueError: there is no text, or not that many windows of that length.
     """
     if num_prompts < 1 or prompt_length < 1:
         raise ValueError(

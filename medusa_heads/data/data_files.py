@@ -1,4 +1,8 @@
-"""Data files of all kinds, read row by row with the place where each row stands."""
+"""Data files of all kinds, read row by row with the place where each row stands.
+
+Not through the readers of `datasets`: these give all rows of a file one type, take texts such as
+"NA" or "7" in tables for something else, and do not say in which line a row stands.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from typing import IO, Any
 from medusa_heads.files import parse_json
 
 Refuse = Callable[[str, str], None]
+Rows = Iterator[tuple[str, dict[str, Any]]]
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".jsonl.gz", ".json.gz", ".csv.gz")
 
@@ -27,12 +32,9 @@ def has_known_suffix(name: str) -> bool:
     return name.endswith(SUFFIXES)
 
 
-def read_rows(file: Path, refuse: Refuse) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a file, each with its place, `file:line`.
-
-    Args:
-        file: a text file is one row, with a column `text`.
-        refuse: told the place of a row that cannot be read, and why; then it is left out.
+def read_rows(file: Path, refuse: Refuse) -> Rows:
+    """The rows of a file, each with its place, `file:line`; a text file is one, with a column
+    `text`. A row that cannot be read is left out, and `refuse` is told its place and why.
 
     Raises:
         ValueError: the file cannot be read at all.
@@ -46,27 +48,44 @@ def read_rows(file: Path, refuse: Refuse) -> Iterator[tuple[str, dict[str, Any]]
         return _read_csv(file, refuse)
     if name.endswith(".txt"):
         return _read_text(file)
-    if name.endswith(".json") and _begins_with_bracket(file):
-        return _read_json_array(file, refuse)
-    return _read_json_lines(file, refuse)
+    return _read_json(file, refuse)
 
 
 @contextmanager
 def _open(file: Path) -> Iterator[IO[bytes]]:
-    if file.suffix != ".gz":
-        with file.open("rb") as content:
-            yield content
-        return
+    opened: Any = gzip.open if file.suffix == ".gz" else open
     try:
-        with gzip.open(file) as unpacked:
-            yield unpacked  # type: ignore[misc]
+        with opened(file, "rb") as content:
+            yield content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(
             f"{str(file)!r} is no whole gzip file ({error}): download or pack it anew"
         ) from error
 
 
-def _read_json_lines(file: Path, refuse: Refuse) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_json(file: Path, refuse: Refuse) -> Rows:
+    is_array = False
+    if file.name.removesuffix(".gz").endswith(".json"):
+        with _open(file) as content:
+            is_array = content.read(256).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    for place, row in _array(file) if is_array else _lines(file, refuse):
+        if isinstance(row, dict):
+            yield place, row
+        else:
+            refuse(place, f"a JSON {type(row).__name__}, expected an object")
+
+
+def _array(file: Path) -> Iterator[tuple[str, Any]]:
+    with _open(file) as content:
+        try:
+            rows = parse_json(content.read().decode("utf-8-sig"))
+        except ValueError as error:  # of JSON, or of UTF-8
+            raise ValueError(f"{str(file)!r} is not valid JSON ({error})") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{file} row {number}", row
+
+
+def _lines(file: Path, refuse: Refuse) -> Iterator[tuple[str, Any]]:
     with _open(file) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -79,33 +98,10 @@ def _read_json_lines(file: Path, refuse: Refuse) -> Iterator[tuple[str, dict[str
             except json.JSONDecodeError as error:
                 refuse(place, f"not valid JSON ({error.msg} at column {error.colno})")
             else:
-                if isinstance(row, dict):
-                    yield place, row
-                else:
-                    refuse(place, f"a JSON {type(row).__name__}, expected an object")
+                yield place, row
 
 
-def _begins_with_bracket(file: Path) -> bool:
-    with _open(file) as lines:
-        return lines.read(256).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-
-
-def _read_json_array(file: Path, refuse: Refuse) -> Iterator[tuple[str, dict[str, Any]]]:
-    with _open(file) as content:
-        try:
-            rows = parse_json(content.read().decode("utf-8-sig"))
-        except ValueError as error:  # of JSON, or of UTF-8
-            raise ValueError(f"{str(file)!r} is not valid JSON ({error})") from error
-    for number, row in enumerate(rows, start=1):
-        place = f"{file} row {number}"
-        if isinstance(row, dict):
-            yield place, row
-        else:
-            refuse(place, f"a JSON {type(row).__name__}, expected an object")
-
-
-def _read_csv(file: Path, refuse: Refuse) -> Iterator[tuple[str, dict[str, Any]]]:
-    # Not through a table library: those take texts such as "NA" or "7" for something else.
+def _read_csv(file: Path, refuse: Refuse) -> Rows:
     with _open(file) as content:
         try:
             # Before the quotes are looked at: a mark of the byte order would hide the first one.
@@ -121,32 +117,28 @@ def _read_csv(file: Path, refuse: Refuse) -> Iterator[tuple[str, dict[str, Any]]
                 if len(fields) == len(header):
                     yield place, dict(zip(header, fields, strict=True))
                 elif fields:  # a blank line is no row
-                    reason = f"fields: {len(fields)}, where the header has {len(header)}"
-                    refuse(place, reason)
+                    refuse(place, f"fields: {len(fields)}, where the header has {len(header)}")
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{str(file)!r} is not valid CSV ({error})") from error
 
 
-def _read_text(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with _open(file) as content:
-        try:
-            text = content.read().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{str(file)!r} is not UTF-8 ({error})") from error
-    # How a system ends its lines is no part of the text.
-    yield str(file), {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
+def _read_text(file: Path) -> Rows:
+    try:
+        # However the system ends its lines: that is no part of the text.
+        yield str(file), {"text": file.read_text(encoding="utf-8-sig")}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(file)!r} is not UTF-8 ({error})") from error
 
 
-def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_parquet(file: Path) -> Rows:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    number = 0
     try:
-        for batch in ParquetFile(file).iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{file} row {number}", row
+        batches = ParquetFile(file).iter_batches(batch_size=256)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            yield f"{file} row {number}", row
     # What a damaged page holds may be of any type, or beyond what Python has.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise ValueError(f"{str(file)!r} is not valid Parquet ({error})") from error

@@ -23,16 +23,12 @@ DOCUMENT_COLUMN = "document"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of a `messages` column, as chat templates know them."""
 
+_SAME_ROLES = {role: role for role in ROLES}
 _SHAREGPT_ROLES = {
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    **{role: role for role in ROLES},
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
+    **_SAME_ROLES,
 }
 _LARGEST_TOKEN = 2**31 - 1  # tables of tokens have 32 bits for each
 # Without these a message says nothing; a tool may answer with nothing, a system may be left empty.
@@ -74,6 +70,9 @@ class Tokens:
     document: int | str | None = None
 
 
+Content = Document | Completion | Conversation | Tokens
+
+
 @dataclass(frozen=True)
 class Format:
     """One form: what it holds, and the columns it is read from."""
@@ -84,29 +83,30 @@ class Format:
     def __str__(self) -> str:
         return " + ".join(self.columns)
 
-    def read(self, row: Mapping[str, Any]) -> Document | Completion | Conversation | Tokens:
-        """What a row says.
-
-        Raises:
-            BadRow: a column is missing, empty or of another type, or a role is unknown.
-        """
+    def read(self, row: Mapping[str, Any]) -> Content:
+        """What a row says; a BadRow where a column is missing, empty or of another type, or a role
+        is unknown."""
         for column in self.columns:
             if row.get(column) is None:
                 raise BadRow(f"no {column!r}")
+        first = self.columns[0]
         if self.name == "tokens":
             ids, labels = (_token_ids(row[column], column) for column in self.columns)
             return Tokens(ids, labels, row.get(DOCUMENT_COLUMN))
-        if self.name == "prompt/completion":
-            return _completion(row)
         if self.name == "text":
-            return Document(_text(row[self.columns[0]], self.columns[0]))
-        messages = _messages(row[self.columns[0]], self.columns[0])
-        tools = row.get("tools") or None
-        return Conversation(
-            messages,
-            context=row.get(CONTEXT_COLUMN) or 0,
-            tools=None if tools is None else _list(tools, "tools"),
-        )
+            return Document(_text(row[first], first))
+        if self.name == "messages":
+            messages = _messages(row[first], first)
+            return Conversation(messages, row.get(CONTEXT_COLUMN) or 0, _tools(row))
+        texts = [isinstance(row[column], str) for column in self.columns]
+        if all(texts):
+            return Completion(row["prompt"], _text(row["completion"], "completion"))
+        if any(texts):
+            raise BadRow(
+                "'prompt' and 'completion' are of two kinds, a text and a list of messages"
+            )
+        context, answer = (_messages(row[column], column) for column in self.columns)
+        return Conversation(context + answer, len(context), _tools(row))
 
 
 FORMATS = (
@@ -119,11 +119,8 @@ FORMATS = (
 
 
 def recognise(columns: Collection[str], text_column: str | None = None) -> Format:
-    """The format of a corpus with these columns; of several, the one that says most.
-
-    Raises:
-        ValueError: none of the formats.
-    """
+    """The format of a corpus with these columns; of several, the one that says most; a ValueError
+    where it is none of them."""
     if text_column is not None:
         if text_column not in columns:
             raise ValueError(
@@ -140,37 +137,18 @@ def recognise(columns: Collection[str], text_column: str | None = None) -> Forma
     )
 
 
-def plain_columns(content: Document | Completion | Conversation | Tokens) -> dict[str, Any]:
+def plain_columns(content: Content) -> dict[str, Any]:
     """The same as columns whose types are equal in every row, as tables need it."""
-    if isinstance(content, Document):
-        return {"text": content.text}
-    if isinstance(content, Completion):
-        return {"prompt": content.prompt, "completion": content.completion}
-    if isinstance(content, Tokens):
-        plain = {"input_ids": content.input_ids, "labels": content.labels}
-        if content.document is None:
-            return plain
-        return plain | {DOCUMENT_COLUMN: str(content.document)}
-    return {
-        "messages": json.dumps(content.messages, ensure_ascii=False),
-        CONTEXT_COLUMN: content.context,
-        "tools": json.dumps(content.tools, ensure_ascii=False) if content.tools else None,
-    }
-
-
-def _completion(row: Mapping[str, Any]) -> Completion | Conversation:
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return Completion(prompt, _text(completion, "completion"))
-    if isinstance(prompt, str) or isinstance(completion, str):
-        raise BadRow("'prompt' and 'completion' are of two kinds, a text and a list of messages")
-    context = _messages(prompt, "prompt")
-    tools = row.get("tools") or None
-    return Conversation(
-        context + _messages(completion, "completion"),
-        context=len(context),
-        tools=None if tools is None else _list(tools, "tools"),
-    )
+    columns = dict(vars(content))
+    if isinstance(content, Conversation):
+        texts = {"messages": content.messages, "tools": content.tools or None}
+        for name, value in texts.items():
+            columns[name] = value and json.dumps(value, ensure_ascii=False)
+        columns[CONTEXT_COLUMN] = columns.pop("context")
+    elif isinstance(content, Tokens):
+        document = columns.pop("document")
+        columns |= {} if document is None else {DOCUMENT_COLUMN: str(document)}
+    return columns
 
 
 def _text(value: Any, column: str) -> str:
@@ -206,6 +184,10 @@ def _list(value: Any, column: str) -> list[Any]:
     return value
 
 
+def _tools(row: Mapping[str, Any]) -> list[Any] | None:
+    return _list(row["tools"], "tools") if row.get("tools") else None
+
+
 def _messages(value: Any, column: str) -> list[dict[str, Any]]:
     messages = [_message(message, i, column) for i, message in enumerate(_list(value, column))]
     if not messages:
@@ -219,7 +201,7 @@ def _message(message: Any, index: int, column: str) -> dict[str, Any]:
         raise BadRow(f"{where} is of type {type(message).__name__}, expected a mapping")
     # Tables fill what a message lacks with None, which templates would take for a value.
     found = {key: value for key, value in message.items() if value is not None}
-    roles: Mapping[str, str] = {role: role for role in ROLES}
+    roles = _SAME_ROLES
     if "from" in found and "role" not in found:
         found = {"role": found.pop("from"), "content": found.pop("value", None), **found}
         roles = _SHAREGPT_ROLES

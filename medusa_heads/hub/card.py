@@ -1,4 +1,5 @@
-"""The model card: what a checkpoint's own files say of it, and how it is loaded."""
+"""The model card: what a checkpoint's own files say of it, and how it is loaded here, in
+transformers, and in the engines that can hold it."""
 
 from __future__ import annotations
 
@@ -6,15 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE
+from medusa_heads.checkpoint.files import BENCHMARK_FILE, PICTURES, REPORT_FILE, VOCAB_MATRIX_FILE
 from medusa_heads.config import HeadsConfig, head_offset
-from medusa_heads.hub.card_use import how_to_use
-from medusa_heads.hub.files import (
-    BENCHMARK_FILE,
-    PICTURES,
-    REPORT_FILE,
-    VOCAB_MATRIX_FILE,
-)
+from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.hub.published import LOCAL_DATA, is_published
 from medusa_heads.trees.statistics import HeadStatistics
 
@@ -25,46 +20,36 @@ REPORT_VERSION = 1  # of the training reports read here
 
 
 def make_card(
-    repo_id: str,
-    texts: Mapping[str, Any],
-    files: Collection[str],
-    *,
-    license: str | None = None,
+    repo_id: str, texts: Mapping[str, Any], files: Collection[str], *, license: str | None = None
 ) -> str:
-    """The README.md of a repository of heads, with its metadata in front.
-
-    Args:
-        repo_id: where it will stand.
-        texts: what the checkpoint's JSON files hold, by name; the sidecar at least.
-        files: names of all files that stand beside it.
-        license: of the heads; where it is not given, none is stated.
-
-    Raises:
-        ValueError: a report is damaged, or of another version.
-    """
-    sidecar = texts[SIDECAR_FILE]
+    """The README.md of a repository of heads, with its metadata in front: of what the checkpoint's
+    JSON files hold, by name, and of the names of all files that stand beside it. Raises ValueError:
+    a report is damaged, or of another version."""
+    sidecar, report = texts[SIDECAR_FILE], texts.get(REPORT_FILE)
     config = HeadsConfig.from_dict(sidecar["heads"])
-    base_model = sidecar["target"]["name_or_path"]
-    parts = [
-        MARK,
-        f"# {config.kind.capitalize()} heads for {base_model}",
-        _summary(config, sidecar, VOCAB_MATRIX_FILE in files),
-    ]
+    with_matrix = VOCAB_MATRIX_FILE in files
     try:
-        parts += _accuracy(texts.get(REPORT_FILE), sidecar.get("statistics"))
-        parts += _speed(texts.get(BENCHMARK_FILE))
-        training = _training(sidecar.get("provenance") or {}, texts.get(REPORT_FILE))
+        measured = _accuracy(report, sidecar.get("statistics"))
+        measured += _speed(texts.get(BENCHMARK_FILE))
+        training = _training(sidecar.get("provenance") or {}, report)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(
             f"the report beside the heads is damaged ({type(error).__name__}: {error}): remove it, "
             "or make it anew"
         ) from error
-    parts += [
-        f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in PICTURES if name in files
+    parts = [
+        f"---\n{_metadata(config, sidecar, license)}\n---",
+        MARK,
+        f"# {config.kind.capitalize()} heads for {sidecar['target']['name_or_path']}",
+        _summary(config, sidecar, with_matrix),
+        *measured,
+        *(f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in PICTURES if name in files),
+        *_loading(repo_id, sidecar),
+        "## Other engines",
+        *_engines(repo_id, config, sidecar, with_matrix),
+        *training,
     ]
-    parts += how_to_use(repo_id, config, sidecar, VOCAB_MATRIX_FILE in files)
-    parts += training
-    return f"---\n{_metadata(config, sidecar, license)}\n---\n\n" + "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def is_generated(card: str) -> bool:
@@ -75,22 +60,17 @@ def is_generated(card: str) -> bool:
 def _metadata(config: HeadsConfig, sidecar: Mapping[str, Any], license: str | None) -> str:
     from huggingface_hub import ModelCardData
 
+    named = ((sidecar.get("provenance") or {}).get("data") or {}).get("dataset") or []
     data = ModelCardData(
         base_model=sidecar["target"]["name_or_path"],
         base_model_relation="adapter",  # what is added to a base model that stays as it is
-        datasets=_datasets(sidecar.get("provenance") or {}) or None,
+        datasets=[name for name in named if "/" in name and is_published(name)] or None,
         library_name="medusa-heads",
         license=license,
         pipeline_tag="text-generation",
         tags=["medusa-heads", config.kind, "speculative-decoding", "custom_generate"],
     )
     return data.to_yaml().strip()
-
-
-def _datasets(provenance: Mapping[str, Any]) -> list[str]:
-    """Those of the hub, among the corpora the heads were trained on."""
-    named = (provenance.get("data") or {}).get("dataset") or []
-    return [name for name in named if "/" in name and is_published(name)]
 
 
 def _summary(config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool) -> str:
@@ -128,35 +108,31 @@ def _summary(config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool)
 
 
 def _accuracy(report: Mapping[str, Any] | None, statistics: Mapping[str, Any] | None) -> list[str]:
-    if report is None:
-        return [] if statistics is None else _measured(HeadStatistics.from_dict(statistics))
-    if report.get("report_version") != REPORT_VERSION:
-        raise ValueError(
-            f"{REPORT_FILE} is of report_version {report.get('report_version')!r}, expected "
-            f"{REPORT_VERSION}: make it anew"
+    """From the report of their training, else from their statistics."""
+    if report is not None:
+        if report.get("report_version") != REPORT_VERSION:
+            raise ValueError(
+                f"{REPORT_FILE} is of report_version {report.get('report_version')!r}, expected "
+                f"{REPORT_VERSION}: make it anew"
+            )
+        positions = report["held_out"]["positions"]
+        top_k: Sequence[Sequence[float]] = [each["top_k"] for each in report["accuracy"]]
+        best = report["tokens_per_step"]
+        gain = (
+            f"**{best['static']:.2f} tokens per step** with a static tree of {best['nodes']} "
+            "nodes, simulated on the same text (plain decoding: 1)."
         )
-    best = report["tokens_per_step"]
-    return [
-        *_guesses(report["held_out"]["positions"], [each["top_k"] for each in report["accuracy"]]),
-        f"**{best['static']:.2f} tokens per step** with a static tree of {best['nodes']} nodes, "
-        "simulated on the same text (plain decoding: 1).",
-    ]
-
-
-def _measured(statistics: HeadStatistics) -> list[str]:
-    """Of heads without a report of their training."""
-    shares = [statistics.top_k_accuracy(k) for k in _TOP]
-    paths = min(_NODES, len(statistics.paths))
-    expected = statistics.expected_tokens_per_step(paths)
-    return [
-        *_guesses(statistics.positions, list(zip(*shares, strict=True))),
-        f"A static tree of {paths} nodes is expected to give **{expected:.2f} tokens per step** "
-        "anywhere in such text (plain decoding: 1).",
-    ]
-
-
-def _guesses(positions: int, top_k: Sequence[Sequence[float]]) -> list[str]:
-    columns = ["head", "token ahead", *(f"top-{k}" for k in _TOP)]
+    elif statistics is not None:
+        known = HeadStatistics.from_dict(statistics)
+        positions, paths = known.positions, min(_NODES, len(known.paths))
+        top_k = list(zip(*(known.top_k_accuracy(k) for k in _TOP), strict=True))
+        gain = (
+            f"A static tree of {paths} nodes is expected to give "
+            f"**{known.expected_tokens_per_step(paths):.2f} tokens per step** anywhere in such "
+            "text (plain decoding: 1)."
+        )
+    else:
+        return []
     rows = [
         [str(head), str(head_offset(head)), *(f"{share:.3f}" for share in shares[: len(_TOP)])]
         for head, shares in enumerate(top_k)
@@ -165,32 +141,28 @@ def _guesses(positions: int, top_k: Sequence[Sequence[float]]) -> list[str]:
         "## What they guess",
         f"On {positions} held-out positions each head holds the true token among its best guesses "
         "this often:",
-        table(columns, rows),
+        table(["head", "token ahead", *(f"top-{k}" for k in _TOP)], rows),
+        gain,
     ]
 
 
 def _speed(report: Mapping[str, Any] | None) -> list[str]:
     if report is None:
         return []
-    machine = report["machine"]
+    machine, first = report["machine"], report["settings"][0]
     where = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
     rows = []
     for setting in report["settings"]:
+        batch = setting.get("batch_size", 1)
+        name = f"{setting['dtype']}, {setting['name']}" + (f", {batch} rows" if batch > 1 else "")
         for method in setting["methods"]:
-            name = f"{setting['dtype']}, {setting['name']}"
-            if (batch := setting.get("batch_size", 1)) > 1:
-                name += f", {batch} rows"
-            rows.append(
-                [
-                    name,
-                    method["name"],
-                    f"{method['tokens_per_second']:.1f}",
-                    f"{method['speedup']:.2f}",
-                    f"{method['tokens_per_step']:.2f}",
-                    f"{method['identical']:.0%}",
-                ]
+            figures = (
+                f"{method['tokens_per_second']:.1f}",
+                f"{method['speedup']:.2f}",
+                f"{method['tokens_per_step']:.2f}",
+                f"{method['identical']:.0%}",
             )
-    first = report["settings"][0]
+            rows.append([name, method["name"], *figures])
     columns = ["setting", "method", "tokens/s", "speed-up", "tokens per step", "same text"]
     return [
         "## How fast",
@@ -205,8 +177,7 @@ def _speed(report: Mapping[str, Any] | None) -> list[str]:
 def _training(provenance: Mapping[str, Any], report: Mapping[str, Any] | None) -> list[str]:
     """What is known of how they came to be; nothing of heads that another project trained."""
     facts = []
-    data = provenance.get("data") or {}
-    if named := data.get("dataset"):
+    if named := (provenance.get("data") or {}).get("dataset"):
         marked = (name if name == LOCAL_DATA else f"`{name}`" for name in named)
         facts.append("data: " + ", ".join(marked))
     if (provenance.get("distillation") or {}).get("self_distill"):
@@ -224,6 +195,89 @@ def _training(provenance: Mapping[str, Any], report: Mapping[str, Any] | None) -
         return []
     listed = "\n".join(f"- {fact}" for fact in facts)
     return ["## Training", f"{listed}\n\n`{SIDECAR_FILE}` holds the rest."]
+
+
+def _loading(repo_id: str, sidecar: Mapping[str, Any]) -> list[str]:
+    base_model, pinned = (sidecar["target"].get(key) for key in ("name_or_path", "revision"))
+    named = f'"{base_model}", revision="{pinned}"' if pinned else f'"{base_model}"'
+    parts = [
+        "## Use",
+        "Install the package medusa-heads from a checkout of its sources (`pip install -e .`). The "
+        "target is downloaded by its name and checked against the heads:",
+        f"""```python
+from transformers import AutoTokenizer
+from medusa_heads import MedusaModel
+
+model = MedusaModel.from_pretrained("{repo_id}")
+tokenizer = AutoTokenizer.from_pretrained({named})
+inputs = tokenizer("Once upon a time", return_tensors="pt").to(model.target.device)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=128)[0]))
+```""",
+    ]
+    if sidecar.get("adapter"):
+        return [
+            *parts,
+            "transformers' own `generate(custom_generate=...)` needs a target that carries the "
+            "adapter: `peft.PeftModel.from_pretrained(target, ...)` with the folder `adapter/`.",
+        ]
+    return [
+        *parts,
+        "Or in transformers alone, by name:",
+        f"""```python
+from transformers import AutoModelForCausalLM
+
+target = AutoModelForCausalLM.from_pretrained({named})
+target.generate(
+    **inputs, custom_generate="{repo_id}", trust_remote_code=True, max_new_tokens=128
+)
+```""",
+    ]
+
+
+def _engines(
+    repo_id: str, config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool
+) -> list[str]:
+    why = None
+    if config.kind != "medusa":
+        why = f"their kind is `{config.kind}`, whose heads also see the tokens drafted before"
+    elif config.prefix_attention:
+        why = "a layer of theirs attends over the text so far"
+    elif sidecar.get("adapter"):
+        why = "they belong to the target with its adapter, which would have to be merged first"
+    if why:
+        return [f"vLLM and TGI cannot hold these heads: {why}."]
+    base_model = sidecar["target"]["name_or_path"]
+    plugin = [
+        "vLLM 0.33, which has no Medusa of its own, drafts with them by this package's plugin:",
+        f"""```bash
+medusa-heads pull {repo_id} heads
+vllm serve {base_model} --speculative-config '{{"method": "custom_class", \
+"num_speculative_tokens": {config.num_heads}, \
+"model": "medusa_heads.inference.serving.vllm.MedusaProposer"}}' \
+--additional-config '{{"medusa_heads": "heads"}}'
+```""",
+    ]
+    if config.draft_vocab_size is not None:
+        return [*plugin, "TGI cannot hold them: they draft from a part of the vocabulary."]
+    own = config.vocab_matrix == "own"
+    as_it_is = own or with_matrix
+    export = "" if as_it_is else f"medusa-heads export {repo_id} heads-vllm --to vllm\n"
+    tgi = ["TGI cannot hold them: it reads one layer a head where the matrix is shared."]
+    if own or config.num_layers == 1:
+        tgi = [
+            "TGI finds the target in `config.json`; this was not tried:",
+            f"```bash\ntext-generation-launcher --model-id {repo_id}\n```",
+        ]
+    return [
+        "vLLM 0.32 (the last release with Medusa) drafts a chain with them, no tree"
+        + (":" if as_it_is else ". It wants the target's vocabulary matrix beside them:"),
+        f"""```bash
+{export}vllm serve {base_model} --speculative-config '{{"method": "medusa", \
+"model": "{repo_id if as_it_is else "heads-vllm"}", "num_speculative_tokens": {config.num_heads}}}'
+```""",
+        *plugin,
+        *tgi,
+    ]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], rule: str = "---") -> str:

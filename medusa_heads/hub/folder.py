@@ -7,7 +7,6 @@ through one of them would be published under a checkpoint's name.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,35 +15,27 @@ _PNG = b"\x89PNG"
 
 
 def own_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Those of the names that are there, with their paths.
-
-    Raises:
-        ValueError: one is a link out of the folder, no regular file, a picture that is none, or far
-            larger than a report can be.
-    """
-    found = {}
-    for name in names:
-        if (path := own_file(folder, name)) is not None:
-            found[name] = path
-    return found
+    """Those of the names that are there, with their paths. Raises ValueError: one is a link out of
+    the folder, no regular file, a picture that is none, or far larger than a report can be."""
+    found = {name: own_file(folder, name) for name in names}
+    return {name: path for name, path in found.items() if path is not None}
 
 
 def own_file(folder: Path, name: str) -> Path | None:
-    """The path of a file in the folder; None where there is none.
-
-    Raises:
-        ValueError: as `own_files`.
-    """
-    path = folder / name
+    """The path of a file in the folder; None where there is none. Raises ValueError: as
+    `own_files`."""
+    path, real = folder / name, folder.resolve()
     if not os.path.lexists(path):
         return None
-    real = path.resolve()
-    if not any(real.is_relative_to(place) for place in _places(folder)):
+    # Of the hub's cache, files lie in `blobs` beside the folder.
+    blobs = real.parent.parent / "blobs"
+    of_hub = real.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink()
+    if not any(path.resolve().is_relative_to(place) for place in (real, blobs)[: 1 + of_hub]):
         raise ValueError(
             f"{str(path)!r} leads out of the checkpoint folder: put the file itself in its place, "
             "or remove it"
         )
-    if not path.exists() or not stat.S_ISREG(path.stat().st_mode):
+    if not path.is_file():
         raise ValueError(f"expected a file at {str(path)!r}, found something else: remove it")
     if name.endswith((".json", ".md", ".png")) and path.stat().st_size > MAX_REPORT_BYTES:
         raise ValueError(
@@ -56,11 +47,3 @@ def own_file(folder: Path, name: str) -> Path | None:
             if file.read(len(_PNG)) != _PNG:
                 raise ValueError(f"expected a picture at {str(path)!r}, found something else")
     return path
-
-
-def _places(folder: Path) -> list[Path]:
-    """Where a folder's files may lie: in it, and those of the hub's cache in `blobs` beside it."""
-    real = folder.resolve()
-    blobs = real.parent.parent / "blobs"
-    of_hub = real.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink()
-    return [real, blobs] if of_hub else [real]

@@ -8,10 +8,17 @@ from pathlib import Path
 
 def split_revision(name: str | os.PathLike[str]) -> tuple[str, str | None]:
     """`user/heads@v2` is revision `v2` of the repository `user/heads`."""
-    repo_id, at, revision = os.fspath(name).partition("@")
-    return (
-        (repo_id, revision) if at and revision and is_repo_id(repo_id) else (os.fspath(name), None)
-    )
+    repo_id, _, revision = os.fspath(name).partition("@")
+    return (repo_id, revision) if revision and is_repo_id(repo_id) else (os.fspath(name), None)
+
+
+def wanted_revision(name: str | os.PathLike[str], revision: str | None) -> str | None:
+    """The revision behind a repository's name, or the one given. Raises ValueError: there are
+    two."""
+    named = split_revision(name)[1]
+    if named is not None and revision not in (None, named):
+        raise ValueError(f"got two revisions, {named!r} and {revision!r}: give one")
+    return named or revision
 
 
 def is_repo_id(name: str) -> bool:
@@ -27,11 +34,7 @@ def is_repo_id(name: str) -> bool:
 
 
 def check_repo_id(name: str) -> str:
-    """The name, if a hub could have a repository of it.
-
-    Raises:
-        ValueError: it could not.
-    """
+    """The name, if a hub could have a repository of it. Raises ValueError: it could not."""
     if not is_repo_id(name):
         raise ValueError(f"expected the name of a repository as user/name, got {name!r}")
     return name

@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 
-from medusa_heads.checkpoint.adapter import describe_adapter
-from medusa_heads.checkpoint.adapter_config import check_adapter_config
-from medusa_heads.checkpoint.stored_heads import (
-    CONFIG_FILE,
-    SIDECAR_FILE,
-    StoredHeads,
-    foreign_config,
-)
-from medusa_heads.hub.files import (
-    ADAPTER_FILES,
-    BENCHMARK_FILE,
-    REPORT_FILE,
-)
+from medusa_heads.checkpoint.adapter import check_adapter_config, describe_adapter
+from medusa_heads.checkpoint.files import ADAPTER_FILES, BENCHMARK_FILE, CONFIG_FILE, REPORT_FILE
+from medusa_heads.checkpoint.stored_heads import StoredHeads, foreign_config, to_sidecar
+from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.hub.names import check_repo_id, is_local, is_repo_id, split_revision
-from medusa_heads.hub.privacy import without_paths
-from medusa_heads.masking import is_secret_name, masked, shows_secret
+from medusa_heads.masking import is_secret_name, masked, masked_text, shows_secret
 from medusa_heads.trees.statistics import HeadStatistics
 
 LOCAL_DATA = "local data"  # stands for corpora that are no hub's
@@ -54,21 +45,22 @@ _REPORTS = {
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+:-]{0,79}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# An absolute path, or one from the home directory or above the working one, within other text.
+_PATH = re.compile(
+    r"""(?:file://|(?<![\w:/.~\\-]))  # no part of a word, a URL or a relative path
+        (?:~[\w.-]*|\.\.|[A-Za-z]:(?=[/\\])|(?=/))
+        (?:[/\\][^\s"'`=,;:|<>()\[\]{}/\\]+)+ [/\\]?""",
+    re.VERBOSE,
+)
+_PATH_ALONE = re.compile(r"(?:~?/|\.\./|[A-Za-z]:\\)[^\n]*$")
 
 
 def published_target(
     folder: Path, target: Mapping[str, Any], base_model: str | None
 ) -> tuple[str, str | None]:
-    """Name and revision by which others find the target.
-
-    Args:
-        folder: of the checkpoint.
-        target: as its sidecar has it.
-        base_model: name that the user gives it, perhaps with a revision.
-
-    Raises:
-        ValueError: the checkpoint knows it by a path, and no other name is given.
-    """
+    """Name and revision by which others find the target: as the user gives it, else as the sidecar
+    of the checkpoint in `folder` has it. Raises ValueError: the checkpoint knows it by a path, and
+    no other name is given."""
     if base_model is not None:
         name, revision = split_revision(base_model)
         return check_repo_id(name), revision
@@ -87,22 +79,22 @@ def published_target(
 def published(
     name: str, content: Any, stored: StoredHeads, target: str, revision: str | None
 ) -> Any:
-    """The text or JSON of a checkpoint's file, as others may read it.
-
-    Args:
-        name: of the file.
-        content: what it holds here.
-        stored: the checkpoint.
-        target: name by which others find its target.
-        revision: of the target.
-
-    Raises:
-        ValueError: an adapter's configuration that is none of a plain adapter.
-    """
+    """The text or JSON of a checkpoint's file, as others may read it, who find the target by this
+    name and revision. Raises ValueError: an adapter's configuration that is none of a plain
+    adapter."""
     if name == SIDECAR_FILE:
-        return _sidecar(content, stored, target, revision)
+        fingerprint = {key: stored.target[key] for key in _TARGET if key in stored.target}
+        adapter, statistics = stored.adapter, stored.statistics
+        told = replace(
+            stored,
+            target={"name_or_path": target, "revision": revision, **_settings(fingerprint)},
+            adapter=adapter and _settings({k: adapter.get(k) for k in ("folder", "sha256")}),
+            statistics=statistics and HeadStatistics.from_dict(statistics).to_dict(),
+            provenance=published_story(stored.provenance),
+        )
+        return to_sidecar(told, content["weights_sha256"])
     if name == CONFIG_FILE:
-        return foreign_config(stored.config, stored.tensors, target)
+        return foreign_config(stored, target)
     if name == ADAPTER_FILES[0]:
         return describe_adapter(check_adapter_config(content, name), target)
     if isinstance(content, Mapping):
@@ -110,22 +102,6 @@ def published(
         content = {key: value for key, value in content.items() if key in allowed}
     known_as = str(stored.target.get("name_or_path") or "")
     return without_paths(masked(content), renamed=(known_as, target))
-
-
-def _sidecar(
-    sidecar: Mapping[str, Any], stored: StoredHeads, target: str, revision: str | None
-) -> dict[str, Any]:
-    adapter, statistics = stored.adapter, stored.statistics
-    fingerprint = {key: stored.target[key] for key in _TARGET if key in stored.target}
-    return {
-        "format_version": sidecar["format_version"],
-        "heads": stored.config.to_dict(),
-        "weights_sha256": sidecar["weights_sha256"],
-        "target": {"name_or_path": target, "revision": revision, **_settings(fingerprint)},
-        "adapter": adapter and _settings({k: adapter.get(k) for k in ("folder", "sha256")}),
-        "statistics": statistics and HeadStatistics.from_dict(statistics).to_dict(),
-        "provenance": published_story(stored.provenance),
-    }
 
 
 def published_story(story: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,15 +116,14 @@ def published_story(story: Mapping[str, Any]) -> dict[str, Any]:
             told[section] = {
                 name: given[name]
                 for name in names
-                if isinstance(given.get(name), int | float | None) and name in given
+                if name in given and isinstance(given[name], int | float | None)
             }
-    data = story.get("data")
+    data, origin = story.get("data"), story.get("converted_from")
     if isinstance(data, Mapping) and data.get("dataset"):
         told["data"] = {"dataset": _datasets(data["dataset"]), **told["data"]}
-    origin = story.get("converted_from")
     if isinstance(origin, Mapping):
-        source = _datasets(origin.get("source"))
-        told["converted_from"] = _settings({"format": origin.get("format")}) | {"source": source[0]}
+        (source,) = _datasets([origin.get("source")])
+        told["converted_from"] = {**_settings({"format": origin.get("format")}), "source": source}
     return told
 
 
@@ -160,10 +135,8 @@ def _datasets(named: Any) -> list[str]:
 
 def is_published(name: Any) -> bool:
     """Whether others find it by this name: a repository on a hub, or Python's standard library."""
-    if name == "stdlib":
-        return True
     # A file's name may look like one of the hub's: data/private.jsonl.
-    return (
+    return name == "stdlib" or (
         isinstance(name, str)
         and is_repo_id(split_revision(name)[0])
         and not is_local(name)
@@ -178,7 +151,10 @@ def _settings(value: Any) -> Any:
         return {
             key: _settings(item)
             for key, item in value.items()
-            if _is_word(key) and not is_secret_name(key) and _is_setting(item)
+            if isinstance(key, str)
+            and _is_setting(key)
+            and not is_secret_name(key)
+            and _is_setting(item)
         }
     if isinstance(value, list | tuple):
         return [_settings(item) for item in value if _is_setting(item)]
@@ -186,8 +162,30 @@ def _settings(value: Any) -> Any:
 
 
 def _is_setting(value: Any) -> bool:
-    return not isinstance(value, str) or _is_word(value)
+    return not isinstance(value, str) or (bool(_WORD.fullmatch(value)) and not shows_secret(value))
 
 
-def _is_word(value: Any) -> bool:
-    return isinstance(value, str) and bool(_WORD.fullmatch(value)) and not shows_secret(value)
+def without_paths(value: Any, renamed: tuple[str, str] | None = None) -> Any:
+    """`value`, plain JSON, with every path of this machine cut down to its last part and every
+    secret starred out, and one name exchanged for another wherever it is met."""
+    if isinstance(value, dict):
+        return {_of_text(key, renamed): without_paths(item, renamed) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_paths(item, renamed) for item in value]
+    return _of_text(value, renamed) if isinstance(value, str) else value
+
+
+def _of_text(text: str, renamed: tuple[str, str] | None) -> str:
+    if renamed is not None and renamed[0]:
+        alone = rf"(?<![\w./~-]){re.escape(renamed[0])}(?![\w/-])"
+        text = re.sub(alone, lambda _: renamed[1], text)
+    # A path alone, or behind `--flag=`, may hold spaces.
+    before, equals, last = text.rpartition("=")
+    if _PATH_ALONE.match(last):
+        text = f"{before}{equals}{_last_part(last)}"
+    return _PATH.sub(lambda match: _last_part(match.group()), masked_text(text))
+
+
+def _last_part(path: str) -> str:
+    kind = PureWindowsPath if "\\" in path else PurePath
+    return kind(path).name

@@ -9,27 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.checkpoint.adapter import ADAPTER_FOLDER, read_adapter
-from medusa_heads.checkpoint.custom_generate import CUSTOM_GENERATE
-from medusa_heads.checkpoint.stored_heads import (
-    SIDECAR_FILE,
-    WEIGHTS_FILE,
-    StoredHeads,
-    read_stored,
-)
-from medusa_heads.checkpoint.tensor_file import check_no_notes
-from medusa_heads.checkpoint.vocab_matrix import VOCAB_MATRIX_FILE, read_vocab_matrix
-from medusa_heads.files import read_json
-from medusa_heads.hub.card import is_generated, make_card
-from medusa_heads.hub.files import (
+from medusa_heads.checkpoint.adapter import read_adapter
+from medusa_heads.checkpoint.files import (
     ADAPTER_FILES,
+    ADAPTER_FOLDER,
     BENCHMARK_FILE,
     BENCHMARK_PICTURE,
     CARD_FILE,
+    CUSTOM_GENERATE,
     KEPT_FILES,
     OWN_FILES,
     REPORT_FILE,
+    VOCAB_MATRIX_FILE,
+    WEIGHTS_FILE,
 )
+from medusa_heads.checkpoint.stored_heads import StoredHeads, read_stored, read_vocab_matrix
+from medusa_heads.checkpoint.tensor_file import check_no_notes
+from medusa_heads.contents import SIDECAR_FILE
+from medusa_heads.files import read_json
+from medusa_heads.hub.card import is_generated, make_card
 from medusa_heads.hub.folder import own_file, own_files
 from medusa_heads.hub.names import check_repo_id
 from medusa_heads.hub.published import published, published_target
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import ModelInfo
 
+_READ = (".json", ".md")
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".gguf", ".onnx")
 
 
@@ -73,8 +72,7 @@ def prepare_push(
     otherwise one is generated.
 
     Args:
-        checkpoint: folder.
-        repo_id: `user/name`.
+        checkpoint, repo_id: from this folder to `user/name`.
         base_model: name of the target on the hub, as `user/name` or `user/name@revision`, where
             the checkpoint knows it by a path.
         license: of the heads, as the hub spells it, such as `apache-2.0`.
@@ -94,38 +92,45 @@ def prepare_push(
     target, revision = published_target(folder, stored.target, base_model)
     _check_parts(folder, found, stored, with_vocab_matrix=with_vocab_matrix)
     _add_benchmark(found, folder, benchmark, stored.target)
+    texts = {name: _content(path) for name, path in found.items() if path.suffix in _READ}
     files: dict[str, Path | bytes] = dict(found)
-    texts: dict[str, Any] = {}
-    for name, path in found.items():
-        if name.endswith((".json", ".md")) and name != CARD_FILE:
-            kept = read_json(path) if name.endswith(".json") else _text(path)
-            texts[name] = published(name, kept, stored, target, revision)
-            if texts[name] != kept:
-                files[name] = _encoded(texts[name])
+    card = texts.pop(CARD_FILE, None)
+    for name, kept in texts.items():
+        text = texts[name] = published(name, kept, stored, target, revision)
+        if text != kept:
+            written = text if isinstance(text, str) else json.dumps(text, indent=2) + "\n"
+            files[name] = written.encode()
     files |= {name: content.encode() for name, content in CUSTOM_GENERATE.items()}
-    if CARD_FILE not in found or is_generated(_text(found[CARD_FILE])):
+    kept_card = f"{str(folder / CARD_FILE)!r} is kept as it is written"
+    if card is None or is_generated(card):
         files[CARD_FILE] = make_card(repo_id, texts, files, license=license).encode()
     elif license is not None:
         raise ValueError(
-            f"{str(folder / CARD_FILE)!r} is kept as it is written, so license has no place: write "
-            "it there, or remove the file to have one generated"
+            f"{kept_card}, so license has no place: write it there, or remove the file to have one "
+            "generated"
         )
-    elif shows_secret(_text(found[CARD_FILE])):
+    elif shows_secret(card):
         raise ValueError(
-            f"{str(folder / CARD_FILE)!r} is kept as it is written, and shows what looks like a "
-            "token or key: take it out, or remove the file to have one generated"
+            f"{kept_card}, and shows what looks like a token or key: take it out, or remove the "
+            "file to have one generated"
         )
     return Push(repo_id, {name: files[name] for name in OWN_FILES if name in files})
+
+
+def _content(path: Path) -> Any:
+    """Of a JSON file or a text."""
+    if path.suffix == ".json":
+        return read_json(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected text at {str(path)!r}: {error}") from error
 
 
 def _check_parts(
     folder: Path, found: dict[str, Path], stored: StoredHeads, *, with_vocab_matrix: bool
 ) -> None:
-    """Leave out of what was found what is no part of these heads, or not to be published.
-
-    Raises:
-        ValueError: a part is missing, or not what its name says.
-    """
+    """Leave out of what was found what is no part of these heads, or not to be published."""
     if stored.adapter is not None:
         read_adapter(folder / ADAPTER_FOLDER)
     if not with_vocab_matrix:
@@ -144,13 +149,6 @@ def _check_parts(
             check_no_notes(path)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"expected text at {str(path)!r}: {error}") from error
-
-
 def _add_benchmark(
     found: dict[str, Path],
     folder: Path,
@@ -161,10 +159,9 @@ def _add_benchmark(
     pushed under names of their own."""
     path = Path(given) if given is not None else folder / BENCHMARK_FILE
     if given is None and BENCHMARK_FILE not in found:
-        beside = folder / REPORT_FILE
-        if REPORT_FILE not in found or not _is_benchmark(read_json(beside)):
+        path = folder / REPORT_FILE
+        if REPORT_FILE not in found or not _is_benchmark(read_json(path)):
             return
-        path = beside
         del found[REPORT_FILE]  # the training's, which the benchmark was written over
     path = path / REPORT_FILE if path.is_dir() else path
     report = read_json(own_file(path.parent, path.name) or path)
@@ -178,18 +175,13 @@ def _add_benchmark(
             "differs): measure these heads"
         )
     found[BENCHMARK_FILE] = path
-    for picture in (path.with_suffix(".png").name, "report.png"):
-        if (beside_it := own_file(path.parent, picture)) is not None:
-            found[BENCHMARK_PICTURE] = beside_it
-            break
+    pictures = (own_file(path.parent, name) for name in (f"{path.stem}.png", "report.png"))
+    if picture := next(filter(None, pictures), None):
+        found[BENCHMARK_PICTURE] = picture
 
 
 def _is_benchmark(report: Mapping[str, Any]) -> bool:
     return isinstance(report.get("settings"), list) and isinstance(report.get("machine"), dict)
-
-
-def _encoded(text: Any) -> bytes:
-    return (text if isinstance(text, str) else json.dumps(text, indent=2) + "\n").encode()
 
 
 def push(

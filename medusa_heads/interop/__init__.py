@@ -1,7 +1,7 @@
 """Heads as other projects store them: read from their layouts, written to them.
 
-One file a layout; `formats.py` tells them apart, `convert.py` and `export.py` are what users call.
-The names stand here, so that a command line knows them without loading torch.
+`formats.py` holds the layouts as tables; `convert.py` and `export.py` are what users call. The
+names stand here, so that a command line knows them without loading torch.
 """
 
 from __future__ import annotations

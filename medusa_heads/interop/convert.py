@@ -13,22 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_heads.checkpoint.files import SIDECAR_FILE, empty_folder, staged
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.checkpoint.stored_heads import (
     DRAFT_TOKENS,
-    SIDECAR_FILE,
     StoredHeads,
+    check_takes_matrix,
     write_stored,
 )
-from medusa_heads.checkpoint.vocab_matrix import check_takes_matrix
 from medusa_heads.config import HeadsConfig
 from medusa_heads.interop import ReadFormat
-from medusa_heads.interop.folders import check_empty, staged
-from medusa_heads.interop.formats import READERS, WHOLE_MODELS, detect, find
-from medusa_heads.interop.layout import Layout, heads_config, read_heads, shared_matrix
+from medusa_heads.interop.formats import FORMATS, detect, find
+from medusa_heads.interop.layout import heads_config, read_heads, shared_matrix
 from medusa_heads.interop.source import Source, open_source
-from medusa_heads.interop.target_files import TargetVocabulary, read_target
-from medusa_heads.interop.whole_model import write_target
+from medusa_heads.interop.target_files import TargetVocabulary, read_target, write_model
 from medusa_heads.target.fingerprint import lm_head_sha256
 
 TARGET_FOLDER = "target"
@@ -36,14 +34,7 @@ TARGET_FOLDER = "target"
 
 @dataclass(frozen=True)
 class Converted:
-    """What was read, and where it stands now.
-
-    Attributes:
-        folder: the checkpoint.
-        format: the layout it was read from.
-        stored: the heads.
-        notices: what the user should know, a sentence each.
-    """
+    """What was read, the folder where it stands now, and what the user should know."""
 
     folder: Path
     format: ReadFormat
@@ -65,30 +56,50 @@ def convert_heads(
     """Write heads that another project stored as a checkpoint folder, bit for bit the same values.
 
     Args:
-        source: a file, a folder, or a repository of the hub.
+        source: a file, a folder, or a repository of the hub, of which `revision` is taken.
         out: the checkpoint folder; empty, or not there yet.
         source_format: the layout; by default what the names of the tensors tell.
-        revision: of a repository.
         target: hub id or folder of the model that the heads belong to. It is named in the
             checkpoint, and its lm_head, read from its files, gives the fingerprint.
         extract_target: of a whole model with heads in it: write the model alone to `out`/target.
             Otherwise the checkpoint names the source as its target.
         with_vocab_matrix: lay a copy of the target's vocabulary matrix beside heads that share it.
-        trust_remote_code: run the code that comes with the target's configuration.
+        trust_remote_code: run the code that comes with the target.
 
     Raises:
         ValueError: an unknown layout, tensors missing, surplus, ill-fitting, quantised or not
             finite, or a target they cannot belong to.
         OSError: `out` cannot be written.
     """
-    folder = check_empty(out)
-    found, source_format, layout = _open(os.fspath(source), revision, source_format)
+    folder = empty_folder(out)
+    if source_format is not None and source_format not in FORMATS:
+        raise ValueError(f"expected a layout among {', '.join(FORMATS)}, got {source_format!r}")
+    found = open_source(os.fspath(source), revision=revision)
+    if found.find(SIDECAR_FILE) is not None:
+        raise ValueError(
+            f"{os.fspath(source)!r} is a heads checkpoint of this package already: use it as it "
+            "is, or write it for an engine with medusa-heads export"
+        )
+    source_format = source_format or detect(found)
+    layout = find(found, source_format)
     if extract_target and (not layout.whole_model or target is not None):
         raise ValueError(
             "extract_target writes the model that the heads lie in: give it a source that is a "
             "whole model, and no other target"
         )
-    known = _known_target(found, layout, target, trust_remote_code)
+    inner = None
+    if layout.whole_model:
+        inner = read_target(
+            found.place, revision=found.revision, trust_remote_code=trust_remote_code
+        )
+    known = inner
+    if target is not None:
+        known = read_target(target, trust_remote_code=trust_remote_code)
+        if inner is not None and known.target["lm_head_sha256"] != inner.target["lm_head_sha256"]:
+            raise ValueError(
+                f"the model in {found.name!r} has another lm_head than {target!r}, and its heads "
+                "were trained with it: leave the target out"
+            )
     config = heads_config(found, layout, None if known is None else len(known.weight_VD))
     if known is not None and known.weight_VD.shape != (config.vocab_size, config.hidden_size):
         raise ValueError(
@@ -112,46 +123,14 @@ def convert_heads(
             _copied_matrix(config, tensors, matrix_VD, known) if with_vocab_matrix else None
         ),
     )
-    with staged(folder) as staging:
+    with staged(folder) as made:
         if extract_target:
-            write_target(staging / TARGET_FOLDER, found, *WHOLE_MODELS[source_format])
-        write_stored(staging, stored)
+            form = FORMATS[source_format]
+            rest = {key: said for key, said in found.config.items() if key not in form.marks}
+            names = [name for name in found.files if not name.startswith(form.prefix)]
+            write_model(made / TARGET_FOLDER, found, names, rest, {})
+        write_stored(made, stored)
     return Converted(folder, source_format, stored, (*layout.notices, *_of_target(stored)))
-
-
-def _open(
-    source: str, revision: str | None, source_format: ReadFormat | None
-) -> tuple[Source, ReadFormat, Layout]:
-    if source_format is not None and source_format not in READERS:
-        raise ValueError(f"expected a layout among {', '.join(READERS)}, got {source_format!r}")
-    found = open_source(source, revision=revision)
-    if found.place.find(SIDECAR_FILE) is not None:
-        raise ValueError(
-            f"{source!r} is a heads checkpoint of this package already: use it as it is, or write "
-            "it for an engine with medusa-heads export"
-        )
-    source_format = source_format or detect(found)
-    return found, source_format, find(found, source_format)
-
-
-def _known_target(
-    found: Source, layout: Layout, target: str | None, trust_remote_code: bool
-) -> TargetVocabulary | None:
-    """The target that the user named, else the one that the heads lie in."""
-    inner = None
-    if layout.whole_model:
-        inner = read_target(
-            found.place.name, revision=found.revision, trust_remote_code=trust_remote_code
-        )
-    if target is None:
-        return inner
-    known = read_target(target, trust_remote_code=trust_remote_code)
-    if inner is not None and known.target["lm_head_sha256"] != inner.target["lm_head_sha256"]:
-        raise ValueError(
-            f"the model in {found.name!r} has another lm_head than {target!r}, and its heads were "
-            "trained with it: leave the target out"
-        )
-    return known
 
 
 def _check_matrix(matrix_VD: Tensor, known: TargetVocabulary, tokens_V: Tensor | None) -> None:

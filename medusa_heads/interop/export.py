@@ -11,13 +11,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from medusa_heads.checkpoint.stored_heads import StoredHeads, read_stored
-from medusa_heads.checkpoint.vocab_matrix import VOCAB_MATRIX_FILE, read_vocab_matrix
+from medusa_heads.checkpoint.files import VOCAB_MATRIX_FILE, empty_folder, staged
+from medusa_heads.checkpoint.stored_heads import (
+    StoredHeads,
+    check_target,
+    read_stored,
+    read_vocab_matrix,
+)
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.interop import WrittenFormat
-from medusa_heads.interop.folders import check_empty, staged
-from medusa_heads.interop.formats import WRITERS
-from medusa_heads.interop.outgoing import Outgoing
+from medusa_heads.interop.engines import ENGINES, Outgoing
 from medusa_heads.interop.target_files import TargetVocabulary, read_target
 from medusa_heads.target.fingerprint import lm_head_sha256
 from medusa_heads.target.loading import refuse_code_of
@@ -43,23 +46,22 @@ def export_heads(
     """Write a heads checkpoint in the layout of another engine, bit for bit the same values.
 
     Args:
-        checkpoint: a folder that train-heads, convert or `save_heads` wrote, or a hub id.
+        checkpoint: folder or hub id.
         out: the folder to write; empty, or not there yet.
         to: the engine.
-        target: hub id or folder of the target, by which the engine is to find it; also where its
-            vocabulary matrix comes from, if the layout wants a copy. By default as the checkpoint
-            says.
+        target: hub id or folder by which the engine is to find it, and where its vocabulary matrix
+            comes from, if the layout wants a copy; by default as the checkpoint says.
         full_vocabulary: heads with a reduced vocabulary are to draft the target's whole one.
-        trust_remote_code: run the code that comes with the configuration of `target`.
+        trust_remote_code: run the code that comes with `target`.
 
     Raises:
         ValueError: the engine cannot hold such heads, the target is not theirs, or code is to be
             run of a target that only the checkpoint names.
         OSError: `out` cannot be written.
     """
-    if to not in WRITERS:
-        raise ValueError(f"expected an engine among {', '.join(WRITERS)}, got {to!r}")
-    folder = check_empty(out)
+    if to not in ENGINES:
+        raise ValueError(f"expected an engine among {', '.join(ENGINES)}, got {to!r}")
+    folder = empty_folder(out)
     heads = find_checkpoint(checkpoint)
     stored = read_stored(heads)
     if stored.adapter is not None and target is None:
@@ -74,28 +76,18 @@ def export_heads(
         known = read_target(target, trust_remote_code=trust_remote_code)
         _check_target(stored, known)
         stored = replace(stored, target=known.target)
-
-    def matrix_VD() -> Tensor:
-        return _matrix(heads, stored, known)
-
-    outgoing = Outgoing(stored, matrix_VD)
+    outgoing = Outgoing(stored, lambda: _matrix(heads, stored, known))
     if full_vocabulary:
         outgoing = outgoing.over_full_vocabulary()
-    with staged(folder) as staging:
-        WRITERS[to](staging, outgoing)
+    outgoing.check_fits(to)
+    with staged(folder) as made:
+        outgoing.write(made, to)
     return Exported(folder, tuple(outgoing.notices))
 
 
 def _check_target(stored: StoredHeads, known: TargetVocabulary) -> None:
     keys = ("hidden_size", "vocab_size", "lm_head_sha256")
-    differing = {key for key in keys if stored.target.get(key) not in (None, known.target[key])}
-    if differing:
-        wanted = {key: stored.target[key] for key in sorted(differing)}
-        found = {key: known.target[key] for key in sorted(differing)}
-        raise ValueError(
-            f"the heads belong to another target than {known.target['name_or_path']!r}: expected "
-            f"{wanted}, got {found}"
-        )
+    check_target(stored, {key: known.target[key] for key in keys}, "give")
 
 
 def _matrix(checkpoint: Path, stored: StoredHeads, known: TargetVocabulary | None) -> Tensor:

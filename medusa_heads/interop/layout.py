@@ -1,82 +1,27 @@
-"""Which tensor of a foreign checkpoint is which of ours; what heads that makes; their values.
+"""What heads the tensors of a foreign checkpoint make, and their values.
 
 Shapes: D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, expected_shapes
-from medusa_heads.config import MOST, HeadsConfig, HeadsKind
+from medusa_heads.config import HeadsConfig
+from medusa_heads.interop.formats import Layout
 from medusa_heads.interop.source import Source
 
-OWN_NAME = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(.+)")
 _PARTS = {"linear.weight", "linear.bias", "res_connection.weight", "res_connection.bias"}
 _OUT = {"weight", "bias"}
 
 
-@dataclass
-class Layout:
-    """What a format's reader found, under our names, before any value is read.
-
-    Attributes:
-        names: our name of each tensor of the heads, and the source's.
-        kind: of heads.
-        matrix: the source's name of a vocabulary matrix [V, D] that all heads share.
-        token_map: the source's name of the token ids of a reduced vocabulary.
-        claims: what the source's configuration says, by the name of our field: its key and value.
-        whole_model: the target lies in the source too.
-        raw_embeddings: see HeadsConfig.
-        notices: what the user should know.
-    """
-
-    names: dict[str, str]
-    kind: HeadsKind = "medusa"
-    matrix: str | None = None
-    token_map: str | None = None
-    claims: dict[str, tuple[str, int]] = field(default_factory=dict)
-    whole_model: bool = False
-    raw_embeddings: bool = False
-    notices: list[str] = field(default_factory=list)
-
-
-def claim(config: Mapping[str, Any], **keys: str) -> dict[str, tuple[str, int]]:
-    """What a configuration says: our fields, and the keys under which it says them.
-
-    Raises:
-        ValueError: a value that is no number of anything.
-    """
-    found = {}
-    for ours, key in keys.items():
-        value = config.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-            raise ValueError(
-                f"config.json: {key} must be an integer from 1 to {MOST}, got {value!r}"
-            )
-        found[ours] = (key, value)
-    return found
-
-
 def heads_config(source: Source, layout: Layout, target_vocab: int | None) -> HeadsConfig:
-    """The heads' shape, as their tensors have it. Every tensor is compared with every other.
-
-    Args:
-        source: which holds them.
-        layout: which is which; what its configuration claims wrongly is added to its notices.
-        target_vocab: rows of the target's lm_head, where the target is known.
-
-    Raises:
-        ValueError: a tensor is missing, surplus or of another shape than the others imply.
-    """
+    """The heads' shape, as their tensors have it, each compared with all others; `target_vocab`:
+    rows of the target's lm_head, where it is known. What the configuration claims wrongly is added
+    to the layout's notices. Raises ValueError: a tensor is missing, surplus or of another shape
+    than the others imply."""
     num_heads, num_layers, own = _counts(layout)
     first = layout.names.get("0.0.linear.weight")
     if first is None:
@@ -87,14 +32,15 @@ def heads_config(source: Source, layout: Layout, target_vocab: int | None) -> He
         raise ValueError(
             f"{source.name!r}: {first} has shape {list(source.shape(first))}, expected a matrix"
         )
-    rows = _rows(source, layout, num_layers if own else None)
+    matrix = layout.names.get(f"0.{num_layers}.weight") if own else layout.matrix
+    rows = None if matrix is None else next(iter(source.shape(matrix)), 0)
     drafted = None
     if layout.token_map is not None:
         shape = source.shape(layout.token_map)
         drafted = shape[0] if len(shape) == 1 else 0
+        if rows == drafted:
+            rows = None  # those of the reduced vocabulary
     claimed = layout.claims.get("vocab_size")
-    if drafted is not None and rows == drafted:
-        rows = None  # those of the reduced vocabulary
     vocab_size = rows or target_vocab or (claimed[1] if claimed else None)
     if vocab_size is None:
         raise ValueError(
@@ -117,11 +63,8 @@ def heads_config(source: Source, layout: Layout, target_vocab: int | None) -> He
 
 
 def read_heads(source: Source, layout: Layout, config: HeadsConfig) -> dict[str, Tensor]:
-    """The heads' tensors under our names, each in the dtype it is stored in.
-
-    Raises:
-        ValueError: a value is not finite, or the reduced vocabulary names tokens there are not.
-    """
+    """The heads' tensors under our names, each in the dtype it is stored in. Raises ValueError: a
+    value is not finite, or the reduced vocabulary names tokens there are not."""
     tensors = {ours: source.read(theirs) for ours, theirs in layout.names.items()}
     for name, shape in expected_shapes(config).items():
         # Heads without biases are heads whose biases are zero.
@@ -133,11 +76,11 @@ def read_heads(source: Source, layout: Layout, config: HeadsConfig) -> dict[str,
         raise ValueError(f"{source.name!r}: {layout.names[integers[0]]} holds integers, not floats")
     if layout.token_map is not None:
         order = _ascending(source, layout.token_map, config)
-        tensors[DRAFT_TOKENS] = source.read(layout.token_map)[order]
         if config.vocab_matrix == "own":
             for i in range(config.num_heads):
                 name = f"{i}.{config.num_layers}.weight"
                 tensors[name] = tensors[name][order]
+        tensors[DRAFT_TOKENS] = source.read(layout.token_map)[order]
     return tensors
 
 
@@ -157,12 +100,10 @@ def _counts(layout: Layout) -> tuple[int, int, bool]:
     blocks: dict[int, set[int]] = {}
     outs: dict[int, set[int]] = {}
     for ours, theirs in layout.names.items():
-        parsed = OWN_NAME.fullmatch(ours)
-        assert parsed is not None
-        head, place, part = int(parsed[1]), int(parsed[2]), parsed[3]
+        number, place, part = ours.split(".", 2)
         if part not in _PARTS | _OUT:
             raise ValueError(f"{theirs} is no tensor of such heads: expected linear layers alone")
-        (blocks if part in _PARTS else outs).setdefault(head, set()).add(place)
+        (blocks if part in _PARTS else outs).setdefault(int(number), set()).add(int(place))
     heads = set(blocks) | set(outs)
     missing = sorted(set(range(len(heads))) - heads)
     if missing or not blocks:
@@ -182,23 +123,13 @@ def _counts(layout: Layout) -> tuple[int, int, bool]:
     return len(heads), num_layers, bool(outs)
 
 
-def _rows(source: Source, layout: Layout, own_at: int | None) -> int | None:
-    name = layout.matrix if own_at is None else layout.names.get(f"0.{own_at}.weight")
-    if name is None:
-        return None
-    shape = source.shape(name)
-    return shape[0] if shape else 0
-
-
 def _compare(source: Source, layout: Layout, config: HeadsConfig) -> None:
-    bias = f"0.{config.num_layers}.bias" in layout.names
-    expected = expected_shapes(config, vocab_bias=bias)
+    expected = expected_shapes(config, vocab_bias=f"0.{config.num_layers}.bias" in layout.names)
     expected.pop(DRAFT_TOKENS, None)
-    without = [name for name in expected if name.endswith(".linear.bias")]
-    if not any(name in layout.names for name in without):
+    biases = {name for name in expected if name.endswith(".linear.bias")}
+    if not biases & set(layout.names):
         layout.notices.append("the heads have no biases: they are stored as zeros")
-        for name in without:
-            del expected[name]
+        expected = {name: shape for name, shape in expected.items() if name not in biases}
     if missing := sorted(set(expected) - set(layout.names)):
         raise ValueError(f"{source.name!r} lacks {missing[0]} of its heads: download them anew")
     if surplus := sorted(set(layout.names) - set(expected)):

@@ -1,32 +1,44 @@
-"""The target's vocabulary, out of its files: the model itself is never loaded for it.
+"""The target's vocabulary, out of its files: the model itself is never loaded for it; and whole
+models, taken out of ones that have heads in them or put together with heads.
 
 Shapes: D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from medusa_heads.checkpoint.files import CONFIG_FILE, write_json
+from medusa_heads.checkpoint.tensor_file import write_tensors
 from medusa_heads.files import expanded
 from medusa_heads.heads.vocabulary import vocabulary
-from medusa_heads.interop.source import Source, open_source
+from medusa_heads.interop.source import MODEL_FILES, Source, open_source
 from medusa_heads.target.fingerprint import lm_head_sha256
 from medusa_heads.target.target import TargetModel
+
+# What transformers wants beside a model, by names that are never the heads'.
+BESIDE = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True)
 class TargetVocabulary:
-    """What heads need to know of their target.
-
-    Attributes:
-        target: as a checkpoint's sidecar has it: its name, revision and fingerprint.
-        weight_VD: the lm_head.
-        bias_V: its bias, which few targets have.
-    """
+    """A target as a checkpoint's sidecar has it, its lm_head, and the bias that few have."""
 
     target: dict[str, Any]
     weight_VD: Tensor
@@ -38,10 +50,8 @@ def read_target(
 ) -> TargetVocabulary:
     """Read the lm_head of a causal LM in a folder or a repository of the hub.
 
-    Where the files name it unlike the model's own modules, the model is loaded after all.
-
-    Raises:
-        ValueError: there is no causal LM, or its lm_head is quantised.
+    Where the files name it unlike the model's own modules, the model is loaded after all. Raises
+    ValueError: there is no causal LM, or its lm_head is quantised.
     """
     path = expanded(name_or_path)
     if path.is_file():
@@ -51,13 +61,10 @@ def read_target(
         )
     source = open_source(name_or_path, revision=revision, model=True)
     name = str(path) if path.is_dir() else source.name
-    config, model = _empty_model(name, source, trust_remote_code)
+    model = _empty_model(name, source, trust_remote_code)
     lm_head = TargetModel(model).get_output_embeddings()
-    weight = _stored_name(model, lm_head.weight, source)
-    bias = None
-    if lm_head.bias is not None:
-        bias = _stored_name(model, lm_head.bias, source)
-    if weight is None or (lm_head.bias is not None and bias is None):
+    weight, bias = (_stored_name(model, part, source) for part in (lm_head.weight, lm_head.bias))
+    if weight is None or (bias is None and lm_head.bias is not None):
         loaded = TargetModel.from_pretrained(
             name, use=None, revision=source.revision, trust_remote_code=trust_remote_code
         )
@@ -73,7 +80,7 @@ def read_target(
     target = {
         "name_or_path": source.name,
         "revision": source.revision,
-        "model_type": config.get_text_config(decoder=True).model_type,
+        "model_type": model.config.get_text_config(decoder=True).model_type,
         "hidden_size": weight_VD.shape[1],
         "vocab_size": weight_VD.shape[0],
         "lm_head_sha256": lm_head_sha256(weight_VD),
@@ -81,8 +88,8 @@ def read_target(
     return TargetVocabulary(target, weight_VD, bias_V)
 
 
-def _empty_model(name: str, source: Source, trust_remote_code: bool) -> tuple[Any, Any]:
-    """The configuration, and a model of it that takes no memory."""
+def _empty_model(name: str, source: Source, trust_remote_code: bool) -> Any:
+    """A model of its configuration that takes no memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -93,20 +100,50 @@ def _empty_model(name: str, source: Source, trust_remote_code: bool) -> tuple[An
         if layers > len(source.files):  # each would be built below, and a damaged number is large
             raise ValueError(f"{layers} layers, but {len(source.files)} tensors")
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever it is that a model's own code does not expect
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"expected a causal language model at {name!r}: {reason}") from error
-    return config, model
 
 
-def _stored_name(model: Any, parameter: Tensor, source: Source) -> str | None:
+def _stored_name(model: Any, parameter: Tensor | None, source: Source) -> str | None:
     """The name under which the files hold a parameter: one of its own, tied ones included, with or
     without the model's prefix."""
-    prefix = f"{model.base_model_prefix}."
     for name, candidate in model.named_parameters(remove_duplicate=False):
-        if candidate is parameter:
-            for stored in (name, name.removeprefix(prefix)):
-                if stored in source.files:
-                    return str(stored)
+        for stored in (name, name.removeprefix(f"{model.base_model_prefix}.")):
+            if candidate is parameter and stored in source.files:
+                return str(stored)
     return None
+
+
+def write_model(
+    folder: Path,
+    source: Source,
+    names: Collection[str],
+    config: Mapping[str, Any],
+    heads: Mapping[str, Tensor],
+) -> None:
+    """A model as transformers reads it: shards of the source's tensors, as it has them, and one of
+    `heads`, their index, configuration and tokenizer. One shard is held in memory at a time. Raises
+    ValueError: a tensor is damaged; OSError: the folder cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: dict[Path | str | None, list[str]] = {}
+    for name in (*names, *heads):
+        shards.setdefault(None if name in heads else source.files[name], []).append(name)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shards.values(), start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {
+            name: heads[name] if name in heads else source.read(name, of_heads=False)
+            for name in shard
+        }
+        write_tensors(folder / file, tensors)
+        weight_map |= dict.fromkeys(shard, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(folder / MODEL_FILES[0], index)
+    write_json(folder / CONFIG_FILE, config)
+    for file in BESIDE:
+        if found := source.find(file):
+            (folder / file).write_bytes(found.read_bytes())

@@ -4,8 +4,7 @@ from medusa_heads.machine.choice import Choice, as_dtype, choose, speeds
 from medusa_heads.machine.devices import devices_here, find_device
 from medusa_heads.machine.facts import describe_machine, machine_facts
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
-from medusa_heads.machine.products import Use
-from medusa_heads.machine.shape import Shape
+from medusa_heads.machine.products import Shape, Use
 
 __all__ = [
     "Choice",

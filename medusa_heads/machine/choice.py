@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from medusa_heads.machine.devices import computes_in, find_device, free_memory, low_precision
 from medusa_heads.machine.measurements import Measurements
-from medusa_heads.machine.products import Seconds, Use, product_seconds, thread_counts
-from medusa_heads.machine.shape import Shape
-
-if TYPE_CHECKING:
-    import torch
+from medusa_heads.machine.products import Seconds, Shape, Use, product_seconds, thread_counts
 
 GAIN = 1.1  # what another dtype or thread count must be faster by, to be chosen
 _STORE = Measurements()
+_LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What to compute with.
-
-    Attributes:
-        device: where.
-        dtype: of weights and activations; in training, of autocast (float32: none).
-        threads: of the CPU.
-        reason: of the dtype, such as "float32: this CPU multiplies bfloat16 at 0.2 of float32's
-            speed".
-    """
+    """What to compute with, and why: "float32: this CPU multiplies bfloat16 at 0.2 of float32's
+    speed"."""
 
     device: torch.device
-    dtype: torch.dtype
-    threads: int
+    dtype: torch.dtype  # of weights and activations; in training, of autocast (float32: none)
+    threads: int  # of the CPU
     reason: str
 
     def __str__(self) -> str:
@@ -56,31 +47,24 @@ def choose(
 
     Args:
         use: what is computed most.
-        device: the user's; None: the best there is.
-        dtype: the user's; None or "auto": the fastest.
+        device, dtype: the user's; without one (or with the dtype "auto") the fastest.
         stored: dtype of the weights on disk; None: either precision will do.
-        shape: sizes of the target, where they are known.
+        shape: of the target, where it is known.
         store: of measurements.
         count_threads: False: they stay as they are, and nothing is measured for their sake.
 
     Raises:
         ValueError: there is no such device or dtype here.
     """
-    import torch
-
     shape = shape or Shape()
     asked = None if dtype in (None, "auto") else as_dtype(dtype)
     where, doubt = _place(device, shape, asked or stored)
     if asked is not None and not computes_in(where, asked):
         raise ValueError(f"{where} does not compute in {_name(asked)}: give another dtype")
     low = _shorter(use, where, asked, stored)
-
-    def measured() -> Seconds:
-        return _measured(use, where, low, shape, store)
-
     if asked is not None:
         chosen, reason = asked, f"{_name(asked)} as asked"
-    elif use != "train" and stored is not None and not _is_low(stored):
+    elif use != "train" and stored is not None and stored not in _LOW:
         chosen, reason = stored, f"{_name(stored)} as its weights are stored"
     elif low is None:
         chosen, reason = torch.float32, f"float32: {where} has nothing shorter"
@@ -88,10 +72,12 @@ def choose(
         chosen, reason = low, f"{_name(low)}: the fastest that {where} computes in"
     else:
         held = stored is not None and use != "train"
-        chosen, reason = _faster(measured(), low, shape, held=held)
+        seconds = _measured(use, where, low, shape, store)
+        chosen, reason = _faster(seconds, low, shape, held=held)
     threads = torch.get_num_threads()
     if count_threads and where.type == "cpu" and len(thread_counts(where)) > 1:
-        threads = fastest_threads(measured(), _name(chosen)) or threads
+        seconds = _measured(use, where, low, shape, store)
+        threads = fastest_threads(seconds, _name(chosen)) or threads
     return Choice(where, chosen, threads, reason + doubt)
 
 
@@ -103,11 +89,8 @@ def speeds(
     shape: Shape | None = None,
     store: Measurements = _STORE,
 ) -> Seconds:
-    """What `choose` goes by, by dtype and threads: speeds relative to float32's best.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    """What `choose` goes by, by dtype and threads: speeds relative to float32's best. Raises
+    ValueError: there is no such device."""
     where = find_device(device)
     low = _shorter(use, where, None, stored)
     seconds = _measured(use, where, low, shape or Shape(), store)
@@ -119,8 +102,7 @@ def _shorter(
     use: Use, where: torch.device, asked: torch.dtype | None, stored: torch.dtype | None
 ) -> torch.dtype | None:
     """What could be faster than float32 on a device: the low precision given, or the usual one."""
-    given = (each for each in (asked, stored) if each is not None and _is_low(each))
-    here = (each for each in given if computes_in(where, each))
+    here = (dtype for dtype in (asked, stored) if dtype in _LOW and computes_in(where, dtype))
     return next(here, None) or low_precision(where, training=use == "train")
 
 
@@ -132,13 +114,8 @@ def _measured(
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
-    """The dtype of a name.
-
-    Raises:
-        ValueError: there is none of this name, or it is not of weights.
-    """
-    import torch
-
+    """The dtype of a name. Raises ValueError: there is none of this name, or it is not of
+    weights."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"expected a dtype such as float32 or bfloat16, got {str(dtype)!r}")
@@ -158,8 +135,6 @@ def _faster(
     seconds: Seconds, low: torch.dtype, shape: Shape, *, held: bool
 ) -> tuple[torch.dtype, str]:
     """float32 or a lower precision on the CPU, and why; `held`: the weights, and not autocast."""
-    import torch
-
     name = _name(low)
     ratio = _best(seconds, "float32") / _best(seconds, name)
     if ratio >= GAIN:
@@ -179,8 +154,6 @@ def _place(
     device: str | torch.device | None, shape: Shape, dtype: torch.dtype | None
 ) -> tuple[torch.device, str]:
     """The device, and a remark where it is the CPU because a GPU could not hold the weights."""
-    import torch
-
     where = find_device(device)
     if device is not None or where.type == "cpu" or dtype is None:
         return where, ""
@@ -195,12 +168,6 @@ def _place(
 
 def _best(seconds: Seconds, dtype: str) -> float:
     return min(taken for (name, _), taken in seconds.items() if name == dtype)
-
-
-def _is_low(dtype: torch.dtype) -> bool:
-    import torch
-
-    return dtype in (torch.bfloat16, torch.float16)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from medusa_heads.errors import first_line
 
-if TYPE_CHECKING:
-    import torch
-
 
 def find_device(asked: str | torch.device | None = None) -> torch.device:
-    """The device asked for; else the first of cuda, xpu, mps and cpu that works here.
-
-    Raises:
-        ValueError: torch knows no device of this name, or has none here.
-    """
-    import torch
-
+    """The device asked for; else the first of cuda, xpu, mps and cpu that works here. Raises
+    ValueError: torch knows no device of this name, or has none here."""
     if asked is None:
         return next(device for device in devices_here() if _failure(device) is None)
     try:
         device = torch.device(asked)
+        failure = _failure(device)
     except RuntimeError as error:
-        raise ValueError(_refusal(asked, error)) from error
-    failure = _failure(device)
+        failure = error
     if failure is not None:
-        raise ValueError(_refusal(asked, failure)) from failure
+        raise ValueError(
+            f"expected a device such as cpu or cuda, got {str(asked)!r}: {first_line(failure)}"
+        ) from failure
     return device
 
 
 def devices_here() -> list[torch.device]:
     """The devices that torch says are here, best first; the last one is the CPU."""
-    import torch
-
     here = {
         "cuda": torch.cuda.is_available(),
         "xpu": hasattr(torch, "xpu") and torch.xpu.is_available(),
@@ -46,8 +39,6 @@ def devices_here() -> list[torch.device]:
 
 def _failure(device: torch.device) -> Exception | None:
     """Why nothing can be computed there, if so: too old a driver, a GPU without kernels, .."""
-    import torch
-
     try:
         (torch.ones(1, device=device) + 1).item()
     except Exception as error:  # AssertionError, ModuleNotFoundError, ..: each backend has its own
@@ -55,15 +46,8 @@ def _failure(device: torch.device) -> Exception | None:
     return None
 
 
-def _refusal(asked: object, error: Exception) -> str:
-    reason = first_line(error)
-    return f"expected a device such as cpu or cuda, got {str(asked)!r}: {reason}"
-
-
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether matrices of a dtype can be multiplied on a device, at their own speed on a GPU."""
-    import torch
-
     if device.type == "cuda" and dtype == torch.bfloat16:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
@@ -79,8 +63,6 @@ def low_precision(device: torch.device, *, training: bool = False) -> torch.dtyp
 
     Training takes no float16, whose gradients would have to be scaled, nor autocast on mps.
     """
-    import torch
-
     if training and device.type == "mps":
         return None
     known = (torch.bfloat16,) if training else (torch.bfloat16, torch.float16)
@@ -88,16 +70,12 @@ def low_precision(device: torch.device, *, training: bool = False) -> torch.dtyp
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be had on a device; None where nobody says."""
-    import torch
-
+    """Bytes that can still be had on a device, of a container's if it has fewer; None where nobody
+    says."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return _free_host_memory() if device.type == "cpu" else None
-
-
-def _free_host_memory() -> int | None:
-    """What the machine has left, or the container if that is less."""
+    if device.type != "cpu":
+        return None
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux

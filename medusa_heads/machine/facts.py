@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 """Environment variables that keep torch from instructions which the processor has."""
 
@@ -27,28 +29,28 @@ def machine_facts() -> dict[str, Any]:
 
 @cache
 def _facts() -> dict[str, Any]:
-    import torch
-
-    facts: dict[str, Any] = {
-        "cpu": _processor(),
-        "instructions": _instructions(),
+    processors = _cpuinfo("model name") or [platform.processor() or "unknown"]
+    flags = {flag for line in _cpuinfo("flags", "Features")[:1] for flag in line.split()}
+    return {
+        "cpu": processors[0],
+        "instructions": sorted(flags & _INSTRUCTIONS),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": usable_cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         **{name: os.environ.get(name) for name in ISA_VARIABLES},
+        **_gpu(),
     }
-    return facts | _gpu()
 
 
 def describe_machine() -> dict[str, Any]:
-    """The facts, and what may differ from run to run: threads, load and the Python."""
-    import torch
-
+    """The facts, and what may differ from run to run: threads, the Python, and the load over 1, 5
+    and 15 minutes; above the number of cores, other work shared the machine."""
+    loads = os.getloadavg() if hasattr(os, "getloadavg") else None
     return machine_facts() | {
         "threads": torch.get_num_threads(),
-        "load_average": _load_average(),
+        "load_average": loads and [round(load, 2) for load in loads],
         "python": platform.python_version(),
     }
 
@@ -58,16 +60,6 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _processor() -> str:
-    names = _cpuinfo("model name")
-    return names[0] if names else platform.processor() or "unknown"
-
-
-def _instructions() -> list[str]:
-    found = {flag for line in _cpuinfo("flags", "Features")[:1] for flag in line.split()}
-    return sorted(found & _INSTRUCTIONS)
 
 
 def _cpuinfo(*names: str) -> list[str]:
@@ -81,8 +73,6 @@ def _cpuinfo(*names: str) -> list[str]:
 
 def _gpu() -> dict[str, str]:
     """Name and driver of the GPU; nothing where there is none."""
-    import torch
-
     if torch.cuda.is_available():
         toolkit = str(torch.version.cuda or torch.version.hip)
         name = torch.cuda.get_device_name()
@@ -100,11 +90,3 @@ def _nvidia_driver() -> str:
     except OSError:
         return "unknown"
     return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
-
-
-def _load_average() -> list[float] | None:
-    """Over 1, 5 and 15 minutes; above the number of cores, other work shared the machine."""
-    try:
-        return [round(value, 2) for value in os.getloadavg()]
-    except (AttributeError, OSError):  # Windows
-        return None

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,8 @@ def measurement_folder() -> Path:
 
 
 def as_seconds(stored: Any, *, least: float = MOMENT) -> float:
-    """What a measurement holds as seconds, or as a share of them.
-
-    Raises:
-        ValueError: it is no number, or none that a clock could have shown.
-    """
+    """What a measurement holds as seconds, or as a share of them. Raises ValueError: it is no
+    number, or none that a clock could have shown."""
     if isinstance(stored, bool) or not isinstance(stored, int | float):
         raise ValueError(f"expected seconds, got {stored!r}")
     if not least <= stored <= AGE:
@@ -45,22 +43,19 @@ def as_seconds(stored: Any, *, least: float = MOMENT) -> float:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Values by kind and by the facts they depend on; this machine's own facts always count.
+    """Values by kind and by the facts they depend on, this machine's own always among them; in
+    `folder`, by default `measurement_folder()`.
 
     Nothing here ever fails: a file that is damaged, foreign or of another version is no
     measurement; where nothing can be written, nothing is kept; of two processes that write at
     once, the last one's values stay.
-
-    Args:
-        folder: where they are kept, by default `measurement_folder()`.
     """
 
     folder: Path | None = None
 
     def read(self, kind: str, facts: Mapping[str, Any]) -> dict[str, Any] | None:
         """What `write` kept last under the same kind, facts and machine; None where nothing was."""
-        stamp = _stamp(kind, facts)
-        path = self._path(kind, stamp)
+        path, stamp = self._place(kind, facts)
         try:
             remove_leftovers(path.parent)
             stored = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -73,26 +68,14 @@ class Measurements:
 
     def write(self, kind: str, facts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Keep plain values; in place of earlier ones."""
-        stamp = _stamp(kind, facts)
-        path = self._path(kind, stamp)
-        try:
+        path, stamp = self._place(kind, facts)
+        with suppress(OSError):  # a read-only home: measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, json.dumps({"of": stamp, "values": dict(values)}, indent=2) + "\n")
-        except OSError:
-            return  # a read-only home: measured again next time
 
-    def _path(self, kind: str, stamp: dict[str, Any]) -> Path:
-        key = hashlib.sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()[:24]
-        return (self.folder or measurement_folder()) / kind / f"{key}.json"
-
-
-def _stamp(kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What a measurement is of, as JSON would give it back."""
-    stamp = {
-        "version": _VERSION,
-        "kind": kind,
-        "machine": machine_facts(),
-        "facts": dict(facts),
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(stamp, sort_keys=True, default=str))
-    return plain
+    def _place(self, kind: str, facts: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+        """A measurement's file, and what it is of, as JSON would give it back."""
+        of = {"version": _VERSION, "kind": kind, "machine": machine_facts(), "facts": dict(facts)}
+        text = json.dumps(of, sort_keys=True, default=str)
+        key = hashlib.sha256(text.encode()).hexdigest()[:24]
+        return (self.folder or measurement_folder()) / kind / f"{key}.json", json.loads(text)

@@ -8,19 +8,56 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
+from torch.nn.functional import linear
 
 from medusa_heads.machine.facts import usable_cores
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
-from medusa_heads.machine.shape import Shape
-
-if TYPE_CHECKING:
-    import torch
 
 Use = Literal["decode", "tree", "batch", "train"]
 """One row; a tree of some 16 nodes; a large batch or a prompt; a step of training."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a causal LM. The defaults are those of a small one."""
+
+    hidden: int = 1024  # width of the hidden states
+    intermediate: int = 2816  # width within an MLP
+    vocab: int = 32000  # rows of the lm_head
+    layers: int = 16
+    experts: int = 1  # MLPs in each layer
+
+    @classmethod
+    def of(cls, config: Any) -> Shape:
+        """Of a transformers configuration; what it does not say is taken to be usual."""
+
+        def number(*names: str) -> int | None:
+            values = (getattr(config, name, None) for name in names)
+            return next((v for v in values if isinstance(v, int) and v > 0), None)
+
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config(decoder=True)
+        hidden = number("hidden_size", "n_embd", "d_model") or cls.hidden
+        intermediate = number("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+        experts = number("num_local_experts", "num_experts", "n_routed_experts") or 1
+        if experts > 1:
+            intermediate = number("moe_intermediate_size") or intermediate
+        vocab = number("vocab_size") or cls.vocab
+        layers = number("num_hidden_layers", "n_layer", "num_layers") or cls.layers
+        return cls(hidden, intermediate, vocab, layers, experts)
+
+    @property
+    def parameters(self) -> int:
+        """About how many weights there are."""
+        attention, expert = 3 * self.hidden**2, 3 * self.hidden * self.intermediate
+        return 2 * self.vocab * self.hidden + self.layers * (attention + self.experts * expert)
+
 
 KIND = "products"
 ROWS: dict[Use, int] = {"decode": 1, "tree": 16, "batch": 512, "train": 64}
@@ -61,37 +98,20 @@ def product_seconds(
     }
     key = f"{store.folder or measurement_folder()} {facts}"
     if key not in _known:
-        seconds = _from_plain(store.read(KIND, facts), dtypes, threads)
-        if seconds is None:
+        try:
+            kept: Any = (store.read(KIND, facts) or {})["seconds"]
+            seconds = {(d, n): as_seconds(kept[f"{d} {n}"]) for d in dtypes for n in threads}
+        except (KeyError, TypeError, ValueError):
             seconds, undisturbed = measure(use, device, dtypes, threads, shape)
             if undisturbed:
-                store.write(KIND, facts, _to_plain(seconds))
+                plain = {f"{dtype} {count}": taken for (dtype, count), taken in seconds.items()}
+                store.write(KIND, facts, {"seconds": plain})
         _known[key] = seconds
     return dict(_known[key])
 
 
-def _to_plain(seconds: Seconds) -> dict[str, Any]:
-    return {"seconds": {f"{dtype} {count}": taken for (dtype, count), taken in seconds.items()}}
-
-
-def _from_plain(
-    values: Mapping[str, Any] | None, dtypes: Sequence[str], threads: Sequence[int]
-) -> Seconds | None:
-    """As measured; None where the values are not seconds of these."""
-    if values is None:
-        return None
-    wanted = [(dtype, count) for dtype in dtypes for count in threads]
-    try:
-        kept = values["seconds"]
-        return {(dtype, n): as_seconds(kept[f"{dtype} {n}"]) for dtype, n in wanted}
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
 def thread_counts(device: torch.device) -> list[int]:
     """Powers of two up to what torch uses; that alone where the user set it, or on a GPU."""
-    import torch
-
     most = torch.get_num_threads()
     if device.type != "cpu" or any(os.environ.get(name) for name in THREAD_VARIABLES):
         return [most]
@@ -117,10 +137,7 @@ def measure(
 
     What takes long and is far behind the fastest is left with what it took in the rounds before.
     """
-    import torch
-
     began, waited = time.perf_counter(), _waited()
-
     passes = {dtype: _pass(use, device, getattr(torch, dtype), shape) for dtype in dtypes}
     running = [(dtype, count) for dtype in dtypes for count in threads]
     times: dict[tuple[str, int], list[float]] = {each: [] for each in running}
@@ -180,8 +197,6 @@ def _spread(taken: Sequence[float]) -> float:
 
 
 def _timed(products: Callable[[], object], threads: int) -> float:
-    import torch
-
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     started = time.perf_counter()
@@ -191,9 +206,6 @@ def _timed(products: Callable[[], object], threads: int) -> float:
 
 def _pass(use: Use, device: torch.device, dtype: torch.dtype, shape: Shape) -> Callable[[], object]:
     """The products once; of training there and back in autocast, with weights in float32."""
-    import torch
-    from torch.nn.functional import linear
-
     training = use == "train"
     held = torch.float32 if training else dtype
     rows, wide, narrow, count = matrices(use, shape)
@@ -201,24 +213,21 @@ def _pass(use: Use, device: torch.device, dtype: torch.dtype, shape: Shape) -> C
     weights_FD = [torch.full((wide, narrow), 0.01, **options) for _ in range(count)]
     x_RD = torch.full((rows, narrow), 0.01, **options)
 
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
     @torch.inference_mode()
     def forward() -> None:
         for weight_FD in weights_FD:
             linear(x_RD, weight_FD)
-        _wait(device)
+        wait()
 
     def there_and_back() -> None:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             for weight_FD in weights_FD:
                 linear(x_RD, weight_FD).sum().backward()
                 weight_FD.grad = x_RD.grad = None
-        _wait(device)
+        wait()
 
     return there_and_back if training else forward
-
-
-def _wait(device: torch.device) -> None:
-    import torch
-
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

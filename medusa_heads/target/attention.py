@@ -21,13 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations import sdpa_attention
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    sliding_window_causal_mask_function,
-)
 
 from medusa_heads.errors import UnsupportedArchitecture
 
@@ -75,6 +68,9 @@ def tree_attention(mask: TreeMask) -> Iterator[None]:
 @cache
 def take_tree_masks() -> None:
     """Let transformers' models ask for the masks of trees; once, when there is a model."""
+    from transformers.integrations import sdpa_attention
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
     sdpa_attention.use_gqa_in_sdpa = _grouped_on_cpu(sdpa_attention.use_gqa_in_sdpa)
     # Assigning to the instance leaves transformers' global table alone; models look up this
     # instance.
@@ -89,14 +85,21 @@ def explicit_masks(config: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor | 
     Raises:
         UnsupportedArchitecture: a kind of layer whose rule is not known here.
     """
+    from transformers.masking_utils import (
+        causal_mask_function,
+        chunked_causal_mask_function,
+        sliding_window_causal_mask_function,
+    )
+
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     usual = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
-    no_padding_B = torch.zeros_like(tree.query_positions_BN[:, 0])
     rules: dict[str, Callable[[], Any]] = {
         "full_attention": lambda: causal_mask_function,
         "sliding_attention": lambda: sliding_window_causal_mask_function(int(window or 0)),
-        "chunked_attention": lambda: chunked_causal_mask_function(int(chunk or 0), no_padding_B),
+        "chunked_attention": lambda: chunked_causal_mask_function(
+            int(chunk or 0), torch.zeros_like(tree.query_positions_BN[:, 0])
+        ),
     }
     masks = {}
     for kind in set(getattr(config, "layer_types", None) or [usual]):
@@ -114,6 +117,8 @@ def _with_tree(build_mask: Callable[..., Any]) -> Callable[..., Any]:
         tree = _ACTIVE.get()
         if tree is None:
             return build_mask(*args, **kwargs)
+        from transformers.masking_utils import causal_mask_function
+
         rule = kwargs.get("mask_function", causal_mask_function)
         return _bias(rule, tree, kwargs.get("dtype") or torch.float32)
 
@@ -121,6 +126,8 @@ def _with_tree(build_mask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bias(rule: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor:
+    from transformers.masking_utils import causal_mask_function
+
     if rule is causal_mask_function and tree.bias_BNS is not None:
         return tree.bias_BNS[:, None].to(dtype)
     return additive(_apply_rule(rule, tree), dtype)
@@ -134,6 +141,8 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _apply_rule(rule: Any, tree: TreeMask) -> Tensor:
+    from transformers.masking_utils import causal_mask_function
+
     visible_B1NS = tree.visible_BNS[:, None]
     if rule is causal_mask_function:
         return visible_B1NS  # a path and the text before it are causal already

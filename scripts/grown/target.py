@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from medusa_heads.checkpoint.files import staged
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
-from medusa_heads.interop.folders import staged
 
 
 @dataclass

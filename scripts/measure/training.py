@@ -39,8 +39,7 @@ from medusa_heads.heads import new_heads
 from medusa_heads.machine import describe_machine
 from medusa_heads.settings import at_least
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.loss.heads import rows_loss
-from medusa_heads.training.loss.rows import encode_rows, supervised_rows
+from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.teacher import Teacher
 from scripts.measure.random_target import random_target
 
@@ -88,18 +87,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> None:
-        arguments, to_loss = parse_arguments(
+        arguments, objective = parse_arguments(
             (MeasureArguments, LossConfig),
             given,
             prog="scripts.measure.training",
             description=__doc__ or "",
         )
         if arguments.measure == "peak":
-            print(json.dumps(peak(Training(arguments, to_loss.config()))))
+            print(json.dumps(peak(Training(arguments, objective))))
             return
         report: dict[str, Any] = {"machine": describe_machine(), "arguments": vars(arguments)}
         if arguments.measure in ("all", "rate"):
-            report["rate"] = rate(Training(arguments, to_loss.config()), arguments.repeats)
+            report["rate"] = rate(Training(arguments, objective), arguments.repeats)
         if arguments.measure in ("all", "memory"):
             report["memory"] = [peak_of(given, heads) for heads in arguments.memory_heads]
         path = Path(arguments.output)
@@ -155,15 +154,13 @@ class Training:
         ids_BT = self.ids_BT if ids_BT is None else ids_BT
         with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=self.low):
             hidden_BTD = self.target.hidden(ids_BT)
-            rows = supervised_rows(ids_BT, ids_BT, self.heads.config.num_heads)
-            hidden_RD = encode_rows(self.heads, hidden_BTD, {"input_ids": ids_BT}, rows)
-            loss = rows_loss(
+            loss = batch_loss(
                 self.heads,
-                hidden_RD,
-                rows,
+                hidden_BTD,
+                {"input_ids": ids_BT, "labels": ids_BT},
+                ids_BT.numel(),
                 objective=self.objective,
-                num_items=ids_BT.numel(),
-                teacher=None if self.teacher is None else self.teacher.reading(hidden_BTD),
+                teacher=self.teacher,
             )
         loss.backward()
         self.optimiser.step()

@@ -84,6 +84,7 @@ def _bitsandbytes(**bits: Any) -> Build:
 
 
 BITSANDBYTES_4BIT = "llama, bitsandbytes 4-bit"
+BITSANDBYTES_8BIT = "llama, bitsandbytes 8-bit with llm_int8_threshold=0"
 
 
 def _variants() -> Iterator[tuple[str, Build]]:
@@ -92,8 +93,7 @@ def _variants() -> Iterator[tuple[str, Build]]:
     yield "llama, torchao int8 weight-only", _torchao_int8
     yield BITSANDBYTES_4BIT, _bitsandbytes(load_in_4bit=True)
     yield "llama, bitsandbytes 8-bit", _bitsandbytes(load_in_8bit=True)
-    without_outliers = _bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0)
-    yield "llama, bitsandbytes 8-bit with llm_int8_threshold=0", without_outliers
+    yield BITSANDBYTES_8BIT, _bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0)
     for kind in ("llama", "mistral", "gemma2", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"):
         for implementation in ("sdpa", "eager"):
             yield f"{kind}, {implementation} attention", _with_attention(kind, implementation)

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from medusa_heads.checkpoint.checkpoint import load_heads, replace_statistics, save_heads
+from medusa_heads.checkpoint.files import VOCAB_MATRIX_FILE
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.checkpoint.stored_heads import CONFIG_FILE, SIDECAR_FILE, WEIGHTS_FILE
-from medusa_heads.checkpoint.vocab_matrix import VOCAB_MATRIX_FILE
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.target.fingerprint import file_sha256

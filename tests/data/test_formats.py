@@ -7,8 +7,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from medusa_heads.data.formats import Conversation, Document, Tokens
-from medusa_heads.training.data.sources import as_corpus, load_corpus
-from tests.training.corpus_files import CHAT, as_lines, contents
+from medusa_heads.data.sources import as_corpus, load_corpus
+from tests.data.corpus_files import CHAT, as_lines, contents
 
 
 @pytest.mark.parametrize("streaming", [False, True])

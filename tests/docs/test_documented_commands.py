@@ -158,11 +158,13 @@ def stop_after_parsing(module: Any, whole: bool, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_flag_named_in_a_sentence_is_one() -> None:
+    heads_config = ROOT / "medusa_heads" / "config.py"
     code = "".join(
         path.read_text(encoding="utf-8")
-        for folder in ("training", "inference", "medusa_heads/cli", "scripts")
+        for folder in ("training", "inference", "medusa_heads", "scripts")
         for path in sorted((ROOT / folder).rglob("*.py"))
     )
+    code += heads_config.read_text(encoding="utf-8")
     fields = set(re.findall(r"^    (\w+): ", code, re.M)) | set(re.findall(r'"--(\w+)"', code))
     for page in PAGES:
         text = FENCED.sub("", page.read_text(encoding="utf-8"))

@@ -12,10 +12,10 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
 
 from medusa_heads import HeadsConfig, TargetModel
+from medusa_heads.checkpoint import files
 from medusa_heads.checkpoint.adapter import quiet_peft
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.heads import frequent_tokens, new_heads
-from medusa_heads.hub import files
 from medusa_heads.hub.card import MARK
 from medusa_heads.hub.push import prepare_push
 from medusa_heads.inference.bench.report import JSON_FILE as BENCHMARK_JSON

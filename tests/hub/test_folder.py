@@ -14,8 +14,8 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 
 from medusa_heads import MedusaModel, TargetModel
+from medusa_heads.checkpoint.files import KEPT_FILES
 from medusa_heads.hub import folder as folder_module
-from medusa_heads.hub.files import KEPT_FILES
 from medusa_heads.hub.pull import find_checkpoint, pull
 from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.target.fingerprint import file_sha256

@@ -10,7 +10,7 @@ import pytest
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint.checkpoint import save_heads
-from medusa_heads.hub.privacy import without_paths
+from medusa_heads.hub.published import without_paths
 from medusa_heads.hub.push import prepare_push
 
 

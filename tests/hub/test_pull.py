@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from medusa_heads.hub.files import OWN_FILES
+from medusa_heads.checkpoint.files import OWN_FILES
 from medusa_heads.hub.pull import find_checkpoint, pull
 from medusa_heads.hub.push import prepare_push, push
 from tests.hub.conftest import BOB

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from medusa_heads.checkpoint.files import VOCAB_MATRIX_FILE
 from medusa_heads.checkpoint.stored_heads import CONFIG_FILE, SIDECAR_FILE
-from medusa_heads.checkpoint.vocab_matrix import VOCAB_MATRIX_FILE
 from medusa_heads.inference.serving.chain import SimulatedChain
 from tests.vllm.conftest import Decoded, counters, engine_arguments, has_medusa
 from tests.vllm.partly_trained import NUM_HEADS

@@ -38,7 +38,7 @@ class LossConfig:
       (Samarin et al. 2026, LK losses, arXiv:2602.23881)
 
     The temperature is that of p and q; cross-entropy is always at 1. Head weights by `"acceptance"`
-    are those of D-PACE (see `head_weights.py`). ValueError: an unknown name, a number out of range.
+    are those of D-PACE (see `loss/heads.py`). ValueError: an unknown name, a number out of range.
     """
 
     terms: Mapping[str, float] = flag(

@@ -18,7 +18,6 @@ OF_THE_RUN = (
     "dry_run",
     "training_args",
 )
-EXTRAS = ("tensorboard", "wandb")  # trackers that this package can be installed with
 SHARED_LEARNING_RATE = 5e-3
 OWN_LEARNING_RATE = 1e-3
 
@@ -183,7 +182,7 @@ def _check_trackers(names: list[str]) -> None:
             for tracker in get_reporting_integration_callbacks([name]):
                 tracker()
         except (ImportError, RuntimeError, ValueError) as error:
-            if name in EXTRAS:
+            if name in ("tensorboard", "wandb"):  # which this package can be installed with
                 raise ValueError(
                     f"report_to {name} needs a package that is not installed: pip install {name}"
                 ) from error

@@ -14,102 +14,82 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from datasets import Dataset
 
 from medusa_heads.config import IGNORED
 from medusa_heads.files import replace_file
 from medusa_heads.target.prompts import left_padded, pad_id, stop_ids
+from medusa_heads.target.target import TargetModel
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from medusa_heads.target.target import TargetModel
-
+Row = dict[str, list[int]]
 _PROMPT_SHARE = 4  # of rows without a marked prompt, one part in so many is taken for one
 
 
+@dataclass
 class OwnText:
-    """Batches written by the draft model, made anew every `refresh` steps.
+    """Batches written by the draft model, made anew every `refresh` steps."""
 
-    Args:
-        draft: the model that is being trained.
-        rows: the training set, whose prompts are continued, each to the length its row had.
-        share: of the batches, between 0 and 1.
-        refresh: optimiser steps for which text is written at once.
-        batches_a_step: gradient accumulation.
-        batch_size: rows of a batch.
-        generation_batch_size: rows written at once.
-        temperature: of the writing.
-        seed: of this process.
-    """
+    draft: TargetModel  # that is being trained
+    rows: Dataset  # whose prompts are continued, each to the length its row had
+    _: KW_ONLY
+    share: float  # of the batches, between 0 and 1
+    refresh: int  # optimiser steps for which text is written at once
+    batches_a_step: int  # gradient accumulation
+    batch_size: int
+    generation_batch_size: int = 64  # rows written at once
+    temperature: float = 1.0
+    seed: int = 0  # of this process
+    _window: int = field(default=-1, init=False)
+    _written: list[Row] = field(default_factory=list, init=False)
 
-    def __init__(
-        self,
-        draft: TargetModel,
-        rows: Dataset,
-        *,
-        share: float,
-        refresh: int,
-        batches_a_step: int,
-        batch_size: int,
-        generation_batch_size: int = 64,
-        temperature: float = 1.0,
-        seed: int = 0,
-    ) -> None:
-        self._draft, self._corpus = draft, rows
-        self._share, self._refresh = share, refresh
-        self._batches_a_step, self._batch_size = batches_a_step, batch_size
-        self._generation_batch_size, self._temperature = generation_batch_size, temperature
-        self._seed = seed
-        self._window = -1
-        self._rows: list[dict[str, list[int]]] = []
-
-    def batch(self, step: int, number: int) -> list[dict[str, list[int]]] | None:
+    def batch(self, step: int, number: int) -> list[Row] | None:
         """Rows for batch `number` of a step; None where the corpus has its turn."""
         if not self._has_turn(step, number):
             return None
-        window = step // self._refresh
+        window = step // self.refresh
         turns = [
             (s, n)
-            for s in range(window * self._refresh, (window + 1) * self._refresh)
-            for n in range(self._batches_a_step)
+            for s in range(window * self.refresh, (window + 1) * self.refresh)
+            for n in range(self.batches_a_step)
             if self._has_turn(s, n)
         ]
         if window != self._window:
-            self._rows = self._write(window, len(turns) * self._batch_size)
+            self._written = self._write(window, len(turns) * self.batch_size)
             self._window = window
-        first = turns.index((step, number)) * self._batch_size
-        return self._rows[first : first + self._batch_size]
+        first = turns.index((step, number)) * self.batch_size
+        return self._written[first : first + self.batch_size]
 
     def save(self, path: Path) -> None:
         """Keep the text at hand, for a run that is resumed from here."""
-        replace_file(path, json.dumps({"window": self._window, "rows": self._rows}) + "\n")
+        replace_file(path, json.dumps({"window": self._window, "rows": self._written}) + "\n")
 
     def load(self, path: Path) -> None:
         """Take up what `save` kept."""
         kept = json.loads(path.read_text(encoding="utf-8"))
-        self._window, self._rows = kept["window"], kept["rows"]
+        self._window, self._written = kept["window"], kept["rows"]
 
     def _has_turn(self, step: int, number: int) -> bool:
-        return random.Random(f"{self._seed}/{step}/{number}").random() < self._share
+        return random.Random(f"{self.seed}/{step}/{number}").random() < self.share
 
-    def _write(self, window: int, count: int) -> list[dict[str, list[int]]]:
-        drawn = random.Random(f"{self._seed}/window {window}")
-        chosen = [drawn.randrange(len(self._corpus)) for _ in range(count)]
-        texts = [_split(self._corpus[index]) for index in chosen]
-        written: list[dict[str, list[int]]] = []
-        device = self._draft.device
-        model: Any = self._draft.model
+    def _write(self, window: int, count: int) -> list[Row]:
+        drawn = random.Random(f"{self.seed}/window {window}")
+        chosen = [drawn.randrange(len(self.rows)) for _ in range(count)]
+        texts = [_split(self.rows[index]) for index in chosen]
+        written: list[Row] = []
+        device = self.draft.device
+        model: Any = self.draft.model
         training = model.training
         model.eval()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(drawn.randrange(1 << 62))
-            for start in range(0, count, self._generation_batch_size):
-                part = texts[start : start + self._generation_batch_size]
-                written += _continue(model, part, self._temperature)
+            for start in range(0, count, self.generation_batch_size):
+                part = texts[start : start + self.generation_batch_size]
+                written += _continue(model, part, self.temperature)
         model.train(training)
         return written
 
@@ -123,9 +103,7 @@ def _split(row: Any) -> tuple[list[int], int]:
 
 
 @torch.no_grad()
-def _continue(
-    model: Any, texts: Sequence[tuple[list[int], int]], temperature: float
-) -> list[dict[str, list[int]]]:
+def _continue(model: Any, texts: Sequence[tuple[list[int], int]], temperature: float) -> list[Row]:
     """Sampled continuations as rows of `input_ids` and `labels`, cut behind an end token."""
     ends, pad = stop_ids(model), pad_id(model)
     input_ids_BT, mask_BT = left_padded([prompt for prompt, _ in texts], pad, model.device)

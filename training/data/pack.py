@@ -8,16 +8,15 @@ here, never taken on trust. Shapes: B batch, T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from medusa_heads.target.target import TargetModel
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from medusa_heads.training.data.tokenise import row_features
 
 # Largest difference of a token's hidden state, relative to its length, that rounding explains.
 # Documents that see each other differ by about 1.
@@ -30,12 +29,9 @@ def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Put items into bins of `size`, the longest first, each where the least room is left over.
 
     An item longer than `size` gets a bin of its own. Bins stand in the order of their first items,
-    and items in theirs. Best-fit decreasing needs at most 11/9 of the fewest bins possible, and 1
-    more (Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing
-    algorithms").
-
-    Returns:
-        The indices of the items in each bin.
+    and items, by their indices, in theirs. Best-fit decreasing needs at most 11/9 of the fewest
+    bins possible, and 1 more (Johnson et al. 1974, "Worst-case performance bounds for simple
+    one-dimensional packing algorithms").
     """
     bins: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(size + 1)]  # bins by the room they have
@@ -60,20 +56,15 @@ def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def pack_rows(rows: Dataset, max_length: int) -> Dataset:
-    """Rows of up to `max_length` tokens, each of several of the given rows.
-
-    Returns:
-        Columns `input_ids`, `labels` and `position_ids`.
-    """
-    from datasets import Dataset
-
+    """Rows of up to `max_length` tokens, each of several of the given rows, with the columns
+    `input_ids`, `labels` and `position_ids`."""
     lengths = [len(ids) for ids in rows.with_format("numpy")["input_ids"]]
     bins = Dataset.from_dict({"members": best_fit(lengths, max_length)})
     tokens = rows.select_columns(["input_ids", "labels"])
     return bins.map(
-        lambda packed: joined(tokens[packed["members"]]),
+        lambda packed: _joined(tokens[packed["members"]]),
         remove_columns=["members"],
-        features=packed_features(),
+        features=row_features("position_ids"),
         load_from_cache_file=False,
         new_fingerprint=uuid4().hex,  # else all rows would be hashed for one
         desc="Packing",
@@ -84,13 +75,13 @@ def pack_batch(batch: Mapping[str, Sequence[Any]], max_length: int) -> dict[str,
     """The same for as many rows of a stream as are at hand."""
     lengths = [len(ids) for ids in batch["input_ids"]]
     packed = [
-        joined({name: [batch[name][i] for i in members] for name in ("input_ids", "labels")})
+        _joined({name: [batch[name][i] for i in members] for name in ("input_ids", "labels")})
         for members in best_fit(lengths, max_length)
     ]
-    return {name: [row[name] for row in packed] for name in packed_features()}
+    return {name: [row[name] for row in packed] for name in row_features("position_ids")}
 
 
-def joined(rows: Mapping[str, Iterable[Sequence[int]]]) -> dict[str, list[int]]:
+def _joined(rows: Mapping[str, Iterable[Sequence[int]]]) -> dict[str, list[int]]:
     """Documents one behind the other, with positions that begin anew with each."""
     return {
         "input_ids": [token for ids in rows["input_ids"] for token in ids],
@@ -99,22 +90,10 @@ def joined(rows: Mapping[str, Iterable[Sequence[int]]]) -> dict[str, list[int]]:
     }
 
 
-def packed_features() -> Any:
-    """Types of the columns of packed rows."""
-    from datasets import Features, List, Value
-
-    return Features(
-        {name: List(Value("int32")) for name in ("input_ids", "labels", "position_ids")}
-    )
-
-
 @torch.no_grad()
 def check_packing(target: TargetModel) -> None:
-    """Compare hidden states of packed documents with those of each document alone.
-
-    Raises:
-        ValueError: the target lets packed documents see each other.
-    """
+    """Compare hidden states of packed documents with those of each document alone; a ValueError
+    where the target lets packed documents see each other."""
     generator = torch.Generator().manual_seed(0)
     documents = [
         [torch.randint(0, target.vocab_size, (n,), generator=generator) for n in lengths]
@@ -124,11 +103,11 @@ def check_packing(target: TargetModel) -> None:
     positions = [torch.cat([torch.arange(n) for n in lengths]) for lengths in _PROBE_LENGTHS]
     position_ids_BT = torch.stack(positions).to(target.device)
     together_BTD = target.hidden(input_ids_BT, None, position_ids_BT)
-    errors = []
-    for row_TD, row in zip(together_BTD, documents, strict=True):
-        for part_TD, ids in zip(row_TD.split([len(ids) for ids in row]), row, strict=True):
-            alone_TD = target.hidden(ids[None].to(target.device))[0]
-            errors.append(_relative_error(part_TD, alone_TD))
+    errors = [
+        _relative_error(part_TD, target.hidden(ids[None].to(target.device))[0])
+        for row_TD, row in zip(together_BTD, documents, strict=True)
+        for part_TD, ids in zip(row_TD.split([len(ids) for ids in row]), row, strict=True)
+    ]
     tolerance = _TOLERANCE.get(target.dtype, _HALF_TOLERANCE)
     worst = float(torch.stack(errors).max())
     if not worst <= tolerance:  # so that NaN is refused as well

@@ -8,52 +8,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from datasets import Dataset, IterableDataset
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRows
 from medusa_heads.data.chat import ChatTemplate
+from medusa_heads.data.finding import HELD_OUT
+from medusa_heads.data.sources import Corpus, as_corpus, is_stream, load_corpus
 from medusa_heads.target.loading import load_tokenizer
 from medusa_heads.target.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import STREAM_EVAL_ROWS, DataArguments
-from medusa_heads.training.data.held_out import hold_out
 from medusa_heads.training.data.pack import check_packing, pack_rows
 from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows
-from medusa_heads.training.data.sources import HELD_OUT, Corpus, as_corpus, is_stream, load_corpus
 from medusa_heads.training.data.stream import stream_rows
-from medusa_heads.training.data.tokenise import TokenisedCorpus, Tokeniser, tokenise
-
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-    from transformers import PreTrainedTokenizerBase
+from medusa_heads.training.data.tokenise import Tokeniser, tokenise
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Rows to train on and rows to measure on, checked.
+    """Rows to train on and rows to measure on, checked."""
 
-    Args:
-        rows: a table, or an endless stream; with packing they have `position_ids` too.
-        held_out: one document or part of one a row.
-        known_rows: `rows` before packing; of a stream, its first ones.
-        facts: of `known_rows`.
-        held_out_facts: of `held_out`.
-        corpora: what the rows come from, the corpus to train on first.
-        one_pass: of a stream, all its rows once, not packed.
-    """
-
-    rows: Dataset | IterableDataset
-    held_out: Dataset
-    known_rows: Dataset
-    facts: RowFacts
+    rows: Dataset | IterableDataset  # a table or an endless stream; packed, with `position_ids`
+    held_out: Dataset  # one document or part of one a row
+    known_rows: Dataset  # `rows` before packing; of a stream, its first ones
+    facts: RowFacts  # of `known_rows`
     held_out_facts: RowFacts
-    corpora: Sequence[Corpus | TokenisedCorpus]
-    one_pass: IterableDataset | None = None
+    corpora: Sequence[Corpus]  # the one to train on first
+    one_pass: IterableDataset | None = None  # of a stream, all its rows once, not packed
 
     @property
     def is_stream(self) -> bool:
@@ -79,54 +70,55 @@ class TrainingData:
         }
 
 
+def _describe(corpus: Corpus) -> dict[str, Any]:
+    cut = {name: getattr(corpus, name) for name in ("cut_documents", "cut_tokens")}
+    return {
+        "name": corpus.name,
+        "format": corpus.found_as,
+        "bad_rows": corpus.bad_rows.count,
+        "bad_row_examples": corpus.bad_rows.examples,
+    } | ({} if corpus.is_stream else cut)
+
+
 def load_corpora(
     settings: DataArguments,
     dataset: Dataset | IterableDataset | None = None,
     eval_dataset: Dataset | None = None,
 ) -> tuple[Corpus, Corpus | None]:
-    """The corpus to train on and the one to measure on, as far as there is one.
+    """The corpus to train on and the one to measure on, as far as there is one: those that the
+    settings name, or tables in memory instead. Raises ValueError where one cannot be read."""
 
-    Args:
-        settings: name the corpora.
-        dataset: in memory, instead of the one that the settings name.
-        eval_dataset: likewise.
+    def named(names: Sequence[str], split: str, streaming: bool) -> Corpus:
+        return load_corpus(
+            names,
+            split,
+            config=settings.dataset_config,
+            text_column=settings.text_column,
+            on_bad_row=settings.on_bad_row,
+            streaming=streaming,
+        )
 
-    Raises:
-        ValueError: one is not there or cannot be read.
-    """
+    def in_memory(rows: Dataset | IterableDataset, name: str) -> Corpus:
+        bad_rows = BadRows(settings.on_bad_row, stream=is_stream(rows))
+        return as_corpus(rows, name, text_column=settings.text_column, bad_rows=bad_rows)
+
     if dataset is not None:
-        if settings.streaming:
-            dataset = dataset if is_stream(dataset) else dataset.to_iterable_dataset()
-        corpus = _in_memory(dataset, "dataset", settings)
+        if settings.streaming and not is_stream(dataset):
+            dataset = dataset.to_iterable_dataset()
+        corpus = in_memory(dataset, "dataset")
     elif not settings.dataset:
         raise ValueError("dataset must name at least one corpus, got none")
     else:
-        corpus = _load(settings, settings.dataset, settings.dataset_split, settings.streaming)
+        corpus = named(settings.dataset, settings.dataset_split, settings.streaming)
     if eval_dataset is not None:
-        return corpus, _in_memory(eval_dataset, "eval_dataset", settings)
+        return corpus, in_memory(eval_dataset, "eval_dataset")
     held_out = settings.eval_dataset
     embedded = dataset is None and settings.dataset == ["stdlib"]
     if held_out is None and (settings.eval_split is not None or embedded):
         held_out = settings.dataset
     if held_out is None:
         return corpus, None
-    return corpus, _load(settings, held_out, settings.eval_split or HELD_OUT, False)
-
-
-def _load(settings: DataArguments, names: Sequence[str], split: str, streaming: bool) -> Corpus:
-    return load_corpus(
-        names,
-        split,
-        config=settings.dataset_config,
-        text_column=settings.text_column,
-        on_bad_row=settings.on_bad_row,
-        streaming=streaming,
-    )
-
-
-def _in_memory(rows: Dataset | IterableDataset, name: str, settings: DataArguments) -> Corpus:
-    bad_rows = BadRows(settings.on_bad_row, stream=is_stream(rows))
-    return as_corpus(rows, name, text_column=settings.text_column, bad_rows=bad_rows)
+    return corpus, named(held_out, settings.eval_split or HELD_OUT, False)
 
 
 def prepare_data(
@@ -160,7 +152,6 @@ def prepare_data(
             "the held-out set is a stream, which is never all there: give a table, such as "
             "datasets.Dataset.from_list(list(stream))"
         )
-    limits = RowLimits.of(target)
     parts = [part for part in (corpus, held_out) if part is not None]
     if any(part.format.name != "tokens" for part in parts):
         target.check_length(settings.max_length, "max_length")
@@ -169,11 +160,10 @@ def prepare_data(
         check_packing(target)
     makers = [make_tokeniser(part, tokenizer, settings, target) for part in parts]
     tables = [
-        tokenise(part, maker, limits, settings.dataset_num_proc)
+        tokenise(part, maker, settings.dataset_num_proc)
         for part, maker in zip(parts, makers, strict=True)
         if not part.is_stream
     ]
-    rows: Dataset | IterableDataset
     one_pass = None
     if corpus.is_stream:
         if max_steps <= 0:
@@ -181,7 +171,6 @@ def prepare_data(
         rows, one_pass, first_documents, known = stream_rows(
             corpus,
             makers[0],
-            limits,
             held_out=(settings.eval_rows or STREAM_EVAL_ROWS) if held_out is None else 0,
             shuffle_buffer=settings.shuffle_buffer,
             seed=seed,
@@ -201,28 +190,53 @@ def prepare_data(
     return TrainingData(rows, measured, known, facts, held_out_facts, [*streams, *tables], one_pass)
 
 
+def hold_out(
+    rows: Dataset, share: float, seed: int, count: int | None = None
+) -> tuple[Dataset, Dataset]:
+    """Split into rows to train on and rows to measure on, by document: a share, or a count of them.
+
+    Without a column `document`, or where all rows are of one, each row is a document. Raises
+    ValueError where there is only one row, or no more documents than are to be held out.
+    """
+    documents = np.arange(len(rows))
+    if "document" in rows.column_names and len(set(rows["document"])) > 1:
+        documents = np.asarray(rows["document"])
+    known = np.unique(documents)
+    if len(known) < 2:
+        raise ValueError(
+            "the corpus has a single row, so none can be held out: give more text or an "
+            "eval_dataset"
+        )
+    if count is None:
+        count = min(max(round(share * len(known)), 1), len(known) - 1)
+    elif count >= len(known):
+        raise ValueError(
+            f"eval_rows {count} would hold out all {len(known)} documents: ask for fewer"
+        )
+    drawn = np.random.default_rng(seed).permutation(known)[:count]
+    held = np.isin(documents, drawn)
+    return rows.select(np.flatnonzero(~held)), rows.select(np.flatnonzero(held))
+
+
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """A batch padded on the right: input_ids_BT, labels_BT, and attention_mask_BT (0 is padding).
 
     Packed rows have position_ids_BT in place of the mask, which would let documents see each other.
     There, padding is a document of its own, behind the others.
     """
-    shape = (len(rows), max(len(row["input_ids"]) for row in rows))
-    packed = "position_ids" in rows[0]
-    batch = {
-        "input_ids": torch.zeros(shape, dtype=torch.long),
-        "labels": torch.full(shape, IGNORED),
-        "position_ids" if packed else "attention_mask": torch.zeros(shape, dtype=torch.long),
-    }
-    for b, row in enumerate(rows):
-        length = len(row["input_ids"])
-        batch["input_ids"][b, :length] = torch.as_tensor(row["input_ids"])
-        batch["labels"][b, :length] = torch.as_tensor(row["labels"])
-        if packed:
-            batch["position_ids"][b, :length] = torch.as_tensor(row["position_ids"])
-            batch["position_ids"][b, length:] = torch.arange(shape[1] - length)
-        else:
-            batch["attention_mask"][b, :length] = 1
+
+    def padded(name: str, fill: int) -> Tensor:
+        parts = [torch.as_tensor(row[name], dtype=torch.long) for row in rows]
+        return pad_sequence(parts, batch_first=True, padding_value=fill)
+
+    batch = {"input_ids": padded("input_ids", 0), "labels": padded("labels", IGNORED)}
+    lengths_B1 = torch.tensor([len(row["input_ids"]) for row in rows])[:, None]
+    behind_BT = torch.arange(batch["input_ids"].shape[1]) - lengths_B1
+    if "position_ids" in rows[0]:
+        positions_BT = padded("position_ids", 0)
+        batch["position_ids"] = torch.where(behind_BT < 0, positions_BT, behind_BT)
+    else:
+        batch["attention_mask"] = (behind_BT < 0).long()
     return batch
 
 
@@ -235,12 +249,11 @@ def find_tokenizer(
     """The tokenizer that lies beside a target, None where there is none."""
     if not str(name_or_path):
         return None
-    try:
+    with suppress(OSError, ValueError):
         return load_tokenizer(
             str(name_or_path), revision=revision, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def make_tokeniser(
@@ -249,13 +262,12 @@ def make_tokeniser(
     settings: DataArguments,
     target: TargetModel,
 ) -> Tokeniser:
-    """What makes rows of a corpus, for a target.
-
-    Raises:
-        ValueError: there is text but no tokenizer, or the chat template cannot be used.
-    """
+    """What makes rows of a corpus, for a target; a ValueError where text has no tokenizer, or the
+    chat template cannot be used."""
+    strict = corpus.bad_rows.policy == "error" and not corpus.is_stream
+    limits = None if strict else RowLimits.of(target)
     if corpus.format.name == "tokens":
-        return Tokeniser(corpus.format, None, settings.max_length)
+        return Tokeniser(corpus.format, None, settings.max_length, limits=limits)
     if tokenizer is None:
         raise ValueError("text needs the target's tokenizer, and none was found beside the target")
     chat = None
@@ -263,17 +275,4 @@ def make_tokeniser(
         chat = ChatTemplate(
             tokenizer, settings.template_text(), settings.template_kwargs(), stop_ids(target.model)
         )
-    return Tokeniser(corpus.format, tokenizer, settings.max_length, chat)
-
-
-def _describe(source: Corpus | TokenisedCorpus) -> dict[str, Any]:
-    corpus = source.corpus if isinstance(source, TokenisedCorpus) else source
-    facts: dict[str, Any] = {
-        "name": corpus.name,
-        "format": corpus.found_as,
-        "bad_rows": corpus.bad_rows.count,
-        "bad_row_examples": corpus.bad_rows.examples,
-    }
-    if isinstance(source, TokenisedCorpus):
-        facts |= {"cut_documents": source.cut_documents, "cut_tokens": source.cut_tokens}
-    return facts
+    return Tokeniser(corpus.format, tokenizer, settings.max_length, chat, limits)

@@ -1,23 +1,32 @@
-"""What is known of rows before anything is trained on them: counts, and that they can be used."""
+"""What is known of rows before anything is trained on them: counts, and that they can be used.
+
+Shapes: V vocabulary of the target.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor
 
 from medusa_heads.config import IGNORED
+from medusa_heads.data.sources import is_stream
 from medusa_heads.target.target import TargetModel
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
+TOKENS_PER_ENTRY = 256
+"""So many tokens of a stream are counted for each token that can be drafted."""
+
 _LITTLE = 0.01
+_SHARDS = 64
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,7 @@ class RowLimits:
 
 
 def check_rows(rows: Dataset, target: TargetModel, *, name: str, heads_reached: int) -> RowFacts:
-    """Read every row once and refuse what training could not use.
-
-    Warns where less than 1 % of the tokens are supervised.
+    """Read every row once. Warns where less than 1 % of the tokens are supervised.
 
     Args:
         rows: columns `input_ids` and `labels`.
@@ -83,39 +90,58 @@ def check_rows(rows: Dataset, target: TargetModel, *, name: str, heads_reached: 
         ValueError: a row that training could not use, or too little supervised text.
     """
     limits = RowLimits.of(target)
-    facts = {"rows": 0, "tokens": 0, "supervised_tokens": 0}
+    number = tokens = learnt = longest_run = 0
     digest = hashlib.sha256()
-    longest_run = 0
     for batch in rows.select_columns(["input_ids", "labels"]).with_format("numpy").iter(256):
         for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
             if (problem := limits.problem(ids, labels)) is not None:
-                raise ValueError(f"row {facts['rows']} of the {name} {problem}")
+                raise ValueError(f"row {number} of the {name} {problem}")
             supervised = labels != IGNORED
             longest_run = max(longest_run, _longest_run(supervised))
-            digest.update(np.int64(len(ids)).tobytes())
-            digest.update(np.asarray(ids, np.int64).tobytes())
-            digest.update(np.asarray(labels, np.int64).tobytes())
-            facts["rows"] += 1
-            facts["tokens"] += len(ids)
-            facts["supervised_tokens"] += int(supervised.sum())
-    if not facts["supervised_tokens"]:
+            for part in (len(ids), ids, labels):
+                digest.update(np.asarray(part, np.int64).tobytes())
+            number += 1
+            tokens += len(ids)
+            learnt += int(supervised.sum())
+    if not learnt:
         raise ValueError(f"the {name} has no supervised token: every label is {IGNORED}")
     if longest_run < heads_reached + 1:
         raise ValueError(
             f"the {name} has no {heads_reached + 1} supervised tokens in a row "
             f"(at most {longest_run}): give longer text or fewer heads"
         )
-    share = facts["supervised_tokens"] / facts["tokens"]
-    if share < _LITTLE:
+    if learnt / tokens < _LITTLE:
         logger.warning(
             "only %.2f %% of the tokens in the %s are supervised: look at what its labels leave "
             "out, or give text with longer answers",
-            100 * share,
+            100 * learnt / tokens,
             name,
         )
-    return RowFacts(**facts, sha256=digest.hexdigest())
+    return RowFacts(number, tokens, learnt, digest.hexdigest())
 
 
 def _longest_run(mask: Any) -> int:
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
     return int((edges[1::2] - edges[::2]).max(initial=0))
+
+
+def count_tokens(rows: Dataset | IterableDataset, vocab_size: int, most: int) -> Tensor:
+    """How often each token is a label, [V] int64: those are worth drafting. Of one pass over a
+    stream, about `most` labels are counted, from all over its files."""
+    counts_V = np.zeros(vocab_size, np.int64)
+    if is_stream(rows):
+        # The same number of each part: files may be sorted, by language say.
+        count = min(rows.num_shards, _SHARDS)
+        parts, wanted = [rows.shard(count, index) for index in range(count)], most / count
+    else:
+        parts, wanted = [rows.select_columns(["labels"]).with_format("numpy")], math.inf
+    for part in parts:
+        left = wanted
+        for batch in part.iter(64):
+            labels = np.concatenate([np.asarray(row, np.int64) for row in batch["labels"]])
+            labels = labels[labels != IGNORED]
+            counts_V += np.bincount(labels, minlength=vocab_size)
+            left -= len(labels)
+            if left <= 0:
+                break
+    return torch.from_numpy(counts_V)

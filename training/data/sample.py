@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
-
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-    from rich.console import Console
-    from transformers import PreTrainedTokenizerBase
 
 _SHOWN_TOKENS = 300
 _BEFORE = 100
@@ -27,9 +28,6 @@ def show_sample(
     A long row is shown from a little before its first supervised token on. Without a tokenizer its
     token ids are shown.
     """
-    from rich.panel import Panel
-    from rich.text import Text
-
     row: Mapping[str, Any] = next(iter(rows))
     ids, labels = list(row["input_ids"]), list(row["labels"])
     positions = row.get("position_ids") or range(len(ids))

@@ -6,17 +6,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from datasets import Dataset, IterableDataset
 
-from medusa_heads.training.data.pack import pack_batch, packed_features
-from medusa_heads.training.data.row_facts import RowLimits
-from medusa_heads.training.data.sources import Corpus
-from medusa_heads.training.data.tokenise import Tokeniser, token_features
-
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+from medusa_heads.data.sources import Corpus
+from medusa_heads.training.data.pack import pack_batch
+from medusa_heads.training.data.tokenise import Tokeniser, row_features, token_features
 
 FIRST_ROWS = 256
 """So many rows of a stream are looked at before training."""
@@ -35,30 +32,23 @@ class _Sieve:
     """
 
     corpus: Corpus
-    limits: RowLimits
     held_out: frozenset[bytes] = frozenset()
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         passed: dict[str, list[Any]] = {"input_ids": [], "labels": []}
         for row, problem in enumerate(batch["problem"]):
-            ids, labels = batch["input_ids"][row], batch["labels"][row]
-            if problem is None:
-                problem = self.limits.problem(np.asarray(ids), np.asarray(labels))
             if problem is not None:
                 place = batch["place"][row] or self.corpus.place(batch["document"][row])
                 self.corpus.bad_rows.add(place, problem)
-                continue
-            if _digest(ids) in self.held_out:
-                continue
-            passed["input_ids"].append(ids)
-            passed["labels"].append(labels)
+            elif _digest(batch["input_ids"][row]) not in self.held_out:
+                for name, column in passed.items():
+                    column.append(batch[name][row])
         return passed
 
 
 def stream_rows(
     corpus: Corpus,
     tokeniser: Tokeniser,
-    limits: RowLimits,
     *,
     held_out: int,
     shuffle_buffer: int,
@@ -72,10 +62,8 @@ def stream_rows(
 
     Args:
         corpus: of a stream.
-        tokeniser: for its rows.
-        limits: that rows must fit.
-        held_out: documents at the start that are kept from it, and with them all of the same
-            tokens; 0 for none.
+        tokeniser: for its rows, with the limits that they must fit.
+        held_out: documents at the start that are kept from it, with all of the same tokens.
         shuffle_buffer: rows mixed at a time; 1 leaves the order.
         seed: of the mixing.
         packing: join documents to rows of the tokeniser's `max_length`.
@@ -90,9 +78,9 @@ def stream_rows(
     """
     held, digests = None, frozenset[bytes]()
     if held_out:
-        held = _table(_tokens(corpus.rows.take(held_out), tokeniser, _Sieve(corpus, limits)))
+        held = _table(_tokens(corpus.rows.take(held_out), tokeniser, _Sieve(corpus)))
         digests = frozenset(map(_digest, held["input_ids"]))
-    rows = one_pass = _tokens(corpus.rows, tokeniser, _Sieve(corpus, limits, digests))
+    rows = one_pass = _tokens(corpus.rows, tokeniser, _Sieve(corpus, digests))
     first = _table(rows.take(FIRST_ROWS))
     if not len(first) or (held is not None and not len(held)):
         raise ValueError(
@@ -114,31 +102,19 @@ def stream_rows(
             batched=True,
             batch_size=_PACKED_AT_ONCE,
             remove_columns=["input_ids", "labels"],
-            features=packed_features(),
+            features=row_features("position_ids"),
         )
     return rows.repeat(None), one_pass, held, first
 
 
 def _tokens(rows: IterableDataset, tokeniser: Tokeniser, sieve: _Sieve) -> IterableDataset:
-    from datasets import Features
-
-    features = token_features()
+    features, kept = token_features(), row_features()
+    batches: dict[str, Any] = {"batched": True, "batch_size": _TOKENISED_AT_ONCE}
+    known = list(next(iter(rows), {}))
     tokens = rows.map(
-        tokeniser,
-        batched=True,
-        batch_size=_TOKENISED_AT_ONCE,
-        with_indices=True,
-        remove_columns=list(next(iter(rows), {})),
-        features=features,
+        tokeniser, with_indices=True, remove_columns=known, features=features, **batches
     )
-    kept = ["input_ids", "labels"]
-    return tokens.map(
-        sieve,
-        batched=True,
-        batch_size=_TOKENISED_AT_ONCE,
-        remove_columns=[name for name in features if name not in kept],
-        features=Features({name: features[name] for name in kept}),
-    )
+    return tokens.map(sieve, remove_columns=[*features.keys() - kept], features=kept, **batches)
 
 
 def _digest(ids: Sequence[int]) -> bytes:
@@ -146,9 +122,5 @@ def _digest(ids: Sequence[int]) -> bytes:
 
 
 def _table(rows: IterableDataset) -> Dataset:
-    from datasets import Dataset, Features
-
-    found = list(rows)
-    features = token_features()
-    kept = Features({name: features[name] for name in ("input_ids", "labels")})
+    found, kept = list(rows), row_features()
     return Dataset.from_dict({name: [row[name] for row in found] for name in kept}, features=kept)

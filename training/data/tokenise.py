@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
@@ -20,13 +22,8 @@ from medusa_heads.data.formats import (
     Format,
     Tokens,
 )
-from medusa_heads.training.data.readers import PLACE_COLUMN
+from medusa_heads.data.sources import PLACE_COLUMN, Corpus
 from medusa_heads.training.data.row_facts import RowLimits
-from medusa_heads.training.data.sources import Corpus
-
-if TYPE_CHECKING:
-    from datasets import Dataset, Features
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -36,19 +33,13 @@ Row = tuple[list[int], list[int]]
 
 @dataclass
 class Tokeniser:
-    """What `datasets.map` calls, in batches; it keeps nothing, so processes can share the work.
+    """What `datasets.map` calls, in batches; it keeps nothing, so processes can share the work."""
 
-    Args:
-        format: how a row is read.
-        tokenizer: the target's; None only for rows that are tokens already.
-        max_length: longer documents become several rows, longer answers are cut on the right.
-        chat: for conversations.
-    """
-
-    format: Format
-    tokenizer: PreTrainedTokenizerBase | None
-    max_length: int
-    chat: ChatTemplate | None = None
+    format: Format  # how a row is read
+    tokenizer: PreTrainedTokenizerBase | None  # None only for rows that are tokens already
+    max_length: int  # longer documents become several rows, longer answers are cut on the right
+    chat: ChatTemplate | None = None  # for conversations
+    limits: RowLimits | None = None  # None where `check_rows` refuses rows that do not fit
 
     def __call__(
         self, batch: Mapping[str, Sequence[Any]], documents: Sequence[int]
@@ -58,19 +49,24 @@ class Tokeniser:
         made: dict[str, list[Any]] = {name: [] for name in token_features()}
         names = list(batch)
         for document, *values in zip(documents, *batch.values(), strict=True):
-            row, problem, lost = dict(zip(names, values, strict=True)), None, 0
+            row, lost = dict(zip(names, values, strict=True)), 0
             try:
                 rows, lost = self._rows(row)
+                problems = [self._problem(part) for part in rows]
             except BadRow as found:
-                rows, problem = [([], [])], str(found)
-            for place, (input_ids, labels) in enumerate(rows):
-                made["input_ids"].append(input_ids)
-                made["labels"].append(labels)
+                rows, problems = [([], [])], [str(found)]
+            for (input_ids, labels), problem in zip(rows, problems, strict=True):
+                made["input_ids"].append([] if problem else input_ids)
+                made["labels"].append([] if problem else labels)
                 made["document"].append(document)
                 made["problem"].append(problem)
                 made["place"].append(row.get(PLACE_COLUMN) if problem else None)
-                made["lost"].append(lost if place == 0 else 0)
+                made["lost"].append(lost)
+                lost = 0  # told once
         return made
+
+    def _problem(self, row: Row) -> str | None:
+        return None if self.limits is None else self.limits.problem(*map(np.asarray, row))
 
     def _rows(self, row: Mapping[str, Any]) -> tuple[list[Row], int]:
         content = self.format.read(row)
@@ -143,68 +139,28 @@ class Tokeniser:
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-@dataclass(frozen=True)
-class TokenisedCorpus:
-    """Rows of a corpus, and what making them cost.
-
-    Args:
-        corpus: they come from.
-        rows: columns `input_ids`, `labels` and `document` (which one the row is a part of).
-        cut_documents: how many were longer than the longest row and lost labels.
-        cut_tokens: how many labels.
-    """
-
-    corpus: Corpus
-    rows: Dataset
-    cut_documents: int
-    cut_tokens: int
-
-
-def tokenise(
-    corpus: Corpus, tokeniser: Tokeniser, limits: RowLimits, num_proc: int | None = None
-) -> TokenisedCorpus:
-    """The rows of a table, none longer than `max_length`.
-
-    Rows that do not fit `limits` are left out where broken rows may be; `check_rows` refuses them
-    elsewhere.
-
-    Raises:
-        ValueError: broken rows, unless they may be left out, or none that is not.
-    """
-    made = _numbered(corpus, tokeniser, num_proc)
-    rows = made.rows
-    if corpus.bad_rows.policy == "skip":
-        rows = _fitting(corpus, rows, limits)
-    corpus.bad_rows.settle()
+def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) -> Corpus:
+    """A table as rows of tokens, none longer than `max_length`, in the columns `input_ids`,
+    `labels` and `document` (which one the row is a part of). Raises ValueError at broken rows,
+    unless they may be left out, or where no row is left."""
+    ready = corpus.format.name == "tokens"
+    if ready and tokeniser.limits is None and _are_rows(corpus.rows, tokeniser.max_length):
+        rows = corpus.rows.select_columns(["input_ids", "labels"])
+        rows, lost = rows.add_column(DOCUMENT_COLUMN, np.arange(len(rows))), np.zeros(1)
+    else:
+        rows, lost = _made(corpus, tokeniser, num_proc)
     if not len(rows):
         raise ValueError(f"the corpus is empty: give one with text in it ({corpus.name})")
-    if DOCUMENT_COLUMN in corpus.rows.column_names and corpus.format.name == "tokens":
+    if ready and DOCUMENT_COLUMN in corpus.rows.column_names:
         named = _documents(corpus)[rows.with_format("numpy")[DOCUMENT_COLUMN][:]]
         rows = rows.remove_columns(DOCUMENT_COLUMN).add_column(DOCUMENT_COLUMN, named)
-    return replace(made, rows=rows)
+    cut_documents, cut_tokens = int((lost > 0).sum()), int(lost.sum())
+    return replace(corpus, rows=rows, cut_documents=cut_documents, cut_tokens=cut_tokens)
 
 
-def _fitting(corpus: Corpus, rows: Dataset, limits: RowLimits) -> Dataset:
-    """The rows that the target takes; the others are counted."""
-    refused, number = [], 0
-    for batch in rows.with_format("numpy").iter(256):
-        columns = (batch[name] for name in ("input_ids", "labels", DOCUMENT_COLUMN))
-        for ids, labels, row in zip(*columns, strict=True):
-            if (problem := limits.problem(ids, labels)) is not None:
-                place = corpus.rows[int(row)].get(PLACE_COLUMN) or corpus.place(int(row))
-                corpus.bad_rows.add(place, problem)
-                refused.append(number)
-            number += 1
-    return rows.select(np.setdiff1d(np.arange(len(rows)), refused)) if refused else rows
-
-
-def _numbered(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None) -> TokenisedCorpus:
-    """The rows of a table, each with the number of the row of the corpus it is a part of."""
-    if corpus.format.name == "tokens" and _are_rows(corpus.rows, tokeniser.max_length):
-        ready = corpus.rows.select_columns(["input_ids", "labels"])
-        return TokenisedCorpus(
-            corpus, ready.add_column(DOCUMENT_COLUMN, np.arange(len(ready))), 0, 0
-        )
+def _made(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None) -> tuple[Dataset, Any]:
+    """The rows, each with the number of the row of the corpus it is a part of; and an array of how
+    many labels those lost."""
     made = corpus.rows.map(
         tokeniser,
         batched=True,
@@ -215,13 +171,11 @@ def _numbered(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None) -> Tok
         num_proc=num_proc,
         desc="Tokenising",
     )
-    problems = made.data.column("problem").combine_chunks()
-    broken = np.flatnonzero(problems.is_valid().to_numpy(zero_copy_only=False))
-    for row in made.select(broken):
+    fine = made.data.column("problem").combine_chunks().is_null().to_numpy(zero_copy_only=False)
+    for row in made.select(np.flatnonzero(~fine)):
         place = row["place"] or corpus.place(row["document"])
         corpus.bad_rows.add(place, row["problem"])
-    if corpus.bad_rows.policy == "error":
-        corpus.bad_rows.settle()
+    corpus.bad_rows.settle()
     lost = np.asarray(made.data.column("lost"))
     if lost.any():
         logger.warning(
@@ -231,10 +185,9 @@ def _numbered(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None) -> Tok
             tokeniser.max_length,
             lost.sum(),
         )
-    rows = made.select_columns(["input_ids", "labels", "document"])
-    if len(broken):
-        rows = rows.select(np.setdiff1d(np.arange(len(rows)), broken))
-    return TokenisedCorpus(corpus, rows, int((lost > 0).sum()), int(lost.sum()))
+    rows = made.select_columns(["input_ids", "labels", DOCUMENT_COLUMN])
+    rows = rows if fine.all() else rows.select(np.flatnonzero(fine))
+    return rows, lost
 
 
 def _documents(corpus: Corpus) -> Any:
@@ -254,18 +207,13 @@ def _documents(corpus: Corpus) -> Any:
 
 def token_features() -> Features:
     """Types of the columns that a Tokeniser makes."""
-    from datasets import Features, List, Value
+    kinds = {"document": "int64", "problem": "string", "place": "string", "lost": "int64"}
+    return Features({**row_features(), **{name: Value(kind) for name, kind in kinds.items()}})
 
-    return Features(
-        {
-            "input_ids": List(Value("int32")),
-            "labels": List(Value("int32")),
-            "document": Value("int64"),
-            "problem": Value("string"),
-            "place": Value("string"),
-            "lost": Value("int64"),
-        }
-    )
+
+def row_features(*more: str) -> Features:
+    """Types of the columns of rows of tokens."""
+    return Features({name: List(Value("int32")) for name in ("input_ids", "labels", *more)})
 
 
 def _are_rows(rows: Dataset, max_length: int) -> bool:

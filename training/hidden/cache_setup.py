@@ -77,7 +77,7 @@ def open_hidden_states(
         caches = [_whole_cache(folder, key, plan) for key, plan in plans.items()]
         total = sum(cache.plan.positions * cache.row_bytes for cache in caches)
         _say(f"Hidden states: {decimal(total)} read from {folder}")
-        return CachedHiddenStates(target, caches, kept)
+        return CachedHiddenStates(target, caches)
     dtype = target.hidden(torch.zeros(1, 1, dtype=torch.long, device=target.device)).dtype
     state = PartialState()
     caches = []
@@ -93,7 +93,7 @@ def open_hidden_states(
             cache.write_index()
             cache.remove_leftovers()
     state.wait_for_everyone()
-    return CachedHiddenStates(target, caches, kept)
+    return CachedHiddenStates(target, caches)
 
 
 def _settings_sha256(target: TargetModel) -> str:

@@ -28,8 +28,7 @@ KeptPositions = Literal["learnt", "all"]
 @dataclass(frozen=True)
 class RowPlan:
     """What a cache of a dataset holds when it is complete: how many positions of each row, by the
-    row's name (without rows that have none), and how many rows there are, of which equal ones share
-    a name."""
+    row's name (rows without any left out), and how many rows there are."""
 
     counts: Mapping[str, int]
     rows: int

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
@@ -39,7 +39,7 @@ def load_to_spread(arguments: TargetArguments, sharding: Sharding) -> TargetMode
     weights and the others an empty one.
 
     Raises:
-        ValueError: there is no such target, it is to be quantised, or there is only one process.
+        ValueError: no such target, one to be quantised, or only one process.
     """
     _check_processes()
     if arguments.load_in_4bit:
@@ -73,10 +73,9 @@ def shard_target(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     kept = target.get_input_embeddings(), target.get_output_embeddings()
     empty = anywhere(any(p.is_meta for p in model.parameters()), device)
-    weights: dict[str, Any] = {}
     if empty:
         _take_dtypes(model, device)
-        weights = model.state_dict() if dist.get_rank() == 0 else {}
+    weights = _tensors(model) if empty and dist.get_rank() == 0 else {}
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
     whole = {parameter for module in kept for parameter in module.parameters()}
@@ -87,7 +86,7 @@ def shard_target(
     for module in kept:
         module.to(device)
     if empty:
-        _send(model, weights)
+        _send(model, weights, device)
 
 
 def is_sharded(target: TargetModel) -> bool:
@@ -142,11 +141,22 @@ def _take_dtypes(model: nn.Module, device: torch.device) -> None:
             own[name].data = own[name].data.to(dtype)
 
 
-def _send(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Hand the first process's weights round, and its buffers, which they leave out in part."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+@torch.no_grad()
+def _send(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
+    """Hand the first process's weights and buffers round, one after the other."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
+    for name, own in _tensors(model).items():
+        whole = torch.empty(own.shape, dtype=own.dtype, device=device)
+        if weights:
+            whole.copy_(weights[name])
+        if isinstance(own, DTensor):
+            whole = distribute_tensor(whole, own.device_mesh, own.placements)
+        else:
+            dist.broadcast(whole, src=0)
+        own.copy_(whole)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers, each once."""
+    return {n: tensor.detach() for n, tensor in [*model.named_parameters(), *model.named_buffers()]}

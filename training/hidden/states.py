@@ -17,15 +17,17 @@ from transformers import TrainerCallback
 
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.prepare import collate
-from medusa_heads.training.hidden.cached_rows import KeptPositions, collate_named
+from medusa_heads.training.hidden.cached_rows import collate_named
 from medusa_heads.training.hidden.store import CacheError, HiddenCache, all_finite
+
+Batch = dict[str, Any]
 
 
 class HiddenStates:
     """Those of a frozen target, run on every batch that `collate` made; callbacks are for the
     Trainer."""
 
-    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]] = staticmethod(collate)
+    collate: Callable[[Sequence[Mapping[str, Any]]], Batch] = staticmethod(collate)
     callbacks: Sequence[TrainerCallback] = ()
 
     def __init__(self, target: TargetModel) -> None:
@@ -49,13 +51,11 @@ class CachedHiddenStates(HiddenStates, TrainerCallback):
     row are the ones of the batch it was first in: in bf16 other batches round differently.
     """
 
-    def __init__(
-        self, target: TargetModel, caches: Sequence[HiddenCache], kept: KeptPositions
-    ) -> None:
+    def __init__(self, target: TargetModel, caches: Sequence[HiddenCache]) -> None:
         super().__init__(target)
         self.caches = caches
         self.read_only = all(cache.read_only for cache in caches)
-        self.collate = partial(_collate_read, caches, kept)
+        self.collate = partial(_collate_read, caches)
         if self.read_only:
             return
         self.callbacks = [self]
@@ -113,12 +113,10 @@ class CachedHiddenStates(HiddenStates, TrainerCallback):
     on_evaluate = on_predict = on_epoch_end
 
 
-def _collate_read(
-    caches: Sequence[HiddenCache], kept: KeptPositions, rows: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def _collate_read(caches: Sequence[HiddenCache], rows: Sequence[Mapping[str, Any]]) -> Batch:
     """A batch, in a worker of a data loader with its hidden states, read ahead of use from the
     caches as far as they were filled when the worker began."""
-    batch = collate_named(rows, kept)
+    batch = collate_named(rows, caches[0].key.positions)
     # Without workers there is nothing to overlap with, and batches that wait for their turn in a
     # large optimiser step had better be small.
     if get_worker_info() is not None:

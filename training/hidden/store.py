@@ -172,11 +172,7 @@ class HiddenCache:
 
     def read(self, name: str) -> Tensor | None:
         """A row's hidden states [P, D] on the CPU, mapped, and not to be changed; None if they are
-        not there.
-
-        Raises:
-            CacheError: the file cannot be used, and may not be rewritten.
-        """
+        not there. Raises CacheError where the file cannot be used, and may not be rewritten."""
         if name in self._pending:
             return self._pending[name]
         if name not in self._shard_of:
@@ -203,11 +199,7 @@ class HiddenCache:
             self.flush()
 
     def flush(self) -> None:
-        """Write the rows that wait for a full shard.
-
-        Raises:
-            OSError: the disk is full, or the folder is gone.
-        """
+        """Write the rows that wait; raises OSError where the disk is full or the folder is gone."""
         if not self._pending:
             return
         number = max((int(path.name[:6]) for path in self._scanned), default=-1) + 1

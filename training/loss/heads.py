@@ -23,7 +23,7 @@ from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads, product_dtype
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.fused import Pairs, Recipe, Workspace, matrix_losses, strips
-from medusa_heads.training.loss.rows import SupervisedRows, encode_rows, per_item
+from medusa_heads.training.loss.rows import SupervisedRows, per_item, read_rows
 from medusa_heads.training.loss.teacher import Lessons, Teacher
 
 # Features of a block: rows times heads times hidden size.
@@ -36,16 +36,18 @@ def batch_loss(
     heads: DraftHeads,
     hidden_BTD: Tensor,
     inputs: Mapping[str, Tensor],
-    rows: SupervisedRows,
+    num_items: Tensor | int | None = None,
     *,
+    objective: LossConfig,
     teacher: Teacher | None = None,
-    **settings: Any,
 ) -> Tensor:
-    """`rows_loss` of a batch and the target's hidden states of it, which `teacher` reads too."""
+    """`rows_loss` of a batch and the target's hidden states of it, which `teacher` reads too; by
+    default divided by the batch's own rows."""
     if teacher is not None:
         teacher = teacher.reading(hidden_BTD.detach())
-    hidden_RD = encode_rows(heads, hidden_BTD, inputs, rows)
-    return rows_loss(heads, hidden_RD, rows, teacher=teacher, **settings)
+    hidden_RD, rows = read_rows(heads, hidden_BTD, inputs)
+    items = len(hidden_RD) if num_items is None else num_items
+    return rows_loss(heads, hidden_RD, rows, objective=objective, num_items=items, teacher=teacher)
 
 
 def rows_loss(
@@ -160,8 +162,9 @@ def heads_loss(
     teacher: Teacher | None = None,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """`sum over rows and heads of weight * loss / num_items`, as `objective` says: a scalar in fp32
-    (fp64 for fp64), 0 with zero gradients where nothing is supervised.
+    """`sum over rows and heads of weight * loss / num_items`, as `objective` says (by default
+    cross-entropy with weights 0.8 ** i): a scalar in fp32 (fp64 for fp64), 0 with zero gradients
+    where nothing is supervised. Vocabulary matrices are trained where they are the heads' own.
 
     With a reduced vocabulary, a true token outside it has no cross-entropy; forward and reverse KL
     compare with the target's distribution over the tokens that can be drafted, brought to sum 1;
@@ -169,11 +172,7 @@ def heads_loss(
     drafted counts as lost.
 
     Args:
-        heads: whose vocabulary matrices are used, and trained where they are the heads' own.
-        features_RKD: what the heads made of the rows.
-        rows: their labels and positions.
-        objective: the terms and weights; default: cross-entropy with weights 0.8 ** i.
-        num_items: the divisor, counted over ALL micro-batches of an optimiser step.
+        num_items: counted over ALL micro-batches of an optimiser step.
         teacher: the target, reading this batch; needed by all terms but cross-entropy.
         workspace: memory for the logits, where several calls follow each other.
 

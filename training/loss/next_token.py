@@ -7,6 +7,8 @@ both models know.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -72,35 +74,28 @@ class DraftLoss:
             self._columns_V = torch.arange(self._shared, device=target.device)
 
     def __call__(
-        self,
-        features_RD: Tensor,
-        labels_R: Tensor,
-        positions_R: Tensor,
-        hidden_BTD: Tensor,
-        num_items: Tensor | int,
+        self, features_RD: Tensor, rows: Pairs, hidden_BTD: Tensor, num_items: Tensor | int
     ) -> Tensor:
-        """The terms' sum over the positions, divided by `num_items`, those of ALL micro-batches of
-        an optimiser step; a scalar in fp32. `features_RD` is what the draft's lm_head would read,
-        `labels_R` the true next tokens, -100 where there is none to learn."""
+        """The terms' sum over the rows (true next tokens, -100 where there is none to learn),
+        divided by `num_items`, those of ALL micro-batches of an optimiser step; a scalar in fp32.
+        `features_RD` is what the draft's lm_head would read."""
         matrix_VD, bias_V = self._matrix()
         compute = product_dtype(matrix_VD)
-        pairs = Pairs(labels_R.where(labels_R < self._shared, IGNORED), positions_R)
+        known = replace(rows, labels_N=rows.labels_N.where(rows.labels_N < self._shared, IGNORED))
         lessons = None
-        weights_R = torch.ones_like(positions_R, dtype=torch.float32)
+        weights_R = torch.ones_like(rows.positions_N, dtype=torch.float32)
         if self.objective.needs_teacher:
             lessons = self._lessons(hidden_BTD, self.objective, compute)
         else:
-            weights_R *= pairs.labels_N != IGNORED
+            weights_R *= known.labels_N != IGNORED
         recipe = Recipe(self.objective, compute, lessons)
         scaled_RD = features_RD * self._scale
-        losses = matrix_losses(scaled_RD, matrix_VD, bias_V, pairs, recipe, weights_R)
+        losses = matrix_losses(scaled_RD, matrix_VD, bias_V, known, recipe, weights_R)
         return per_item(losses[2], num_items)
 
     @torch.no_grad()
-    def measure(
-        self, features_RD: Tensor, next_R: Tensor, positions_R: Tensor, hidden_BTD: Tensor
-    ) -> Tensor:
-        """figures_R3 of `draft_metrics`, chunk by chunk; `next_R` are the text's next tokens."""
+    def measure(self, features_RD: Tensor, rows: Pairs, hidden_BTD: Tensor) -> Tensor:
+        """figures_R3 of `draft_metrics`, chunk by chunk."""
         matrix_VD, bias_V = self._matrix()
         lessons = self._lessons(hidden_BTD, _OVERLAP, matrix_VD.dtype)
         size = chunk_pairs(self._shared, features_RD.device.type, torch.float32)
@@ -110,11 +105,12 @@ class DraftLoss:
                 chunk = slice(start, start + size)
                 scaled_CD = features_RD[chunk].to(matrix_VD.dtype) * self._scale
                 logits_CV = F.linear(scaled_CD, matrix_VD, bias_V).float()
-                lesson = lessons.of(positions_R[chunk])
+                lesson = lessons.of(rows.positions_N[chunk])
                 p_CV = lesson.share_UV[lesson.rows_C]
                 likeliest_C = logits_CV.argmax(dim=-1)
                 overlap_C = torch.minimum(p_CV, logits_CV.softmax(dim=-1)).sum(dim=-1)
-                agrees_C, hit_C = likeliest_C == p_CV.argmax(dim=-1), likeliest_C == next_R[chunk]
+                agrees_C = likeliest_C == p_CV.argmax(dim=-1)
+                hit_C = likeliest_C == rows.labels_N[chunk]
                 figures_R3[chunk] = torch.stack([overlap_C, agrees_C, hit_C], dim=1)
         return figures_R3
 

@@ -38,7 +38,7 @@ def supervised_rows(
     num_heads: int,
     position_ids_BT: Tensor | None = None,
 ) -> SupervisedRows:
-    """Where heads learn, and what; gathered BEFORE the heads run."""
+    """Where heads learn, and what."""
     labels_RK = head_labels(labels_BT, num_heads, position_ids_BT).flatten(0, 1)
     positions_R = (labels_RK != IGNORED).any(dim=1).nonzero().squeeze(1)
     tokens_BTK = F.pad(input_ids_BT, (0, num_heads)).unfold(1, num_heads, 1)[:, 1:]
@@ -80,12 +80,15 @@ def _ahead(labels_BT: Tensor, distance: int, position_ids_BT: Tensor | None = No
     return ahead_BT.masked_fill(reached_BT < distance, IGNORED)
 
 
-def encode_rows(
-    heads: DraftHeads, hidden_BTD: Tensor, inputs: Mapping[str, Tensor], rows: SupervisedRows
-) -> Tensor:
-    """hidden_RD that the heads read at the supervised rows, gathered BEFORE they run."""
-    encoded_BTD = heads.encode(hidden_BTD, inputs["input_ids"], inputs.get("position_ids"))
-    return encoded_BTD.flatten(0, 1).index_select(0, rows.positions_R)
+def read_rows(
+    heads: DraftHeads, hidden_BTD: Tensor, inputs: Mapping[str, Tensor]
+) -> tuple[Tensor, SupervisedRows]:
+    """The supervised rows of a batch, and hidden_RD that the heads read there, gathered BEFORE they
+    run."""
+    ids_BT, positions_BT = inputs["input_ids"], inputs.get("position_ids")
+    rows = supervised_rows(ids_BT, inputs["labels"], heads.config.num_heads, positions_BT)
+    encoded_BTD = heads.encode(hidden_BTD, ids_BT, positions_BT)
+    return encoded_BTD.flatten(0, 1).index_select(0, rows.positions_R), rows
 
 
 def per_item(total: Tensor, num_items: Tensor | int) -> Tensor:

@@ -10,7 +10,7 @@ Source: Guo et al. 2017, "On calibration of modern neural networks", arXiv:1706.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -20,7 +20,7 @@ from torch import Tensor
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads
 from medusa_heads.training.hidden.states import HiddenStates, refuse_not_finite
-from medusa_heads.training.loss.rows import SupervisedRows, encode_rows, supervised_rows
+from medusa_heads.training.loss.rows import SupervisedRows, read_rows
 from medusa_heads.training.measure.metrics import head_ranks
 from medusa_heads.trees.dynamic_tree import (
     DYNAMIC_RANKS,
@@ -33,6 +33,7 @@ from medusa_heads.trees.dynamic_tree import (
 from medusa_heads.trees.statistics import MAX_RANK, HeadStatistics
 
 TEMPERATURES = tuple(0.5 * 1.1**step for step in range(18))  # 0.5 to 2.5
+_GRID = (*TEMPERATURES, 1.0)
 MAX_POSITIONS = 4096  # enough for one number a head, and a few seconds' work
 _SEQUENTIAL_POSITIONS = 1024  # at which trees of sequential heads, which cost more, are built
 _WELL_SO_FAR = 2  # a head's draft is looked at where the heads before it held the truth this high
@@ -44,48 +45,23 @@ Watch = Callable[[Sequence[range]], Iterable[range]]
 """Is given the batches of rows, and hands them on one by one: a progress bar."""
 
 
-@dataclass(frozen=True)
-class Bin:
-    """Guesses of about the same confidence: how many, the mean probability that the head gave its
-    best guess, and how often that was the true token."""
-
-    count: int
-    confidence: float
-    accuracy: float
-
-
-@dataclass(frozen=True)
-class HeadCalibration:
-    """A head's temperature, and its best guesses at temperature 1 and at its own."""
-
-    temperature: float
-    before: Sequence[Bin]
-    after: Sequence[Bin]
-
-
-def reliability(confidence_S: Tensor, right_S: Tensor, bins: int = BINS) -> list[Bin]:
-    """Sort guesses, right or not, into bins of equal width by confidence; without empty bins."""
+def reliability(confidence_S: Tensor, right_S: Tensor, bins: int = BINS) -> dict[str, Any]:
+    """Guesses, right or not, in bins of equal width by confidence, with their means, empty bins
+    left out; and the expected calibration error: the mean gap between the two, 0 to 1."""
     place_S = (confidence_S.double() * bins).long().clamp(0, bins - 1)
-    members = (place_S == place for place in place_S.unique())
-    return [
-        Bin(
-            int(in_S.sum()),
-            *(float(of_S[in_S].double().mean()) for of_S in (confidence_S, right_S)),
-        )
-        for in_S in members
-    ]
-
-
-def expected_error(bins: Sequence[Bin]) -> float:
-    """Expected calibration error: the mean gap between confidence and accuracy, 0 to 1."""
-    total = sum(part.count for part in bins)
-    return sum(part.count * abs(part.confidence - part.accuracy) for part in bins) / max(total, 1)
+    found = []
+    for in_S in (place_S == place for place in place_S.unique()):
+        means = (float(of_S[in_S].double().mean()) for of_S in (confidence_S, right_S))
+        names = ("count", "confidence", "accuracy")
+        found.append(dict(zip(names, (int(in_S.sum()), *means), strict=True)))
+    gaps = (part["count"] * abs(part["confidence"] - part["accuracy"]) for part in found)
+    return {"expected_error": sum(gaps) / max(len(place_S), 1), "bins": found}
 
 
 @torch.no_grad()
 def measure_heads(
     heads: DraftHeads, hidden_states: HiddenStates, text: Dataset, *, watch: Watch = iter
-) -> tuple[HeadStatistics, list[HeadCalibration]]:
+) -> tuple[HeadStatistics, list[dict[str, Any]]]:
     """Everything that is known of heads after their training, of heads from anywhere: statistics,
     calibrated, and how honest each head is. Every position of the text (columns `input_ids` and
     `labels`) is measured; the target reads it once, and `watch` shows how far.
@@ -104,7 +80,7 @@ def measure_heads(
 @torch.no_grad()
 def calibrate(
     statistics: HeadStatistics, heads: DraftHeads, hidden_states: HiddenStates, held_out: Dataset
-) -> list[HeadCalibration]:
+) -> list[dict[str, Any]]:
     """Fit the temperatures by held-out likelihood, and measure dynamic trees with them; both are
     written into `statistics`. Returns how honest each head is.
 
@@ -130,13 +106,7 @@ def _positions(
     for chosen in watch([range(start, min(start + _BATCH, len(text))) for start in starts]):
         batch = hidden_states.collate([text[i] for i in chosen])
         batch = send_to_device(batch, hidden_states.target.device)
-        rows = supervised_rows(
-            batch["input_ids"],
-            batch["labels"],
-            heads.config.num_heads,
-            batch.get("position_ids"),
-        )
-        hidden_RD = encode_rows(heads, hidden_states.of(batch), batch, rows)
+        hidden_RD, rows = read_rows(heads, hidden_states.of(batch), batch)
         taken_R = (rows.labels_RK != IGNORED).all(dim=1).nonzero().flatten()[::every]
         parts.append([of_R[taken_R] for of_R in (hidden_RD, rows.tokens_RK, rows.labels_RK)])
     hidden_SD, tokens_SK, labels_SK = map(torch.cat, zip(*parts, strict=True))
@@ -149,7 +119,7 @@ def _calibrate(
     hidden_SD: Tensor,
     tokens_SK: Tensor,
     labels_SK: Tensor,
-) -> list[HeadCalibration]:
+) -> list[dict[str, Any]]:
     """A head's node is reached only where the heads before it were right, and there it is surer
     than elsewhere. Its temperature is therefore fitted on positions where the true tokens were
     among the earlier heads' best two. Tokens that the heads cannot draft say nothing of their
@@ -161,17 +131,20 @@ def _calibrate(
         for hidden, tokens, labels in _split(found, step)
     ]
     true_SK, best_SK, ranks_SK, totals_SKG = map(torch.cat, zip(*parts, strict=True))
-    grid_G = torch.tensor((*TEMPERATURES, 1.0), device=true_SK.device)
+    grid_G = torch.tensor(_GRID, device=true_SK.device)
     losses_SKG = totals_SKG - true_SK[:, :, None] / grid_G
     confidence_SKG = (best_SK[:, :, None] / grid_G - totals_SKG).exp().cpu()
-    calibrations = []
+    calibrations: list[dict[str, Any]] = []
     for head in range(ranks_SK.shape[1]):
         reached_S = _reached(ranks_SK[:, : head + 1])
         chosen = int(losses_SKG[reached_S, head, :-1].mean(dim=0).argmin())
         reached_S, right_S = reached_S.cpu(), (ranks_SK[reached_S, head] == 0).cpu()
-        bins = (reliability(confidence_SKG[reached_S, head, g], right_S) for g in (-1, chosen))
-        calibrations.append(HeadCalibration(TEMPERATURES[chosen], *bins))
-    statistics.temperatures = [calibration.temperature for calibration in calibrations]
+        honest: dict[str, Any] = {
+            moment: reliability(confidence_SKG[reached_S, head, g], right_S)
+            for moment, g in (("before", -1), ("after", chosen))
+        }
+        calibrations.append({"head": head, "temperature": TEMPERATURES[chosen], **honest})
+    statistics.temperatures = [calibration["temperature"] for calibration in calibrations]
     if heads.sequential:
         every = -(-len(labels_SK) // _SEQUENTIAL_POSITIONS)
         found = hidden_SD[::every], tokens_SK[::every], labels_SK[::every]
@@ -188,8 +161,7 @@ def _measure(logits_RKV: Tensor, labels_RK: Tensor) -> tuple[Tensor, Tensor, Ten
     [R, K, G + 1]."""
     true_RK = logits_RKV.gather(2, labels_RK.clamp_min(0)[:, :, None])[..., 0]
     ranks_RK = (logits_RKV > true_RK[..., None]).sum(dim=-1).where(labels_RK != IGNORED, IGNORED)
-    grid = (*TEMPERATURES, 1.0)
-    totals_RKG = torch.stack([(logits_RKV / t).logsumexp(dim=-1) for t in grid], dim=-1)
+    totals_RKG = torch.stack([(logits_RKV / t).logsumexp(dim=-1) for t in _GRID], dim=-1)
     return true_RK, logits_RKV.amax(dim=-1), ranks_RK, totals_RKG
 
 

@@ -10,12 +10,11 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
+from medusa_heads.data.sources import PLACE_COLUMN, Corpus
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.data.prepare import make_tokeniser
-from medusa_heads.training.data.readers import PLACE_COLUMN
-from medusa_heads.training.data.row_facts import RowLimits, check_rows
-from medusa_heads.training.data.sources import Corpus
+from medusa_heads.training.data.row_facts import check_rows
 from medusa_heads.training.data.tokenise import tokenise
 from medusa_heads.training.loss.rows import head_labels
 
@@ -32,19 +31,16 @@ def draw_rows(
     tokens: int,
     seed: int = 0,
 ) -> Dataset:
-    """Rows with about so many supervised tokens, or all rows of a smaller corpus, a table.
-
-    Documents are drawn until they have enough tokens, and the rows from them. No others are
-    tokenised, however large the corpus is. Rows are `input_ids` and `labels`.
+    """Rows with about so many supervised tokens, or all rows of a smaller corpus (a table).
+    Documents are drawn until they have enough, then rows from them: no others are tokenised.
 
     Raises:
-        ValueError: text that cannot be used, or too little of it: somewhere `num_heads` tokens
-            ahead must be known.
+        ValueError: text that cannot be used, or too little: somewhere `num_heads` tokens ahead must
+            be known.
     """
     if corpus.format.name != "tokens":
         target.check_length(settings.max_length, "max_length")
     tokeniser = make_tokeniser(corpus, tokenizer, settings, target)
-    limits = RowLimits.of(target)
     generator = np.random.default_rng(seed)
     documents = generator.permutation(len(corpus.rows)).tolist()
     tables, found = [], 0
@@ -52,7 +48,7 @@ def draw_rows(
         if found >= tokens:
             break
         part = _part(corpus, documents[start : start + _DOCUMENTS])
-        tables.append(tokenise(part, tokeniser, limits).rows)
+        tables.append(tokenise(part, tokeniser).rows)
         found += sum(map(_supervised, tables[-1]["labels"]))
     rows = concatenate_datasets(tables)
     drawn = generator.permutation(len(rows))

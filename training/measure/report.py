@@ -9,18 +9,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from torch import Tensor
 
+from medusa_heads.checkpoint.files import REPORT_FILE as JSON_FILE
 from medusa_heads.config import head_offset
 from medusa_heads.files import parse_json, replace_file
 from medusa_heads.hub.card import REPORT_VERSION, table
-from medusa_heads.hub.files import REPORT_FILE as JSON_FILE
-from medusa_heads.training.measure.calibration import HeadCalibration, expected_error
 from medusa_heads.training.measure.metrics import own_figures
 from medusa_heads.training.measure.plots import draw_plots
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
@@ -40,7 +38,7 @@ LEGEND = (
 def make_report(
     statistics: HeadStatistics,
     runs: Sequence[Tensor],
-    calibrations: Sequence[HeadCalibration],
+    calibrations: Sequence[Mapping[str, Any]],
     *,
     heads: Mapping[str, Any],
     target: str,
@@ -87,14 +85,7 @@ def make_report(
             {"head": head, "looks_ahead": head_offset(head), "top_k": list(shares)}
             for head, shares in enumerate(top_k)
         ],
-        "calibration": [
-            {"head": head, "temperature": found.temperature}
-            | {
-                moment: {"expected_error": expected_error(bins), "bins": list(map(asdict, bins))}
-                for moment, bins in (("before", found.before), ("after", found.after))
-            }
-            for head, found in enumerate(calibrations)
-        ],
+        "calibration": list(calibrations),
         "static_trees": static,
         "dynamic_trees": [
             {"nodes": nodes, "tokens_per_step_anywhere": tokens}
@@ -129,11 +120,7 @@ def write_report(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> N
 
 
 def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `write_report` wrote.
-
-    Raises:
-        ValueError: it is not there, or of another version.
-    """
+    """What `write_report` wrote; raises ValueError where it is not there, or of another version."""
     path = Path(folder) / JSON_FILE
     try:
         report: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))

@@ -101,8 +101,7 @@ class Interruptions(TrainerCallback):
 
 
 class ReadableProgress(ProgressCallback):
-    """The Trainer's progress bars, with lines of a few figures in place of whole dictionaries:
-    what `describe` makes of an evaluation's, or the loss."""
+    """The Trainer's progress bars, with lines of a few figures in place of whole dictionaries."""
 
     def __init__(self, describe: Callable[[Mapping[str, Any]], str | None]) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.data.own_text import OwnText
 from medusa_heads.training.data.pack import check_packing
 from medusa_heads.training.data.prepare import collate, find_tokenizer
-from medusa_heads.training.data.sources import is_stream
+from medusa_heads.training.loss.fused import Pairs
 from medusa_heads.training.loss.next_token import DraftLoss
 from medusa_heads.training.loss.rows import own_rows
 from medusa_heads.training.measure.draft_metrics import CHAINS, describe_draft, draft_metrics
@@ -37,7 +37,7 @@ from medusa_heads.training.measure.fresh_heads import Comparison
 from medusa_heads.training.runs.pruned_target import begin_draft
 from medusa_heads.training.runs.record import write_figures
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
-from medusa_heads.training.runs.trainer import Figures, Inputs, TaughtTrainer
+from medusa_heads.training.runs.trainer import Inputs, Judged, TaughtTrainer
 
 _OWN = "own_text"  # marks batches that the draft model wrote
 
@@ -158,7 +158,7 @@ class DraftTrainer(TaughtTrainer):
     Args:
         own_text: batches that the draft model writes itself; without it, all are the corpus's.
         known_rows: some of the training set, of which the first are the text that the draft model
-            is compared on with what it was. Default: the set, unless that is a stream.
+            is compared on with what it was. Default: the set, a table.
     """
 
     metrics_of = staticmethod(draft_metrics)
@@ -190,18 +190,14 @@ class DraftTrainer(TaughtTrainer):
         self.draft_loss = DraftLoss(self.draft, target, objective)
         self.own_text = own_text
         self._plain_loss = DraftLoss(self.draft, target, LossConfig())
-        if known_rows is None and not is_stream(train_dataset):
-            known_rows = train_dataset
-        self._known_rows = known_rows
-        self.beginning: Tensor | None = None
+        self._known_rows = train_dataset if known_rows is None else known_rows
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """As transformers' own, with the text at hand taken up again; what a checkpoint replaces is
         measured before."""
-        if self._known_rows is not None:
-            self.beginning = self._losses_of_known_text()
+        self.beginning = self._losses_of_known_text()
         if self.own_text is not None and isinstance(resume_from_checkpoint, str):
             self.own_text.load(self._own_text_file(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -230,32 +226,29 @@ class DraftTrainer(TaughtTrainer):
     @torch.no_grad()
     def _losses_of_known_text(self) -> Tensor:
         """Cross-entropy and the run's own loss, [2]: one may rise while the other is learnt."""
-        assert self._known_rows is not None
         count = min(self.args.per_device_train_batch_size, len(self._known_rows))
         batch: Any = self._prepare_inputs(collate(list(self._known_rows.select(range(count)))))
-        supervised = self._supervised(self.draft.model, batch)
+        read = self._supervised(self.draft.model, batch)
         both = (self._plain_loss, self.draft_loss)
-        return torch.stack([loss(*supervised, len(supervised[1])) for loss in both])
+        return torch.stack([loss(*read, len(read[0])) for loss in both])
 
     def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
         own = bool(inputs.pop(_OWN, False))
-        features_RD, next_R, positions_R, hidden_BTD = self._supervised(model, inputs)
-        # The draft's own tokens are no truth to learn, only a place to hear the target's.
-        labels_R = torch.full_like(next_R, IGNORED) if own else next_R
-        if self.beginning is not None and self._comparison.is_due(self.state.global_step):
+        features_RD, rows, hidden_BTD = self._supervised(model, inputs)
+        if own:  # no truth to learn, only a place to hear the target's
+            rows = replace(rows, labels_N=torch.full_like(rows.labels_N, IGNORED))
+        if self._comparison.is_due(self.state.global_step):
             self._check_progress(torch.stack([self._losses_of_known_text(), self.beginning]))
-        return self.draft_loss(features_RD, labels_R, positions_R, hidden_BTD, items)
+        return self.draft_loss(features_RD, rows, hidden_BTD, items)
 
-    def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> tuple[Tensor, Figures]:
-        supervised = self._supervised(model, inputs)
-        loss = self.draft_loss(*supervised, items)
-        return loss, lambda: (supervised[2], self.draft_loss.measure(*supervised))
+    def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> Judged:
+        read = self._supervised(model, inputs)
+        figures_R3 = self.draft_loss.measure(*read)
+        return self.draft_loss(*read, items), read[1].positions_N, figures_R3
 
-    def _supervised(
-        self, model: nn.Module, inputs: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """features_RD of the draft, next_R the tokens to come, positions_R, and hidden_BTD of the
-        target, where the next token is generated text of the same document."""
+    def _supervised(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Pairs, Tensor]:
+        """features_RD of the draft where the next token is generated text of the same document,
+        these rows, and hidden_BTD of the target."""
         positions_BT = inputs.get("position_ids")
         rows = own_rows(inputs["labels"], positions_BT)
         ids_BT, mask_BT = inputs["input_ids"], inputs.get("attention_mask")
@@ -265,5 +258,4 @@ class DraftTrainer(TaughtTrainer):
         hidden_BTD = self.target.hidden(ids_BT, mask_BT, positions_BT)
         with self.draft.instead_of_logits() as features:
             model(**read, use_cache=False)  # the wrapped model, so that DDP sees the forward
-        features_RD = features().flatten(0, 1).index_select(0, rows.positions_N)
-        return features_RD, rows.labels_N, rows.positions_N, hidden_BTD
+        return features().flatten(0, 1).index_select(0, rows.positions_N), rows, hidden_BTD

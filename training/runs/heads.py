@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from medusa_heads.checkpoint.checkpoint import save_heads
-from medusa_heads.checkpoint.vocab_matrix import check_takes_matrix
+from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, frequent_tokens, new_heads
 from medusa_heads.target.target import TargetModel
@@ -22,7 +22,7 @@ from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
-from medusa_heads.training.data.vocabulary import TOKENS_PER_ENTRY, count_tokens
+from medusa_heads.training.data.row_facts import TOKENS_PER_ENTRY, count_tokens
 from medusa_heads.training.hidden.cache_setup import open_hidden_states
 from medusa_heads.training.hidden.launched import launched_sharding
 from medusa_heads.training.hidden.sharding import is_sharded
@@ -33,9 +33,6 @@ from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.joint import JointTrainer, adapted
 from medusa_heads.training.runs.record import write_figures
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 
 def train_heads(
@@ -140,11 +137,9 @@ def train_heads(
         resumed=run.checkpoint is not None,
     )
     common = {"objective": objective, "hidden_states": hidden_states, **run.hooks}
-    carried: AbstractContextManager[PeftModel | None] = nullcontext()
-    if joint is not None:
-        carried = adapted(run.target, joint)
+    carried: Any = nullcontext() if joint is None else adapted(run.target, joint)
     with carried as adapter:
-        if joint is None or adapter is None:
+        if joint is None:
             trainer = HeadsTrainer(heads, run.target, run.args, *run.sets, **common)
         else:
             trainer = JointTrainer(

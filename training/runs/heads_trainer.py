@@ -20,40 +20,30 @@ from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import by_width, rate_groups
 from medusa_heads.training.hidden.states import HiddenStates
 from medusa_heads.training.loss.heads import batch_loss
-from medusa_heads.training.loss.rows import SupervisedRows, encode_rows, supervised_rows
+from medusa_heads.training.loss.rows import read_rows
 from medusa_heads.training.loss.teacher import Teacher
 from medusa_heads.training.measure.fresh_heads import Comparison, FreshHeads
 from medusa_heads.training.measure.metrics import describe, head_ranks, rank_metrics
-from medusa_heads.training.runs.trainer import Figures, Inputs, TaughtTrainer
+from medusa_heads.training.runs.trainer import Inputs, Judged, TaughtTrainer
 from medusa_heads.trees.statistics import MAX_RANK
-
-Measured = tuple[Tensor, Tensor, SupervisedRows]
 
 
 class HeadsObjective(nn.Module):
-    """The heads together with their loss: what the Trainer wraps, so that the hooks of DDP or FSDP
-    see the forward that gradients come from. Its state dict is the heads' alone.
-    """
+    """The heads together with their loss: what the Trainer wraps, so that the hooks of DDP see the
+    forward that gradients come from. Its state dict is the heads' alone."""
 
     def __init__(self, heads: DraftHeads, objective: LossConfig, teacher: Teacher | None) -> None:
         super().__init__()
         self.heads = heads
         self.loss = partial(batch_loss, heads, objective=objective, teacher=teacher)
 
-    def forward(
-        self,
-        hidden_BTD: Tensor,
-        inputs: Mapping[str, Tensor],
-        rows: SupervisedRows,
-        num_items: Tensor | int,
-    ) -> Tensor:
-        return self.loss(hidden_BTD, inputs, rows, num_items=num_items)
+    def forward(self, hidden_BTD: Tensor, inputs: Inputs, num_items: Tensor | int) -> Tensor:
+        return self.loss(hidden_BTD, inputs, num_items)
 
 
 class HeadsTrainer(TaughtTrainer):
     """Trains heads, in place, on what a frozen target sees; on sets to train on and, perhaps, held
-    out. During evaluation the heads' ranks become `eval_head0_top1`, .., `eval_tokens_per_step_16`,
-    ...
+    out. Their ranks become `eval_head0_top1`, .., `eval_tokens_per_step_16`, ...
 
     Args:
         objective: what the heads learn. Default: cross-entropy.
@@ -125,49 +115,27 @@ class HeadsTrainer(TaughtTrainer):
         return rate_groups(self.heads, self.args, decaying)
 
     def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
-        loss, hidden_BTD, rows = self._measure(model, inputs, items)
-        self._compare(lambda: (hidden_BTD, hidden_BTD), inputs, rows)
+        hidden_BTD = self.hidden_states.of(inputs)
+        loss: Tensor = model(hidden_BTD, inputs, items)
+        self._compare(inputs, lambda: (hidden_BTD, hidden_BTD))
         return loss
 
     @torch.no_grad()
-    def _compare(
-        self,
-        hidden: Callable[[], tuple[Tensor, Tensor]],
-        inputs: Mapping[str, Tensor],
-        rows: SupervisedRows,
-    ) -> None:
+    def _compare(self, inputs: Inputs, hidden: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Where it is time, compare the heads with fresh ones on a batch; `hidden` gives hidden_BTD
         that the heads read, and those that fresh ones would."""
         if self._comparison.is_due(self.state.global_step):
             # Plain, and per row: a run's own loss may weigh the heads by how good they are.
             losses = [
-                batch_loss(
-                    heads,
-                    read_BTD,
-                    inputs,
-                    rows,
-                    objective=LossConfig(),
-                    num_items=max(len(rows.positions_R), 1),
-                ).float()
-                for heads, read_BTD in zip((self.heads, self._fresh), hidden(), strict=True)
+                batch_loss(heads, hidden_BTD, inputs, objective=LossConfig()).float()
+                for heads, hidden_BTD in zip((self.heads, self._fresh), hidden(), strict=True)
             ]
             self._check_progress(torch.stack(losses)[:, None])
 
-    def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> tuple[Tensor, Figures]:
-        loss, hidden_BTD, rows = self._measure(model, inputs, items)
+    def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> Judged:
+        hidden_BTD = self.hidden_states.of(inputs)
+        return model(hidden_BTD, inputs, items), *self._ranks(hidden_BTD, inputs)
 
-        def ranks() -> tuple[Tensor, Tensor]:
-            hidden_RD = encode_rows(self.heads, hidden_BTD, inputs, rows)
-            return rows.positions_R, head_ranks(self.heads, hidden_RD, rows, MAX_RANK)
-
-        return loss, ranks
-
-    def _measure(self, model: nn.Module, inputs: Inputs, items: Any) -> Measured:
-        """The loss of a batch, and what the heads read where."""
-        hidden_BTD, rows = self.hidden_states.of(inputs), self._rows(inputs)
-        return model(hidden_BTD, inputs, rows, items), hidden_BTD, rows
-
-    def _rows(self, inputs: Mapping[str, Tensor]) -> SupervisedRows:
-        num_heads = self.heads.config.num_heads
-        positions_BT = inputs.get("position_ids")
-        return supervised_rows(inputs["input_ids"], inputs["labels"], num_heads, positions_BT)
+    def _ranks(self, hidden_BTD: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        hidden_RD, rows = read_rows(self.heads, hidden_BTD, inputs)
+        return rows.positions_R, head_ranks(self.heads, hidden_RD, rows, MAX_RANK)

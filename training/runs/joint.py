@@ -29,11 +29,11 @@ from medusa_heads.training.arguments.rates import rate_groups
 from medusa_heads.training.loss.fused import Pairs
 from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.next_token import own_losses
-from medusa_heads.training.loss.rows import SupervisedRows, own_rows, per_item
+from medusa_heads.training.loss.rows import own_rows, per_item
 from medusa_heads.training.loss.teacher import Teacher
 from medusa_heads.training.measure.metrics import OWN_FIGURES
-from medusa_heads.training.runs.heads_trainer import HeadsTrainer, Measured
-from medusa_heads.training.runs.trainer import Inputs
+from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+from medusa_heads.training.runs.trainer import Inputs, Judged, TaughtTrainer
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -47,8 +47,7 @@ def adapted(target: TargetModel, config: JointConfig) -> Iterator[PeftModel]:
     Afterwards it is as it was.
 
     Raises:
-        ValueError: it carries one already, or the names of modules are unknown or the lm_head's, or
-            its 4-bit matrices have lost their gradients.
+        ValueError: the target, or modules that were named, cannot carry one.
     """
     from peft import LoraConfig, get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -98,8 +97,7 @@ def _is_packed(module: nn.Module) -> bool:
 class AdapterWeights(nn.Module):
     """The weights that learn within the target, without the target: for the optimiser, for DDP and
     for checkpoints. Of the target's modules only the adapter's dropout, and layers that drop their
-    activations, know of training; the others stay in evaluation mode.
-    """
+    activations, know of training; the others stay in evaluation mode."""
 
     def __init__(self, model: PeftModel) -> None:
         super().__init__()
@@ -111,7 +109,6 @@ class AdapterWeights(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> AdapterWeights:
-        """As in nn.Module, for the adapter's parts within the target."""
         super().train(mode)
         for name, module in self._within:
             if isinstance(module, nn.Dropout) and ".lora_dropout." in name:
@@ -158,21 +155,20 @@ class JointObjective(nn.Module):
     def forward(
         self,
         inputs: Mapping[str, Tensor],
-        rows: SupervisedRows,
         num_items: Tensor | int,
         heads_alone: bool = False,
     ) -> Tensor:
-        """The loss; gradients of the heads' part flow into the adapter through the hidden states,
-        unless the heads learn alone."""
+        """The loss; gradients of the heads' part flow into the adapter too, unless heads learn
+        alone."""
         if heads_alone:  # with the same weight: Adam's memory of the gradients' size stays right
             with torch.no_grad():
                 hidden_BTD = self.read_now(inputs)
-            return self.loss(hidden_BTD, hidden_BTD.new_zeros(()), inputs, rows, num_items)
+            return self.loss(hidden_BTD, hidden_BTD.new_zeros(()), inputs, num_items)
         before_BTD = self.read_before(inputs) if self.own_objective.needs_teacher else None
         now_BTD = self.read_now(inputs)
         own = own_rows(inputs["labels"], inputs.get("position_ids"))
         losses_N, _ = own_losses(self.lm_head, now_BTD, own, self.own_objective, before_BTD)
-        return self.loss(now_BTD, losses_N, inputs, rows, num_items)
+        return self.loss(now_BTD, losses_N, inputs, num_items)
 
     def read_now(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """hidden_BTD of the target with its adapter; gradients flow through it."""
@@ -208,11 +204,10 @@ class JointObjective(nn.Module):
         hidden_BTD: Tensor,
         own_losses_N: Tensor,
         inputs: Mapping[str, Tensor],
-        rows: SupervisedRows,
         num_items: Tensor | int,
     ) -> Tensor:
         """The whole: the target's own part and the heads'."""
-        part = self.heads_loss(hidden_BTD, inputs, rows, num_items=num_items)
+        part = self.heads_loss(hidden_BTD, inputs, num_items)
         return per_item(own_losses_N.sum(), num_items) + self.settings.heads_weight * part
 
 
@@ -226,11 +221,7 @@ class JointTrainer(HeadsTrainer):
     """
 
     rates = "learning_rate or lora_learning_rate"
-    unusable: ClassVar[Mapping[str, Any]] = {
-        name: unset
-        for name, unset in HeadsTrainer.unusable.items()
-        if name != "gradient_checkpointing"
-    }
+    unusable: ClassVar = {**TaughtTrainer.unusable, "neftune_noise_alpha": None}
 
     def __init__(
         self,
@@ -279,16 +270,16 @@ class JointTrainer(HeadsTrainer):
 
     def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
         alone = self.state.global_step < self.joint.settings.warmup(self.state.max_steps)
-        rows = self._rows(inputs)
-        loss: Tensor = model(inputs, rows, items, heads_alone=alone)
+        loss: Tensor = model(inputs, items, heads_alone=alone)
         # Also without the adapter: one gone wrong would spoil fresh heads' loss as well.
-        self._compare(lambda: self.joint.read_twice(inputs), inputs, rows)
+        self._compare(inputs, lambda: self.joint.read_twice(inputs))
         return loss
 
-    def _measure(self, model: nn.Module, inputs: Inputs, items: Any) -> Measured:
-        rows, own = self._rows(inputs), own_rows(inputs["labels"], inputs.get("position_ids"))
+    def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> Judged:
+        own = own_rows(inputs["labels"], inputs.get("position_ids"))
         now_BTD, before_BTD = self.joint.read_twice(inputs)
         losses_N, figures_N3 = self.joint.measure(now_BTD, before_BTD, own)
         for name, figure_N in zip(OWN_FIGURES, figures_N3.unbind(dim=1), strict=True):
             self._add_up(f"target_{name}", figure_N.sum(), torch.ones_like(figure_N).sum())
-        return self.joint.loss(now_BTD, losses_N, inputs, rows, items), now_BTD, rows
+        loss = self.joint.loss(now_BTD, losses_N, inputs, items)
+        return loss, *self._ranks(now_BTD, inputs)

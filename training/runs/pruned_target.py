@@ -58,11 +58,8 @@ def draft_shape(
     hidden_size: int | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """What `begin_draft` would make of the same, without weights (on the meta device).
-
-    Raises:
-        ValueError: sizes that cannot be, or a draft model that is none, or of another vocabulary.
-    """
+    """What `begin_draft` would make of the same, without weights (on the meta device); raises
+    likewise."""
     if draft_model is not None:
         named = TargetArguments(draft_model, dtype="float32", trust_remote_code=trust_remote_code)
         given = meta_target(named)
@@ -112,11 +109,7 @@ def _pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
 
 
 def _smaller_config(target: TargetModel, chosen: list[int], hidden_size: int | None = None) -> Any:
-    """The target's with these layers alone; with a hidden size, narrower.
-
-    Raises:
-        ValueError: no whole number of attention heads fits that width.
-    """
+    """The target's with these layers alone; with a hidden size, narrower."""
     config = copy.deepcopy(target.config)
     # Lists with an entry a layer: kinds of attention, of feed-forward blocks, of positions, ...
     for name, value in config.to_dict().items():

@@ -40,11 +40,7 @@ GivenText: TypeAlias = Dataset | IterableDataset | TrainingData | Names
 
 
 class Run:
-    """A run of training; arguments are as those of `train_heads`.
-
-    Raises:
-        ValueError: a folder, target, text or setting that cannot be used; the message says which.
-    """
+    """A run of training; arguments are as those of `train_heads`."""
 
     def __init__(
         self,
@@ -77,11 +73,8 @@ class Run:
         set_seed(self.args.seed)
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Note what the story should tell of the run; make room, or see that it is the same one.
-
-        Raises:
-            ValueError: the checkpoint to go on from is that of another run.
-        """
+        """Note what the story should tell of the run; make room, or refuse to go on from another
+        one's checkpoint."""
         self._facts = facts
         self.target_sha256 = self.target.weights_digest()
         if self.checkpoint is not None:
@@ -104,11 +97,8 @@ class Run:
     def learn(
         self, trainer: TaughtTrainer, what: str, *, with_adapter: bool = True
     ) -> tuple[Mapping[str, float], PredictionOutput]:
-        """Train and measure; the metrics of the training, and what was measured.
-
-        Raises:
-            RuntimeError: the target's weights changed, which a fault of this program would be.
-        """
+        """Train and measure; the metrics of the training, and what was measured. Raises
+        RuntimeError where the target's weights changed, which a fault of this program would be."""
         outcome = trainer.train(resume_from_checkpoint=self.checkpoint)
         measured = trainer.predict(self.data.held_out, metric_key_prefix="eval")
         if self.target.weights_digest(with_adapter=with_adapter) != self.target_sha256:
@@ -183,8 +173,7 @@ def prepare_sets(
     """Rows to train on and held-out rows; streams are then read by each process for itself.
 
     Raises:
-        ValueError: a corpus or setting that cannot be used, or less text than a batch of those
-            that must be full.
+        ValueError: a corpus or setting that cannot be used, or less text than a full batch.
     """
     data: Any = dataset
     if not isinstance(data, TrainingData):

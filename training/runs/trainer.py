@@ -28,8 +28,8 @@ from medusa_heads.training.runs.record import write_run
 from medusa_heads.training.runs.resumable import STATE_FILE, remove_checkpoint
 
 Inputs = dict[str, Any]
-Figures = Callable[[], tuple[Tensor, Tensor]]
-"""Measures positions_R of a batch, and figures_RF."""
+Judged = tuple[Tensor, Tensor, Tensor]
+"""The loss of a held-out batch, positions_R of it, and figures_RF that were measured there."""
 
 
 class TaughtTrainer(Trainer, ABC):
@@ -116,15 +116,11 @@ class TaughtTrainer(Trainer, ABC):
 
     @abstractmethod
     def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
-        """The loss of a batch, over so many tokens.
-
-        Raises:
-            ValueError: training makes worse what learns.
-        """
+        """The loss of a batch, over so many tokens; may stop a run that makes worse what learns."""
 
     @abstractmethod
-    def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> tuple[Tensor, Figures]:
-        """The loss of a held-out batch, and what measures it."""
+    def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> Judged:
+        """The loss of a held-out batch, and its figures."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """As transformers', without FSDP: a launch's is for the target, which has it already."""
@@ -191,9 +187,8 @@ class TaughtTrainer(Trainer, ABC):
         labels_BT = inputs["labels"] = self._once(inputs["labels"])
         items = (labels_BT != IGNORED).sum()
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss, figures = self._judge(model, inputs, items)
+            loss, positions_R, figures_RF = self._judge(model, inputs, items)
             self._add_up("loss", loss * items, items)
-            positions_R, figures_RF = figures()
         figures_PF = figures_RF.new_full((labels_BT.numel(), figures_RF.shape[1]), IGNORED)
         figures_PF[positions_R] = figures_RF
         return loss, figures_PF.view(*labels_BT.shape, -1), labels_BT

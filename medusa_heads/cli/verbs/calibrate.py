@@ -18,15 +18,16 @@ from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.cli.training import continued
 from medusa_heads.contents import instead_of_heads, is_heads
+from medusa_heads.data.finding import HELD_OUT
 from medusa_heads.files import check_folder, expanded
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.settings import at_least, flag
 from medusa_heads.training.arguments.data import DataArguments
-from medusa_heads.training.data.sources import HELD_OUT, Corpus, load_corpus
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from medusa_heads.data.sources import Corpus
     from medusa_heads.target.target import TargetModel
     from medusa_heads.trees.statistics import HeadStatistics
 
@@ -112,6 +113,8 @@ def calibrate(arguments: CalibrateArguments) -> None:
 
 def _find_text(arguments: CalibrateArguments) -> tuple[Corpus, DataArguments]:
     """The corpus to measure on, and how it is read."""
+    from medusa_heads.data.sources import load_corpus
+
     settings = DataArguments(
         dataset=arguments.dataset,
         text_column=arguments.text_column,

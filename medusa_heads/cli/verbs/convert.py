@@ -51,7 +51,7 @@ class ConvertArguments:
 def convert(arguments: ConvertArguments) -> None:
     """Convert, say what was found, and measure the heads where there is text."""
     if arguments.corpus:
-        from medusa_heads.training.data.sources import find_names
+        from medusa_heads.data.finding import find_names
 
         find_names(arguments.corpus)  # a mistyped path is answered before anything is written
 

@@ -23,10 +23,9 @@ def regenerate(arguments: RegenerateArguments) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from medusa_heads.inference.regeneration.answers import Sampling
-    from medusa_heads.inference.regeneration.dialogues import read_dialogues
-    from medusa_heads.inference.regeneration.output import check_output, write_output
+    from medusa_heads.inference.regeneration.dialogues import read_dialogues, read_table
     from medusa_heads.inference.regeneration.regenerate import answer_dialogues
-    from medusa_heads.inference.regeneration.tables import read_table
+    from medusa_heads.inference.regeneration.store import check_output, write_output
     from medusa_heads.target.loading import load_tokenizer
 
     disable_progress_bar()
@@ -70,7 +69,7 @@ def regenerate(arguments: RegenerateArguments) -> None:
     if target is not None:
         revision = getattr(target.model.config, "_commit_hash", None)
         record["target"] |= {"revision": revision, **target.fingerprint()}
-    file = write_output(result, folder, record)
+    file = write_output(result.rows, result.accounting, folder, record)
     accounting = result.accounting
     print(accounting)
     print(f"{len(result.rows)} rows in {folder}, what became of each prompt in {file}")
@@ -96,7 +95,7 @@ def _local(arguments: RegenerateArguments) -> tuple[Backend, TargetModel]:
     sizes = {} if arguments.batch_size is None else {"batch_size": arguments.batch_size}
     if arguments.backend == "heads":
         from medusa_heads.inference.models.medusa import MedusaModel
-        from medusa_heads.inference.regeneration.heads_backend import HeadsBackend
+        from medusa_heads.inference.regeneration.transformers_backend import HeadsBackend
 
         assert arguments.heads is not None
         model = MedusaModel.from_pretrained(arguments.heads, target=target)

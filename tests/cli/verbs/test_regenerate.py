@@ -125,7 +125,7 @@ def test_strict_is_an_error_where_an_answer_is_missing(
         (["--temperature", "0"], "temperature must be above 0"),
         (["--max_new_tokens", "600"], "6 too long for the target's context"),
         (["--dataset", "./nowhere.jsonl"], "there is nothing"),
-        (["--chat_template_kwargs", "{"], "chat_template_kwargs must be JSON"),
+        (["--chat_template_kwargs", "{"], "chat_template_kwargs must be a JSON object"),
         (["--output_dir", "TAKEN"], "was not made by regenerate"),
         (["--frobnicate", "1"], "unknown argument '--frobnicate'"),
     ],

@@ -22,12 +22,13 @@ from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.inference.regeneration import transformers_backend
 from medusa_heads.inference.regeneration.answers import EMPTY, Answer, Backend, Sampling, as_answer
 from medusa_heads.inference.regeneration.continuous_backend import ContinuousBackend
-from medusa_heads.inference.regeneration.dialogues import TokenDialogue
-from medusa_heads.inference.regeneration.draws import draw
-from medusa_heads.inference.regeneration.heads_backend import HeadsBackend
-from medusa_heads.inference.regeneration.prompts import Prompt, PromptMaker
+from medusa_heads.inference.regeneration.dialogues import Dialogue
+from medusa_heads.inference.regeneration.prompts import Prompt, PromptMaker, draw
 from medusa_heads.inference.regeneration.regenerate import answer_dialogues, regenerate
-from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
+from medusa_heads.inference.regeneration.transformers_backend import (
+    HeadsBackend,
+    TransformersBackend,
+)
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 
@@ -42,12 +43,10 @@ def prompt_ids(count: int) -> list[list[int]]:
 def answers(backend: Backend, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
 
-    def keep(pairs: Sequence[tuple[Prompt, Answer]]) -> None:
+    for pairs in backend.answer(prompts, SAMPLING, lambda count: None):
         for prompt, answer in pairs:
             assert prompt.key not in found and answer.failure is None
             found[prompt.key] = [int(token) for token in answer.tokens]
-
-    backend.answer(prompts, SAMPLING, keep, lambda count: None)
     return found
 
 
@@ -205,7 +204,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_rows(
     options: dict[str, Any] = {"max_new_tokens": 40, "batch_size": 250, "progress": False}
     resumed = answer_dialogues(
         TransformersBackend(loaded, batch_size=250),
-        [TokenDialogue(row, ids) for row, ids in enumerate(prompts["input_ids"])],
+        [Dialogue(row, ids) for row, ids in enumerate(prompts["input_ids"])],
         Sampling(40),
         cache_dir=store,
         progress=False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ from medusa_heads.inference.regeneration.answers import (
     TOO_LONG,
     Accounting,
     Answer,
-    Finished,
+    Answers,
     Sampling,
 )
-from medusa_heads.inference.regeneration.dialogues import ChatDialogue, read_dialogues
+from medusa_heads.inference.regeneration.dialogues import ChatDialogue, read_dialogues, read_table
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.regenerate import Regenerated, answer_dialogues, dataset_of
 from medusa_heads.inference.regeneration.store import AnswerStore
-from medusa_heads.inference.regeneration.tables import read_table
 from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
@@ -162,18 +161,10 @@ def test_everything_asked_is_done_failed_or_skipped(tiny_llama: TinyLlama, tmp_p
     class Hushed(TransformersBackend):
         """Has nothing to say to one of the questions."""
 
-        def answer(
-            self,
-            prompts: Sequence[Prompt],
-            sampling: Sampling,
-            finished: Finished,
-            on_tokens: Callable[[int], object],
-        ) -> None:
-            def give(pairs: Sequence[tuple[Prompt, Answer]]) -> None:
-                empty = Answer(failure=EMPTY)
-                finished([(p, empty if list(p.input_ids) == asked else a) for p, a in pairs])
-
-            super().answer(prompts, sampling, give, on_tokens)
+        def answer(self, *args: Any) -> Iterator[Answers]:
+            empty = Answer(failure=EMPTY)
+            for pairs in super().answer(*args):
+                yield [(p, empty if list(p.input_ids) == asked else a) for p, a in pairs]
 
     result = answer_dialogues(
         Hushed(TargetModel(model)),

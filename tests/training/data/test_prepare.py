@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerFast
 
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
-from medusa_heads.training.data.held_out import hold_out
 from medusa_heads.training.data.prepare import (
     TrainingData,
     collate,
     find_tokenizer,
+    hold_out,
     load_corpora,
     prepare_data,
 )

@@ -6,12 +6,9 @@ import pytest
 from datasets import Dataset, Features, List, Value
 
 from medusa_heads.data.chat import ChatTemplate
-from medusa_heads.training.data.row_facts import RowLimits
-from medusa_heads.training.data.sources import as_corpus
+from medusa_heads.data.sources import as_corpus
 from medusa_heads.training.data.tokenise import Tokeniser, tokenise
 from tests.training import templates
-
-LIMITS = RowLimits(vocab_size=100_000, context=None)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +21,7 @@ def rows_of(
 ) -> tuple[Dataset, int, int]:
     corpus = as_corpus(Dataset.from_list(rows), "corpus")
     chat = None if template is None else ChatTemplate(tokenizer, template)
-    made = tokenise(corpus, Tokeniser(corpus.format, tokenizer, max_length, chat), LIMITS)
+    made = tokenise(corpus, Tokeniser(corpus.format, tokenizer, max_length, chat))
     return made.rows, made.cut_documents, made.cut_tokens
 
 
@@ -138,7 +135,7 @@ def test_rows_that_are_tokens_are_cut_too(caplog: pytest.LogCaptureFixture) -> N
     answered = [-100] * 3 + ids[3:]
     table = tokens((ids, answered), (ids[:3], [-100] * 3), (ids, ids), (ids[:6], answered[:6]))
     corpus = as_corpus(table, "corpus")
-    made = tokenise(corpus, Tokeniser(corpus.format, None, 6), LIMITS)
+    made = tokenise(corpus, Tokeniser(corpus.format, None, 6))
     # Text that is learnt whole is a document, and becomes several rows.
     assert made.rows["input_ids"][:] == [ids[:6], ids[:3], ids[:6], ids[6:], ids[:6]]
     assert made.rows["labels"][0] == answered[:6] and made.rows["labels"][1] == [-100] * 3
@@ -150,13 +147,13 @@ def test_rows_that_are_tokens_are_cut_too(caplog: pytest.LogCaptureFixture) -> N
 def test_tokens_of_which_nothing_learnt_is_left_are_a_broken_row() -> None:
     corpus = as_corpus(tokens(([1] * 9, [-100] * 8 + [1]), ([1, 2], [1, 2])), "corpus")
     with pytest.raises(ValueError, match="of its 9 tokens no answer is left within max_length 4"):
-        tokenise(corpus, Tokeniser(corpus.format, None, 4), LIMITS)
+        tokenise(corpus, Tokeniser(corpus.format, None, 4))
 
 
 @pytest.mark.parametrize("max_length", [2, 8])
 def test_rows_of_tokens_keep_the_document_that_they_name(max_length: int) -> None:
     table = tokens(*[([1, 2, 3], [-100, 2, 3])] * 4).add_column("document", ["a", "b", "a", None])
     corpus = as_corpus(table, "corpus")
-    made = tokenise(corpus, Tokeniser(corpus.format, None, max_length), LIMITS).rows
+    made = tokenise(corpus, Tokeniser(corpus.format, None, max_length)).rows
     first, second, third, fourth = made["document"]
     assert first == third and len({first, second, fourth}) == 3

@@ -60,7 +60,7 @@ def test_measured_from_anywhere_as_after_training(
 
     measured, calibrations = measure_heads(heads, HiddenStates(target), rows, watch=watch)
     assert measured.to_dict() == stored
-    assert [calibration.temperature for calibration in calibrations] == measured.temperatures
+    assert [calibration["temperature"] for calibration in calibrations] == measured.temperatures
     assert batches == [range(0, 8), range(8, 12)]
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from medusa_heads.data.sources import as_corpus
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
-from medusa_heads.training.data.sources import as_corpus
 from medusa_heads.training.measure.measured_text import draw_rows, measurable
 from tests.conftest import TinyLlama
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.config import HeadsConfig
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.measure.calibration import Bin, HeadCalibration
+from medusa_heads.training.measure.calibration import reliability
 from medusa_heads.training.measure.report import (
     make_report,
     markdown,
@@ -40,11 +40,20 @@ def pictures() -> None:
 
 def by_hand() -> dict:
     ranks = torch.tensor([[0, 0], [0, 3], [1, 0], [0, 0]])
-    honest = HeadCalibration(1.1, [Bin(4, 0.5, 0.75)], [Bin(4, 0.7, 0.75)])
+    right = torch.tensor([True, True, True, False])
+    honest = [
+        {
+            "head": head,
+            "temperature": 1.1,
+            "before": reliability(torch.full((4,), 0.5), right),
+            "after": reliability(torch.full((4,), 0.7), right),
+        }
+        for head in range(2)
+    ]
     return make_report(
         HeadStatistics.from_ranks(ranks),
         [ranks],
-        [honest, honest],
+        honest,
         heads={"kind": "medusa", "num_heads": 2},
         target="a/b",
         metrics=METRICS,

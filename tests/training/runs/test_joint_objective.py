@@ -19,7 +19,7 @@ from medusa_heads.heads import MedusaHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.next_token import own_losses
-from medusa_heads.training.loss.rows import own_rows, supervised_rows
+from medusa_heads.training.loss.rows import own_rows
 from medusa_heads.training.loss.teacher import Teacher
 from medusa_heads.training.runs.joint import JointObjective, adapted
 from tests.training.joint_cases import SMALL, Rows, disturb, fresh, text
@@ -60,9 +60,8 @@ def test_loss_and_gradients_are_those_of_the_written_out_formula(
     with adapted(target, config) as model:
         disturb(model)
         joint = JointObjective(heads, target, model, config, LossConfig(decay=0.5))
-        rows = supervised_rows(batch["input_ids"], batch["labels"], 3)
         learning = list(joint.parameters())
-        loss = joint(batch, rows, 7)
+        loss = joint(batch, 7)
         gradients = torch.autograd.grad(loss, learning)
         expected = written_out(heads, target, model, batch) / 7
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -70,10 +69,10 @@ def test_loss_and_gradients_are_those_of_the_written_out_formula(
             torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-6)
 
         # Without the target's own part there still is a gradient in the adapter: the heads' one.
-        heads_alone = joint.loss(joint.read_now(batch), torch.zeros(1), batch, rows, 7)
+        heads_alone = joint.loss(joint.read_now(batch), torch.zeros(1), batch, 7)
         through = torch.autograd.grad(heads_alone, list(joint.adapter.parameters()))
         assert all(gradient.abs().max() > 0 for gradient in through)
-        in_warm_up = joint(batch, rows, 7, heads_alone=True)
+        in_warm_up = joint(batch, 7, heads_alone=True)
         assert in_warm_up.item() == pytest.approx(heads_alone.item(), rel=1e-6)
         none = torch.autograd.grad(in_warm_up, list(joint.adapter.parameters()), allow_unused=True)
         assert none == (None,) * len(none)
@@ -143,7 +142,6 @@ def test_dropped_activations_are_made_anew_with_the_same_gradients(
     target: TargetModel, make_rows: Rows
 ) -> None:
     batch, heads = text(make_rows), fresh(target)
-    rows = supervised_rows(batch["input_ids"], batch["labels"], 3)
     gradients = []
     with adapted(target, SMALL) as model:
         disturb(model)
@@ -160,7 +158,7 @@ def test_dropped_activations_are_made_anew_with_the_same_gradients(
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = joint(batch, rows, 7)
+                loss = joint(batch, 7)
             kept.append(count)
             gradients.append(torch.autograd.grad(loss, list(joint.parameters())))
     assert kept[1] < kept[0] / 2

@@ -14,13 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from medusa_heads.checkpoint.adapter import (
-    ADAPTER_FOLDER,
-    ADAPTER_WEIGHTS,
-    load_adapter,
-    save_adapter,
-)
-from medusa_heads.checkpoint.adapter_config import ADAPTER_CONFIG
+from medusa_heads.checkpoint.adapter import load_adapter, save_adapter
+from medusa_heads.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import read_by
 from scripts.prove.hostile.kinds.sidecars import NO_JSON
@@ -212,7 +207,7 @@ class Adapters:
 
     def _folder(self, rng: random.Random, place: Place) -> Attempt:
         """A stranger's whole folder, as it would lie in a hub's cache."""
-        from medusa_heads.hub.files import OWN_FILES
+        from medusa_heads.checkpoint.files import OWN_FILES
         from medusa_heads.hub.pull import copy_checkpoint
 
         source = place.inputs / "heads"

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict
 
-from medusa_heads.training.data.sources import Corpus
+from medusa_heads.data.sources import Corpus
 
 TEXTS = ["a b", "c"]
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]

@@ -12,8 +12,8 @@ import pytest
 from pyarrow.parquet import ParquetFile
 
 from medusa_heads.data.formats import Document
-from medusa_heads.training.data.sources import load_corpus
-from tests.training.corpus_files import (
+from medusa_heads.data.sources import load_corpus
+from tests.data.corpus_files import (
     TEXTS,
     as_lines,
     contents,

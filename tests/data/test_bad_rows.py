@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from medusa_heads.training.data.sources import load_corpus
-from tests.training.corpus_files import CHAT, as_lines
+from medusa_heads.data.sources import load_corpus
+from tests.data.corpus_files import CHAT, as_lines
 
 BAD = [
     ('{"messages": ', r"a.jsonl:2: not valid JSON \(Expecting value at column 13\)"),

@@ -9,8 +9,8 @@ from datasets import Dataset
 
 from medusa_heads.data.corpus import HELD_OUT
 from medusa_heads.data.formats import Conversation, Document
-from medusa_heads.training.data.sources import load_corpus
-from tests.training.corpus_files import (
+from medusa_heads.data.sources import load_corpus
+from tests.data.corpus_files import (
     CHAT,
     as_lines,
     contents,
@@ -109,6 +109,8 @@ def test_the_embedded_corpus_keeps_its_held_out_packages_apart() -> None:
     train, held_out = load_corpus("stdlib").rows, load_corpus("stdlib", "held_out").rows
     assert {path.split("/")[0] for path in held_out["path"]} == set(HELD_OUT)
     assert not {path.split("/")[0] for path in train["path"]} & set(HELD_OUT)
+    with pytest.raises(ValueError, match="stdlib has the splits train and held_out, got 'trian'"):
+        load_corpus("stdlib", "trian")
 
 
 def test_documents_of_joined_tables_of_tokens_stay_apart(tmp_path: Path) -> None:

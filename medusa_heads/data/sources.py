@@ -1,0 +1,244 @@
+"""Corpora as they are found, each row still in its own form."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
+
+from medusa_heads.data.bad_rows import BadRow, BadRows
+from medusa_heads.data.data_files import read_rows
+from medusa_heads.data.finding import find_names, find_rows
+from medusa_heads.data.formats import (
+    CONTEXT_COLUMN,
+    DOCUMENT_COLUMN,
+    Format,
+    plain_columns,
+    recognise,
+)
+
+PLACE_COLUMN = "_place"
+"""Where a row stands, `file:line`, for messages about it."""
+
+_ROWS_AT_ONCE = 1000
+
+
+@dataclass
+class Corpus:
+    """Text to learn from: a table, or a stream of rows."""
+
+    name: str  # for messages
+    rows: Dataset | IterableDataset  # of plain text, the column is `text`
+    format: Format  # how a row is read
+    found_as: str  # the columns in which the corpus came
+    bad_rows: BadRows = field(default_factory=BadRows)  # so far, and what to do about others
+    counted: list[tuple[str, int]] = field(default_factory=list)  # name and rows of parts
+    cut_documents: int = 0  # of a tokenised table: how many were too long and lost labels
+    cut_tokens: int = 0  # and how many labels
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the rows are a stream rather than a table."""
+        return is_stream(self.rows)
+
+    def place(self, index: int) -> str:
+        """What to call row `index`, where the row itself does not know its place."""
+        for name, rows in self.counted:
+            if index < rows:
+                return f"{name} row {index + 1}"
+            index -= rows
+        return f"{self.name} row {index + 1}"
+
+
+def is_stream(rows: Dataset | IterableDataset) -> bool:
+    """Whether a dataset is read row by row, and is never all there."""
+    return not isinstance(rows, Dataset)
+
+
+def load_corpus(
+    name: str | Sequence[str],
+    split: str = "train",
+    *,
+    config: str | None = None,
+    text_column: str | None = None,
+    on_bad_row: Literal["error", "skip"] = "error",
+    streaming: bool = False,
+) -> Corpus:
+    """Find and read a corpus.
+
+    Args:
+        name: `stdlib`, a hub id, a folder or a file; or several of those, globs among them, whose
+            rows then are of one format.
+        split: of a corpus that has some; `"held_out"` stands for the usual names.
+        config: of a hub dataset.
+        text_column: the column that holds plain text.
+        on_bad_row: what to do about rows that cannot be used.
+        streaming: hand on a stream, which is read as it is used.
+
+    Raises:
+        ValueError: nothing stands there, or it cannot be read.
+    """
+    bad_rows = BadRows(on_bad_row, stream=streaming)
+    parts = []
+    for one in find_names(name):
+        rows = find_rows(one, split, config, streaming=streaming)
+        if isinstance(rows, list):
+            parts.append(_from_files(rows, one, text_column, bad_rows, streaming))
+            continue
+        parts.append(as_corpus(rows, one, text_column=text_column, bad_rows=bad_rows))
+        if streaming and parts[-1].counted:
+            parts[-1].rows = parts[-1].rows.to_iterable_dataset()
+    bad_rows.settle()
+    for corpus in parts:
+        if corpus.format != parts[0].format or corpus.found_as != parts[0].found_as:
+            raise ValueError(
+                f"expected corpora of one format, but {parts[0].name!r} has {parts[0].found_as} "
+                f"and {corpus.name!r} has {corpus.found_as}: bring them into one"
+            )
+    return parts[0] if len(parts) == 1 else _join(parts)
+
+
+def as_corpus(
+    rows: Dataset | IterableDataset,
+    name: str,
+    *,
+    text_column: str | None = None,
+    bad_rows: BadRows | None = None,
+) -> Corpus:
+    """A dataset in memory, or a stream, as a corpus; a ValueError where it is empty, or its columns
+    are of no known format."""
+    if isinstance(rows, dict):  # of splits
+        raise ValueError(f"{name} has the splits {sorted(rows)}: give one of them")
+    rows = rows.with_format(None)
+    if is_stream(rows):
+        columns, counted = list(next(iter(rows), {})), []
+    else:
+        columns, counted = (rows.column_names if len(rows) else []), [(name, len(rows))]
+    if not columns:
+        raise ValueError(f"the corpus is empty: give one with text in it ({name})")
+    found = recognise(columns, text_column)
+    found_as = str(found)
+    if found.name == "text" and found.columns != ("text",):
+        rows = rows.select_columns(list(found.columns)).rename_columns({found.columns[0]: "text"})
+        found = recognise(["text"])
+    return Corpus(name, rows, found, found_as, bad_rows or BadRows(), counted)
+
+
+def _from_files(
+    files: Sequence[Path], name: str, text_column: str | None, bad_rows: BadRows, streaming: bool
+) -> Corpus:
+    found, features = _first_format(files, text_column)
+    if not streaming and all(file.suffix == ".parquet" for file in files):
+        tables = [_parquet_table(file) for file in files]
+        corpus = as_corpus(
+            concatenate_datasets(tables), name, text_column=text_column, bad_rows=bad_rows
+        )
+        named = (str(file) for file in files)
+        corpus.counted = list(zip(named, map(len, tables), strict=True))
+        return corpus
+    # Tuples: a list would be taken for what several readers can share.
+    reading: dict[str, Any] = {"files": tuple(files), "found": found, "columns": tuple(features)}
+    reading["bad_rows"] = bad_rows
+    if streaming:
+        rows = IterableDataset.from_generator(_plain_rows, features=features, gen_kwargs=reading)
+    else:
+        read = _plain_rows(**reading)
+        tables = []
+        while batch := list(itertools.islice(read, _ROWS_AT_ONCE)):
+            tables.append(Dataset.from_list(batch, features=features))
+        if not tables:
+            bad_rows.settle()
+            raise ValueError(f"the corpus is empty: give one with text in it ({name})")
+        rows = concatenate_datasets(tables)
+    return Corpus(name, rows, recognise(list(features)), str(found), bad_rows)
+
+
+def _first_format(files: Sequence[Path], text_column: str | None) -> tuple[Format, Features]:
+    """The format of the first row that can be used, and the columns of all rows that are read."""
+    broken = BadRows("skip")
+    problem = "give one with text in it"
+    for file in files:
+        for place, row in read_rows(file, broken.add):
+            found = recognise(list(row), text_column)
+            try:
+                columns = plain_columns(found.read(row))
+            except BadRow as error:
+                problem = f"{place}: {error}"
+                continue
+            kinds: dict[str, Any] = dict.fromkeys([*columns, PLACE_COLUMN], Value("string"))
+            for name in kinds.keys() & {"input_ids", "labels"}:
+                kinds[name] = List(Value("int32"))
+            if CONTEXT_COLUMN in kinds:
+                kinds[CONTEXT_COLUMN] = Value("int64")
+            return found, Features(kinds)
+    if broken.examples:
+        problem = broken.examples[0]
+    elif files:
+        problem += f", {str(files[0])!r} has none"
+    raise ValueError(f"the corpus is empty or has no row that can be used ({problem})")
+
+
+def _plain_rows(
+    files: Sequence[Path], found: Format, columns: Sequence[str], bad_rows: BadRows
+) -> Iterator[dict[str, Any]]:
+    """The rows of data files in one format, with their places. Broken rows go to `bad_rows`."""
+    for file in files:
+        for place, row in read_rows(file, bad_rows.add):
+            try:
+                plain = plain_columns(found.read(row))
+                _check_encodable(plain)
+                if {*plain, PLACE_COLUMN} != set(columns):
+                    raise BadRow("it is of another kind than the rows before it")
+            except BadRow as problem:
+                bad_rows.add(place, str(problem))
+            else:
+                yield {**plain, PLACE_COLUMN: place}
+
+
+def _check_encodable(plain: dict[str, Any]) -> None:
+    """JSON can spell halves of characters outside the basic plane, of which no text consists."""
+    for column, value in plain.items():
+        try:
+            if isinstance(value, str):
+                value.encode()
+        except UnicodeEncodeError as error:
+            half = value[error.start]
+            raise BadRow(f"{column!r} holds half a character ({half!r}, a surrogate)") from error
+
+
+def _parquet_table(file: Path) -> Dataset:
+    """Memory-mapped by datasets, however large."""
+    from datasets.exceptions import DatasetsError
+    from pyarrow import ArrowException
+
+    try:
+        table = Dataset.from_parquet(str(file))
+        table.data.validate(full=True)  # its texts are texts, too
+    except (DatasetsError, ArrowException, OSError, ValueError) as error:
+        reason = error.__cause__ or error
+        raise ValueError(f"{str(file)!r} is not valid Parquet ({reason})") from error
+    return table
+
+
+def _join(parts: Sequence[Corpus]) -> Corpus:
+    wanted = [*parts[0].format.columns, "tools", CONTEXT_COLUMN, PLACE_COLUMN]
+    tables = []
+    for number, part in enumerate(parts):
+        names = part.rows.column_names  # of a stream they may be unknown, and all are kept
+        known = None if names is None else [name for name in wanted if name in names]
+        table = part.rows if known is None else part.rows.select_columns(known)
+        if not part.is_stream and part.format.name == "tokens" and DOCUMENT_COLUMN in names:
+            # Two corpora may number their documents alike.
+            named = [None if d is None else f"{number} {d}" for d in part.rows[DOCUMENT_COLUMN]]
+            table = table.add_column(DOCUMENT_COLUMN, named)
+        tables.append(table)
+    return replace(
+        parts[0],
+        name=", ".join(part.name for part in parts),
+        rows=concatenate_datasets(tables),
+        counted=[entry for part in parts for entry in part.counted],
+    )

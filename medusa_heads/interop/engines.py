@@ -1,0 +1,180 @@
+"""Heads on their way to another engine: what it can hold of them, and the files that it reads.
+
+Shapes: D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_heads.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, write_json
+from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
+from medusa_heads.checkpoint.tensor_file import write_tensors
+from medusa_heads.interop import WrittenFormat
+from medusa_heads.interop.formats import FORMATS
+from medusa_heads.interop.source import open_source
+from medusa_heads.interop.target_files import write_model
+
+ENGINES: dict[WrittenFormat, str] = {
+    "fasterdecoding": "FasterDecoding's layout",
+    "tgi": "TGI",
+    "lorax": "LoRAX",
+    "vllm": "vLLM",
+    "modelopt": "ModelOpt",
+}
+
+_VLLM_NAMES = {
+    r"(\d+)\.(\d+)\.linear\.(weight|bias)": r"blocks.\1.layers.\2.\3",
+    r"(\d+)\.\d+\.weight": r"lm_heads.\1.weight",
+    DRAFT_TOKENS: "token_map",
+}
+
+_Written = tuple[str, dict[str, Tensor], dict[str, Any]]
+"""The weights' file, what it holds, and what config.json says beside the sizes."""
+
+
+@dataclass
+class Outgoing:
+    """Heads to be written for an engine, and what the user should know of that. `matrix_VD` gives
+    the vocabulary matrix of the target, or says where to get it."""
+
+    stored: StoredHeads
+    matrix_VD: Callable[[], Tensor]
+    notices: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.config = self.stored.config
+        self.shared = self.config.vocab_matrix == "shared"
+
+    def check_fits(self, to: WrittenFormat) -> None:
+        """Raises ValueError, by name, for what an engine cannot hold: sequential heads, a prefix
+        layer, a vocabulary matrix with a bias, ..."""
+        config, engine = self.config, ENGINES[to]
+        if config.kind != "medusa":
+            raise ValueError(f"{engine} holds no {config.kind} heads: train kind 'medusa' for it")
+        if config.prefix_attention:
+            raise ValueError(f"{engine} holds no prefix layer: train without prefix_attention")
+        if f"0.{config.num_layers}.bias" in self.stored.tensors:
+            raise ValueError(f"{engine} holds no bias in the heads' vocabulary matrices")
+        if config.draft_vocab_size is not None and not (to == "vllm" and self.shared):
+            others = "; --full_vocabulary lets them draft every token" if self.shared else ""
+            raise ValueError(
+                f"{engine} cannot hold these heads' reduced vocabulary of "
+                f"{config.draft_vocab_size} tokens{others}"
+            )
+        if to in ("tgi", "lorax") and not self.stored.target.get("name_or_path"):
+            raise ValueError(
+                f"{engine} loads the target that the heads name, and they name none: give it"
+            )
+        if to == "modelopt" and config.num_layers > 1:
+            raise ValueError(
+                "ModelOpt's checkpoints are read with one block a head, and these heads have "
+                f"{config.num_layers}: train num_layers 1 for it"
+            )
+
+    def with_own_matrices(self) -> dict[str, Tensor]:
+        """The heads' tensors, each head with a vocabulary matrix: a copy of what they share."""
+        tensors = dict(self.stored.tensors)
+        if self.shared:
+            matrix_VD = self.matrix_VD()
+            for i in range(self.config.num_heads):
+                tensors[f"{i}.{self.config.num_layers}.weight"] = matrix_VD.clone()
+        return tensors
+
+    def over_full_vocabulary(self) -> Outgoing:
+        """Heads that draft every token of the target's: those they were not trained to draft, too.
+        Raises ValueError: they have matrices of their own, without rows for other tokens."""
+        if self.config.draft_vocab_size is None:
+            return self
+        if not self.shared:
+            raise ValueError(
+                "heads with a reduced vocabulary and matrices of their own have no rows for other "
+                "tokens: train them without draft_vocab_size"
+            )
+        tensors = {name: t for name, t in self.stored.tensors.items() if name != DRAFT_TOKENS}
+        stored = replace(
+            self.stored, config=replace(self.config, draft_vocab_size=None), tensors=tensors
+        )
+        notice = (
+            f"the heads learnt to draft {self.config.draft_vocab_size} tokens and now draft all "
+            f"{self.config.vocab_size}: other drafts, never other text"
+        )
+        return Outgoing(stored, self.matrix_VD, [*self.notices, notice])
+
+    def write(self, folder: Path, to: WrittenFormat) -> None:
+        """Write what the engine reads. Raises ValueError: the target's files or its vocabulary
+        matrix are not at hand; OSError: the folder cannot be written."""
+        if to == "modelopt":
+            self._write_whole_model(folder)
+            return
+        file, tensors, config = self._of_vllm() if to == "vllm" else self._of_fasterdecoding(to)
+        if file.endswith(".safetensors"):
+            write_tensors(folder / file, tensors)
+        else:
+            torch.save(tensors, folder / file)
+        base_model = self.stored.target.get("name_or_path")
+        sizes = {key: getattr(self.config, ours) for ours, key in FORMATS[to].keys.items()}
+        write_json(folder / CONFIG_FILE, {"base_model_name_or_path": base_model, **sizes, **config})
+
+    def _of_fasterdecoding(self, to: WrittenFormat) -> _Written:
+        """v0.1 in the pickled file that its own code reads, heads that share a matrix as v2; for
+        TGI and LoRAX in the one file that these read."""
+        tensors, shared = self.stored.tensors, self.shared
+        if to != "fasterdecoding" and shared and self.config.num_layers > 1:
+            # Both read several blocks only of heads that have matrices: copies make the same heads.
+            tensors, shared = self.with_own_matrices(), False
+            self.notices.append(
+                f"{ENGINES[to]} shares the target's vocabulary matrix among heads of one block "
+                "only: each head is given a copy"
+            )
+        # No `architectures`, by which TGI tells other models; LoRAX goes by the version.
+        version = {"version": "2"} if shared else {"version": "1"} if to == "lorax" else {}
+        pickled = to == "fasterdecoding" and not shared
+        return "medusa_lm_head.pt" if pickled else WEIGHTS_FILE, tensors, version
+
+    def _of_vllm(self) -> _Written:
+        """With every key that vLLM reads, so that none of its defaults plays a part."""
+        tensors = {}
+        for name, tensor in self.stored.tensors.items():
+            found = ((re.fullmatch(ours, name), theirs) for ours, theirs in _VLLM_NAMES.items())
+            tensors[next(match.expand(theirs) for match, theirs in found if match)] = tensor
+        if self.shared:
+            matrix_VD = self.matrix_VD()
+            drafted = tensors.get("token_map")
+            tensors["lm_head.weight"] = matrix_VD if drafted is None else matrix_VD[drafted]
+            if drafted is not None:
+                self.notices.append(
+                    "vLLM reads a token_map only with model_loader_extra_config="
+                    '{"enable_weights_track": False}; --full_vocabulary does without'
+                )
+        # No other key with "num" and "heads" or "layers" in it: vLLM would take it for these two.
+        config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "medusa_fc_bias": True,
+            "original_lm_head": self.shared,
+            "truncated_vocab_size": self.config.num_candidates,
+        }
+        return "model.safetensors", tensors, config
+
+    def _write_whole_model(self, folder: Path) -> None:
+        """The target and the heads as one model, as ModelOpt has it."""
+        target, prefix = self.stored.target, FORMATS["modelopt"].prefix
+        heads = {prefix + name: tensor for name, tensor in self.with_own_matrices().items()}
+        if self.shared:
+            self.notices.append("each head is given a copy of the target's vocabulary matrix")
+        name = target.get("name_or_path")
+        if not name:
+            raise ValueError(
+                "the layout holds the target too, and the heads name none: give the target"
+            )
+        source = open_source(str(name), revision=target.get("revision"), model=True)
+        said = {"medusa": {"num_medusa_heads": self.config.num_heads, "num_medusa_layers": 1}}
+        write_model(folder, source, source.files, source.config | said, heads)
