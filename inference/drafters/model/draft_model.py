@@ -104,15 +104,16 @@ class DraftModelDrafter(Drafter):
         for children in self._levels:
             probs_BFV = walk.read(above_BF)
             if warpers is None:
-                best_BFR = probs_BFV.topk(children, dim=-1).indices
+                tokens_BFR = probs_BFV.topk(children, dim=-1).indices
             else:
-                best_BFR = draw_different(probs_BFV, children)
+                tokens_BFR = draw_different(probs_BFV, children)
                 walk.drawn_from |= {first + f: probs_BFV[:, f] for f in range(width)}
-            slots_C = torch.arange(width, device=best_BFR.device).repeat_interleave(children)
-            ranks_C = torch.arange(children, device=best_BFR.device).repeat(width)
-            walk.add(probs_BFV, best_BFR, slots_C, ranks_C)
-            above_BF = slots_C.expand(len(state.rows), -1)
+            probs_BC = probs_BFV.gather(2, tokens_BFR).flatten(1)
+            above_BCJ = walk.paths_BFJ.repeat_interleave(children, dim=1)
+            walk.add(tokens_BFR.flatten(1), probs_BC, above_BCJ)
             first, width = first + width, width * children
+            above_BF = torch.arange(width, device=probs_BC.device) // children
+            above_BF = above_BF.expand(len(state.rows), -1)
         return walk.tree(self._shape)
 
     def _best_tree(self, roots_B: Tensor, walk: Walk) -> TokenTree:
@@ -175,7 +176,9 @@ class AdaptiveTree:
                 if drawn:
                     best_BFR = draw_different(probs_BFV, max(ranks) + 1)
                     walk.drawn_from |= {drafted.read[slot]: probs_BFV[:, slot] for slot in slots}
-                walk.add(probs_BFV, best_BFR, *torch.tensor([slots, ranks], device=device))
+                slots_C, ranks_C = torch.tensor([slots, ranks], device=device)
+                probs_BC = probs_BFV.gather(2, best_BFR)[:, slots_C, ranks_C]
+                walk.add(best_BFR[:, slots_C, ranks_C], probs_BC, walk.paths_BFJ[:, slots_C])
                 places = drafted.read_on()
                 walk.paths_BFJ = walk.paths_BFJ[:, places]
             seconds = time.perf_counter() - started

@@ -65,12 +65,11 @@ class Walk:
         rows = self._state.rows
         return draft_probs(logits_BFV, self.paths_BFJ, rows, self._warpers, self._vocab_size)
 
-    def add(self, probs_BFV: Tensor, best_BFR: Tensor, slots_C: Tensor, ranks_C: Tensor) -> None:
-        """Draft tokens: behind which of the nodes just read each stands, and its rank there."""
-        tokens_BC = best_BFR[:, slots_C, ranks_C]
+    def add(self, tokens_BC: Tensor, probs_BC: Tensor, above_BCJ: Tensor) -> None:
+        """Draft tokens: how likely the draft model takes each to be, and the path it goes on."""
         self._tokens.append(tokens_BC)
-        self._log_probs.append(probs_BFV.gather(2, best_BFR)[:, slots_C, ranks_C].log())
-        self.paths_BFJ = torch.cat([self.paths_BFJ[:, slots_C], tokens_BC[..., None]], dim=2)
+        self._log_probs.append(probs_BC.log())
+        self.paths_BFJ = torch.cat([above_BCJ, tokens_BC[..., None]], dim=2)
 
     def tree(self, shape: TreeShape) -> TokenTree:
         """All that was drafted; the shape's nodes are in the same order."""
