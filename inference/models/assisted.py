@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 from transformers import (
@@ -29,6 +29,15 @@ from medusa_heads.target.target import TargetModel
 if TYPE_CHECKING:  # heavy to import
     from transformers import PreTrainedModel
     from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+
+class EngineOptions(TypedDict, total=False):
+    """Settings that the classes below AssistedModel hand on to it, which says what they are."""
+
+    acceptance: str
+    acceptance_settings: Mapping[str, float] | None
+    compile: bool
+    compile_backend: str | Callable[..., Any]
 
 
 class AssistedModel:

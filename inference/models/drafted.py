@@ -13,7 +13,7 @@ from medusa_heads.inference.adapt.measure import SIZES, room, target_clock
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.extra.chosen_draft import ChosenDraftDrafter
 from medusa_heads.inference.drafters.model.draft_model import DraftModelDrafter
-from medusa_heads.inference.models.assisted import AssistedModel
+from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
 from medusa_heads.inference.models.named_target import load_target, named_target
 from medusa_heads.inference.plan.draft import DraftPlan, draft_plan
 from medusa_heads.target.compiled import CompiledTarget
@@ -21,6 +21,7 @@ from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:  # heavy to import
     from transformers import PreTrainedModel
+    from typing_extensions import Unpack
 
 DEFAULT_DEPTH = 4  # tokens that a chain drafts where nothing else is said
 Names = Sequence[str | os.PathLike[str]]
@@ -52,7 +53,7 @@ class DraftedModel(AssistedModel):
         *,
         tree: str = "auto",
         depth: int = DEFAULT_DEPTH,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         super().__init__(target, **options)
         given = list(draft) if isinstance(draft, Sequence) else [draft]

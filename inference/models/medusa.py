@@ -32,7 +32,7 @@ from medusa_heads.hub.pull import copy_checkpoint, find_checkpoint
 from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
-from medusa_heads.inference.models.assisted import AssistedModel
+from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
 from medusa_heads.inference.models.named_target import load_target
 from medusa_heads.inference.plan.adaptive import heads_drafter
 from medusa_heads.inference.plan.trees import TreeSpec
@@ -41,6 +41,7 @@ from medusa_heads.trees.statistics import HeadStatistics
 
 if TYPE_CHECKING:  # heavy to import
     from transformers import PreTrainedModel
+    from typing_extensions import Unpack
 
 
 class MedusaModel(AssistedModel):
@@ -80,7 +81,7 @@ class MedusaModel(AssistedModel):
         corpus: Corpus | None = None,
         deterministic: bool = False,
         trust_remote_code: bool = False,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         super().__init__(target, **options)
         self.deterministic = deterministic
@@ -131,6 +132,11 @@ class MedusaModel(AssistedModel):
         token: str | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         local_files_only: bool = False,
+        tree: TreeSpec = "auto",
+        corpus: Corpus | None = None,
+        acceptance: str = "lossless",
+        compile: bool = False,
+        deterministic: bool = False,
         merge_adapter: bool = False,
         **options: Any,
     ) -> MedusaModel:
@@ -144,14 +150,22 @@ class MedusaModel(AssistedModel):
             target: a model in memory, or a hub id or path. By default the heads name it.
             revision: branch, tag or commit of the heads' repository.
             token, cache_dir, local_files_only: of the hub, for the heads and the target.
+            tree, corpus, acceptance, compile, deterministic: see the class.
             merge_adapter: add the adapter to the target's matrices: faster, and in bf16 rounded.
-            options: of the class, such as `tree`. The rest are for loading the target: `dtype`,
+            options: further ones of the class. The rest are for loading the target: `dtype`,
                 `device`, `device_map`, `quantization_config`, `trust_remote_code`, ..
 
         Raises:
             ValueError: checkpoint or target missing, damaged, or not belonging together.
         """
-        own = cls._own_options(options)
+        own = {
+            "tree": tree,
+            "corpus": corpus,
+            "acceptance": acceptance,
+            "compile": compile,
+            "deterministic": deterministic,
+            **cls._own_options(options),
+        }
         if own.get("trust_remote_code"):  # of the target as well
             options["trust_remote_code"] = True
         hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}

@@ -16,13 +16,14 @@ from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.growing import Source
 from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
-from medusa_heads.inference.models.assisted import AssistedModel
+from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
 from medusa_heads.inference.plan.adaptive import blended, continues_text, sizes_for
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:  # heavy to import
     from transformers import PreTrainedModel
+    from typing_extensions import Unpack
 
 DRAFTERS = (
     "auto",
@@ -74,7 +75,7 @@ class TrainingFreeModel(AssistedModel):
         calibration: Tensor | None = None,
         deterministic: bool = False,
         trust_remote_code: bool = False,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         compiled = options.get("compile") or isinstance(target, CompiledTarget)
         _check_drafter(drafter, corpus, calibration, compiled)
