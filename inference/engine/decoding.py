@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,18 @@ if TYPE_CHECKING:
 _WARM_UP = 3  # forwards of a text, its prompt's included, before steps take what they will
 
 
+class Exchange:
+    """Decides with what a text is decoded further, before every step of it."""
+
+    def due(self, state: DecodingState, slots: int) -> bool:
+        """Whether to ask for another view; the text may come to need so many cache slots."""
+        raise NotImplementedError
+
+    def view(self, state: DecodingState, slots: int) -> tuple[TargetModel, Drafter] | None:
+        """Another view of the same target, and its drafter; None where there is none after all."""
+        raise NotImplementedError
+
+
 @torch.no_grad()
 def decode(
     target: TargetModel,
@@ -44,6 +56,7 @@ def decode(
     acceptance: str = "lossless",
     acceptance_settings: Mapping[str, float] | None = None,
     stats: GenerationStats | None = None,
+    exchange: Exchange | None = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """Decode the way transformers' own `_sample` does, several tokens a forward.
@@ -77,7 +90,8 @@ def decode(
             raise ValueError("a streamer takes one sequence: pass a batch of 1, or no streamer")
         streamer.put(input_ids_BT.cpu())
 
-    with target.capture_hidden() as last_hidden:
+    with ExitStack() as capturing:
+        last_hidden = capturing.enter_context(target.capture_hidden())
         with stats.phase("prefill"):
             slots = int(generation_config.max_length or 0) + drafter.num_nodes
             cache = _own_cache(target, model_kwargs, batch, slots)
@@ -112,6 +126,12 @@ def decode(
         # moves weights in the middle of a forward: they would be left as inference tensors.
         with torch.inference_mode(not hasattr(target.model, "_hf_hook")):
             while state.rows:
+                if exchange is not None and exchange.due(state, slots):
+                    capturing.close()  # what is compiled knows of no hook but its own
+                    if (other := exchange.view(state, slots)) is not None:
+                        target, drafter = other
+                        state.move_to(target.new_cache(len(state.rows), slots))
+                    last_hidden = capturing.enter_context(target.capture_hidden())
                 _step(target, drafter, rule, state, last_hidden, stats)
 
     if streamer is not None:
@@ -119,7 +139,8 @@ def decode(
     stats.tokens = sum(len(row.tokens) for row in rows)
     stats.total_seconds = time.perf_counter() - started
     sequences_BT = _sequences(input_ids_BT, rows, generation_config)
-    cache.set_length(max(state.lengths))  # also a caller's own cache ends with what was committed
+    cache = state.cache
+    cache.set_length(max(state.lengths))  # also a caller's own, if the text is in it to the end
     if not generation_config.return_dict_in_generate:
         return sequences_BT
     from transformers.generation.utils import GenerateDecoderOnlyOutput

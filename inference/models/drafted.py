@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary, read_draft_sidecar
 from medusa_heads.contents import is_draft
 from medusa_heads.hub.names import split_revision
-from medusa_heads.inference.adapt.measure import SIZES, room, target_clock
+from medusa_heads.inference.adapt.measure import room, target_clock
+from medusa_heads.inference.adapt.step_bench import SIZES
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.extra.chosen_draft import ChosenDraftDrafter
 from medusa_heads.inference.drafters.model.draft_model import DraftModelDrafter
@@ -55,6 +56,11 @@ class DraftedModel(AssistedModel):
         depth: int = DEFAULT_DEPTH,
         **options: Unpack[EngineOptions],
     ) -> None:
+        if options.get("compile") == "auto":
+            raise ValueError(
+                "a draft model drafts otherwise for a compiled target: say compile=True or leave "
+                "it out"
+            )
         super().__init__(target, **options)
         given = list(draft) if isinstance(draft, Sequence) else [draft]
         if not given:

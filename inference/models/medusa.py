@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.checkpoint.adapter import adapter_digest, load_adapter
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
@@ -57,7 +57,7 @@ class MedusaModel(AssistedModel):
         trust_remote_code: let the tokenizer that reads the corpus run code of its own.
         acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"` or `"log_ratio"`.
         acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
-        compile: run the target through torch.compile. The first text takes longer.
+        compile: run the target through torch.compile, or `"auto"`: see AssistedModel.
         compile_backend: of torch.compile.
 
     `plan/trees.py` lists all words for trees. `"auto"`, `"16+suffix"` and `"suffix"` use a corpus.
@@ -84,6 +84,7 @@ class MedusaModel(AssistedModel):
         **options: Unpack[EngineOptions],
     ) -> None:
         super().__init__(target, **options)
+        self._refuse_clocks(deterministic)
         self.deterministic = deterministic
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
@@ -106,14 +107,17 @@ class MedusaModel(AssistedModel):
             ValueError: an unknown form, or a tree that does not fit the heads; the one before it
                 stays.
         """
-        self.tree, self.drafter = self._plan(tree)
+        self.tree, self.drafter = self._plan(tree, self.target)
         if self.deterministic:
-            self._fresh = lambda: self._plan(self.tree)[1]
+            self._fresh = lambda: self._drafter_for(self.target)
 
-    def _plan(self, tree: TreeSpec) -> tuple[TreeSpec, Drafter]:
+    def _drafter_for(self, target: TargetModel) -> Drafter:
+        return self._plan(self.tree, target)[1]
+
+    def _plan(self, tree: TreeSpec, target: TargetModel) -> tuple[TreeSpec, Drafter]:
         return heads_drafter(
             tree,
-            self.target,
+            target,
             self.drafting,
             self.statistics,
             chain_only=self._chain_only,
@@ -135,7 +139,7 @@ class MedusaModel(AssistedModel):
         tree: TreeSpec = "auto",
         corpus: Corpus | None = None,
         acceptance: str = "lossless",
-        compile: bool = False,
+        compile: bool | Literal["auto"] = False,
         deterministic: bool = False,
         merge_adapter: bool = False,
         **options: Any,

@@ -12,7 +12,8 @@ from functools import partial
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.adapt.clock import Clock
-from medusa_heads.inference.adapt.measure import SIZES, room, target_clock
+from medusa_heads.inference.adapt.measure import room, target_clock
+from medusa_heads.inference.adapt.step_bench import SIZES
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.growing import Source

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medusa_heads.heads import DraftHeads
-from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, SIZES, room, step_seconds
+from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, room, step_seconds
+from medusa_heads.inference.adapt.step_bench import SIZES
 from medusa_heads.inference.plan.trees import make_drafter
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics

@@ -37,7 +37,7 @@ def load_measured_model(
             f"the heads in {arguments.checkpoint!r} carry no statistics, which say what a {worth} "
             "is worth: measure them with medusa-heads calibrate"
         )
-    from medusa_heads.inference.adapt.measure import SIZES
+    from medusa_heads.inference.adapt.step_bench import SIZES
 
     if (limit := model.target.max_positions) is None:
         return model, None

@@ -78,6 +78,9 @@ class DecodingArguments(ModelArguments):
     threshold: float | None = flag(None, "Threshold of threshold acceptance.")
     tau: float | None = flag(None, "Tau of log_ratio acceptance.")
     compile: bool = flag(False, "Verify through torch.compile; the first text is slow.")
+    compile_late: bool = flag(
+        False, "Compile in the middle of the text in which it has come to pay, if ever."
+    )
     deterministic: bool = flag(
         False,
         "Verify as many nodes in every step and learn from no earlier text, so that bfloat16 "
@@ -113,7 +116,7 @@ def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
         drafts["corpus"] = arguments.corpus
     return {
         **drafts,
-        "compile": arguments.compile,
+        "compile": arguments.compile or ("auto" if arguments.compile_late else False),
         "deterministic": arguments.deterministic,
         "acceptance": arguments.acceptance,
         "acceptance_settings": _given(arguments, ACCEPTANCE_SETTINGS),

@@ -144,7 +144,13 @@ class Session:
 
     def _set(self, name: str = "", value: str = "") -> None:
         hints = get_type_hints(ChatArguments)
-        for fixed in ("system", "compile", "draft_model", *get_type_hints(ModelArguments)):
+        for fixed in (
+            "system",
+            "compile",
+            "compile_late",
+            "draft_model",
+            *get_type_hints(ModelArguments),
+        ):
             del hints[fixed]
         if not name:
             say("\n".join(f"{key} {getattr(self.arguments, key)}" for key in hints))
