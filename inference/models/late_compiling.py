@@ -17,6 +17,7 @@ from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture, first_li
 from medusa_heads.inference.adapt.measure import target_facts
 from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
 from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.engine.decoding import Exchange
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.machine import Measurements, as_seconds
@@ -25,6 +26,8 @@ from medusa_heads.target.target import TargetModel
 
 _SECONDS, _SAVED = 30.0, 0.25  # what is taken for granted of a target that was never compiled here
 _LEAST_SAVED = 0.03  # a share of a step's seconds that is not worth a graph
+# The same where the drafter chooses among many sizes, of which a compiled one has two.
+_LEAST_SAVED_OF_SIZES = 0.15
 _ROUNDS = 5  # in which both views are timed in turns
 _KIND = "compiling"
 
@@ -66,11 +69,11 @@ class LateCompiling:
         """For one text, which this drafter drafts for until then."""
         return _OfText(self, drafter)
 
-    def due(self, graph: tuple[int, int], seconds: float) -> bool:
+    def due(self, graph: tuple[int, int], seconds: float, drafter: Drafter) -> bool:
         """Whether texts of this graph are decoded with it, or pay for it, after so many more
-        seconds without."""
+        seconds without, in which this drafter drafted."""
         self._spent[graph] += seconds
-        if self.saved < _LEAST_SAVED:
+        if not self._pays(drafter):
             return False
         return graph in self._compiled or self._spent[graph] * self.saved >= self.seconds
 
@@ -87,7 +90,11 @@ class LateCompiling:
         if graph not in self._compiled:
             self._compile(*self._pair, state, slots)
             self._compiled.add(graph)
-        return self._pair if self.saved >= _LEAST_SAVED else None
+        return self._pair if self._pays(drafter) else None
+
+    def _pays(self, drafter: Drafter) -> bool:
+        chooses = isinstance(drafter, BlendedDrafter) and not drafter.padded
+        return self.saved >= (_LEAST_SAVED_OF_SIZES if chooses else _LEAST_SAVED)
 
     def _compile(
         self, compiled: CompiledTarget, drafter: Drafter, state: DecodingState, slots: int
@@ -132,7 +139,7 @@ class _OfText(Exchange):
         now = time.perf_counter()
         seconds = now - (self._asked or now)
         self._asked = now
-        self._done = self._compiling.due(_graph(state, slots), seconds)
+        self._done = self._compiling.due(_graph(state, slots), seconds, self._drafter)
         return self._done
 
     def view(self, state: DecodingState, slots: int) -> tuple[TargetModel, Drafter] | None:
