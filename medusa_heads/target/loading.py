@@ -204,7 +204,7 @@ def _hub_answers() -> bool:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S)
-    except (HTTPError, OSError):
+    except (HTTPError, OSError, ValueError, ImportError):  # or a proxy that cannot be one
         return False
     return True
 
