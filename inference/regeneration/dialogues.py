@@ -14,7 +14,7 @@ from medusa_heads.config import IGNORED
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.data_files import SUFFIXES, has_known_suffix, read_rows
 from medusa_heads.data.finding import find_rows
-from medusa_heads.files import expanded, is_encodable, parse_json
+from medusa_heads.files import expanded, parse_json
 from medusa_heads.inference.regeneration.answers import NO_QUESTION, TEMPLATE
 from medusa_heads.inference.regeneration.prompts import Messages
 
@@ -104,8 +104,6 @@ class ChatDialogue(Dialogue):
             text = self._chat.render([dict(said) for said in before], tools, ask=True)
         except ValueError as error:
             raise Unanswerable(TEMPLATE, str(error.__cause__ or error)) from error
-        if not is_encodable(text):
-            raise Unanswerable(TEMPLATE, "a message holds half a character, which has no tokens")
         (self._asked,) = self._chat.encode([text])
         return super().ask(turn)[0], before
 
