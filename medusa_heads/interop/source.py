@@ -57,6 +57,8 @@ class Source:
             raise ValueError(f"{self.place!r} names a file outside its folder: {file!r}")
         if self.folder is not None:
             path = self.folder / file
+            if path.is_dir():
+                raise ValueError(f"expected a file at {str(path)!r}, found a folder: remove it")
             return path if path.is_file() else None
         from huggingface_hub import constants, hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
