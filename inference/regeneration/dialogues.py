@@ -105,7 +105,7 @@ class ChatDialogue(Dialogue):
         except ValueError as error:
             raise Unanswerable(TEMPLATE, str(error.__cause__ or error)) from error
         (self._asked,) = self._chat.encode([text])
-        return self._asked, before
+        return super().ask(turn)[0], before
 
     def take(self, tokens: Sequence[int]) -> None:
         """The answer, which from now on is what was said."""

@@ -86,8 +86,9 @@ class Run:
         if launched.isdecimal() and int(launched) > 1:
             return False
         form = stored_form(self.to_target.model_name_or_path, **self.to_target.source())
-        shape = None if form is None else form.shape
-        choice = choose("train", device=device, shape=shape, count_threads=False)
+        if form is None:  # no target, which is refused when it is loaded
+            return False
+        choice = choose("train", device=device, shape=form.shape, count_threads=False)
         settle(choice, "training", threads=False)
         return choice.dtype == torch.bfloat16
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.formats import Conversation
+from medusa_heads.files import is_encodable
 
 # What a template's code may raise on a row that it was not made for.
 _TEMPLATE_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError)
@@ -54,9 +55,9 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Any], tools: list[Any] | None, *, ask: bool) -> str:
         """Messages as text, with the beginning of an answer where one is asked for; a BadRow where
-        the template refuses them."""
+        the template refuses them, or the text has no tokens."""
         try:
-            return str(
+            text = str(
                 self.tokenizer.apply_chat_template(
                     list(messages),
                     tools=tools,
@@ -68,6 +69,9 @@ class ChatTemplate:
             )
         except (TemplateError, *_TEMPLATE_FAULTS) as error:
             raise BadRow(f"the chat template refuses it ({error})") from error
+        if not is_encodable(text):  # JSON within a table can spell what the table cannot
+            raise BadRow("it holds half a character (a surrogate), which has no tokens")
+        return text
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered texts, in which the template has written the special tokens."""

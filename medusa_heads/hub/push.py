@@ -92,7 +92,7 @@ def prepare_push(
     target, revision = published_target(folder, stored.target, base_model)
     _check_parts(folder, found, stored, with_vocab_matrix=with_vocab_matrix)
     _add_benchmark(found, folder, benchmark, stored.target)
-    texts = {name: _content(path) for name, path in found.items() if path.suffix in _READ}
+    texts = {name: _content(name, path) for name, path in found.items() if name.endswith(_READ)}
     files: dict[str, Path | bytes] = dict(found)
     card = texts.pop(CARD_FILE, None)
     for name, kept in texts.items():
@@ -117,9 +117,9 @@ def prepare_push(
     return Push(repo_id, {name: files[name] for name in OWN_FILES if name in files})
 
 
-def _content(path: Path) -> Any:
-    """Of a JSON file or a text."""
-    if path.suffix == ".json":
+def _content(name: str, path: Path) -> Any:
+    """Of a JSON file or a text, by the name it is pushed under."""
+    if name.endswith(".json"):
         return read_json(path)
     try:
         return path.read_text(encoding="utf-8")

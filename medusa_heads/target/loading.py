@@ -23,9 +23,10 @@ _PATIENCE_S = 5
 
 
 class StoredForm(NamedTuple):
-    """What the configuration says of the weights: the dtype they are stored in, and sizes."""
+    """What the configuration says of the weights: the dtype they are stored in, None where they are
+    quantised, and sizes."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     shape: Shape
 
 
@@ -63,7 +64,7 @@ def load_causal_lm(
     trusted = {"trust_remote_code": trust_remote_code}
     with asking_hub(name, never=bool(kwargs.get("local_files_only"))) as options:
         form = None if use is None else _stored_form(name, **options | kwargs | trusted)
-        if use is not None and form is not None:
+        if use is not None and form is not None and form.dtype is not None:
             choice = choose(
                 use,
                 device=where,
@@ -104,7 +105,7 @@ def load_causal_lm(
 def stored_form(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> StoredForm | None:
-    """How a causal LM is stored; None where it is quantised, or no configuration can be read."""
+    """How a causal LM is stored; None where no configuration can be read."""
     at = {} if revision is None else {"revision": revision}
     with asking_hub(name) as options:
         return _stored_form(name, trust_remote_code=trust_remote_code, **options, **at)
@@ -119,7 +120,7 @@ def _stored_form(name: str, **kwargs: Any) -> StoredForm | None:
         # What says nothing is old, from when nothing was stored shorter.
         dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
         if getattr(config, "quantization_config", None) is not None:
-            return None
+            return StoredForm(None, Shape.of(config))
         return StoredForm(as_dtype(dtype), Shape.of(config))
     except Exception:  # a repository's own code may raise anything
         return None
@@ -204,7 +205,7 @@ def _hub_answers() -> bool:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S)
-    except (HTTPError, OSError):
+    except (HTTPError, OSError, ValueError, ImportError):  # or a proxy that cannot be one
         return False
     return True
 

@@ -170,7 +170,7 @@ def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
     trusted = arguments.trust_remote_code
     name, revision = source.target_name(trust_remote_code=trusted)
     form = stored_form(name, revision=revision, trust_remote_code=trusted)
-    if form is None:
+    if form is None or form.dtype is None:
         return ["float32"]
     device = arguments.device
     choice = choose("tree", device=device, stored=form.dtype, shape=form.shape, count_threads=False)

@@ -56,7 +56,7 @@ def show(arguments: EnvArguments) -> None:
     say = partial(print, flush=True)
     where = str(find_device(arguments.device))
     form = None if arguments.target is None else stored_form(arguments.target)
-    if arguments.target is not None and form is None:
+    if arguments.target is not None and (form is None or form.dtype is None):
         raise ValueError(
             f"expected a causal language model, not quantised, at {arguments.target!r}"
         )

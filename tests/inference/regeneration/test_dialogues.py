@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,18 @@ def read(row: dict[str, Any]) -> tuple[str, list[str]]:
             stretches[-1].append(token)
     said = [tokenizer.decode(stretch) for stretch in stretches if stretch]
     return str(tokenizer.decode(row["input_ids"])), said  # type: ignore[return-value]
+
+
+def test_a_conversation_without_tokens_is_skipped(target: TargetModel, tmp_path: Path) -> None:
+    halved = json.dumps([{"role": "user", "content": "\ud800"}])
+    corpus = Dataset.from_dict({"messages": [json.dumps(TALK), halved]})
+    result = ask(target, corpus, tmp_path)
+    assert result.accounting.done == 1 and result.accounting.skipped == {TEMPLATE: 1}
+    template = "{% for said in messages %}{{ said.content }}{% endfor %}"
+    silent = json.dumps([{"role": "user", "content": ""}])
+    corpus = Dataset.from_dict({"messages": [json.dumps(TALK), silent]})
+    result = ask(target, corpus, tmp_path, template=template)
+    assert result.accounting.done == 1 and result.accounting.skipped == {NO_QUESTION: 1}
 
 
 def test_the_last_turn_is_answered_after_the_corpus_own_words(
