@@ -6,8 +6,8 @@ Shapes: B active rows, T tokens, N tree nodes, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,13 +77,13 @@ def decode(
             raise ValueError("a streamer takes one sequence: pass a batch of 1, or no streamer")
         streamer.put(input_ids_BT.cpu())
 
-    with target.capture_hidden() as last_hidden:
+    slots = int(generation_config.max_length or 0) + drafter.num_nodes
+    cache = _own_cache(target, model_kwargs, batch, slots)
+    state = DecodingState(
+        rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt
+    )
+    with target.capture_hidden() as last_hidden, _kept_sound(cache, state, stats):
         with stats.phase("prefill"):
-            slots = int(generation_config.max_length or 0) + drafter.num_nodes
-            cache = _own_cache(target, model_kwargs, batch, slots)
-            state = DecodingState(
-                rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt
-            )
             state.warpers = logits_processor if do_sample else None
             reading: AbstractContextManager[list[Tensor]] = nullcontext([])
             if drafter.reads_prompt:
@@ -119,7 +119,6 @@ def decode(
     stats.tokens = sum(len(row.tokens) for row in rows)
     stats.total_seconds = time.perf_counter() - started
     sequences_BT = _sequences(input_ids_BT, rows, generation_config)
-    cache.set_length(max(state.lengths))  # also a caller's own cache ends with what was committed
     if not generation_config.return_dict_in_generate:
         return sequences_BT
     from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -132,6 +131,16 @@ def decode(
     if recorder and generation_config.output_logits:
         output["logits"] = recorder.given("logits")
     return GenerateDecoderOnlyOutput(**output)
+
+
+@contextmanager
+def _kept_sound(cache: RowCache, state: DecodingState, stats: GenerationStats) -> Iterator[None]:
+    """Also a caller's own cache ends with what was committed, whatever is raised in the block."""
+    given = cache.get_seq_length()
+    try:
+        yield
+    finally:
+        cache.set_length(max(state.lengths) if stats.forwards else given)
 
 
 def _step(
