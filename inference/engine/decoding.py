@@ -6,8 +6,8 @@ Shapes: B active rows, T tokens, N tree nodes, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,14 +90,14 @@ def decode(
             raise ValueError("a streamer takes one sequence: pass a batch of 1, or no streamer")
         streamer.put(input_ids_BT.cpu())
 
-    with ExitStack() as capturing:
+    slots = int(generation_config.max_length or 0) + drafter.num_nodes
+    cache = _own_cache(target, model_kwargs, batch, slots)
+    state = DecodingState(
+        rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt
+    )
+    with ExitStack() as capturing, _kept_sound(state, stats):
         last_hidden = capturing.enter_context(target.capture_hidden())
         with stats.phase("prefill"):
-            slots = int(generation_config.max_length or 0) + drafter.num_nodes
-            cache = _own_cache(target, model_kwargs, batch, slots)
-            state = DecodingState(
-                rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt
-            )
             state.warpers = logits_processor if do_sample else None
             reading: AbstractContextManager[list[Tensor]] = nullcontext([])
             if drafter.reads_prompt:
@@ -139,20 +139,29 @@ def decode(
     stats.tokens = sum(len(row.tokens) for row in rows)
     stats.total_seconds = time.perf_counter() - started
     sequences_BT = _sequences(input_ids_BT, rows, generation_config)
-    cache = state.cache
-    cache.set_length(max(state.lengths))  # also a caller's own, if the text is in it to the end
     if not generation_config.return_dict_in_generate:
         return sequences_BT
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
     output: dict[str, Any] = {"sequences": sequences_BT}
     if len(rows) == 1:  # rows of a batch end at different lengths and leave the cache as they end
-        output["past_key_values"] = cache.handed_out(target.config)
+        output["past_key_values"] = state.cache.handed_out(target.config)
     if recorder and generation_config.output_scores:
         output["scores"] = recorder.given("scores")
     if recorder and generation_config.output_logits:
         output["logits"] = recorder.given("logits")
     return GenerateDecoderOnlyOutput(**output)
+
+
+@contextmanager
+def _kept_sound(state: DecodingState, stats: GenerationStats) -> Iterator[None]:
+    """Also a caller's own cache ends with what was committed, or with what was when the text left
+    it, whatever is raised in the block."""
+    given = state.cache.get_seq_length()
+    try:
+        yield
+    finally:
+        state.cache.set_length(max(state.lengths) if stats.forwards else given)
 
 
 def _step(

@@ -124,9 +124,9 @@ class StaticRowCache(RowCache):
             with torch.inference_mode(False):
                 self._nodes[nodes] = torch.empty(nodes, dtype=torch.long, device=device)
             torch._dynamo.mark_static_address(self._nodes[nodes])
-        self._stacks.nodes_N = self._nodes[nodes]
-        torch.arange(first, first + nodes, out=self._stacks.nodes_N)
         try:
+            self._stacks.nodes_N = self._nodes[nodes]
+            torch.arange(first, first + nodes, out=self._stacks.nodes_N)
             yield
         finally:
             self._stacks.nodes_N = None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 from medusa_heads.target.cache import RowCache
@@ -172,6 +175,30 @@ def test_growth_holds_little_more_than_the_new_cache(many_stacks: RowCache) -> N
     assert all(
         held(many_stacks, layer, 3)[-1] == pytest.approx(3039 + layer * 0.1) for layer in range(16)
     )
+
+
+class _NoMemory(TorchDispatchMode):
+    """Within the block, operations fail behind the first so many."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.left:
+            raise torch.OutOfMemoryError
+        self.left -= 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("operations", range(20))
+def test_rows_survive_growth_that_breaks_off(many_stacks: RowCache, operations: int) -> None:
+    fill(many_stacks, 0, 40)
+    with pytest.raises(torch.OutOfMemoryError), _NoMemory(operations):
+        many_stacks._stacks.reserve(297)
+    fill(many_stacks, 40, 500)
+    for layer in range(16):
+        assert held(many_stacks, layer) == [pytest.approx(n + layer * 0.1) for n in range(540)]
 
 
 def test_rows_leave_without_a_second_cache(many_stacks: RowCache) -> None:

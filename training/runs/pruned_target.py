@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -43,7 +44,7 @@ def begin_draft(
         if hidden_size is None:
             model = _pruned(target, chosen)
         else:
-            model = _from_config(_smaller_config(target, chosen, hidden_size))
+            model = _smaller(target, chosen, hidden_size)
     model.to(device=target.device, dtype=torch.float32)
     model.generation_config = copy.deepcopy(target.model.generation_config)
     model.requires_grad_(True)
@@ -66,7 +67,7 @@ def draft_shape(
         check_vocabulary(given, target)
         return given.model
     with torch.device("meta"):
-        return _from_config(_smaller_config(target, _chosen(target, num_layers), hidden_size))
+        return _smaller(target, _chosen(target, num_layers), hidden_size)
 
 
 def _chosen(target: TargetModel, num_layers: int | None) -> list[int]:
@@ -89,7 +90,7 @@ def _pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
             "the layers of a quantised target cannot be trained: load it unquantised, or give a "
             "draft_model or a draft_hidden_size"
         )
-    model = _from_config(_smaller_config(target, chosen))
+    model = _smaller(target, chosen)
     place, source = _layer_place(model), _layer_place(target.model)
     weights = target.model.state_dict()
     taken: dict[str, Tensor] = {}
@@ -108,12 +109,31 @@ def _pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
     return model
 
 
-def _smaller_config(target: TargetModel, chosen: list[int], hidden_size: int | None = None) -> Any:
-    """The target's with these layers alone; with a hidden size, narrower."""
+def _smaller(
+    target: TargetModel, chosen: list[int], hidden_size: int | None = None
+) -> PreTrainedModel:
+    """A fresh model like the target with these layers alone; with a hidden size, narrower."""
+    try:
+        config = _smaller_config(target, chosen, hidden_size)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Whatever configurations and models object to when their sizes are others.
+    except (
+        *(AssertionError, AttributeError, LookupError, RuntimeError),
+        *(StrictDataclassError, TypeError, ValueError),
+    ) as error:
+        reason = first_line(error)
+        raise ValueError(
+            f"no smaller {target.config.model_type} can be made ({reason}): give a draft_model"
+        ) from error
+    return model
+
+
+def _smaller_config(target: TargetModel, chosen: list[int], hidden_size: int | None) -> Any:
     config = copy.deepcopy(target.config)
+    layers = config.num_hidden_layers  # as it was: some count the entries of one of the lists
     # Lists with an entry a layer: kinds of attention, of feed-forward blocks, of positions, ...
     for name, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+        if isinstance(value, list | tuple) and len(value) == layers:
             setattr(config, name, [value[i] for i in chosen])
     config.num_hidden_layers = len(chosen)
     # A draft model need not cap its logits as the target does, and learns the same without.
@@ -139,17 +159,6 @@ def _smaller_config(target: TargetModel, chosen: list[int], hidden_size: int | N
         config.intermediate_size = max(round(inner * hidden_size / width / 8), 1) * 8
     config.hidden_size, config.num_attention_heads = hidden_size, heads
     return config
-
-
-def _from_config(config: Any) -> PreTrainedModel:
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        reason = first_line(error)
-        raise ValueError(
-            f"no smaller {config.model_type} can be made ({reason}): give a draft_model"
-        ) from error
-    return model
 
 
 def _layer_place(model: Any) -> str:
