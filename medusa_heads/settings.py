@@ -58,11 +58,8 @@ def one_of(settings: object, name: str, known: Collection[str]) -> None:
 
 
 def mapping(settings: object, name: str) -> dict[str, Any]:
-    """An attribute that is a mapping, JSON that holds one, or None for an empty one.
-
-    Raises:
-        ValueError: it is something else; of which no secret is shown.
-    """
+    """An attribute that is a mapping, JSON that holds one, or None for an empty one. Raises
+    ValueError: it is something else; of which no secret is shown."""
     given = getattr(settings, name)
     if isinstance(given, str):
         try:

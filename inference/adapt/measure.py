@@ -274,11 +274,8 @@ def _facts(target: TargetModel) -> dict[str, Any]:
 
 
 def _fitting(target: TargetModel, context: int, nodes: int) -> int:
-    """The context, or as much of it as the target has room for beside so many nodes.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The context, or as much of it as the target has room for beside so many nodes. Raises
+    ValueError: there is none."""
     if target.max_positions is not None:
         context = min(context, target.max_positions - nodes - 1)
     if context < 1:

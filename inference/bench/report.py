@@ -165,11 +165,7 @@ def write_report(
     statistics: HeadStatistics | None = None,
 ) -> tuple[Path, Path, Path]:
     """Write what `benchmark` returned as three files, each beside its place first, and return their
-    paths; the heads' statistics are drawn beside.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    paths; the heads' statistics are drawn beside. Raises OSError: the folder cannot be written."""
     png_file = Path(folder) / PNG_FILE
     png_file.parent.mkdir(parents=True, exist_ok=True)
     draw(report, statistics, png_file)
@@ -178,11 +174,8 @@ def write_report(
 
 
 def write_numbers(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> tuple[Path, Path]:
-    """The report without its picture, which needs matplotlib; returns the two paths.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """The report without its picture, which needs matplotlib; returns the two paths. Raises
+    OSError: the folder cannot be written."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     json_file, markdown_file = path / JSON_FILE, path / MARKDOWN_FILE

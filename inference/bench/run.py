@@ -100,11 +100,8 @@ def measure_models(
     on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
     """`benchmark` of models that come from anywhere: `load` is called for each dtype, and gives
-    what the settings' methods need. The report holds what was asked for, too.
-
-    Raises:
-        ValueError: no prompts, or a prompt beyond the target's context.
-    """
+    what the settings' methods need. The report holds what was asked for, too. Raises ValueError: no
+    prompts, or a prompt beyond the target's context."""
     if not prompts:
         raise ValueError("a benchmark needs at least one prompt, got none")
     asked = [p if isinstance(p, Prompt) else Prompt(tuple(p)) for p in prompts]

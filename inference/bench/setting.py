@@ -43,11 +43,8 @@ def default_settings(dtypes: Sequence[str] = ("float32",)) -> list[Setting]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a benchmark measures, whichever models it is given.
-
-    Raises:
-        ValueError: nothing is to be measured, or a number is out of its range.
-    """
+    """What a benchmark measures, whichever models it is given. Raises ValueError: nothing is to be
+    measured, or a number is out of its range."""
 
     # One after the other; a copy of the target is loaded per dtype, one at a time.
     settings: Sequence[Setting] = field(default_factory=default_settings)

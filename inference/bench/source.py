@@ -31,11 +31,8 @@ class Source:
     target: str | None
 
     def target_name(self, *, trust_remote_code: bool = False) -> tuple[str, str | None]:
-        """Hub id or path of the target, and a hub id's revision; see `named_target`.
-
-        Raises:
-            ValueError: the heads name none, or code of what they name would be run.
-        """
+        """Hub id or path of the target, and a hub id's revision; see `named_target`. Raises
+        ValueError: the heads name none, or code of what they name would be run."""
         if self.target is not None:
             return split_revision(self.target)
         assert self.checkpoint is not None
@@ -44,11 +41,8 @@ class Source:
 
 def find_source(name: str | os.PathLike[str], target: str | None, *, heads: bool) -> Source:
     """Tell a heads checkpoint from a target, by the folder or hub id of either; where heads are to
-    be measured, nothing else will do. `target` is another than the one that the heads name.
-
-    Raises:
-        ValueError: neither stands there, or a draft model does.
-    """
+    be measured, nothing else will do. `target` is another than the one that the heads name. Raises
+    ValueError: neither stands there, or a draft model does."""
     folder = expanded(name)
     if is_draft(folder):
         raise ValueError(
@@ -78,11 +72,8 @@ def load_models(
 ) -> Models:
     """Target and heads, draft models, and the index of a file or folder of text, in one dtype.
 
-    Further options are `device` and `trust_remote_code`.
-
-    Raises:
-        ValueError: one of them is missing, damaged, or does not fit the target.
-    """
+    Further options are `device` and `trust_remote_code`. Raises ValueError: one of them is missing,
+    damaged, or does not fit the target."""
     medusa = None
     if source.checkpoint is not None:
         medusa = MedusaModel.from_pretrained(

@@ -33,11 +33,8 @@ _LONGEST_CHAIN = 64
 
 def chain_tokens(acceptance: float, length: int) -> float:
     """Expected tokens a step of a chain of `length` drafts, each of which is accepted behind
-    accepted ones with the chance `acceptance`: equation 1 of Leviathan et al.
-
-    Raises:
-        ValueError: an acceptance that is no chance, or a length below 0.
-    """
+    accepted ones with the chance `acceptance`: equation 1 of Leviathan et al. Raises ValueError: an
+    acceptance that is no chance, or a length below 0."""
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance must lie between 0 and 1, got {acceptance}")
     if length < 0:
@@ -48,11 +45,8 @@ def chain_tokens(acceptance: float, length: int) -> float:
 
 def chain_speedup(acceptance: float, length: int, draft_cost: float) -> float:
     """How many times as fast as plain decoding such a chain is, where one draft takes `draft_cost`
-    forwards of the target: theorem 3.8 of Leviathan et al.
-
-    Raises:
-        ValueError: an acceptance that is no chance, a length or a cost below 0.
-    """
+    forwards of the target: theorem 3.8 of Leviathan et al. Raises ValueError: an acceptance that is
+    no chance, a length or a cost below 0."""
     if not 0 <= draft_cost < math.inf:
         raise ValueError(f"draft_cost must be at least 0 forwards of the target, got {draft_cost}")
     return chain_tokens(acceptance, length) / (length * draft_cost + 1)
@@ -61,11 +55,8 @@ def chain_speedup(acceptance: float, length: int, draft_cost: float) -> float:
 def best_chain_length(acceptance: float, draft_cost: float, longest: int = _LONGEST_CHAIN) -> int:
     """The length with the largest speed-up, 0 where drafting does not pay; the shorter of equals.
 
-    It pays exactly where acceptance is above the cost (corollary 3.9).
-
-    Raises:
-        ValueError: as `chain_speedup`.
-    """
+    It pays exactly where acceptance is above the cost (corollary 3.9). Raises ValueError: as
+    `chain_speedup`."""
     return max(range(longest + 1), key=lambda length: chain_speedup(acceptance, length, draft_cost))
 
 

@@ -113,10 +113,7 @@ def break_even_sentence(report: Mapping[str, Any]) -> str:
 
 def write_analysis(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> tuple[Path, Path]:
     """Write `analysis.json` and `analysis.png`, each beside its place first; return their paths.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    Raises OSError: the folder cannot be written."""
     json_file, png_file = Path(folder) / "analysis.json", Path(folder) / "analysis.png"
     png_file.parent.mkdir(parents=True, exist_ok=True)
     save_picture(png_file, partial(_draw, report=report), size=(12.8, 4.4))

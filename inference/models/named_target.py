@@ -73,11 +73,8 @@ def named_target(
     *,
     trust_remote_code: bool = False,
 ) -> tuple[str, str | None]:
-    """Hub id or path of the target that a checkpoint folder names, and a hub id's revision.
-
-    Raises:
-        ValueError: not a checkpoint, or it names none; or code of what it names would be run.
-    """
+    """Hub id or path of the target that a checkpoint folder names, and a hub id's revision. Raises
+    ValueError: not a checkpoint, or it names none; or code of what it names would be run."""
     target = read(checkpoint)["target"]
     name, revision = target.get("name_or_path"), target.get("revision")
     if not isinstance(name, str) or not name:

@@ -34,12 +34,9 @@ class DraftPlan(NamedTuple):
     def drafter(
         self, draft: TargetModel, vocab_size: int, clock: Clock
     ) -> DraftModelDrafter | AdaptiveTree:
-        """A drafter with this draft model, whose forwards take what the clock says.
-
-        Raises:
-            ValueError: more nodes than the draft model will offer.
-            UnsupportedArchitecture: the draft model cannot draft so.
-        """
+        """A drafter with this draft model, whose forwards take what the clock says. Raises
+        ValueError: more nodes than the draft model will offer; UnsupportedArchitecture: the draft
+        model cannot draft so."""
         if self.adaptive:
             return AdaptiveTree(draft, vocab_size, clock, **self.options)
         return DraftModelDrafter(draft, vocab_size, **self.options)

@@ -75,11 +75,8 @@ def make_drafter(
 
 
 def read_choices(path: str | os.PathLike[str]) -> list[list[int]]:
-    """Rank paths from a JSON file: a list of lists, FasterDecoding's medusa_choices.
-
-    Raises:
-        ValueError: not such a file.
-    """
+    """Rank paths from a JSON file: a list of lists, FasterDecoding's medusa_choices. Raises
+    ValueError: not such a file."""
     try:
         content = parse_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

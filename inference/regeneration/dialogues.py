@@ -47,11 +47,8 @@ class Dialogue:
         self._rows: list[Row] = []
 
     def ask(self, turn: int) -> tuple[list[int], Messages | None]:
-        """The question of a turn, as tokens and, in a conversation, as messages.
-
-        Raises:
-            Unanswerable: there is none.
-        """
+        """The question of a turn, as tokens and, in a conversation, as messages. Raises
+        Unanswerable: there is none."""
         if not self._asked:
             raise Unanswerable(NO_QUESTION, "the prompt has no tokens")
         return self._asked, None
@@ -118,11 +115,8 @@ class ChatDialogue(Dialogue):
 
 def read_table(name: str, split: str = "train", *, config: str | None = None) -> Dataset:
     """Find and read a table of prompts, by a name, split and configuration as `find_rows` takes
-    them. A text file is one document, and all fields of a .csv are texts.
-
-    Raises:
-        ValueError: nothing stands there, it cannot be read, or it has no such split.
-    """
+    them. A text file is one document, and all fields of a .csv are texts. Raises ValueError:
+    nothing stands there, it cannot be read, or it has no such split."""
 
     def refuse(place: str, reason: str) -> None:
         raise ValueError(f"{place}: {reason}")

@@ -104,10 +104,7 @@ def answer_dialogues(
     progress: bool = True,
 ) -> Regenerated:
     """Ask every question of every dialogue, turn by turn; the other arguments as `regenerate`.
-
-    Raises:
-        ValueError: no dialogues, an impossible setting, or not one answer.
-    """
+    Raises ValueError: no dialogues, an impossible setting, or not one answer."""
     if not dialogues:
         raise ValueError("expected at least one prompt, got none")
     if not 0.0 <= greedy_share <= 1.0:

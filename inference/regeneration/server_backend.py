@@ -53,11 +53,8 @@ _SHOWN = 200  # characters of a server's own words
 class ServerBackend(Backend):
     """Any server that speaks OpenAI's protocol and serves the target.
 
-    The API key is read from the environment; it is neither kept nor written anywhere.
-
-    Raises:
-        ValueError: a URL that is none, a size below one, or an unknown endpoint.
-    """
+    The API key is read from the environment; it is neither kept nor written anywhere. Raises
+    ValueError: a URL that is none, a size below one, or an unknown endpoint."""
 
     base_url: str  # up to and including the version, such as `http://localhost:8000/v1`
     model: str  # the name that the server gives the target
@@ -124,11 +121,8 @@ class ServerBackend(Backend):
         self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: OnTokens
     ) -> Iterator[Answers]:
         """Answer the prompts, several at the same time. A prompt that fails is reported as failed.
-
-        Raises:
-            ValueError: the server is not there, refuses the key or the way of asking, or has
-                stopped answering.
-        """
+        Raises ValueError: the server is not there, refuses the key or the way of asking, or has
+        stopped answering."""
         first, *rest = prompts
         if self._chosen == "auto":
             self._chosen = self._choose_endpoint(first, sampling)
@@ -157,11 +151,8 @@ class ServerBackend(Backend):
 
     def _post(self, endpoint: str, prompt: Prompt, sampling: Sampling) -> tuple[int, Any]:
         """The status and the reply, as JSON or else as text; status 0 and why, if none came after
-        all retries.
-
-        Raises:
-            ValueError: the server refuses access, or the prompt has no messages to ask with.
-        """
+        all retries. Raises ValueError: the server refuses access, or the prompt has no messages to
+        ask with."""
         request: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,
@@ -217,11 +208,8 @@ class ServerBackend(Backend):
 
     def _failed(self, detail: str, what: str, *, at_once: bool = False) -> Answer:
         """What stands in the place of an answer. Where the server has gone for good, asking on
-        would take hours and bring nothing; one that never answered is not waited for.
-
-        Raises:
-            ValueError: the server is given up.
-        """
+        would take hours and bring nothing; one that never answered is not waited for. Raises
+        ValueError: the server is given up."""
         with self._lock:
             self._failures += 1
             if self._failures >= _DEAD_AFTER or (at_once and not self._lived):

@@ -77,12 +77,9 @@ class ChatTemplate:
 
     def rows(self, conversation: Conversation) -> list[tuple[list[int], list[int]]]:
         """input_ids and labels of a conversation: one row, where the template never rewrites what
-        it has rendered before, else as few rows as hold each turn with the context it answers.
-        Text after the last turn is left out: nothing is learnt from it.
-
-        Raises:
-            BadRow: the template refuses the messages, or no turn can be told from its prompt.
-        """
+        it has rendered before, else as few rows as hold each turn with the context it answers. Text
+        after the last turn is left out: nothing is learnt from it. Raises BadRow: the template
+        refuses the messages, or no turn can be told from its prompt."""
         turns = self._turns(conversation)
         rows = []
         while turns:

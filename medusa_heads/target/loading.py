@@ -41,12 +41,8 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a causal LM onto a device and in a dtype that are chosen for a use, where there is one
     and they are not given; see `TargetModel.from_pretrained`. Quantised weights, which have a dtype
-    and a place of their own, are no question for that choice.
-
-    Raises:
-        ValueError: nothing loadable stands there, or heads, or there is no such device or dtype
-            here.
-    """
+    and a place of their own, are no question for that choice. Raises ValueError: nothing loadable
+    stands there, or heads, or there is no such device or dtype here."""
     where = None if device is None else find_device(device)
     if any(kwargs.get(key) is not None for key in ("device_map", "quantization_config")):
         use = None
@@ -149,11 +145,8 @@ def _commit(repo_id: str, where: dict[str, Any]) -> str | None:
 def load_tokenizer(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside a causal LM, by hub id or local path.
-
-    Raises:
-        OSError, ValueError: there is none.
-    """
+    """The tokenizer that lies beside a causal LM, by hub id or local path. Raises OSError,
+    ValueError: there is none."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
@@ -211,10 +204,7 @@ def _hub_answers() -> bool:
 
 def without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:
     """The transformers model inside a peft wrapper; its adapter layers stay active within it.
-
-    Raises:
-        ValueError: the adapter adds prompt tokens.
-    """
+    Raises ValueError: the adapter adds prompt tokens."""
     if not hasattr(model, "peft_config"):
         return model
     active = getattr(model, "active_peft_config", None)

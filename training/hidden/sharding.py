@@ -36,11 +36,8 @@ def anywhere(flag: bool, device: torch.device) -> bool:
 
 def load_to_spread(arguments: TargetArguments, sharding: Sharding) -> TargetModel:
     """The target on the CPU, for `shard_target`; where it is loaded once, the first process has the
-    weights and the others an empty one.
-
-    Raises:
-        ValueError: no such target, one to be quantised, or only one process.
-    """
+    weights and the others an empty one. Raises ValueError: no such target, one to be quantised, or
+    only one process."""
     _check_processes()
     if arguments.load_in_4bit:
         raise ValueError(
@@ -58,11 +55,8 @@ def shard_target(
     target: TargetModel, device: torch.device, sharding: Sharding | None = None
 ) -> None:
     """Spread a target over all processes, each with its part on `device`. From the CPU, no device
-    ever holds all of it. Where it is empty, the first process's weights come.
-
-    Raises:
-        ValueError: there is only one process, or no such layers are found.
-    """
+    ever holds all of it. Where it is empty, the first process's weights come. Raises ValueError:
+    there is only one process, or no such layers are found."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

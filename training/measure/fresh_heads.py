@@ -63,11 +63,8 @@ class Comparison:
         return True
 
     def check(self, losses: Tensor, step: int, rate: float) -> None:
-        """Take the losses of a comparison, now and in the beginning, [2, F].
-
-        Raises:
-            ValueError: the last few say by each figure that training makes worse what learns.
-        """
+        """Take the losses of a comparison, now and in the beginning, [2, F]. Raises ValueError: the
+        last few say by each figure that training makes worse what learns."""
         self._losses.append(losses)
         if len(self._losses) < _COMPARISONS:
             return

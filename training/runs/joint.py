@@ -44,11 +44,8 @@ HEADS_TO_ADAPTER_RATE = 4  # the paper's
 @contextmanager
 def adapted(target: TargetModel, config: JointConfig) -> Iterator[PeftModel]:
     """Within the block the target carries a fresh adapter, which changes nothing until it learns.
-    Afterwards it is as it was.
-
-    Raises:
-        ValueError: the target, or modules that were named, cannot carry one.
-    """
+    Afterwards it is as it was. Raises ValueError: the target, or modules that were named, cannot
+    carry one."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 

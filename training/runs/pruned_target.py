@@ -28,11 +28,8 @@ def begin_draft(
 ) -> PreTrainedModel:
     """A causal LM to be trained as a draft model, in fp32, on the target's device: a named one of
     the target's vocabulary, to go on from; or some of the target's layers, by default a quarter,
-    rounded up; with a hidden size, as many fresh ones of that width.
-
-    Raises:
-        ValueError: sizes that cannot be, a quantised target, or another vocabulary.
-    """
+    rounded up; with a hidden size, as many fresh ones of that width. Raises ValueError: sizes that
+    cannot be, a quantised target, or another vocabulary."""
     model: Any
     if draft_model is not None:
         model = load_draft(
