@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from medusa_heads.data.chat import ask_ids
 from medusa_heads.files import expanded, is_encodable, parse_json
 
 if TYPE_CHECKING:
@@ -134,14 +135,7 @@ def _in_template(
     messages = [{"role": "user", "content": question.turns[0]}]
     for answer, asked in zip(texts, question.turns[1:], strict=False):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": asked}]
-    try:
-        tokens: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    # A template may raise whatever Jinja does, and its own exceptions.
-    except Exception as error:
-        raise ValueError(f"the target's chat template refuses this: {error}") from error
-    return list(tokens)
+    return ask_ids(tokenizer, messages)
 
 
 def choose_prompts(

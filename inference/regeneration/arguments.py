@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from medusa_heads.settings import above_zero, at_least, flag
+from medusa_heads.shared_flags import LoadingFlags
 
 
 @dataclass
@@ -43,7 +44,7 @@ class DistillArguments:
 
 
 @dataclass
-class RegenerateArguments:
+class RegenerateArguments(LoadingFlags):
     """What the target is asked, who answers, and where the answers go."""
 
     model_name_or_path: str = flag(
@@ -88,12 +89,6 @@ class RegenerateArguments:
     num_workers: int = flag(
         1, "Processes that share the prompts, for backend transformers on a CPU."
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto",
-        "Dtype of the target's weights; auto: the fastest on this machine that holds them exactly.",
-    )
-    device: str | None = flag(None, "Device, such as cpu or cuda. Default: the best there is.")
-    trust_remote_code: bool = flag(False, "Run modelling code that comes with the target.")
     heads: str | None = flag(None, "Heads checkpoint, for the backend heads.")
     base_url: str | None = flag(None, "Address of the server, such as http://localhost:8000/v1.")
     model: str | None = flag(None, "The server's name for the target. Default: model_name_or_path.")

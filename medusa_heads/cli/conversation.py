@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from medusa_heads.data.chat import ask_ids
 from medusa_heads.files import expanded, replace_file
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.prompts import stop_ids
@@ -100,15 +101,7 @@ class Conversation:
                 text = "\n" + text
             new = self._tokenizer(text, add_special_tokens=first)["input_ids"]
             return [*self._text_ids, *new]
-        from jinja2 import TemplateError
-
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except TemplateError as error:
-            raise ValueError(f"the target's chat template refuses this: {error}") from error
-        return list(rendered)
+        return ask_ids(self._tokenizer, messages)
 
     def _room(self, prompt_tokens: int, max_new_tokens: int) -> int:
         limit = self.model.target.max_positions

@@ -40,7 +40,8 @@ class Run:
         # A mistyped path is answered before torch is loaded, which takes seconds.
         find_names([*self.to_data.dataset, *(self.to_data.eval_dataset or [])])
 
-        from medusa_heads.training.data.prepare import find_tokenizer, load_corpora
+        from medusa_heads.target.loading import find_tokenizer
+        from medusa_heads.training.data.prepare import load_corpora
 
         self.corpus, self.held_out = load_corpora(self.to_data)
         self.tokenizer: Any = find_tokenizer(

@@ -154,6 +154,18 @@ class ChatTemplate:
         return self._blank[token]
 
 
+def ask_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:
+    """Token ids of a conversation, ready to be answered. Raises ValueError: the template refuses
+    it, with whatever Jinja or the template's own code raises."""
+    try:
+        ids: Any = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:
+        raise ValueError(f"the target's chat template refuses this: {error}") from error
+    return list(ids)
+
+
 def continuation(
     tokenizer: PreTrainedTokenizerBase, before_ids: list[int], text: str, whole_ids: list[int]
 ) -> list[int] | None:

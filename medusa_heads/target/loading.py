@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,12 +14,11 @@ import torch
 from medusa_heads.contents import refuse_heads
 from medusa_heads.errors import first_line
 from medusa_heads.files import expanded
+from medusa_heads.hub_probe import hub_failure
 from medusa_heads.machine import Choice, Shape, Use, as_dtype, choose, find_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-_PATIENCE_S = 5
 
 
 class StoredForm(NamedTuple):
@@ -161,6 +160,16 @@ def load_tokenizer(
     return found
 
 
+def find_tokenizer(
+    name: str, revision: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """The same; None where there is none, or the model has no name."""
+    with suppress(OSError, ValueError):
+        if name:
+            return load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+    return None
+
+
 @contextmanager
 def asking_hub(name: str, *, never: bool = False) -> Iterator[dict[str, Any]]:
     """Around a `from_pretrained` of transformers, with options for it.
@@ -173,7 +182,7 @@ def asking_hub(name: str, *, never: bool = False) -> Iterator[dict[str, Any]]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        alone = _on_hub(name) and (never or not _hub_answers())
+        alone = _on_hub(name) and (never or hub_failure() is not None)
         yield {"local_files_only": True} if alone else {}
     finally:
         logger.setLevel(level)
@@ -186,20 +195,6 @@ def is_path(name: str) -> bool:
 
 def _on_hub(name: str) -> bool:
     return not is_path(name) and not Path(name).is_dir()
-
-
-def _hub_answers() -> bool:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import HTTPError
-    from huggingface_hub.utils import get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S)
-    except (HTTPError, OSError):
-        return False
-    return True
 
 
 def without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:

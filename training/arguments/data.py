@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from medusa_heads.settings import at_least, flag, mapping
+from medusa_heads.shared_flags import TextFlags
 
 STREAM_EVAL_ROWS = 256
 
 
 @dataclass
-class DataArguments:
+class DataArguments(TextFlags):
     """Text to learn from."""
 
     dataset: list[str] = flag(
@@ -20,7 +21,6 @@ class DataArguments:
         "sources of Python's own standard library); several names and globs are joined.",
         required=True,
     )
-    dataset_config: str | None = flag(None, "Configuration (subset) of a hub dataset.")
     dataset_split: str = flag("train", "Split to train on.")
     eval_dataset: list[str] | None = flag(
         None,
@@ -38,7 +38,6 @@ class DataArguments:
         "Documents held out instead of a share; of a stream the first "
         f"(default {STREAM_EVAL_ROWS}).",
     )
-    text_column: str | None = flag(None, "Column that holds plain text, if not 'text'.")
     chat_template: str | None = flag(
         None, "A file with a Jinja chat template, instead of the tokenizer's own."
     )

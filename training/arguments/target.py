@@ -5,10 +5,11 @@ from typing import Any
 
 from medusa_heads.files import expanded
 from medusa_heads.settings import flag, one_of
+from medusa_heads.shared_flags import RemoteCodeFlag
 
 
 @dataclass
-class TargetArguments:
+class TargetArguments(RemoteCodeFlag):
     """Which model the heads are for."""
 
     model_name_or_path: str = flag(
@@ -22,7 +23,6 @@ class TargetArguments:
         "Dtype of the target's weights: bfloat16, float16, float32, or auto: the fastest on this "
         "machine that holds them exactly (in several processes: as stored).",
     )
-    trust_remote_code: bool = flag(False, "Run modelling code that comes with the target.")
     load_in_4bit: bool = flag(
         False, "Keep the target's matrices, all but the lm_head, in 4 bits (bitsandbytes)."
     )

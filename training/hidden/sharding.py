@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from medusa_heads.target.layers import layer_lists
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.launched import Sharding
@@ -109,14 +110,17 @@ def _layers(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
                 "layers are found"
             )
         return found[::-1]
-    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    lists = [list(part) for part in layer_lists(model).values()]
     if not lists:
         raise ValueError(
             f"expected a list of layers in {type(model).__name__}, found none: leave shard_target "
             "and FSDP out"
         )
-    longest: nn.ModuleList = max(lists, key=lambda part: sum(p.numel() for p in part.parameters()))
-    return list(longest)
+
+    def numbers(layers: list[nn.Module]) -> int:
+        return sum(weight.numel() for layer in layers for weight in layer.parameters())
+
+    return max(lists, key=numbers)
 
 
 def _take_dtypes(model: nn.Module, device: torch.device) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from medusa_heads.checkpoint.files import REPORT_FILE as JSON_FILE
 from medusa_heads.config import head_offset
 from medusa_heads.files import parse_json, replace_file
-from medusa_heads.hub.card import REPORT_VERSION, table
+from medusa_heads.hub.card import REPORT_VERSION
+from medusa_heads.tables import Rows, in_markdown, on_screen
 from medusa_heads.training.measure.metrics import own_figures
 from medusa_heads.training.measure.plots import draw_plots
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
@@ -138,8 +139,8 @@ def markdown(report: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
     """The report as Markdown; pictures are linked by name."""
     title = f"# {report['heads']['num_heads']} {report['heads']['kind']} heads"
     parts = [f"{title} for {report['target'] or 'a target in memory'}", headline(report)]
-    for name, (columns, rows) in _tables(report).items():
-        parts.append(f"## {name}\n\n{table(columns, rows, rule='---:')}")
+    for name, rows in _tables(report).items():
+        parts.append(f"## {name}\n\n{in_markdown(rows)}")
     parts.append(LEGEND)
     parts += [f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in pictures]
     return "\n\n".join(parts) + "\n"
@@ -160,17 +161,10 @@ def headline(report: Mapping[str, Any]) -> str:
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
     """The report for the screen."""
-    shown = []
-    for name, (columns, rows) in _tables(report).items():
-        shown.append(Table(title=name))
-        for column in columns:
-            shown[-1].add_column(column, justify="right")
-        for row in rows:
-            shown[-1].add_row(*row)
-    return shown
+    return [on_screen(name, rows) for name, rows in _tables(report).items()]
 
 
-def _tables(report: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[str]]]]:
+def _tables(report: Mapping[str, Any]) -> dict[str, Rows]:
     """Columns and rows, by title."""
     calibration = {entry["head"]: entry for entry in report["calibration"]}
     heads = []

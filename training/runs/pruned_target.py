@@ -6,11 +6,12 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary, load_draft
 from medusa_heads.errors import first_line
+from medusa_heads.target.layers import layer_lists
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.meta_target import meta_target
@@ -151,10 +152,9 @@ def _from_config(config: Any) -> PreTrainedModel:
 
 def _layer_place(model: Any) -> str:
     """The name below which the numbered layers stand, such as `model.layers.`."""
+    for name in layer_lists(model):
+        return f"{name}."
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return f"{name}."
     raise ValueError(
         f"{type(model).__name__} is not built of {layers} numbered layers: give a draft_model or a "
         "draft_hidden_size"

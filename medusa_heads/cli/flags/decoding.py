@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
 from medusa_heads.settings import at_least, flag
+from medusa_heads.shared_flags import LoadingFlags
 
 ACCEPTANCE_SETTINGS = ("epsilon", "delta", "threshold", "tau")
 # Options of generate() that only sampling reads: whoever gives one wants to sample.
@@ -16,7 +17,7 @@ PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(LoadingFlags):
     """Which heads, on which target, where."""
 
     checkpoint: str = flag(
@@ -26,13 +27,6 @@ class ModelArguments:
     )
     target: str | None = flag(
         None, "Hub id or path of the target. Default: the one the heads name."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto", "Dtype of the target; auto: the fastest here that holds it exactly."
-    )
-    device: str | None = flag(None, "Device, such as cpu or cuda. Default: the best there is.")
-    trust_remote_code: bool = flag(
-        False, "Run the Python code that comes with the target. It wants --target too."
     )
 
 

@@ -56,10 +56,10 @@ def analyze(arguments: AnalyzeArguments) -> None:
     )
     for table in speedup_report.tables(report):
         console.print(table)
-    console.print(speedup_report.break_even_sentence(report), soft_wrap=True, highlight=False)
+    print(speedup_report.break_even_sentence(report))
     if arguments.report is not None:
         for path in speedup_report.write_analysis(arguments.report, report):
-            console.print(f"Written: {path}", soft_wrap=True, highlight=False)
+            print(f"Written: {path}")
 
 
 main = command("medusa-heads analyze", analyze, [AnalyzeArguments], __doc__, "checkpoint")

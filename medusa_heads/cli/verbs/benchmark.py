@@ -15,6 +15,7 @@ from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.errors import first_line
 from medusa_heads.files import check_folder
 from medusa_heads.settings import flag
+from medusa_heads.shared_flags import DeviceFlag, RemoteCodeFlag
 
 if TYPE_CHECKING:
     from medusa_heads.inference.bench.prompts import Prompt
@@ -28,7 +29,7 @@ DECODINGS = ("greedy", "sampled")
 
 
 @dataclass
-class BenchmarkArguments:
+class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
     """What to measure, on which prompts."""
 
     checkpoint: str = flag(
@@ -85,10 +86,6 @@ class BenchmarkArguments:
         f"{PROVED_PARAMETERS // 1_000_000}M parameters float32, to prove the output the same.",
     )
     decodings: list[str] = flag(list(DECODINGS), "What is measured: greedy, sampled, or both.")
-    device: str | None = flag(None, "Device, such as cuda. Default: the best there is.")
-    trust_remote_code: bool = flag(
-        False, "Run the Python code that the target's repository brings."
-    )
     threads: int | None = flag(
         None, "CPU threads. Default: as many as plain decoding is fastest with."
     )
@@ -154,12 +151,12 @@ def benchmark(arguments: BenchmarkArguments) -> None:
     for table in tables(report):
         console.print(table)
     if report["prompts_left_out"]:
-        console.print(f"Left out, as longer than asked for: {report['prompts_left_out']} prompts.")
+        print(f"Left out, as longer than asked for: {report['prompts_left_out']} prompts.")
     if arguments.report is not None:
         stored = read_sidecar(source.checkpoint).get("statistics") if source.checkpoint else None
         statistics = HeadStatistics.from_dict(stored) if stored else None
         for path in write_report(arguments.report, report, statistics):
-            console.print(f"Written: {path}", soft_wrap=True, highlight=False)
+            print(f"Written: {path}")
 
 
 def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:

@@ -11,10 +11,11 @@ from medusa_heads.cli.verbs.calibrate import CalibrateArguments, calibrate
 from medusa_heads.config import HeadsConfig
 from medusa_heads.interop import ReadFormat
 from medusa_heads.settings import flag
+from medusa_heads.shared_flags import MatrixFlag, RemoteCodeFlag
 
 
 @dataclass
-class ConvertArguments:
+class ConvertArguments(MatrixFlag, RemoteCodeFlag):
     """What to read, and where to write it."""
 
     source: str = flag(MISSING, "File, folder or hub id that holds the heads.")
@@ -40,12 +41,6 @@ class ConvertArguments:
         "Text to measure the heads on, as the --dataset of medusa-heads calibrate. This loads the "
         "target.",
     )
-    with_vocab_matrix: bool = flag(
-        False,
-        "Lay a copy of the target's vocabulary matrix beside heads that share it, with which vLLM "
-        "0.32 reads the folder as it is.",
-    )
-    trust_remote_code: bool = flag(False, "Run code that comes with the target's configuration.")
 
 
 def convert(arguments: ConvertArguments) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.settings import flag
+from medusa_heads.shared_flags import DeviceFlag
 
 if TYPE_CHECKING:
     from medusa_heads.machine import Use
@@ -29,13 +30,12 @@ USES: dict[Use, str] = {
 
 
 @dataclass
-class EnvArguments:
+class EnvArguments(DeviceFlag):
     """What to show."""
 
     target: str | None = flag(
         None, "Hub id or folder of a target. Default: the sizes of a small one."
     )
-    device: str | None = flag(None, "Device, such as cpu or cuda. Default: the best there is.")
 
 
 def show(arguments: EnvArguments) -> None:

@@ -7,10 +7,11 @@ from dataclasses import MISSING, asdict, dataclass
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.interop import WrittenFormat
 from medusa_heads.settings import flag
+from medusa_heads.shared_flags import RemoteCodeFlag
 
 
 @dataclass
-class ExportArguments:
+class ExportArguments(RemoteCodeFlag):
     """What to write, and for whom."""
 
     checkpoint: str = flag(MISSING, "Heads checkpoint: a folder, or a hub id.")
@@ -22,7 +23,6 @@ class ExportArguments:
     full_vocabulary: bool = flag(
         False, "Let heads with a reduced vocabulary draft all of the target's tokens."
     )
-    trust_remote_code: bool = flag(False, "Run code that comes with the target's configuration.")
 
 
 def export(arguments: ExportArguments) -> None:

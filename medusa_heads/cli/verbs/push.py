@@ -9,10 +9,11 @@ from dataclasses import MISSING, dataclass
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.settings import flag
+from medusa_heads.shared_flags import MatrixFlag
 
 
 @dataclass
-class PushArguments:
+class PushArguments(MatrixFlag):
     """What to push, and where to."""
 
     checkpoint: str = flag(MISSING, "Heads checkpoint: a folder written by train-heads.")
@@ -31,11 +32,6 @@ class PushArguments:
     )
     benchmark: str | None = flag(
         None, "Folder that medusa-heads benchmark --report wrote, for the model card."
-    )
-    with_vocab_matrix: bool = flag(
-        False,
-        "Publish the copy of the target's vocabulary matrix that lies beside the heads too. It is "
-        "under the target's licence.",
     )
     dry_run: bool = flag(False, "List the files with their sizes, without asking a hub.")
 

@@ -26,19 +26,17 @@ def regenerate(arguments: RegenerateArguments) -> None:
     from medusa_heads.inference.regeneration.dialogues import read_dialogues, read_table
     from medusa_heads.inference.regeneration.regenerate import answer_dialogues
     from medusa_heads.inference.regeneration.store import check_output, write_output
-    from medusa_heads.target.loading import load_tokenizer
+    from medusa_heads.target.loading import find_tokenizer
 
     disable_progress_bar()
     folder = Path(arguments.output_dir)
     check_output(folder)
     options = mapping(arguments, "chat_template_kwargs")
     corpus = read_table(arguments.dataset, arguments.dataset_split, config=arguments.dataset_config)
-    try:
-        tokenizer: Any = load_tokenizer(
-            arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
-        )
-    except (OSError, ValueError):
-        tokenizer = None  # token ids need none
+    # Token ids need none.
+    tokenizer: Any = find_tokenizer(
+        arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
+    )
     dialogues = read_dialogues(
         corpus,
         tokenizer,
