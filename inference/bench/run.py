@@ -46,24 +46,18 @@ def benchmark(
     progress: bool = True,
     on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure ways to decode a target; returns the report, plain values for JSON.
+    """Measure ways to decode a target; returns the report, plain values for JSON. Raises
+    ValueError: no prompts, a prompt beyond the target's context, an unknown method, one whose draft
+    model, heads or corpus were not given or the other way round, or an unusable checkpoint.
 
     Args:
         checkpoint: heads, as a folder or a hub's repository; or the target itself.
         prompts: of which a question's further turns are made with plain decoding's greedy answers.
-        plan: what to measure.
         target: hub id or path of the target; by default the one the heads name.
         draft_model: hub id or path; of several, this engine's methods choose while they decode.
         corpus: file or folder of text, for the methods that continue one.
-        device: where to run; by default the best device there is.
-        trust_remote_code: run the Python code that the target's repository brings.
         progress: show progress bars, in generated batches.
         on_setting: called after each setting with the report so far.
-
-    Raises:
-        ValueError: no prompts, a prompt beyond the target's context, an unknown method, one whose
-            draft model, heads or corpus were not given or the other way round, or an unusable
-            checkpoint.
     """
     drafts = [draft_model] if isinstance(draft_model, str) else list(draft_model)
     check_once(drafts)

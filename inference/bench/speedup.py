@@ -100,18 +100,10 @@ def analyze(
     chain_only: bool = False,
     refresh: bool = False,
 ) -> dict[str, Any]:
-    """All of it for heads on this machine, as plain values.
-
-    Args:
-        target, heads, statistics: heads, their measured ranks, and what they are attached to.
-        context: tokens in the cache while steps are measured.
-        batch_sizes: sequences decoded together; the costs of each are measured.
-        chain_only: the target verifies chains alone, so trees are left out.
-        refresh: measure even if an earlier measurement is on disk.
-
-    Raises:
-        ValueError: no batch size or one below 1, or a context that does not fit the target.
-    """
+    """All of it for heads on this machine, as plain values: expected speed-ups by batch size, from
+    the heads' measured ranks and the seconds of steps with so many tokens in the cache. Trees are
+    left out with `chain_only`, and `refresh` measures anew. Raises ValueError: no batch size or one
+    below 1, or a context that does not fit the target."""
     sizes = sorted(set(batch_sizes))
     if not sizes or sizes[0] < 1:
         raise ValueError(f"expected batch sizes of at least 1, got {list(batch_sizes)}")

@@ -62,17 +62,9 @@ def tune(
     batch_size: int = 1,
     refresh: bool = False,
 ) -> list[TreeSize]:
-    """Every tree worth considering, with its measured step time.
-
-    Args:
-        target, heads, statistics: that belong together.
-        context: tokens in the cache while measuring.
-        batch_size: sequences decoded together.
-        refresh: measure even if an earlier measurement is on disk.
-
-    Raises:
-        ValueError: the context does not fit the target.
-    """
+    """Every tree worth considering, with its measured step time, for so many tokens in the cache
+    and sequences decoded together; `refresh` measures anew. Raises ValueError: the context does not
+    fit the target."""
     expected = expected_tokens(statistics)
     # More nodes than this in all rows together pay on no machine, and take long to measure.
     most = min(max(_MOST_NODES // batch_size, 1), room(target))

@@ -44,17 +44,13 @@ def make_drafter(
     with_log_probs: bool = False,
     corpus: CorpusIndex | None = None,
 ) -> Drafter:
-    """The drafter that `tree` asks for; every form but those of adaptive.py.
+    """The drafter that `tree` asks for, in the words at the head of this file or as a list of
+    paths; every form but those of adaptive.py. Of a target that verifies chains alone it is a
+    tree's best chain. Raises ValueError: an unknown form, or a tree that does not fit the heads.
 
     Args:
-        tree: see the head of this file; choices may also be given as a list.
-        heads, statistics: attached to their target, and measured of them.
-        chain_only: the target verifies chains alone; of any tree its best chain is taken.
         with_log_probs: the acceptance rule compares with draft probabilities.
         corpus: continued by `suffix` where it promises more than the text itself; None for none.
-
-    Raises:
-        ValueError: an unknown form, or a tree that does not fit the heads.
     """
     temperatures = statistics.temperatures if statistics else None
     words = str(tree) if isinstance(tree, int | str) else ""

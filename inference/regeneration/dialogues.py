@@ -156,20 +156,16 @@ def read_dialogues(
     seed: int = 0,
     template_options: Mapping[str, Any] | None = None,
 ) -> list[Dialogue]:
-    """What a corpus asks, by its columns: `messages`, `prompt`, `input_ids` or `text`.
+    """What a corpus asks, by its columns: conversations in `messages` (and `tools`, where they have
+    any); prompts in `prompt`, each a text or a conversation; prompts in `input_ids`; or documents
+    in `text`, from which windows of `prompt_length` tokens are drawn by the seed. Raises
+    ValueError: no such column, no rows, or no tokenizer or chat template where one is needed.
 
     Args:
-        corpus: conversations in `messages` (and `tools`, where they have any); prompts in `prompt`,
-            each a text or a conversation; prompts in `input_ids`; or documents in `text`, from
-            which windows of `prompt_length` tokens are drawn.
         tokenizer: the target's; not needed for `input_ids`.
         turns: of conversations, which turns of the assistant are answered.
         num_prompts: the first so many rows; of documents, so many windows. Default: all, or 2048.
-        prompt_length, seed: of windows.
         template_options: further variables of the chat template.
-
-    Raises:
-        ValueError: no such column, no rows, or no tokenizer or chat template where one is needed.
     """
     if not len(corpus):
         raise ValueError("the corpus is empty: give one with prompts in it")

@@ -21,14 +21,8 @@ if TYPE_CHECKING:
 
 class Conversation:
     """What was said so far, and what of it the target's cache holds: of the `prompt_tokens` in the
-    last turn's prompt `cached_tokens`.
-
-    Args:
-        model: the model that answers; may be replaced by another on the same target.
-        tokenizer: the target's. Without a chat template, what is said is one running text that the
-            target continues.
-        system: a system message.
-    """
+    last turn's prompt `cached_tokens`. The model may be replaced by another on the same target.
+    Without a chat template, what is said is one running text that the target continues."""
 
     def __init__(self, model: AssistedModel, tokenizer: Any, system: str | None = None) -> None:
         self.model = model

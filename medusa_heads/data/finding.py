@@ -62,17 +62,10 @@ def _split_lists(names: Sequence[str]) -> Iterator[str]:
 def find_rows(
     name: str, split: str, config: str | None = None, *, streaming: bool = False
 ) -> Dataset | IterableDataset | list[Path]:
-    """The dataset that one name stands for, or the data files that are to be read.
-
-    Args:
-        name: `stdlib`, a hub id, a folder (written by save_to_disk, or of data files) or a file.
-        split: of a corpus that has some; `"held_out"` stands for the usual names.
-        config: of a hub dataset.
-        streaming: take a hub dataset as a stream.
-
-    Raises:
-        ValueError: nothing stands there, it cannot be read, or it has other splits.
-    """
+    """The dataset that one name stands for (`stdlib`, a hub id, a folder written by save_to_disk),
+    or the data files (of a folder, or one file) that are to be read. The split `"held_out"` stands
+    for the usual names, and `config` is of a hub dataset. Raises ValueError: nothing stands there,
+    it cannot be read, or it has other splits."""
     splits = _HELD_OUT_NAMES if split == HELD_OUT else (split,)
     if name == "stdlib":
         from medusa_heads.data.corpus import standard_library

@@ -130,20 +130,15 @@ def prepare_data(
     seed: int,
     max_steps: int = -1,
 ) -> TrainingData:
-    """Rows for a target, tokenised, masked, checked and, if wanted, packed.
+    """Rows for a target, tokenised, masked, checked and, if wanted, packed. Raises ValueError:
+    something in the corpora or the settings cannot be used.
 
     Args:
-        target: whose vocabulary and context the rows must fit.
-        corpus: to train on.
-        held_out: to measure on. Default: a part of `corpus`.
+        held_out: to measure on. Default: a part of `corpus`, drawn by the seed.
         tokenizer: default: the one beside the target.
         settings: everything but the names of the corpora.
         num_heads: so many tokens ahead must be known somewhere in the held-out set.
-        seed: of the draw of the held-out documents, and of a stream's order.
         max_steps: of the run; a stream needs it.
-
-    Raises:
-        ValueError: something in the corpora or the settings cannot be used.
     """
     if held_out is not None and held_out.is_stream:
         raise ValueError(

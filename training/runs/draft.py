@@ -151,10 +151,9 @@ def train_draft(
 
 
 class DraftTrainer(TaughtTrainer):
-    """Teaches a draft model, in place, what a frozen target would say.
-
-    Its checkpoints are those of the draft model alone, each a folder that transformers loads.
-    During evaluation `draft_metrics` become `eval_acceptance`, `eval_tokens_per_step_4`, ...
+    """Teaches a draft model, in place, what a frozen target would say. Its checkpoints are those of
+    the draft model alone, each a folder that transformers loads. During evaluation `draft_metrics`
+    become `eval_acceptance`, `eval_tokens_per_step_4`, ...
 
     Args:
         own_text: batches that the draft model writes itself; without it, all are the corpus's.
