@@ -25,9 +25,7 @@ class ModelArguments(LoadingFlags):
         "Heads checkpoint: a folder written by train-heads, or a repository on a hub as user/name "
         "or user/name@revision.",
     )
-    target: str | None = flag(
-        None, "Hub id or path of the target. Default: the one the heads name."
-    )
+    target: str | None = flag(None, "Hub id or path of the target. Default: that of the heads.")
 
 
 @dataclass
@@ -78,16 +76,14 @@ class DecodingArguments(ModelArguments):
         "rounds every time alike. It does not go with --draft_model.",
     )
     max_new_tokens: int = flag(128, "Most tokens that are generated.")
-    do_sample: bool = flag(
-        False, "Sample; implied by temperature, top_k, top_p, min_p and typical_p."
-    )
+    do_sample: bool = flag(False, "Sample; so do temperature, top_k, top_p, min_p and typical_p.")
     temperature: float | None = flag(None, "Sampling temperature.")
     top_k: int | None = flag(None, "Sample from the k likeliest.")
     top_p: float | None = flag(None, "Sample from the likeliest tokens that add up to this.")
     min_p: float | None = flag(None, "Sample tokens this times as probable as the likeliest.")
     typical_p: float | None = flag(None, "Sample from the most typical tokens that add up to this.")
     repetition_penalty: float | None = flag(
-        None, "Divide the logits of earlier tokens by this; 1.0: off."
+        None, "Divide earlier tokens' logits by this; 1.0: off."
     )
     no_repeat_ngram_size: int | None = flag(None, "Never repeat a sequence of this many tokens.")
     stop: list[str] = flag([], "Stop behind this string; may be given again.", action="extend")

@@ -33,12 +33,9 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
     """What to measure, on which prompts."""
 
     checkpoint: str = flag(
-        MISSING,
-        "Heads checkpoint, or a target without heads: a folder, or user/name[@revision] on a hub.",
+        MISSING, "Heads checkpoint, or a target without heads: a folder, or user/name[@revision]."
     )
-    target: str | None = flag(
-        None, "Hub id or path of the target. Default: the one the heads name."
-    )
+    target: str | None = flag(None, "Hub id or path of the target. Default: that of the heads.")
     draft_model: list[str] = flag(
         [],
         "Hub id or path of a draft model, for the methods that need one; of several, draft-model "
@@ -63,12 +60,8 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
         "Spec-Bench. Default: windows of Python's standard library, from packages that no "
         "training here has seen: give your own prompts for a chat model.",
     )
-    num_prompts: int = flag(
-        20, "Prompts to measure on, from all categories in turn; 0: the whole file."
-    )
-    max_prompt_length: int | None = flag(
-        None, "Leave out prompts of more tokens, and say how many."
-    )
+    num_prompts: int = flag(20, "Prompts to measure on, from all categories in turn; 0: all.")
+    max_prompt_length: int | None = flag(None, "Leave out longer prompts, in tokens; count them.")
     prompt_length: int = flag(64, "Tokens in each of the default prompts.")
     max_new_tokens: int = flag(128, "Tokens after each prompt.")
     temperature: float = flag(0.7, "Temperature of the sampled settings.")
@@ -86,9 +79,7 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
         f"{PROVED_PARAMETERS // 1_000_000}M parameters float32, to prove the output the same.",
     )
     decodings: list[str] = flag(list(DECODINGS), "What is measured: greedy, sampled, or both.")
-    threads: int | None = flag(
-        None, "CPU threads. Default: as many as plain decoding is fastest with."
-    )
+    threads: int | None = flag(None, "CPU threads. Default: what suits plain decoding best.")
     report: str | None = flag(None, "Folder for report.json, report.md and report.png.")
 
 

@@ -42,27 +42,19 @@ _TOP = (1, 2, 5)
 class CalibrateArguments(ModelArguments, TextFlags):
     """Which heads, and on what text."""
 
-    checkpoint: str = flag(
-        MISSING, "Heads checkpoint: a folder that train-heads, convert or pull wrote."
-    )
+    checkpoint: str = flag(MISSING, "Heads checkpoint: a folder of train-heads, convert or pull.")
     dataset: list[str] = flag(
         [],
         "Text like that to be written, best the target's own answers: a file, a folder, a hub id "
         "or 'stdlib', as train-heads reads them.",
         required=True,
     )
-    dataset_split: str = flag(
-        "train", "Split to measure on. Of stdlib it is always the held-out packages."
-    )
+    dataset_split: str = flag("train", "Split to measure on; of stdlib the held-out packages.")
     self_distill: bool = flag(
-        False,
-        "Let the target continue prompts from plain text first, and measure on what it wrote: "
-        "what the heads will meet.",
+        False, "Let the target continue prompts from plain text first, and measure its own words."
     )
     max_length: int = flag(512, "Longest row in tokens.")
-    max_positions: int = flag(
-        MAX_POSITIONS, "Positions of text to measure, about. They are drawn from all of it."
-    )
+    max_positions: int = flag(MAX_POSITIONS, "Positions to measure, about, from all of the text.")
 
 
 def calibrate(arguments: CalibrateArguments) -> None:

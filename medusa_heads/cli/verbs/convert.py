@@ -25,21 +25,13 @@ class ConvertArguments(MatrixFlag, RemoteCodeFlag):
         "Layout of the source, if the names of its tensors do not show it.",
         aliases=["--from"],
     )
-    revision: str | None = flag(
-        None, "Branch, tag or commit of the source on the hub. Default: main."
-    )
-    target: str | None = flag(
-        None, "Hub id or folder of the heads' target, recorded with a hash of its lm_head."
-    )
+    revision: str | None = flag(None, "Branch, tag or commit of the source. Default: main.")
+    target: str | None = flag(None, "Hub id or folder of the target, kept with its lm_head's hash.")
     extract_target: bool = flag(
-        False,
-        "If the source is a whole model with heads in it, write the model without them to "
-        "OUT/target.",
+        False, "Write the model that the heads lie in, without them, to OUT/target."
     )
     corpus: list[str] = flag(
-        [],
-        "Text to measure the heads on, as the --dataset of medusa-heads calibrate. This loads the "
-        "target.",
+        [], "Text to measure the heads on, as medusa-heads calibrate does; loads the target."
     )
 
 

@@ -33,9 +33,7 @@ USES: dict[Use, str] = {
 class EnvArguments(DeviceFlag):
     """What to show."""
 
-    target: str | None = flag(
-        None, "Hub id or folder of a target. Default: the sizes of a small one."
-    )
+    target: str | None = flag(None, "Hub id or folder of a target. Default: sizes of a small one.")
 
 
 def show(arguments: EnvArguments) -> None:

@@ -17,12 +17,8 @@ class ExportArguments(RemoteCodeFlag):
     checkpoint: str = flag(MISSING, "Heads checkpoint: a folder, or a hub id.")
     out: str = flag(MISSING, "Folder to write. It must be empty, or not exist yet.")
     to: WrittenFormat = flag(MISSING, "Engine or project that is to read it.")
-    target: str | None = flag(
-        None, "Hub id or folder of the target. Default: the one the checkpoint names."
-    )
-    full_vocabulary: bool = flag(
-        False, "Let heads with a reduced vocabulary draft all of the target's tokens."
-    )
+    target: str | None = flag(None, "Hub id or folder of the target. Default: that of the heads.")
+    full_vocabulary: bool = flag(False, "Let heads of a reduced vocabulary draft all tokens.")
 
 
 def export(arguments: ExportArguments) -> None:

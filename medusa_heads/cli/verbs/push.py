@@ -27,12 +27,8 @@ class PushArguments(MatrixFlag):
         "The target's name on the hub, user/name or user/name@revision. Needed if the heads were "
         "trained on a local copy of it.",
     )
-    license: str | None = flag(
-        None, "Licence of the heads, such as apache-2.0. Default: none is stated."
-    )
-    benchmark: str | None = flag(
-        None, "Folder that medusa-heads benchmark --report wrote, for the model card."
-    )
+    license: str | None = flag(None, "Licence of the heads, such as apache-2.0. Default: unstated.")
+    benchmark: str | None = flag(None, "Folder of medusa-heads benchmark --report, for the card.")
     dry_run: bool = flag(False, "List the files with their sizes, without asking a hub.")
 
 

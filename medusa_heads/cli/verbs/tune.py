@@ -26,9 +26,7 @@ class TuneArguments(MeasureArguments):
 
     context: list[int] = flag([], "Tokens in the cache while measuring. Several give a table each.")
     batch_size: int = flag(1, "Sequences decoded together.")
-    write: str | None = flag(
-        None, "Write the best static tree to this .json file, as a list of medusa_choices."
-    )
+    write: str | None = flag(None, "Write the best static tree to this .json, as medusa_choices.")
 
 
 def tune(arguments: TuneArguments) -> None:
