@@ -24,19 +24,8 @@ from urllib3 import PoolManager, ProxyManager, Retry, Timeout
 from urllib3.exceptions import HTTPError
 
 from medusa_heads.files import parse_json
-from medusa_heads.inference.regeneration.answers import (
-    BROKEN_TEXT,
-    CUT_TEXT,
-    EMPTY,
-    OTHER_PROMPT,
-    OTHER_TOKENS,
-    SERVER_ERROR,
-    Answer,
-    Answers,
-    Backend,
-    OnTokens,
-    Sampling,
-)
+from medusa_heads.inference.regeneration import answers
+from medusa_heads.inference.regeneration.answers import Answer, Answers, Backend, OnTokens, Sampling
 from medusa_heads.inference.regeneration.prompts import Prompt
 
 Endpoint = Literal["auto", "completions", "chat"]
@@ -216,7 +205,7 @@ class ServerBackend(Backend):
                 raise ValueError(
                     f"{what}: what was answered is kept, and the same command goes on from there"
                 )
-        return Answer(failure=SERVER_ERROR, detail=detail)
+        return Answer(failure=answers.SERVER_ERROR, detail=detail)
 
     def _read(self, prompt: Prompt, reply: Any) -> Answer:
         choice = reply["choices"][0]
@@ -225,20 +214,20 @@ class ServerBackend(Backend):
         message = choice["message"] if self._chosen == "chat" else choice
         text = message["content" if self._chosen == "chat" else "text"] or ""
         if message.get("reasoning_content") or message.get("reasoning"):
-            return Answer(failure=CUT_TEXT, detail="use the endpoint completions")
+            return Answer(failure=answers.CUT_TEXT, detail="use the endpoint completions")
         remarks = []
         if usage.get("prompt_tokens") not in (None, len(prompt.input_ids)):
-            remarks.append(OTHER_PROMPT)
+            remarks.append(answers.OTHER_PROMPT)
         tokens = choice.get("token_ids")
         if not text and not tokens:
-            return Answer(failure=EMPTY)
+            return Answer(failure=answers.EMPTY)
         if not tokens:
             tokens = self._tokens(prompt, text)
             if tokens is None:
-                return Answer(failure=BROKEN_TEXT, detail=text[:_SHOWN])
+                return Answer(failure=answers.BROKEN_TEXT, detail=text[:_SHOWN])
             made = usage.get("completion_tokens")
             if made not in (None, len(tokens), len(tokens) + ended):
-                remarks.append(OTHER_TOKENS)
+                remarks.append(answers.OTHER_TOKENS)
         if ended and self.ends and tokens[-1] not in self.ends:
             tokens = [*tokens, self.ends[0]]
         return Answer(tokens, remarks=tuple(remarks))

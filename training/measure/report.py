@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,16 @@ from medusa_heads.checkpoint.files import REPORT_FILE as JSON_FILE
 from medusa_heads.config import head_offset
 from medusa_heads.files import parse_json, replace_file
 from medusa_heads.hub.card import REPORT_VERSION
+from medusa_heads.pictures import LIGHT, Line, draw_lines, save_picture
 from medusa_heads.tables import Rows, in_markdown, on_screen
 from medusa_heads.training.measure.metrics import own_figures
-from medusa_heads.training.measure.plots import draw_plots
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
 
 MARKDOWN_FILE = "report.md"
 SIZES = (1, 3, 7, 11, 15, 16, 23, 31, 32, 47, 63)  # drafted nodes
 HEADLINE_SIZE = 32
 RANKS = 5
+_INCHES = (6.4, 4.0)  # of a picture
 LEGEND = (
     "ahead: the token a head predicts, counted from the last one read. T: the temperature its "
     "logits are divided by. ECE: expected calibration error, the mean gap between how sure a head "
@@ -194,3 +196,68 @@ def _tables(report: Mapping[str, Any]) -> dict[str, Rows]:
         f"Heads on held-out text ({report['held_out']['positions']} positions)": (columns, heads),
         "Simulated tokens per step": ([*tree_columns, "dynamic, anywhere"], trees),
     }
+
+
+def draw_plots(folder: Path, report: Mapping[str, Any]) -> list[Path]:
+    """Write `tokens_per_step.png`, `accuracy.png` and, where heads were calibrated,
+    `reliability.png`; returns their paths."""
+    plots = [("tokens_per_step.png", _tokens_per_step), ("accuracy.png", _accuracy)]
+    if report["calibration"]:
+        plots.append(("reliability.png", _reliability))
+    return [
+        save_picture(folder / name, partial(draw, report), size=_INCHES) for name, draw in plots
+    ]
+
+
+def _tokens_per_step(report: Mapping[str, Any], figure: Any) -> None:
+    axes = figure.subplots()
+    static, dynamic = report["static_trees"], report["dynamic_trees"]
+    drawn = [
+        ("static, as decoded", static, "tokens_per_step", "-"),
+        ("static, anywhere", static, "tokens_per_step_anywhere", "--"),
+        ("dynamic, anywhere", dynamic, "tokens_per_step_anywhere", "--"),
+    ]
+    lines = [
+        Line(name, [(tree["nodes"], tree[value]) for tree in trees], style)
+        for name, trees, value, style in drawn
+        if trees
+    ]
+    heads = len(report["accuracy"])
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_xlabel("draft tokens of a step (nodes of the tree)")
+    axes.set_ylabel("tokens per step")
+    title = "Tokens per forward of the target (simulated; plain decoding: 1)"
+    draw_lines(axes, lines, title=title, limit=(f"limit of {heads} heads", heads + 1.0))
+
+
+def _accuracy(report: Mapping[str, Any], figure: Any) -> None:
+    axes = figure.subplots()
+    accuracy = report["accuracy"]
+    lines = [
+        Line(f"top-{k + 1}", [(entry["head"], entry["top_k"][k]) for entry in accuracy])
+        for k in range(len(accuracy[0]["top_k"]))
+    ]
+    labels = [f"head {entry['head']}\n{entry['looks_ahead']} ahead" for entry in accuracy]
+    axes.set_xticks([entry["head"] for entry in accuracy], labels)
+    axes.set_ylabel("share of held-out positions")
+    draw_lines(axes, lines, title="The true token among a head's best guesses")
+
+
+def _reliability(report: Mapping[str, Any], figure: Any) -> None:
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {"before": "as trained", "after": "with temperatures"}
+    for axes, (moment, title) in zip(panels, titles.items(), strict=True):
+        axes.plot([0, 1], [0, 1], color=LIGHT.ink, linewidth=0.8, linestyle=":")
+        for entry in report["calibration"]:
+            found = entry[moment]
+            axes.plot(
+                *([part[name] for part in found["bins"]] for name in ("confidence", "accuracy")),
+                marker=".",
+                label=f"head {entry['head']}: error {found['expected_error']:.3f}",
+                color=LIGHT.colours[entry["head"] % len(LIGHT.colours)],
+            )
+        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", title=title)
+        axes.grid(True)
+        axes.legend(fontsize=7, loc="upper left")
+    panels[0].set_ylabel("share of best guesses that were right")
