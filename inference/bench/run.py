@@ -175,12 +175,7 @@ def _with_further_turns(
 
 def _check_length(models: Models, prompts: Sequence[Prompt], plan: Plan) -> None:
     longest = max(len(prompt.tokens) for prompt in prompts) + plan.max_new_tokens
-    limit = models.target.max_positions
-    if limit is not None and longest > limit:
-        raise ValueError(
-            f"{longest} tokens (prompt and continuation) do not fit the target's context of "
-            f"{limit}: ask for fewer new tokens or shorter prompts"
-        )
+    models.target.check_length(longest, "prompt and continuation")
 
 
 @contextmanager

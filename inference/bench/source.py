@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary
 from medusa_heads.contents import is_draft, is_model
 from medusa_heads.files import expanded
 from medusa_heads.hub.names import split_revision
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.inference.bench.methods import Models
 from medusa_heads.inference.lookup.corpus_files import find_corpus
+from medusa_heads.inference.models.drafted import load_drafts
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.inference.models.named_target import load_target, named_target
-from medusa_heads.target.target import TargetModel
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,5 @@ def load_models(
         target = load_target(source.target, source.target, dtype=dtype, **options)
     trusted = bool(options.get("trust_remote_code"))
     index = find_corpus(corpus, target, trust_remote_code=trusted)
-    options |= {"dtype": dtype, "device": target.device}
-    drafts = []
-    for named in draft_models:
-        name, revision = split_revision(named)
-        at: dict[str, Any] = {} if revision is None else {"revision": revision}
-        drafts.append(TargetModel.from_pretrained(name, **options, **at))
-        check_vocabulary(drafts[-1], target)
+    drafts = load_drafts(draft_models, target, trust_remote_code=trusted)
     return Models(target, medusa, tuple(drafts), index)

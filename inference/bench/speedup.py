@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from medusa_heads.heads import DraftHeads
-from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, step_seconds
-from medusa_heads.inference.plan.tree_size import TreeSize, tune
-from medusa_heads.inference.plan.trees import make_drafter
+from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT
+from medusa_heads.inference.plan.tree_size import TreeSize, measured_sizes, tune
 from medusa_heads.machine import describe_machine
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
@@ -108,10 +107,15 @@ def analyze(
     if not sizes or sizes[0] < 1:
         raise ValueError(f"expected batch sizes of at least 1, got {list(batch_sizes)}")
     chances = chain_chances(statistics)
+    # Plain decoding, and the chains of 1, 2, .. heads.
+    expected = {"none": 1.0} | {
+        f"chain:{depth}": 1 + math.fsum(chances[:depth]) for depth in range(1, len(chances) + 1)
+    }
+    kind = {"chains": len(chances)}
     batches = []
     for rows in sizes:
         where: dict[str, Any] = {"context": context, "batch_size": rows, "refresh": refresh}
-        chains = _chain_sizes(target, heads, statistics, chances, **where)
+        chains = measured_sizes(target, heads, statistics, expected, kind, **where)
         trees = [] if chain_only else tune(target, heads, statistics, **where)
         batches.append(_batch(rows, chains, trees))
     report: dict[str, Any] = {
@@ -141,29 +145,6 @@ def analyze(
         sizes, [batch["best"]["speedup"] for batch in batches]
     )
     return report
-
-
-def _chain_sizes(
-    target: TargetModel,
-    heads: DraftHeads,
-    statistics: HeadStatistics,
-    chances: Sequence[float],
-    *,
-    context: int,
-    batch_size: int,
-    refresh: bool,
-) -> list[TreeSize]:
-    """Plain decoding and the chains of 1, 2, .. heads, with their measured steps."""
-    expected = {"none": 1.0} | {
-        f"chain:{depth}": 1 + math.fsum(chances[:depth]) for depth in range(1, len(chances) + 1)
-    }
-    drafters = {tree: make_drafter(tree, heads, statistics) for tree in expected}
-    kind = heads.config.to_dict() | {"chains": len(chances)}
-    seconds = step_seconds(target, drafters, kind, context, batch_size, refresh=refresh)
-    return [
-        TreeSize(tree, seconds[tree].step, tokens, seconds[tree].drafting)
-        for tree, tokens in expected.items()
-    ]
 
 
 def _batch(rows: int, chains: Sequence[TreeSize], trees: Sequence[TreeSize]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.settings import at_least
 
 # Why a prompt was asked in vain.
 EMPTY = "empty answer"
@@ -46,8 +47,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        at_least(self, 1, "max_new_tokens")
         if self.temperature <= 0.0:
             raise ValueError(
                 f"expected a temperature above 0, got {self.temperature}: for greedy text alone "

@@ -72,15 +72,12 @@ def load_draft(
     target: TargetModel,
     *,
     dtype: torch.dtype | None = None,
-    trust_remote_code: bool = False,
+    **options: Any,
 ) -> TargetModel:
     """Load a causal LM that is to draft for the target, on its device, by default in its dtype.
     Raises ValueError: nothing loadable, or its tokens are not the target's."""
     draft = TargetModel.from_pretrained(
-        str(name_or_path),
-        dtype=dtype or target.dtype,
-        device=target.device,
-        trust_remote_code=trust_remote_code,
+        str(name_or_path), dtype=dtype or target.dtype, device=target.device, **options
     )
     check_vocabulary(draft, target)
     return draft

@@ -25,7 +25,7 @@ class FreshHeads(MedusaHeads):
     """Heads without anything learnt, and without weights: each predicts what the lm_head does."""
 
     @classmethod
-    def beside(cls, heads: DraftHeads, target: TargetModel) -> FreshHeads:
+    def like(cls, heads: DraftHeads, target: TargetModel) -> FreshHeads:
         """What `heads` were when they were made."""
         config = replace(heads.config, kind="medusa", vocab_matrix="shared", prefix_attention=False)
         fresh = cls(config)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.errors import first_line
 from medusa_heads.files import check_folder
 from medusa_heads.settings import flag
@@ -125,7 +125,7 @@ def benchmark(arguments: BenchmarkArguments) -> None:
             all_left_out = so_far["prompts_left_out"] + left_out
             write_numbers(arguments.report, so_far | {"prompts_left_out": all_left_out})
 
-    tell_choices()
+    print_choices()
     report = run.benchmark(
         arguments.checkpoint,
         prompts,
@@ -162,7 +162,7 @@ def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
         return ["float32"]
     device = arguments.device
     choice = choose("tree", device=device, stored=form.dtype, shape=form.shape, count_threads=False)
-    settle(choice)
+    apply_choice(choice)
     fastest = str(choice.dtype).removeprefix("torch.")
     proved = form.shape.parameters <= PROVED_PARAMETERS
     return list(dict.fromkeys([fastest, "float32"] if proved else [fastest]))

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.inference.regeneration.arguments import RegenerateArguments
 from medusa_heads.settings import mapping
 
@@ -51,7 +51,7 @@ def regenerate(arguments: RegenerateArguments) -> None:
         if arguments.backend == "server"
         else _local(arguments)
     )
-    tell_choices()
+    print_choices()
     result = answer_dialogues(
         backend,
         dialogues,
@@ -88,7 +88,7 @@ def _local(arguments: RegenerateArguments) -> tuple[Backend, TargetModel]:
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
         use="tree" if arguments.backend == "heads" else "batch",
-        on_choice=settle,
+        on_choice=apply_choice,
     )
     sizes = {} if arguments.batch_size is None else {"batch_size": arguments.batch_size}
     if arguments.backend == "heads":

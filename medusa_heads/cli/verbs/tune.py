@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from medusa_heads.cli.choices import print_choices
 from medusa_heads.cli.decoding import load_measured_model
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import MeasureArguments
-from medusa_heads.cli.settled import tell_choices
 from medusa_heads.settings import flag
 from medusa_heads.tables import on_screen
 
@@ -46,7 +46,7 @@ def tune(arguments: TuneArguments) -> None:
     from medusa_heads.machine.measurements import measurement_folder
 
     assert model.statistics is not None
-    tell_choices()
+    print_choices()
     console = Console()
     for context in arguments.context or [min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)]:
         with console.status(f"measuring at a context of {context}"):
