@@ -18,7 +18,7 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.machine import Measurements, as_seconds
+from medusa_heads.machine import Measurements, as_seconds, wait_for
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree, TreeShape, cartesian_choices
@@ -235,8 +235,7 @@ class _Bench:
         return self._now() - started
 
     def _now(self) -> float:
-        if self._target.device.type == "cuda":
-            torch.cuda.synchronize(self._target.device)
+        wait_for(self._target.device)
         return time.perf_counter()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.machine import wait_for
 from medusa_heads.target.prompts import left_padded, stop_ids
 
 WARM_UP_TOKENS = 24
@@ -70,7 +71,7 @@ def run_once(
 
     def count(*_: Any) -> None:
         if not ends:
-            _synchronize(model)
+            wait_for(model.device)
             if method.compiled:  # nothing of ours is compiled into the others
                 hook.remove()
         ends.append(time.perf_counter())
@@ -79,10 +80,10 @@ def run_once(
     memory = PeakMemory(model.device)
     hook = model.register_forward_hook(count)
     try:
-        _synchronize(model)
+        wait_for(model.device)
         started = time.perf_counter()
         output_BT = method.generate(input_ids_BT, attention_mask=mask_BT, **generate_kwargs)
-        _synchronize(model)
+        wait_for(model.device)
         seconds = time.perf_counter() - started
     finally:
         hook.remove()
@@ -127,11 +128,6 @@ def _up_to_the_end(tokens: list[int], model: Any) -> list[int]:
     return tokens[: last + 1]
 
 
-def _synchronize(model: Any) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-
-
 class PeakMemory:
     """Watches from here on: a GPU's allocator, or (on Linux) this process's resident memory."""
 
@@ -139,7 +135,7 @@ class PeakMemory:
         self._device = device
         self._before: int | None = None
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            wait_for(device)
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device)
             return

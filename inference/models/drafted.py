@@ -143,7 +143,7 @@ def load_drafts(
 ) -> list[TargetModel]:
     """Draft models by hub id (perhaps with a revision) or folder, in the target's dtype, on its
     device. Raises ValueError: nothing loadable, or tokens that are not the target's."""
-    options = {"trust_remote_code": trust_remote_code}
+    options: Any = {"trust_remote_code": trust_remote_code}
     found = map(split_revision, names)
     return [load_draft(name, target, revision=revision, **options) for name, revision in found]
 

@@ -82,7 +82,7 @@ def measured_sizes(
     heads: DraftHeads,
     statistics: HeadStatistics,
     expected: Mapping[str, float],
-    kind: Mapping[str, Any],
+    kind: dict[str, Any],
     **where: Any,
 ) -> list[TreeSize]:
     """Trees by the tokens expected of a step, with its measured time; `kind` and `where` are those

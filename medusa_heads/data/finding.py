@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.data.data_files import SUFFIXES, has_known_suffix
 from medusa_heads.errors import first_line
-from medusa_heads.files import expanded
+from medusa_heads.files import expanded, is_path
 from medusa_heads.hub_probe import hub_failure
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def find_names(name: str | Sequence[str]) -> list[str]:
             if not files:
                 raise ValueError(f"expected a corpus at {one!r}, found no such file")
             found += files
-        elif one.startswith((".", "/", "~")) or one.count("/") > 1 or has_known_suffix(one):
+        elif is_path(one) or has_known_suffix(one):
             raise ValueError(
                 f"expected a corpus at {one!r}, found none: give 'stdlib', a hub id, a folder, or "
                 f"a file of the kinds {', '.join(SUFFIXES)}"

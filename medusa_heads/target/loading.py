@@ -13,7 +13,7 @@ import torch
 
 from medusa_heads.contents import refuse_heads
 from medusa_heads.errors import first_line
-from medusa_heads.files import expanded
+from medusa_heads.files import expanded, is_path
 from medusa_heads.hub_probe import hub_failure
 from medusa_heads.machine import Choice, Shape, Use, as_dtype, choose, find_device
 
@@ -186,11 +186,6 @@ def asking_hub(name: str, *, never: bool = False) -> Iterator[dict[str, Any]]:
         yield {"local_files_only": True} if alone else {}
     finally:
         logger.setLevel(level)
-
-
-def is_path(name: str) -> bool:
-    """Whether no hub id looks like this: then no hub need be asked."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def _on_hub(name: str) -> bool:
