@@ -275,9 +275,7 @@ def _carry_along(came_from: Path, stored: StoredHeads, made: Path) -> None:
 
 
 def attach(
-    model: PreTrainedModel | TargetModel,
-    heads: DraftHeads | str | os.PathLike[str],
-    **options: Any,
+    model: PreTrainedModel | TargetModel, heads: DraftHeads | str | os.PathLike[str], **options: Any
 ) -> MedusaModel:
     """Heads, in memory or of a checkpoint, on a target that is in memory already; it is not
     modified. Options are those of `MedusaModel`, or of `MedusaModel.from_pretrained`.

@@ -150,11 +150,7 @@ def heads_drafter(
     if deterministic or isinstance(target, CompiledTarget):
         return tree, blend(sources, deterministic=True, nodes=nodes)
     return tree, BlendedDrafter(
-        Clock.flat(),
-        range(nodes + 1),
-        text=TextSource(nodes, corpus),
-        sources=sources,
-        always=True,
+        Clock.flat(), range(nodes + 1), text=TextSource(nodes, corpus), sources=sources, always=True
     )
 
 

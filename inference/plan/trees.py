@@ -21,11 +21,7 @@ from medusa_heads.files import parse_json, replace_file
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import text_drafter
-from medusa_heads.inference.drafters.head_trees import (
-    DynamicDrafter,
-    HydraDrafter,
-    MedusaDrafter,
-)
+from medusa_heads.inference.drafters.head_trees import DynamicDrafter, HydraDrafter, MedusaDrafter
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.trees.statistics import HeadStatistics
 from medusa_heads.trees.tree import TreeShape, cartesian_choices

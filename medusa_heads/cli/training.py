@@ -166,10 +166,7 @@ class Run:
         ]
 
     def plan(
-        self,
-        args: TrainingArguments,
-        num_heads: int,
-        make: Callable[[TargetModel, TextSize], Plan],
+        self, args: TrainingArguments, num_heads: int, make: Callable[[TargetModel, TextSize], Plan]
     ) -> None:
         """Everything but steps: print a sample of the text and what the run would be; only the
         first process does."""

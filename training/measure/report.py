@@ -80,10 +80,7 @@ def make_report(
             "loss": metrics.get("eval_loss"),
             "target": own_figures(metrics),
         },
-        "tokens_per_step": {
-            "nodes": len(best),
-            "static": simulate_tokens_per_step(runs, best),
-        },
+        "tokens_per_step": {"nodes": len(best), "static": simulate_tokens_per_step(runs, best)},
         "accuracy": [
             {"head": head, "looks_ahead": head_offset(head), "top_k": list(shares)}
             for head, shares in enumerate(top_k)

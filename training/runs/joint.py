@@ -150,10 +150,7 @@ class JointObjective(nn.Module):
     gradient_checkpointing_enable = activation_checkpointing_enable  # Trainer's word until 5.23
 
     def forward(
-        self,
-        inputs: Mapping[str, Tensor],
-        num_items: Tensor | int,
-        heads_alone: bool = False,
+        self, inputs: Mapping[str, Tensor], num_items: Tensor | int, heads_alone: bool = False
     ) -> Tensor:
         """The loss; gradients of the heads' part flow into the adapter too, unless heads learn
         alone."""
