@@ -80,7 +80,7 @@ def train(
         training_args=args,
         tokenizer=run.tokenizer,
         trust_remote_code=to_target.trust_remote_code,
-        **run.course(),
+        **run.run_options(),
     )
     if args.process_index == 0:
         _report(Path(to_optimise.output_dir))

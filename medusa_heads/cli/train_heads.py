@@ -60,7 +60,7 @@ def train(
     to_optimise: OptimisationArguments,
 ) -> None:
     """Train extra decoding heads for a frozen causal language model."""
-    joint = joint_if(to_save.joint, to_join)
+    joint = joint_settings(to_save.joint, to_join)
     if to_save.with_vocab_matrix:
         from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 
@@ -99,13 +99,13 @@ def train(
         hidden_cache=to_cache,
         joint=joint,
         with_vocab_matrix=to_save.with_vocab_matrix,
-        **run.course(),
+        **run.run_options(),
     )
     if args.process_index == 0:
         _report(Path(to_optimise.output_dir))
 
 
-def joint_if(joint: bool, config: JointConfig) -> JointConfig | None:
+def joint_settings(joint: bool, config: JointConfig) -> JointConfig | None:
     """The configuration of joint training where that is asked for."""
     if not joint and config != JointConfig():
         idle = [

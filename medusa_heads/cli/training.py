@@ -108,8 +108,8 @@ class Run:
                 prompts, of_held_out = self.prompts(target)
                 distill = self.to_distill, kept, args.seed
                 texts = (
-                    continued(target, prompts, "distilled text", *distill),
-                    continued(target, of_held_out, "distilled held-out text", *distill),
+                    continue_prompts(target, prompts, "distilled text", *distill),
+                    continue_prompts(target, of_held_out, "distilled held-out text", *distill),
                 )
         data = self._rows(target, texts, self.to_data, args, num_heads)
         if args.process_index == 0:
@@ -210,7 +210,7 @@ class Run:
         rows: Any = pack_rows(data.known_rows, length) if self.to_data.packing else data.rows
         return rows, text_size(rows, data.facts.supervised_tokens)
 
-    def course(self) -> dict[str, Any]:
+    def run_options(self) -> dict[str, Any]:
         """What `train_heads` and `train_draft` are given alike."""
         return {
             "output_dir": self.to_optimise.output_dir,
@@ -221,7 +221,7 @@ class Run:
         }
 
 
-def continued(
+def continue_prompts(
     target: TargetModel,
     prompts: Dataset,
     name: str,

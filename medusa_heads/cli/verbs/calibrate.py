@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import ModelArguments
-from medusa_heads.cli.training import continued
+from medusa_heads.cli.training import continue_prompts
 from medusa_heads.contents import instead_of_heads, is_heads
 from medusa_heads.data.finding import HELD_OUT
 from medusa_heads.files import check_folder, expanded
@@ -133,7 +133,7 @@ def _own_text(target: TargetModel, tokenizer: Any, corpus: Corpus, tokens: int) 
         seed=0,
     )
     with TemporaryDirectory() as cache:
-        return continued(target, prompts, "the target's own text", as_trained, cache)
+        return continue_prompts(target, prompts, "the target's own text", as_trained, cache)
 
 
 def _table(statistics: HeadStatistics) -> Table:
