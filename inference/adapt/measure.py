@@ -18,7 +18,7 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.machine import Measurements, as_seconds, wait_for
+from medusa_heads.machine import Measurements, as_seconds
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree, TreeShape, cartesian_choices
@@ -235,7 +235,8 @@ class _Bench:
         return self._now() - started
 
     def _now(self) -> float:
-        wait_for(self._target.device)
+        if self._target.device.type == "cuda":
+            torch.cuda.synchronize(self._target.device)
         return time.perf_counter()
 
 
@@ -273,8 +274,11 @@ def _facts(target: TargetModel) -> dict[str, Any]:
 
 
 def _fitting(target: TargetModel, context: int, nodes: int) -> int:
-    """The context, or as much of it as the target has room for beside so many nodes. Raises
-    ValueError: there is none."""
+    """The context, or as much of it as the target has room for beside so many nodes.
+
+    Raises:
+        ValueError: there is none.
+    """
     if target.max_positions is not None:
         context = min(context, target.max_positions - nodes - 1)
     if context < 1:

@@ -41,7 +41,8 @@ def in_one_sentence(
 
     They are raised without their cause, whose text is a server's and could hold anything.
     """
-    from huggingface_hub import errors, get_session, get_token
+    from huggingface_hub import get_session, get_token
+    from huggingface_hub.errors import HTTPError  # of whichever HTTP library the client is built on
 
     logger, client = logging.getLogger("huggingface_hub"), get_session()
     level, hooks = logger.level, client.event_hooks
@@ -49,7 +50,7 @@ def in_one_sentence(
     client.event_hooks = {**hooks, "response": [*hooks.get("response", []), _check_names]}
     try:
         yield
-    except (OSError, ValueError, RuntimeError, errors.HTTPError, *_TRIPPED) as error:
+    except (OSError, ValueError, RuntimeError, HTTPError, *_TRIPPED) as error:
         sentence = _sentence(error, repo_id, revision)
         for secret in (token, get_token()):
             if isinstance(secret, str) and secret:
@@ -70,7 +71,14 @@ def _check_names(answer: Any) -> None:
 
 
 def _sentence(error: BaseException, repo_id: str, revision: str | None) -> str:
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     hub = f"the hub at {constants.ENDPOINT}"
     if isinstance(error, _TRIPPED):
@@ -81,11 +89,11 @@ def _sentence(error: BaseException, repo_id: str, revision: str | None) -> str:
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
-    answer = next((each for each in causes if isinstance(each, errors.HfHubHTTPError)), None)
+    answer = next((each for each in causes if isinstance(each, HfHubHTTPError)), None)
     if answer is None:
         if constants.HF_HUB_OFFLINE:
             return f"{repo_id!r} is not in the local cache, and HF_HUB_OFFLINE is set: unset it"
-        if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is None:
+        if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is None:
             return f"{repo_id!r} is not in the local cache, and local_files_only asks no hub"
         reason = first_line(causes[-1] if str(causes[-1]).strip() else error)
         if isinstance(error, OSError) and error.errno is not None:  # of this machine: a full disk
@@ -94,13 +102,13 @@ def _sentence(error: BaseException, repo_id: str, revision: str | None) -> str:
     status = answer.response.status_code
     said = " ".join((answer.server_message or "").split())
     because = f" ({said})" if said else ""
-    if isinstance(answer, errors.RevisionNotFoundError):
+    if isinstance(answer, RevisionNotFoundError):
         return f"the repository {repo_id!r} has no revision {revision or 'main'!r}"
-    if isinstance(answer, errors.GatedRepoError):
+    if isinstance(answer, GatedRepoError):
         return f"access to {repo_id!r} must be asked for on its page{because}"
     if status == 401 and "invalid" in said.lower():
         return f"the hub does not know this token: {LOG_IN}"
-    if isinstance(answer, errors.RepositoryNotFoundError) or status in (401, 404):
+    if isinstance(answer, RepositoryNotFoundError) or status in (401, 404):
         return (
             f"the hub has no repository {repo_id!r}, or it is private and the token may not read "
             f"it: check the name, or {LOG_IN}"
