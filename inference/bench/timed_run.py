@@ -18,7 +18,7 @@ import torch
 
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.machine import wait_for
-from medusa_heads.target.prompts import left_padded, stop_ids
+from medusa_heads.target.prompts import left_padded, stop_ids, until_end
 
 WARM_UP_TOKENS = 24
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -88,7 +88,8 @@ def run_once(
     finally:
         hook.remove()
     peak, above = memory.read()
-    rows = [_up_to_the_end(row, model) for row in output_BT[:, input_ids_BT.shape[1] :].tolist()]
+    texts, stops = output_BT[:, input_ids_BT.shape[1] :].tolist(), stop_ids(model)
+    rows = [until_end(tokens, stops) for tokens in texts]
     first = ends[0] if ends else 0.0
     run = Run(rows, seconds, len(ends), len(ends), first - started, peak, above)
     if method.compiled:
@@ -119,13 +120,6 @@ def fastest_threads(model: Any, prompt: Sequence[int]) -> int:
             done = run_once(method, model, [prompt], 0, max_new_tokens=WARM_UP_TOKENS, **how)
             times.append(done.seconds / done.num_tokens)
     return min(seconds, key=lambda count: statistics.median(seconds[count][1:]))
-
-
-def _up_to_the_end(tokens: list[int], model: Any) -> list[int]:
-    """A row without what fills it up to the longest row of its batch."""
-    ends = stop_ids(model)
-    last = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[: last + 1]
 
 
 class PeakMemory:

@@ -10,6 +10,7 @@ from typing import Any
 
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.settings import at_least
+from medusa_heads.target.prompts import until_end
 
 # Why a prompt was asked in vain.
 EMPTY = "empty answer"
@@ -78,11 +79,11 @@ class Backend(ABC):
 
 
 def as_answer(tokens: Sequence[int], ends: Collection[int]) -> Answer:
-    """The answer up to its first end token; padding stands behind it."""
-    length = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
-    if not length or (length == 1 and tokens[0] in ends):
+    """The answer up to its first end token."""
+    tokens = until_end(tokens, ends)
+    if not tokens or tokens[0] in ends:
         return Answer(failure=EMPTY)
-    return Answer(tokens[:length])
+    return Answer(tokens)
 
 
 @dataclass
