@@ -47,11 +47,8 @@ class Dialogue:
         self._rows: list[Row] = []
 
     def ask(self, turn: int) -> tuple[list[int], Messages | None]:
-        """The question of a turn, as tokens and, in a conversation, as messages.
-
-        Raises:
-            Unanswerable: there is none.
-        """
+        """The question of a turn, as tokens and, in a conversation, as messages. Raises
+        Unanswerable: there is none."""
         if not self._asked:
             raise Unanswerable(NO_QUESTION, "the prompt has no tokens")
         return self._asked, None
@@ -118,11 +115,8 @@ class ChatDialogue(Dialogue):
 
 def read_table(name: str, split: str = "train", *, config: str | None = None) -> Dataset:
     """Find and read a table of prompts, by a name, split and configuration as `find_rows` takes
-    them. A text file is one document, and all fields of a .csv are texts.
-
-    Raises:
-        ValueError: nothing stands there, it cannot be read, or it has no such split.
-    """
+    them. A text file is one document, and all fields of a .csv are texts. Raises ValueError:
+    nothing stands there, it cannot be read, or it has no such split."""
 
     def refuse(place: str, reason: str) -> None:
         raise ValueError(f"{place}: {reason}")
@@ -162,20 +156,16 @@ def read_dialogues(
     seed: int = 0,
     template_options: Mapping[str, Any] | None = None,
 ) -> list[Dialogue]:
-    """What a corpus asks, by its columns: `messages`, `prompt`, `input_ids` or `text`.
+    """What a corpus asks, by its columns: conversations in `messages` (and `tools`, where they have
+    any); prompts in `prompt`, each a text or a conversation; prompts in `input_ids`; or documents
+    in `text`, from which windows of `prompt_length` tokens are drawn by the seed. Raises
+    ValueError: no such column, no rows, or no tokenizer or chat template where one is needed.
 
     Args:
-        corpus: conversations in `messages` (and `tools`, where they have any); prompts in `prompt`,
-            each a text or a conversation; prompts in `input_ids`; or documents in `text`, from
-            which windows of `prompt_length` tokens are drawn.
         tokenizer: the target's; not needed for `input_ids`.
         turns: of conversations, which turns of the assistant are answered.
         num_prompts: the first so many rows; of documents, so many windows. Default: all, or 2048.
-        prompt_length, seed: of windows.
         template_options: further variables of the chat template.
-
-    Raises:
-        ValueError: no such column, no rows, or no tokenizer or chat template where one is needed.
     """
     if not len(corpus):
         raise ValueError("the corpus is empty: give one with prompts in it")

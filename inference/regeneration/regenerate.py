@@ -54,27 +54,20 @@ def regenerate(
     num_workers: int = 1,
     progress: bool = True,
 ) -> Dataset:
-    """The target's own continuations of prompts, made with its `generate`.
+    """The target's own continuations of prompts, in their order, made with its `generate` in its
+    dtype, on its device: rows of `input_ids` (prompt, continuation, ending with the end-of-text
+    token where there is one) and `labels`, which equal `input_ids` on the continuation and are -100
+    on the prompt. A prompt that the target ends at once gives none. Raises ValueError: no prompts,
+    an impossible setting, or a text longer than the target's context.
 
     Args:
-        target: as loaded; generation runs in its dtype, on its device.
         prompts: a dataset with a column `input_ids`; batches of unequal lengths are padded left.
         max_new_tokens: tokens after each prompt; fewer where the target ends its text.
-        batch_size: rows a `generate` call.
         greedy_share: share of the rows decoded greedily, spread evenly; the rest is sampled.
-        temperature: of the sampled rows.
         seed: of the sampling. Equal arguments give equal rows, in batches of any size.
         cache_dir: finished answers are kept here, under a key of everything that decides them.
         num_workers: processes that share the batches; see TransformersBackend.
         progress: show a progress bar, in tokens.
-
-    Returns:
-        A dataset in the order of the prompts: `input_ids` (prompt, continuation, ending with the
-        end-of-text token where there is one) and `labels`, which equal `input_ids` on the
-        continuation and are -100 on the prompt. A prompt that the target ends at once gives none.
-
-    Raises:
-        ValueError: no prompts, an impossible setting, or a text longer than the target's context.
     """
     if "input_ids" not in prompts.column_names or len(prompts) == 0:
         raise ValueError("expected at least one prompt in a column 'input_ids', got none")
@@ -104,10 +97,7 @@ def answer_dialogues(
     progress: bool = True,
 ) -> Regenerated:
     """Ask every question of every dialogue, turn by turn; the other arguments as `regenerate`.
-
-    Raises:
-        ValueError: no dialogues, an impossible setting, or not one answer.
-    """
+    Raises ValueError: no dialogues, an impossible setting, or not one answer."""
     if not dialogues:
         raise ValueError("expected at least one prompt, got none")
     if not 0.0 <= greedy_share <= 1.0:

@@ -81,12 +81,9 @@ class ChatTemplate:
 
     def rows(self, conversation: Conversation) -> list[tuple[list[int], list[int]]]:
         """input_ids and labels of a conversation: one row, where the template never rewrites what
-        it has rendered before, else as few rows as hold each turn with the context it answers.
-        Text after the last turn is left out: nothing is learnt from it.
-
-        Raises:
-            BadRow: the template refuses the messages, or no turn can be told from its prompt.
-        """
+        it has rendered before, else as few rows as hold each turn with the context it answers. Text
+        after the last turn is left out: nothing is learnt from it. Raises BadRow: the template
+        refuses the messages, or no turn can be told from its prompt."""
         turns = self._turns(conversation)
         rows = []
         while turns:
@@ -159,6 +156,18 @@ class ChatTemplate:
         if token not in self._blank:
             self._blank[token] = not str(self.tokenizer.decode([token])).strip()
         return self._blank[token]
+
+
+def ask_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:
+    """Token ids of a conversation, ready to be answered. Raises ValueError: the template refuses
+    it, with whatever Jinja or the template's own code raises."""
+    try:
+        ids: Any = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:
+        raise ValueError(f"the target's chat template refuses this: {error}") from error
+    return list(ids)
 
 
 def continuation(

@@ -152,11 +152,8 @@ class _Captured:
 
 class CompiledTarget(TargetModel):
     """A target that verifies trees through torch.compile. The model is not modified, but has a
-    forward hook on its lm_head as long as this object lives.
-
-    Raises:
-        UnsupportedArchitecture: at the first verification, if the model's forward is not one graph.
-    """
+    forward hook on its lm_head as long as this object lives. Raises UnsupportedArchitecture: at the
+    first verification, if the model's forward is not one graph."""
 
     def __init__(
         self, model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor"

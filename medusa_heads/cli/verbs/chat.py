@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from medusa_heads.cli.choices import print_choices
 from medusa_heads.cli.decoding import describe, load_drafting_model, warn_if_lossy
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.config_file import coerce
@@ -18,7 +19,6 @@ from medusa_heads.cli.flags.decoding import (
     decoder_options,
     generation_options,
 )
-from medusa_heads.cli.settled import tell_choices
 from medusa_heads.plain_yaml import parse_yaml
 from medusa_heads.settings import flag
 
@@ -49,7 +49,7 @@ def chat(arguments: ChatArguments) -> None:
 
     model, tokenizer = load_drafting_model(arguments)
     generation_options(arguments, tokenizer)  # refuses before the first line is typed
-    tell_choices()
+    print_choices()
     warn_if_lossy(model)
     session = Session(arguments, tokenizer, Conversation(model, tokenizer, arguments.system))
     terminal = sys.stdin.isatty()

@@ -9,10 +9,11 @@ from dataclasses import MISSING, dataclass
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.settings import flag
+from medusa_heads.shared_flags import MatrixFlag
 
 
 @dataclass
-class PushArguments:
+class PushArguments(MatrixFlag):
     """What to push, and where to."""
 
     checkpoint: str = flag(MISSING, "Heads checkpoint: a folder written by train-heads.")
@@ -26,17 +27,8 @@ class PushArguments:
         "The target's name on the hub, user/name or user/name@revision. Needed if the heads were "
         "trained on a local copy of it.",
     )
-    license: str | None = flag(
-        None, "Licence of the heads, such as apache-2.0. Default: none is stated."
-    )
-    benchmark: str | None = flag(
-        None, "Folder that medusa-heads benchmark --report wrote, for the model card."
-    )
-    with_vocab_matrix: bool = flag(
-        False,
-        "Publish the copy of the target's vocabulary matrix that lies beside the heads too. It is "
-        "under the target's licence.",
-    )
+    license: str | None = flag(None, "Licence of the heads, such as apache-2.0. Default: unstated.")
+    benchmark: str | None = flag(None, "Folder of medusa-heads benchmark --report, for the card.")
     dry_run: bool = flag(False, "List the files with their sizes, without asking a hub.")
 
 
