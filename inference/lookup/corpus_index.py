@@ -152,7 +152,7 @@ class CorpusIndex:
                 if said.get("kind") != _KIND:
                     raise ValueError(f"{path} is no corpus index of this version: index it anew")
                 tokens_C, order_P = (file.get_tensor(n).numpy() for n in ("tokens", "order"))
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, TypeError) as error:  # numpy has no bfloat16
             raise ValueError(f"{path} cannot be read ({error}): index the corpus anew") from error
         made_by = said.get("tokenizer") or None
         if tokenizer is not None and made_by not in (None, tokenizer):

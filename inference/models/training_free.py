@@ -164,6 +164,16 @@ class TrainingFreeModel(AssistedModel):
     def _find_layers(self, calibration: Tensor | None) -> None:
         from medusa_heads.inference.drafters.extra.skip_search import best_skip_set
 
+        vocab_size = self.target.vocab_size
+        if calibration is not None and not (
+            calibration.ndim == 2
+            and calibration.numel()
+            and 0 <= calibration.min() <= calibration.max() < vocab_size
+        ):
+            raise ValueError(
+                f"calibration must be token ids [B, T] from 0 to {vocab_size - 1}, got a tensor of "
+                f"shape {list(calibration.shape)}"
+            )
         self.skipped_layers, self._agreement["agreement"] = best_skip_set(
             self.target, self._stack, self._exit_clock(), max(sizes_for(self.target)), calibration
         )

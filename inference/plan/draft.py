@@ -55,7 +55,7 @@ def draft_plan(tree: str, depth: int, *, chain_only: bool, one_size: bool) -> Dr
         return DraftPlan(tree, {"chain_only": chain_only}, adaptive=True)
     kind, _, number = tree.partition(":")
     numbers = number.split("x") if kind == "sampled" else [number]
-    if number and not all(each.isdigit() and int(each) for each in numbers):
+    if number and not all(each.isdecimal() and int(each) for each in numbers):
         raise ValueError(f"a draft has at least 1 token, got {tree!r}")
     if kind == "sampled" and number:
         levels = [int(each) for each in numbers]

@@ -91,8 +91,8 @@ def _choices(
     if not isinstance(tree, int | str):
         return tree
     depth = heads.config.num_heads
-    if kind.isdigit() or kind in ("static", "dynamic"):
-        nodes = _count(tree, kind if kind.isdigit() else argument)
+    if kind.isdecimal() or kind in ("static", "dynamic"):
+        nodes = _count(tree, kind if kind.isdecimal() else argument)
         if statistics is not None:
             return statistics.choices(nodes)
         # Unmeasured heads: their best guesses in a row, then the first head's next best ones.
@@ -113,6 +113,6 @@ def _choices(
 
 
 def _count(tree: TreeSpec, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"a tree has at least 1 drafted node or candidate, got {tree!r}")
     return int(text)
