@@ -100,15 +100,11 @@ class Conversation:
                 text = "\n" + text
             new = self._tokenizer(text, add_special_tokens=first)["input_ids"]
             return [*self._text_ids, *new]
-        from jinja2 import TemplateError
+        from medusa_heads.data.chat import ChatTemplate
 
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except TemplateError as error:
-            raise ValueError(f"the target's chat template refuses this: {error}") from error
-        return list(rendered)
+        chat = ChatTemplate(self._tokenizer)
+        (ids,) = chat.encode([chat.render(messages, None, ask=True)])
+        return ids
 
     def _room(self, prompt_tokens: int, max_new_tokens: int) -> int:
         limit = self.model.target.max_positions
