@@ -21,6 +21,7 @@ CUT_TEXT = "reasoning cut off by the server"
 TOO_LONG = "too long for the target's context"
 TEMPLATE = "refused by the chat template"
 NO_QUESTION = "nothing to answer"
+UNKNOWN_TOKENS = "tokens that the target does not have"
 EARLIER_TURN = "an earlier turn has no answer"
 # Another run may be luckier with these: they are not kept on disk.
 PASSING = frozenset({SERVER_ERROR})
@@ -65,6 +66,9 @@ class Backend(ABC):
 
     max_positions: int | None
     """Longest text, prompt and answer together, where it is known."""
+
+    vocab_size: int | None = None
+    """How many tokens there are, where it is known."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

@@ -176,8 +176,9 @@ def read_dialogues(
         raise ValueError(f"expected a corpus with one of the columns {list(known)}, got {columns}")
     if column != "text" and num_prompts is not None:
         corpus = corpus.select(range(min(num_prompts, len(corpus))))
+    _check_column(corpus, column)
     if column == "input_ids":
-        return [Dialogue(row, ids) for row, ids in enumerate(corpus["input_ids"])]
+        return [Dialogue(row, ids or []) for row, ids in enumerate(corpus["input_ids"])]
     if tokenizer is None:
         raise ValueError(
             f"a corpus with a column {column!r} needs the target's tokenizer, and none lies beside "
@@ -187,7 +188,7 @@ def read_dialogues(
         from medusa_heads.data.corpus import draw_windows
 
         windows = draw_windows(
-            list(corpus["text"]),
+            [text or "" for text in corpus["text"]],
             tokenizer,
             num_prompts=2048 if num_prompts is None else num_prompts,
             prompt_length=prompt_length,
@@ -209,6 +210,18 @@ def read_dialogues(
         chat = chat or ChatTemplate(tokenizer, arguments=template_options or {})
         dialogues.append(ChatDialogue(row, _messages(asked, row), turns, chat, available))
     return dialogues
+
+
+def _check_column(corpus: Dataset, column: str) -> None:
+    """Raises ValueError where token ids or texts are something else; conversations are looked at
+    one by one."""
+    expected = {"input_ids": ("lists of integers", "int"), "text": ("texts", "string")}
+    if column in expected:
+        words, kind = expected[column]
+        found = corpus.features[column]
+        inner = getattr(found, "feature", None) if column == "input_ids" else found
+        if kind not in str(getattr(inner, "dtype", None)):
+            raise ValueError(f"expected {words} in the column {column!r}, got {found}")
 
 
 def _messages(asked: Any, row: int) -> Messages:

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from medusa_heads.inference.regeneration.answers import (
     EARLIER_TURN,
     TOO_LONG,
+    UNKNOWN_TOKENS,
     Accounting,
     Backend,
     Sampling,
@@ -117,7 +118,7 @@ def answer_dialogues(
                     if place in silent:
                         raise Unanswerable(EARLIER_TURN)
                     input_ids, messages = dialogue.ask(turn)
-                    _check_length(len(input_ids), sampling, backend.max_positions)
+                    _check_fits(input_ids, sampling, backend)
                 except Unanswerable as error:
                     accounting.missed("skipped", error.reason, dialogue.row, turn, error.detail)
                     silent.add(place)
@@ -147,8 +148,11 @@ def answer_dialogues(
     return Regenerated(dataset_of(dialogues), accounting, described)
 
 
-def _check_length(prompt_tokens: int, sampling: Sampling, limit: int | None) -> None:
-    total = prompt_tokens + sampling.max_new_tokens
+def _check_fits(input_ids: Sequence[int], sampling: Sampling, backend: Backend) -> None:
+    total, limit = len(input_ids) + sampling.max_new_tokens, backend.max_positions
+    known = range(backend.vocab_size or 1 << 63)
+    if strange := [token for token in (min(input_ids), max(input_ids)) if token not in known]:
+        raise Unanswerable(UNKNOWN_TOKENS, f"such as {strange[0]}")
     if limit is not None and total > limit:
         raise Unanswerable(TOO_LONG, f"{total} tokens with the answer, the context is {limit}")
 

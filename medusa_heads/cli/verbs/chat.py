@@ -45,6 +45,7 @@ class ChatArguments(DecodingArguments):
 
 def chat(arguments: ChatArguments) -> None:
     """Read lines and answer them until the input ends."""
+    check_encodable(arguments.system or "")
     from medusa_heads.cli.conversation import Conversation
 
     model, tokenizer = load_drafting_model(arguments)
