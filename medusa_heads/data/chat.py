@@ -159,15 +159,10 @@ class ChatTemplate:
 
 
 def ask_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:
-    """Token ids of a conversation, ready to be answered. Raises ValueError: the template refuses
-    it, with whatever Jinja or the template's own code raises."""
-    try:
-        ids: Any = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except Exception as error:
-        raise ValueError(f"the target's chat template refuses this: {error}") from error
-    return list(ids)
+    """Token ids of a conversation, ready to be answered. Raises BadRow: the template refuses it."""
+    template = ChatTemplate(tokenizer)
+    (ids,) = template.encode([template.render(messages, None, ask=True)])
+    return ids
 
 
 def continuation(
