@@ -7,7 +7,7 @@ medusa-heads benchmark assets/demo-target --methods plain suffix recycling auto 
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.choices import apply_choice, print_choices
@@ -189,15 +189,8 @@ def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
         for setting in default_settings(arguments.dtypes)
         if setting.name in arguments.decodings
     ]
-    return Plan(
-        settings,
-        batch_sizes=arguments.batch_sizes,
-        max_new_tokens=arguments.max_new_tokens,
-        max_prompt_length=arguments.max_prompt_length,
-        temperature=arguments.temperature,
-        seed=arguments.seed,
-        threads=arguments.threads,
-    )
+    given = [field.name for field in fields(Plan) if field.name != "settings"]
+    return Plan(settings, **{name: getattr(arguments, name) for name in given})
 
 
 def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt], int]:

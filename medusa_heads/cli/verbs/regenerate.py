@@ -65,8 +65,7 @@ def regenerate(arguments: RegenerateArguments) -> None:
         "settings": asdict(arguments),
     }
     if target is not None:
-        revision = getattr(target.model.config, "_commit_hash", None)
-        record["target"] |= {"revision": revision, **target.fingerprint()}
+        record["target"] |= {"revision": target.revision, **target.fingerprint()}
     file = write_output(result.rows, result.accounting, folder, record)
     accounting = result.accounting
     print(accounting)
