@@ -11,7 +11,7 @@ however unequal their luck.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,11 @@ from transformers import LogitsProcessorList
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.target.attention import TreeMask, additive
 from medusa_heads.target.cache import RowCache
+from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
+
+if TYPE_CHECKING:  # which read the state
+    from medusa_heads.inference.drafters.base import Drafter
 
 
 class DecodingState:
@@ -53,6 +57,14 @@ class DecodingState:
         # positions have none there: such nodes are verified at the last one.
         self._last_position = None if max_length is None else max_length - 1
         self._buffers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by rows and nodes
+
+    def draft(self, drafter: Drafter) -> TokenTree | None:
+        """The tree to verify next; None where the target has to read what is committed first."""
+        return drafter.propose(self)
+
+    def verify(self, target: TargetModel, tree: TokenTree) -> Tensor:
+        """Logits [B, N, V] of every node, in one forward; `keep` says what becomes of them."""
+        return target.verify(tree, self.cache, self.tree_mask(tree))
 
     def tree_mask(self, tree: TokenTree) -> TreeMask:
         """What the tree's nodes see, once they are appended at the common slot."""
@@ -98,6 +110,9 @@ class DecodingState:
         if self._last_position is not None:
             positions_BN = positions_BN.clamp_max(self._last_position)
         return TreeMask(visible[:, :, edge:], positions_BN, past, bias_BNS=bias_BNS)
+
+    def forget(self) -> None:
+        """Of the tree just verified nothing is kept, as if it had never been read."""
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the tree just verified, keep each row's accepted path (node 0 first)."""

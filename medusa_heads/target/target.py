@@ -23,6 +23,7 @@ from medusa_heads.target.attention import (
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
 from medusa_heads.target.loading import load_causal_lm, without_adapter_wrapper
+from medusa_heads.target.recurrent import RecurrentCache, is_recurrent
 from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ class TargetModel:
             )
         if self.model.config.is_encoder_decoder:
             raise UnsupportedArchitecture(f"{self.config.model_type} is an encoder-decoder")
-        return RowCache(self.config, slots)
+        return (RecurrentCache if is_recurrent(self.config) else RowCache)(self.config, slots)
 
     def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
         """Logits [B, N, V] of every node, in ONE forward. The nodes' rows are appended to the cache

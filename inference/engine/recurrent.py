@@ -1,0 +1,72 @@
+"""Where decoding stands on a target with a recurrent state, which cannot drop what it has read.
+
+The states are held before a chain of drafts is read. Where all of it is accepted they stand as they
+are. Else they are put back, and what was accepted is read again, in front of the next drafts and in
+the same forward; so the state may stand behind fewer tokens than are committed. Where those become
+many, one forward without drafts reads them for good, and commits a token of its own.
+
+Shapes: B rows (one, for now), F tokens read again, N nodes of a chain, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.target.cache import RowCache
+from medusa_heads.target.recurrent import RecurrentCache
+from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.tree import TokenTree
+
+if TYPE_CHECKING:  # which read the state
+    from medusa_heads.inference.drafters.base import Drafter
+
+MOST_READ_AGAIN = 12  # tokens
+
+
+class RecurrentState(DecodingState):
+    """A row, and what the target's states hold of it: its first `lengths[0]` tokens."""
+
+    cache: RecurrentCache
+
+    @property
+    def again(self) -> list[int]:
+        """What is committed and not in the states, but for the next tree's root."""
+        return self.rows[0].behind(self.lengths[0])[:-1]
+
+    def draft(self, drafter: Drafter) -> TokenTree | None:
+        if len(self.again) > MOST_READ_AGAIN:
+            return None
+        tree = super().draft(drafter)
+        return tree and tree.leading_chain()
+
+    def verify(self, target: TargetModel, tree: TokenTree) -> Tensor:
+        if tree.num_nodes > 1:
+            self.cache.hold()
+        again_BF = tree.tokens_BN.new_tensor([self.again])
+        self._nodes, tree = tree.num_nodes, tree.behind(again_BF)
+        self._end = self.lengths[0] + tree.num_nodes
+        return super().verify(target, tree)[:, again_BF.shape[1] :]
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Where every node is accepted the states stand behind them, else where they stood."""
+        if len(paths[0]) == self._nodes:
+            self.lengths = [self._end]
+            self.cache.move_on()
+            self.cache.set_length(self._end)
+        else:
+            self.forget()
+
+    def forget(self) -> None:
+        self.cache.put_back()
+        self.cache.set_length(self.lengths[0])
+
+
+def decoding_state(rows: list[Row], cache: RowCache, *options: Any, **more: Any) -> DecodingState:
+    """Where these rows stand, of the kind that their cache asks for; options are of the class."""
+    kind = RecurrentState if isinstance(cache, RecurrentCache) else DecodingState
+    return kind(rows, cache, *options, **more)
