@@ -1,5 +1,5 @@
-"""What a target can be trusted to verify: a token tree, only a chain, a chain from a recurrent state
-that is put back where drafts are refused, or nothing.
+"""What a target can be trusted to verify: a token tree, only a chain, only a chain from a recurrent
+state that is put back where drafts are refused, or nothing.
 
 Names are checked first, then numbers, on this very model: see probe.py. An architecture that would
 decode wrongly is so refused at attach time, not noticed in its output.
@@ -31,8 +31,8 @@ _known: weakref.WeakKeyDictionary[Any, dict[type, Capability]] = weakref.WeakKey
 
 
 def capability(target: TargetModel) -> Capability:
-    """Whether the target can verify a tree exactly, or only a chain, for which its state may have to
-    be put back; tried once a model.
+    """Whether the target can verify a tree exactly, or only a chain, perhaps from a recurrent state;
+    tried once a model.
 
     Raises:
         UnsupportedArchitecture: none of them, and why.
@@ -117,13 +117,17 @@ def _examine(target: TargetModel) -> Capability:
         if applies(target):
             raise UnsupportedArchitecture(why.format(kind=kind), instead)
     if isinstance(cache, RecurrentCache):
+        if isinstance(target, CompiledTarget):
+            raise UnsupportedArchitecture(
+                f"{kind} keeps a recurrent state, which is not compiled", "leave compile out"
+            )
         fault = RecurrentProber(target).probe(CHAIN).fault(target.dtype)
         if fault is not None:
             raise UnsupportedArchitecture(
                 f"{kind} keeps a recurrent state, on which several tokens at once do not do what "
                 f"each of them does alone ({fault})"
             )
-        _warn_of_chains(kind, "it keeps a recurrent state, which goes one way at a time")
+        _warn_of_chains(kind, "it keeps a recurrent state, which follows one path at a time")
         return "recurrent"
     reason = next((why for applies, why in _NO_TREE if applies(target)), None)
     prober = Prober(target)

@@ -109,9 +109,9 @@ class Prober:
             past_key_values=cache,
             use_cache=True,
         )
-        if cache.row_layers and cache.get_seq_length() != past:
+        if cache.get_seq_length() != past:
             raise UnsupportedArchitecture(
-                f"{target.config.model_type} does not keep its rows in the cache it is given"
+                f"{target.config.model_type} does not keep its text in the cache it is given"
             )
         row = Row(0, 1, self._prompt_1T[0], StopCheck(StoppingCriteriaList()))
         self._state = decoding_state([row], cache, [0])

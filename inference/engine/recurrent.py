@@ -18,7 +18,7 @@ from torch import Tensor
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.cache import RowCache
-from medusa_heads.target.recurrent import RecurrentCache
+from medusa_heads.target.recurrent import RecurrentCache, time_steps_of_one_token
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 
@@ -50,7 +50,8 @@ class RecurrentState(DecodingState):
         again_BF = tree.tokens_BN.new_tensor([self.again])
         self._nodes, tree = tree.num_nodes, tree.behind(again_BF)
         self._end = self.lengths[0] + tree.num_nodes
-        return super().verify(target, tree)[:, again_BF.shape[1] :]
+        with time_steps_of_one_token(target.model):
+            return super().verify(target, tree)[:, again_BF.shape[1] :]
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Where every node is accepted the states stand behind them, else where they stood."""

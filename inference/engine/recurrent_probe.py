@@ -1,6 +1,6 @@
 """What a target makes of chains behind a recurrent state, read in every way that decoding takes.
 
-Shapes: T tokens, N nodes, V vocabulary.
+Shapes: P paths, T tokens, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,13 +32,18 @@ class RecurrentProber(Prober):
         nodes, row = shape.num_nodes, self._state.rows[0]
         chains = [shape.tree(of[:, :nodes]) for of in (self._nodes_1N, self._others_1N)]
         tokens_1T = torch.cat([chain.tokens_BN for chain in chains], dim=1)
-        alone_NV = self._in_turn([TokenTree.root_only(token_1) for token_1 in tokens_1T.unbind(1)])
+        alone_NV = self._read(tokens_1T)[0]
         together = [self._in_turn(chains)]
         row.tokens = tokens_1T[0, : nodes + 1].tolist()
         together.append(self._in_turn(chains[1:]))
         row.tokens = []
         errors = [relative_error(logits_TV[-nodes:], alone_NV[-nodes:]) for logits_TV in together]
         return replace(found, error=max(found.error, *errors))
+
+    def _read(self, paths_PT: Tensor) -> Tensor:
+        """Logits [P, T, V] of these tokens behind the text, read one at a time."""
+        paths = [[TokenTree.root_only(token) for token in path_T[:, None]] for path_T in paths_PT]
+        return torch.stack([self._in_turn(path) for path in paths])
 
     def _in_turn(self, chains: Sequence[TokenTree]) -> Tensor:
         """Logits [T, V] of all nodes of these chains, each of which goes on from the one before."""

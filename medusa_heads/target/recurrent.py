@@ -7,11 +7,13 @@ again (inference/engine/recurrent.py). The copy is of one size, however long the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from medusa_heads.target.cache import RowCache, RowLayer
 from medusa_heads.target.stacks import Stacks
@@ -33,7 +35,7 @@ class StateLayer(LinearAttentionLayer):
         return [state for state in made if state is not None]
 
 
-class StateAndRowLayer(StateLayer, RowLayer):
+class StateAndRowLayer(StateLayer, RowLayer):  # type: ignore[misc, override]
     """One layer's states, and its keys and values, views into the stacks of its RowCache."""
 
     is_compileable = False
@@ -67,7 +69,7 @@ class RecurrentCache(RowCache):
         if not isinstance(layer, LinearAttentionLayer):
             return super().make_layer(layer)
         states = layer.number_of_states
-        if isinstance(layer, DynamicLayer):
+        if hasattr(layer, "update"):  # keys and values besides
             return StateAndRowLayer(self._stacks, states)
         return StateLayer(states)
 
@@ -124,3 +126,19 @@ class RecurrentCache(RowCache):
 
     def select_batch(self, rows: Any) -> None:
         raise AssertionError("a batch of recurrent states is refused before it is decoded")
+
+
+@contextmanager
+def time_steps_of_one_token(model: nn.Module) -> Iterator[None]:
+    """Within the block, layers of Mamba 2 take the time steps of several tokens as they take those
+    of one: without the limits that transformers sets for several tokens alone, which would make
+    another text of them than one token at a time."""
+    limited = [module for module in model.modules() if hasattr(module, "time_step_limit")]
+    limits = [module.time_step_limit for module in limited]
+    try:
+        for module in limited:
+            module.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]
+        yield
+    finally:
+        for module, limit in zip(limited, limits, strict=True):
+            module.time_step_limit = limit

@@ -139,7 +139,7 @@ def _decode_and_compare(
         accepted.append(stats.tokens_per_step)
         distinct += [len(set(row)) for row in reference]
         if batch == 1:
-            control = PlainCausalDrafter if tree else BlindDrafter
+            control: type[PlantedDrafter] = PlainCausalDrafter if tree else BlindDrafter
             fault: AbstractContextManager[Any] = nullcontext()
             if trusted == "recurrent":
                 control = PlantedDrafter
