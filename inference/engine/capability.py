@@ -31,7 +31,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[type, Capability]] = weakref.WeakKey
 
 
 def capability(target: TargetModel) -> Capability:
-    """Whether the target can verify a tree exactly, or only a chain, perhaps from a recurrent state;
+    """Whether the target verifies a tree exactly, or only a chain, perhaps from a recurrent state;
     tried once a model.
 
     Raises:

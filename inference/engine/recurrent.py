@@ -25,24 +25,25 @@ from medusa_heads.trees.tree import TokenTree
 if TYPE_CHECKING:  # which read the state
     from medusa_heads.inference.drafters.base import Drafter
 
-MOST_READ_AGAIN = 12  # tokens
-
 
 class RecurrentState(DecodingState):
     """A row, and what the target's states hold of it: its first `lengths[0]` tokens."""
 
     cache: RecurrentCache
+    _most: int | None = None  # tokens that are read again in front of a tree
 
     @property
     def again(self) -> list[int]:
-        """What is committed and not in the states, but for the next tree's root."""
+        # What is committed and not in the states, but for the next tree's root.
         return self.rows[0].behind(self.lengths[0])[:-1]
 
     def draft(self, drafter: Drafter) -> TokenTree | None:
-        if len(self.again) > MOST_READ_AGAIN:
+        if self._most is None:
+            self._most = drafter.most_again
+        if len(self.again) > self._most:
+            drafter.rest(self)
             return None
-        tree = super().draft(drafter)
-        return tree and tree.leading_chain()
+        return drafter.propose(self).leading_chain()
 
     def verify(self, target: TargetModel, tree: TokenTree) -> Tensor:
         if tree.num_nodes > 1:
@@ -63,7 +64,8 @@ class RecurrentState(DecodingState):
             self.forget()
 
     def forget(self) -> None:
-        self.cache.put_back()
+        if self.cache.is_held:
+            self.cache.put_back()
         self.cache.set_length(self.lengths[0])
 
 

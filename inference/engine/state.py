@@ -58,6 +58,11 @@ class DecodingState:
         self._last_position = None if max_length is None else max_length - 1
         self._buffers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by rows and nodes
 
+    @property
+    def again(self) -> list[int]:
+        """Committed tokens that the target reads again in front of the next tree."""
+        return []
+
     def draft(self, drafter: Drafter) -> TokenTree | None:
         """The tree to verify next; None where the target has to read what is committed first."""
         return drafter.propose(self)

@@ -7,6 +7,7 @@ again (inference/engine/recurrent.py). The copy is of one size, however long the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,10 +59,10 @@ class RecurrentCache(RowCache):
     they were before the drafts that are being verified."""
 
     can_go_back = False
+    is_held = False  # whether the states can be put back
 
     def __init__(self, config: Any, slots: int = 0) -> None:
         self._held: list[Tensor] = []
-        self._is_held = False
         self._length = 0
         super().__init__(config, slots)
 
@@ -84,22 +85,22 @@ class RecurrentCache(RowCache):
     @torch.no_grad()
     def hold(self) -> None:
         """Copy the states, unless they were copied as they are."""
-        if not self._is_held:
+        if not self.is_held:
             states = self._states()
             if not self._held:
                 self._held = [torch.empty_like(state) for state in states]
             torch._foreach_copy_(self._held, states)
-            self._is_held = True
+            self.is_held = True
 
     @torch.no_grad()
     def put_back(self) -> None:
         """The states as they were held; rows of attention layers stay."""
-        assert self._is_held
+        assert self.is_held
         torch._foreach_copy_(self._states(), self._held)
 
     def move_on(self) -> None:
         """What was read since the states were held is part of the text."""
-        self._is_held = False
+        self.is_held = False
 
     def set_length(self, length: int) -> None:
         """The states stand behind so many tokens, and rows from that slot on are free."""
@@ -128,12 +129,18 @@ class RecurrentCache(RowCache):
         raise AssertionError("a batch of recurrent states is refused before it is decoded")
 
 
+# Looked for once: a large model has thousands of modules, and a step little time.
+_limited: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = weakref.WeakKeyDictionary()
+
+
 @contextmanager
 def time_steps_of_one_token(model: nn.Module) -> Iterator[None]:
     """Within the block, layers of Mamba 2 take the time steps of several tokens as they take those
     of one: without the limits that transformers sets for several tokens alone, which would make
     another text of them than one token at a time."""
-    limited = [module for module in model.modules() if hasattr(module, "time_step_limit")]
+    if model not in _limited:
+        _limited[model] = [each for each in model.modules() if hasattr(each, "time_step_limit")]
+    limited = _limited[model]
     limits = [module.time_step_limit for module in limited]
     try:
         for module in limited:
