@@ -39,13 +39,14 @@ WAYS: dict[str, Callable[[str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("way", "kind"), [(way, KINDS[i % len(KINDS)]) for i, way in enumerate(WAYS)]
+)
 def test_every_drafter_is_token_equal(way: str, kind: str, cache: Any) -> None:
     model = WAYS[way](kind)
     for inputs in (prompt(), repeating()):
-        expected = written(model.target.model, inputs, max_new_tokens=60)
-        assert torch.equal(written(model, inputs, max_new_tokens=60), expected)
+        expected = written(model.target.model, inputs)
+        assert torch.equal(written(model, inputs), expected)
         if way not in ("draft model", "drawn"):  # whose law alone stays where tokens are drawn
             drawn = {"do_sample": True, "top_k": 20}
             assert torch.equal(
