@@ -117,10 +117,6 @@ def _examine(target: TargetModel) -> Capability:
         if applies(target):
             raise UnsupportedArchitecture(why.format(kind=kind), instead)
     if isinstance(cache, RecurrentCache):
-        if isinstance(target, CompiledTarget):
-            raise UnsupportedArchitecture(
-                f"{kind} keeps a recurrent state, which is not compiled", "leave compile out"
-            )
         fault = RecurrentProber(target).probe(CHAIN).fault(target.dtype)
         if fault is not None:
             raise UnsupportedArchitecture(

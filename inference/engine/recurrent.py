@@ -32,6 +32,10 @@ class RecurrentState(DecodingState):
     cache: RecurrentCache
     _most: int | None = None  # tokens that are read again in front of a tree
 
+    def __init__(self, rows: list[Row], cache: RecurrentCache, *options: Any, **more: Any) -> None:
+        super().__init__(rows, cache, *options, **more)
+        cache.move_on()  # what an earlier text held is not where this one begins
+
     @property
     def again(self) -> list[int]:
         # What is committed and not in the states, but for the next tree's root.
@@ -71,5 +75,6 @@ class RecurrentState(DecodingState):
 
 def decoding_state(rows: list[Row], cache: RowCache, *options: Any, **more: Any) -> DecodingState:
     """Where these rows stand, of the kind that their cache asks for; options are of the class."""
-    kind = RecurrentState if isinstance(cache, RecurrentCache) else DecodingState
-    return kind(rows, cache, *options, **more)
+    if isinstance(cache, RecurrentCache):
+        return RecurrentState(rows, cache, *options, **more)
+    return DecodingState(rows, cache, *options, **more)
