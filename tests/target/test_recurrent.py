@@ -48,6 +48,7 @@ def test_which_targets_have_one(tiny_llama: TinyLlama) -> None:
 def test_what_was_held_is_put_back_as_often_as_drafts_are_refused(kind: str) -> None:
     view = target(kind)
     cache = view.new_cache(1, 64)
+    assert isinstance(cache, RecurrentCache)
     read(view, IDS[:, :12], cache)
     own = DynamicCache(config=view.model.config)
     read(view, IDS[:, :12], own)
