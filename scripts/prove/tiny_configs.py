@@ -152,7 +152,10 @@ _INDEXER: dict[str, Any] = {
 }
 FIXTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"],
+        [
+            *("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+            *("kimi_linear", "minicpm3", "youtu"),
+        ],
         _ALL_HEADS_CACHED,
     ),
     "blt": {"encoder_hash_byte_group_vocab": 99},

@@ -69,7 +69,7 @@ def test_what_is_not_absorbed_is_soon_read_alone(monkeypatch: pytest.MonkeyPatch
         got, stats = planted(target, inputs, expected, 0.5)
         assert torch.equal(got, expected)
         rates.append(stats.tokens_per_step)
-    assert rates[0] < rates[2] < rates[3]
+    assert rates[0] < rates[3]
 
 
 def test_tokens_per_forward_are_near_those_of_attention_alone() -> None:
