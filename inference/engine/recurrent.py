@@ -52,11 +52,11 @@ class RecurrentState(DecodingState):
     def verify(self, target: TargetModel, tree: TokenTree) -> Tensor:
         if tree.num_nodes > 1:
             self.cache.hold()
-        again_BF = tree.tokens_BN.new_tensor([self.again])
-        self._nodes, tree = tree.num_nodes, tree.behind(again_BF)
-        self._end = self.lengths[0] + tree.num_nodes
+        fed = tree.behind(tree.tokens_BN.new_tensor([self.again]))
+        self._nodes, self._end = tree.num_nodes, self.lengths[0] + fed.num_nodes
         with time_steps_of_one_token(target.model):
-            return super().verify(target, tree)[:, again_BF.shape[1] :]
+            mask = self.tree_mask(fed)
+            return target.read(fed.tokens_BN, self.cache, mask, last=tree.num_nodes)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Where every node is accepted the states stand behind them, else where they stood."""

@@ -17,8 +17,10 @@ from medusa_heads.target.recurrent import (
     time_steps_of_one_token,
 )
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.data.pack import check_packing
 from scripts.prove.tiny_models import builder
 from tests.conftest import TinyLlama
+from tests.inference.recurrent import KINDS
 
 IDS = torch.arange(5, 29)[None]
 
@@ -86,3 +88,21 @@ def test_limits_of_time_steps_are_back_behind_the_block() -> None:
         assert {module.time_step_limit for module in limited} == {(0.0, float("inf"))}
         raise KeyError
     assert [module.time_step_limit for module in limited] == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_training_batch_do_not_see_their_padding(kind: str) -> None:
+    view, lengths = target(kind), (24, 9)
+    ids_BT = IDS.repeat(2, 1)
+    mask_BT = torch.arange(24) < torch.tensor(lengths)[:, None]
+    together_BTD = view.hidden(ids_BT * mask_BT, mask_BT.long())
+    for row, length in enumerate(lengths):
+        alone_1TD = view.hidden(ids_BT[row : row + 1, :length])
+        torch.testing.assert_close(together_BTD[row, :length], alone_1TD[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_stay_apart_or_are_refused(kind: str) -> None:
+    """Whichever of them transformers does: no state goes from one to the next unnoticed."""
+    with pytest.raises(ValueError, match="packed documents would see each other"):
+        check_packing(target(kind))
