@@ -74,7 +74,8 @@ class RecurrentCache(RowCache):
             return StateAndRowLayer(self._stacks, states)
         return StateLayer(states)
 
-    def _states(self) -> list[Tensor]:
+    def states(self) -> list[Tensor]:
+        """Those of all layers that the target has made so far."""
         return [
             state
             for layer in self.layers
@@ -86,7 +87,7 @@ class RecurrentCache(RowCache):
     def hold(self) -> None:
         """Copy the states, unless they were copied as they are."""
         if not self.is_held:
-            states = self._states()
+            states = self.states()
             if not self._held:
                 self._held = [torch.empty_like(state) for state in states]
             torch._foreach_copy_(self._held, states)
@@ -96,7 +97,7 @@ class RecurrentCache(RowCache):
     def put_back(self) -> None:
         """The states as they were held; rows of attention layers stay."""
         assert self.is_held
-        torch._foreach_copy_(self._states(), self._held)
+        torch._foreach_copy_(self.states(), self._held)
 
     def move_on(self) -> None:
         """What was read since the states were held is part of the text."""
