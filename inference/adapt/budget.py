@@ -44,10 +44,11 @@ class Budget:
         assert sizes
         self._clock, self._sizes = clock, sorted(set(sizes))
         self.rows, self.padded = rows, padded
+        self.again = 0  # tokens read again in front of the trees
         self._allowance = allowance
         plain = clock.step(rows)
         self._tokens, self._seconds = 12.0, 12.0 * plain
-        self._read, self._known = (-1, 0), [0.0]
+        self._read, self._known = (-1, 0, 0), [0.0]
 
     @property
     def sizes(self) -> list[int]:
@@ -71,11 +72,14 @@ class Budget:
 
     def seconds(self, drafted: int) -> float:
         """Of a step that verifies so many drafted nodes a row, its drafting left out."""
-        return self._clock.step(self.rows * (drafted + 1))
+        return self._clock.step(self._tokens_read(drafted))
+
+    def _tokens_read(self, drafted: int) -> int:
+        return self.rows * (drafted + 1) + self.again
 
     def known(self, drafted: int) -> bool:
         """Whether drafts of about so many nodes a row have been verified of late."""
-        return self._clock.steps_known(self.rows * (drafted + 1)) >= _TRIED
+        return self._clock.steps_known(self._tokens_read(drafted)) >= _TRIED
 
     def least(self) -> float:
         """The chance below which no node pays, whatever its place."""
@@ -93,7 +97,7 @@ class Budget:
 
     def _steps(self) -> list[float]:
         """Seconds of a step of each size, as the clock says now."""
-        now = (self._clock.lessons, self.rows)
+        now = (self._clock.lessons, self.rows, self.again)
         if self._read != now:
             self._read, self._known = now, [self.seconds(size) for size in self._sizes]
         return self._known
@@ -125,7 +129,7 @@ class Budget:
         for size in self._sizes:
             if size > longest and not self.padded:
                 break
-            if self._clock.steps_known(self.rows * (size + 1)) < _TRIED:
+            if not self.known(size):
                 lost = most - expected[min(size, longest)] + self.worth * self.seconds(size)
                 if self._allowance.pay(lost / self.worth):
                     return size

@@ -61,11 +61,11 @@ class Situation:
             [self._first(clock, source, known, drawn) for known in _TYPICAL] for source in sources
         ]
 
-    def move_to(self, rows: int) -> None:
-        """So many rows are left."""
+    def move_to(self, rows: int, again: int = 0) -> None:
+        """So many rows are left, and so many tokens are read again in front of their trees."""
         self.rows = rows
         for budget in self.budgets:
-            budget.rows = rows
+            budget.rows, budget.again = rows, again
 
     @property
     def share(self) -> float:
@@ -118,6 +118,7 @@ class Step:
             count in a batch.
         share: how far they do.
         nodes: verified in each row, the root and spare ones included.
+        again: tokens that were read again in front of them.
         drafting: seconds that it took.
         observing: seconds that sources took to look at the target's answers.
         verifying: seconds of all the rest; None where nobody measured them.
@@ -132,6 +133,7 @@ class Step:
     expected: float
     share: float
     nodes: int
+    again: int
     drafting: float
     observing: float = 0.0
     verifying: float | None = None

@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from medusa_heads.inference.acceptance import SampleThenMatch
 from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.cache import RowCache
@@ -85,7 +86,9 @@ class StepBench:
         rows = [Row(i, batch_size, ids_T, stop) for i, ids_T in enumerate(ids_BT)]
         for row, ids in zip(rows, ids_BT.tolist(), strict=True):
             row.tokens.append(ids[-1])  # as if the last token had just been committed
-        self._state = DecodingState(rows, cache, [0] * batch_size)
+        if not cache.can_go_back:  # states are made by a token, and read as long whatever they say
+            target.hidden(ids_BT[:, :1], cache=cache)
+        self._state = decoding_state(rows, cache, [0] * batch_size)
         self._state.lengths = [context] * batch_size
         self._state.hidden_BD = hidden_BTD[:, -1].clone()
         self._state.take_prompt(hidden_BTD)  # as if a step had committed two tokens
@@ -113,8 +116,9 @@ class StepBench:
         started = self._now()
         tree = drafter.propose(state)
         drafted = self._now()
-        logits_BNV = self._target.verify(tree, state.cache, state.tree_mask(tree))
-        self._rule(tree, logits_BNV, state.rows)  # waits for the device; nothing is kept
+        logits_BNV = state.verify(self._target, tree)
+        self._rule(tree, logits_BNV, state.rows)  # waits for the device
+        state.forget()
         ended = time.perf_counter()
         for row, length in zip(state.rows, before, strict=True):
             del row.tokens[length:]

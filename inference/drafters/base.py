@@ -17,14 +17,20 @@ class Drafter:
     Attributes:
         num_nodes: the most nodes that a proposed tree has, the root included.
         reads_prompt: whether the first proposal needs the hidden states of the whole prompt.
+        most_again: tokens that a target with a recurrent state reads again in front of a tree;
+            where there are more, it reads them in a step without drafts.
     """
 
     num_nodes: int
     reads_prompt = False
+    most_again = 12
 
     def propose(self, state: DecodingState) -> TokenTree:
         """A tree for every active row; node 0 holds `state.roots_B`."""
         raise NotImplementedError
+
+    def rest(self, state: DecodingState) -> None:
+        """The next step goes without drafts, and nothing is observed or learnt of it."""
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
         """Learn from what the target says of every node; called after every verification."""

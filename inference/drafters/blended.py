@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.adapt.clock import Clock, most_again
 from medusa_heads.inference.adapt.situation import BOUNDS, Situation, Step
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.growing import Proposal, Source, grow
@@ -64,6 +64,7 @@ class BlendedDrafter(Drafter):
         self._rested = [0] * len(self._sources)  # steps since each was asked
         self._again = [0] * len(self._sources)  # steps for which each is asked whatever it gains
         self.num_nodes = max(self._sizes) + 1
+        self.most_again = most_again(clock)
         self.reads_prompt = any(source.reads_prompt for source in self._sources)
 
     def propose(self, state: DecodingState) -> TokenTree:
@@ -127,9 +128,14 @@ class BlendedDrafter(Drafter):
             expected=draft.expected[min(size, len(draft.expected) - 1)],
             share=situation.share,
             nodes=tree.num_nodes,
+            again=len(state.again),
             drafting=time.perf_counter() - started,
         )
         return tree
+
+    def rest(self, state: DecodingState) -> None:
+        self.learn(state)
+        self._last = None
 
     def learn(self, state: DecodingState) -> None:
         """Compare what was drafted last with what was committed since. Before the next proposal
@@ -146,7 +152,7 @@ class BlendedDrafter(Drafter):
         if step.expected:
             each = accepted / len(step.rows)
             situation.learn_correction(step.place, step.asked, each, step.expected / step.share)
-        verified = step.nodes * situation.rows
+        verified = step.nodes * situation.rows + step.again
         if step.verifying is not None:
             self._clock.learn(verified, max(step.verifying, 1e-9), max(step.lengths))
         seconds = self._clock.step(verified) + step.drafting
@@ -219,7 +225,7 @@ class BlendedDrafter(Drafter):
                 drawn=drawn,
                 padded=self.padded,
             )
-        situation.move_to(rows)
+        situation.move_to(rows, len(state.again))
         return situation
 
 

@@ -1,4 +1,5 @@
-"""What a target can be trusted to verify: a token tree, only a chain, or nothing.
+"""What a target can be trusted to verify: a token tree, only a chain, only a chain from a recurrent
+state that is put back where drafts are refused, or nothing.
 
 Names are checked first, then numbers, on this very model: see probe.py. An architecture that would
 decode wrongly is so refused at attach time, not noticed in its output.
@@ -19,19 +20,22 @@ import torch
 
 from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
 from medusa_heads.inference.engine.probe import CHAIN, TREE, Prober, takes_positions
+from medusa_heads.inference.engine.recurrent_probe import RecurrentProber
 from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.recurrent import RecurrentCache
 from medusa_heads.target.target import TargetModel
 
-Capability = Literal["tree", "chain"]
+Capability = Literal["tree", "chain", "recurrent"]
 
 _known: weakref.WeakKeyDictionary[Any, dict[type, Capability]] = weakref.WeakKeyDictionary()
 
 
 def capability(target: TargetModel) -> Capability:
-    """Whether the target can verify a tree exactly, or only a chain; tried once a model.
+    """Whether the target verifies a tree exactly, or only a chain, perhaps from a recurrent state;
+    tried once a model.
 
     Raises:
-        UnsupportedArchitecture: neither, and why.
+        UnsupportedArchitecture: none of them, and why.
     """
     known = _known.setdefault(target.model, {})
     if type(target) not in known:
@@ -107,11 +111,20 @@ _NO_TREE: Sequence[tuple[Check, str]] = (
 
 
 def _examine(target: TargetModel) -> Capability:
-    target.new_cache()  # refuses caches without rows, and attention that takes no mask
+    cache = target.new_cache()  # refuses caches of other kinds, and attention that takes no mask
     kind = target.config.model_type
     for applies, why, instead in _NOTHING:
         if applies(target):
             raise UnsupportedArchitecture(why.format(kind=kind), instead)
+    if isinstance(cache, RecurrentCache):
+        fault = RecurrentProber(target).probe(CHAIN).fault(target.dtype)
+        if fault is not None:
+            raise UnsupportedArchitecture(
+                f"{kind} keeps a recurrent state, on which several tokens at once do not do what "
+                f"each of them does alone ({fault})"
+            )
+        _warn_of_chains(kind, "it keeps a recurrent state, which follows one path at a time")
+        return "recurrent"
     reason = next((why for applies, why in _NO_TREE if applies(target)), None)
     prober = Prober(target)
     reason = reason or prober.probe(TREE).fault(target.dtype)
@@ -121,7 +134,11 @@ def _examine(target: TargetModel) -> Capability:
         raise UnsupportedArchitecture(
             f"{kind} cannot verify drafts exactly (as a tree, {reason}; as a chain, {fault})"
         )
-    warnings.warn(
-        f"{kind} verifies a chain of drafts, not a tree: {reason}", MedusaWarning, stacklevel=4
-    )
+    _warn_of_chains(kind, reason)
     return "chain"
+
+
+def _warn_of_chains(kind: str, reason: str) -> None:
+    warnings.warn(
+        f"{kind} verifies a chain of drafts, not a tree: {reason}", MedusaWarning, stacklevel=5
+    )

@@ -18,6 +18,8 @@ from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, make_rule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.exchange import Exchange
+from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
@@ -29,18 +31,6 @@ if TYPE_CHECKING:
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 _WARM_UP = 3  # forwards of a text, its prompt's included, before steps take what they will
-
-
-class Exchange:
-    """Decides with what a text is decoded further, before every step of it."""
-
-    def due(self, state: DecodingState, slots: int) -> bool:
-        """Whether to ask for another view; the text may come to need so many cache slots."""
-        raise NotImplementedError
-
-    def view(self, state: DecodingState, slots: int) -> tuple[TargetModel, Drafter] | None:
-        """Another view of the same target, and its drafter; None where there is none after all."""
-        raise NotImplementedError
 
 
 @torch.no_grad()
@@ -71,10 +61,14 @@ def decode(
     _refuse_unsupported(generation_config, model_kwargs)
     padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
     _check_positions(model_kwargs.get("position_ids"), padding)
-    if capability(target) == "chain" and (len(padding) > 1 or any(padding)):
+    trusted = capability(target)
+    if trusted != "tree" and (len(padding) > 1 or any(padding)):
+        why = {
+            "chain": "goes by cache slots, which a batch does not keep in step",
+            "recurrent": "keeps a recurrent state, which is not put back row by row",
+        }
         raise UnsupportedArchitecture(
-            f"{target.config.model_type} goes by cache slots, which a batch does not keep in step",
-            "decode one unpadded sequence at a time",
+            f"{target.config.model_type} {why[trusted]}", "decode one unpadded sequence at a time"
         )
     batch = input_ids_BT.shape[0]
     stop = StopCheck(stopping_criteria, batch)
@@ -92,7 +86,7 @@ def decode(
 
     slots = int(generation_config.max_length or 0) + drafter.num_nodes
     cache = _own_cache(target, model_kwargs, batch, slots)
-    state = DecodingState(
+    state = decoding_state(
         rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt
     )
     with ExitStack() as capturing, _kept_sound(state, stats):
@@ -157,11 +151,15 @@ def decode(
 def _kept_sound(state: DecodingState, stats: GenerationStats) -> Iterator[None]:
     """Also a caller's own cache ends with what was committed, or with what was when the text left
     it, whatever is raised in the block."""
-    given = state.cache.get_seq_length()
+    given, broke_off = state.cache.get_seq_length(), True
     try:
         yield
+        broke_off = False
     finally:
-        state.cache.set_length(max(state.lengths) if stats.forwards else given)
+        if broke_off and not state.cache.can_go_back:
+            state.cache.reset()  # nobody can say what its states have read
+        else:
+            state.cache.set_length(max(state.lengths) if stats.forwards else given)
 
 
 def _step(
@@ -173,20 +171,22 @@ def _step(
     stats: GenerationStats,
 ) -> None:
     with stats.phase("draft"):
-        tree = drafter.propose(state)
+        drafted = state.draft(drafter)
+        tree = TokenTree.root_only(state.roots_B) if drafted is None else drafted
     started = time.perf_counter()
     with stats.phase("target"):
-        logits_BNV = target.verify(tree, state.cache, state.tree_mask(tree))
-        hidden_BND = last_hidden()
+        logits_BNV = state.verify(target, tree)
+        hidden_BND = last_hidden()[:, -tree.num_nodes :]
     verified = time.perf_counter()
     with stats.phase("walk"):
         paths = rule(tree, logits_BNV, state.rows)
         walked = time.perf_counter()
-        drafter.observe(tree, logits_BNV)
+        if drafted is not None:
+            drafter.observe(tree, logits_BNV)
     with stats.phase("cache"):
         state.keep(paths)
         _finish_step(state, paths, hidden_BND, stats)
-    if stats.forwards > _WARM_UP:
+    if stats.forwards > _WARM_UP and drafted is not None:
         seconds = time.perf_counter() - started
         if logits_BNV.device.type == "cpu":  # elsewhere the walk also waits for the target
             # What every token takes is no reason to commit fewer of them.
@@ -250,7 +250,7 @@ def _own_cache(
 ) -> RowCache:
     given = model_kwargs.get("past_key_values")
     cache = target.new_cache(batch, slots)
-    if type(given) is RowCache and cache.fixed_capacity is None:
+    if type(given) is type(cache) and cache.fixed_capacity is None:
         cache = given
         cache.announce(slots)
     elif given is not None:

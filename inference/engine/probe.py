@@ -19,8 +19,8 @@ from transformers import StoppingCriteriaList
 
 from medusa_heads.config import RankPath
 from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, StopCheck
-from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TreeShape
 
@@ -111,10 +111,10 @@ class Prober:
         )
         if cache.get_seq_length() != past:
             raise UnsupportedArchitecture(
-                f"{target.config.model_type} does not keep its rows in the cache it is given"
+                f"{target.config.model_type} does not keep its text in the cache it is given"
             )
         row = Row(0, 1, self._prompt_1T[0], StopCheck(StoppingCriteriaList()))
-        self._state = DecodingState([row], cache, [0])
+        self._state = decoding_state([row], cache, [0])
         self._state.hidden_BD = torch.zeros(
             1, target.hidden_size, dtype=target.dtype, device=target.device
         )
@@ -131,7 +131,7 @@ class Prober:
             paths_PT = torch.stack([nodes_1N[0, path_N] for path_N in new.values()])
             self._known_plain |= dict(zip(new, self._read(paths_PT), strict=True))
         errors = [
-            _relative_error(logits_NV[path_N], self._known_plain[leaf])
+            relative_error(logits_NV[path_N], self._known_plain[leaf])
             for leaf, path_N in paths.items()
         ]
         leaks, effects = [0.0], []
@@ -141,9 +141,9 @@ class Prober:
             tokens_1N = others_1N.where(changed_N.to(others_1N.device), nodes_1N)
             after_NV = self._verified(shape, tokens_1N)
             sees_N = (shape.ancestors_NN & changed_N).any(dim=1)
-            leaks.append(_relative_error(after_NV[~sees_N], logits_NV[~sees_N]))
+            leaks.append(relative_error(after_NV[~sees_N], logits_NV[~sees_N]))
             for node in (sees_N & ~changed_N).nonzero().flatten().tolist():
-                effect = _relative_error(after_NV[[node]], logits_NV[[node]])
+                effect = relative_error(after_NV[[node]], logits_NV[[node]])
                 path_N = shape.ancestors_NN[node]
                 alike = nodes_1N[:, path_N], tokens_1N[:, path_N]
                 if effect <= max(leaks) and self._are_alike(*alike):
@@ -154,7 +154,9 @@ class Prober:
     def _verified(self, shape: TreeShape, tokens_1N: Tensor) -> Tensor:
         """Logits [N, V] of every node."""
         tree, state = shape.tree(tokens_1N), self._state
-        return self._target.verify(tree, state.cache, state.tree_mask(tree))[0].float()
+        logits_NV = state.verify(self._target, tree)[0].float()
+        state.forget()
+        return logits_NV
 
     def _read(self, paths_PT: Tensor) -> Tensor:
         """Logits [P, T, V] of these tokens behind the text, without a cache or a tree."""
@@ -166,7 +168,7 @@ class Prober:
     def _are_alike(self, one_1T: Tensor, other_1T: Tensor) -> bool:
         """Whether the target itself goes on alike after both, and so has nothing to see."""
         one_TV, other_TV = self._read(one_1T)[0], self._read(other_1T)[0]
-        return _relative_error(other_TV[-1:], one_TV[-1:]) <= _NO_EFFECT
+        return relative_error(other_TV[-1:], one_TV[-1:]) <= _NO_EFFECT
 
 
 def takes_positions(target: TargetModel) -> bool:
@@ -183,7 +185,8 @@ def _positions(target: TargetModel, ids_PT: Tensor) -> dict[str, Tensor]:
     return {"position_ids": positions_T.expand(ids_PT.shape)}
 
 
-def _relative_error(got_TV: Tensor, expected_TV: Tensor) -> float:
+def relative_error(got_TV: Tensor, expected_TV: Tensor) -> float:
+    """The worst token's difference, in standard deviations of the logits."""
     rms_T = (got_TV - expected_TV).square().mean(dim=-1).sqrt()
     scale_T = expected_TV.std(dim=-1).clamp_min(1e-6)
     error = float((rms_T / scale_T).max())

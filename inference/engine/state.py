@@ -11,7 +11,7 @@ however unequal their luck.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,11 @@ from transformers import LogitsProcessorList
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.target.attention import TreeMask, additive
 from medusa_heads.target.cache import RowCache
+from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
+
+if TYPE_CHECKING:  # which read the state
+    from medusa_heads.inference.drafters.base import Drafter
 
 
 class DecodingState:
@@ -59,6 +63,19 @@ class DecodingState:
         self.cache.set_length(max(self.lengths))
         cache.take_over(self.cache)
         self.cache = cache
+
+    @property
+    def again(self) -> list[int]:
+        """Committed tokens that the target reads again in front of the next tree."""
+        return []
+
+    def draft(self, drafter: Drafter) -> TokenTree | None:
+        """The tree to verify next; None where the target has to read what is committed first."""
+        return drafter.propose(self)
+
+    def verify(self, target: TargetModel, tree: TokenTree) -> Tensor:
+        """Logits [B, N, V] of every node, in one forward; `keep` says what becomes of them."""
+        return target.verify(tree, self.cache, self.tree_mask(tree))
 
     def tree_mask(self, tree: TokenTree) -> TreeMask:
         """What the tree's nodes see, once they are appended at the common slot."""
@@ -104,6 +121,9 @@ class DecodingState:
         if self._last_position is not None:
             positions_BN = positions_BN.clamp_max(self._last_position)
         return TreeMask(visible[:, :, edge:], positions_BN, past, bias_BNS=bias_BNS)
+
+    def forget(self) -> None:
+        """Of the tree just verified nothing is kept, as if it had never been read."""
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the tree just verified, keep each row's accepted path (node 0 first)."""

@@ -89,7 +89,7 @@ class AssistedModel:
                 "load it on one device, without device_map",
             )
         self._lock = Lock()
-        self._chain_only = capability(self.target) == "chain"
+        self._chain_only = capability(self.target) != "tree"
         self.acceptance = acceptance
         self.acceptance_settings = dict(acceptance_settings or {})
         make_rule(acceptance, LogitsProcessorList(), False, **self.acceptance_settings)

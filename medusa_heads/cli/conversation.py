@@ -117,7 +117,7 @@ class Conversation:
             return None
         pairs = zip(ids[:-1], cached_ids, strict=False)  # the last token is always run
         common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        if not common:
+        if not common or not (cache.can_go_back or common == len(cached_ids)):
             return None
         cache.set_length(common)
         self.cached_tokens = common

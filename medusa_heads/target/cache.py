@@ -96,25 +96,28 @@ class RowCache(Cache):
     convolutional or indexed state, which has no rows to keep."""
 
     fixed_capacity: int | None = None  # slots of a cache that cannot grow
+    can_go_back = True  # whether `set_length` may take back what was written
     layer_kind = RowLayer
 
     def __init__(self, config: Any, slots: int = 0, stacks: Stacks | None = None) -> None:
         self._stacks = Stacks() if stacks is None else stacks
         self.announce(slots)
-        layers: list[Any] = []
-        for layer in DynamicCache(config=config).layers:
-            kind = type(layer).__name__
-            if kind in _PLAIN_LAYERS:
-                layers.append(self.layer_kind(self._stacks))
-            elif kind == "DummyLayer":  # reads another layer's keys and values (Gemma 3n)
-                layers.append(layer)
-            else:
-                raise UnsupportedArchitecture(
-                    f"{config.model_type} keeps {kind} state in its cache, which has no rows to "
-                    "keep or drop"
-                )
-        super().__init__(layers=layers)
+        self._model_type = config.model_type
+        super().__init__(
+            layers=[self.make_layer(layer) for layer in DynamicCache(config=config).layers]
+        )
         self._stacks.expected_layers = len(self.row_layers)
+
+    def make_layer(self, layer: Any) -> Any:
+        """What stands here for a layer of transformers' own cache."""
+        kind = type(layer).__name__
+        if kind in _PLAIN_LAYERS:
+            return self.layer_kind(self._stacks)
+        if kind == "DummyLayer":  # reads another layer's keys and values (Gemma 3n)
+            return layer
+        raise UnsupportedArchitecture(
+            f"{self._model_type} keeps {kind} state in its cache, which has no rows to keep or drop"
+        )
 
     def announce(self, slots: int) -> None:
         """So many slots will be asked for at most from now on; more are still given."""

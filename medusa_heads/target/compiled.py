@@ -203,7 +203,11 @@ class CompiledTarget(TargetModel):
 
     def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
         """An empty cache with room for `slots`; kept and used again, since the graph knows it."""
-        super().new_cache()
+        if not super().new_cache().can_go_back:
+            raise UnsupportedArchitecture(
+                f"{self.config.model_type} keeps a recurrent state, which is not compiled",
+                "leave compile out",
+            )
         capacity = self.capacity(slots)
         cache = self._caches.pop((batch_size, capacity), None)
         room = _BYTES_KEPT

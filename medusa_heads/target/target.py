@@ -5,8 +5,10 @@ Shapes: B batch, T tokens, N tree nodes, S cache slots, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,7 @@ from medusa_heads.target.attention import (
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
 from medusa_heads.target.loading import load_causal_lm, without_adapter_wrapper
+from medusa_heads.target.recurrent import RecurrentCache, is_recurrent
 from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -216,23 +219,33 @@ class TargetModel:
             )
         if self.model.config.is_encoder_decoder:
             raise UnsupportedArchitecture(f"{self.config.model_type} is an encoder-decoder")
-        return RowCache(self.config, slots)
+        return (RecurrentCache if is_recurrent(self.config) else RowCache)(self.config, slots)
 
     def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
         """Logits [B, N, V] of every node, in ONE forward. The nodes' rows are appended to the cache
         in node order; the caller keeps the accepted ones."""
         return self.read(tree.tokens_BN, cache, mask)
 
-    def read(self, tokens_BN: Tensor, cache: RowCache, mask: TreeMask) -> Tensor:
-        """Logits [B, N, V] of new tokens that see what the mask says; their rows are appended to
-        the cache."""
+    def read(
+        self, tokens_BN: Tensor, cache: RowCache, mask: TreeMask, last: int | None = None
+    ) -> Tensor:
+        """Logits [B, N, V] of new tokens that see what the mask says, or of the `last` so many;
+        their rows are appended to the cache."""
+        fewer = {} if last is None or not self._can_leave_out else {"logits_to_keep": last}
         with tree_attention(mask):
-            return self.model(
+            logits_BNV: Tensor = self.model(
                 input_ids=tokens_BN,
                 position_ids=mask.query_positions_BN,
                 past_key_values=cache,
                 use_cache=True,
+                **fewer,
             ).logits
+        return logits_BNV if last is None else logits_BNV[:, -last:]
+
+    @cached_property
+    def _can_leave_out(self) -> bool:
+        """Whether the forward can do without the logits of the first tokens."""
+        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     def hidden_with_grad(
         self,

@@ -62,6 +62,41 @@ class TokenTree:
         certain_B1 = torch.zeros(len(tokens_B), 1, device=tokens_B.device)
         return _WITHOUT_DRAFTS.tree(tokens_B[:, None], certain_B1)
 
+    def leading_chain(self) -> TokenTree:
+        """The first nodes of this tree, as far as each is the child of the one before it in all
+        rows; a chain without spare nodes is itself."""
+        before_N = torch.arange(-1, self.num_nodes - 1, device=self.parents_BN.device)
+        follows_N = (self.parents_BN == before_N).all(dim=0)
+        nodes = int(follows_N.long().cumprod(dim=0).sum())
+        if nodes == self.num_nodes:
+            return self
+        return TokenTree(
+            self.tokens_BN[:, :nodes],
+            self.parents_BN[:, :nodes],
+            self.depth_BN[:, :nodes],
+            self.ancestors_BNN[:, :nodes, :nodes],
+            None if self.log_probs_BN is None else self.log_probs_BN[:, :nodes],
+            {node: probs for node, probs in self.drawn_from.items() if node < nodes},
+        )
+
+    def behind(self, tokens_BF: Tensor) -> TokenTree:
+        """This tree with a chain of F tokens in front of its root, which is the last one's child.
+        What a drafter says of its nodes is left out."""
+        front = tokens_BF.shape[1]
+        if not front:
+            return self
+        batch, device = len(tokens_BF), tokens_BF.device
+        order_F = torch.arange(front, device=device).expand(batch, -1)
+        ancestors_BNN = F.pad(self.ancestors_BNN, (front, 0, front, 0))
+        ancestors_BNN[:, :, :front] = True
+        ancestors_BNN[:, :front, :front] = torch.ones_like(ancestors_BNN[0, :front, :front]).tril()
+        return TokenTree(
+            torch.cat([tokens_BF, self.tokens_BN], dim=1),
+            torch.cat([order_F - 1, self.parents_BN + front], dim=1),
+            torch.cat([order_F, self.depth_BN + front], dim=1),
+            ancestors_BNN,
+        )
+
     def with_spare(self, num_nodes: int) -> TokenTree:
         """As a tree of so many nodes: behind its own the root stands again and again, which is
         nobody's child, and so is verified and never walked to."""

@@ -2,7 +2,8 @@
 
 A tiny fp32 model with wide random weights decodes greedily with the true continuation planted on
 random branches of a bushy tree, and must equal `generate()`. As a control the same decoding is run
-where it must go wrong (a tree with a plain causal mask; a chain whose nodes do not see each other).
+where it must go wrong (a tree with a plain causal mask; a chain whose nodes do not see each other;
+a recurrent state that is not put back).
 An architecture whose control goes unnoticed, or whose text repeats itself, is tried again with
 other weights, then with repeated pairs of tokens forbidden, and is otherwise not called exact.
 
@@ -13,17 +14,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.capability import Capability, capability
 from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.target.recurrent import RecurrentCache
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 from scripts.prove.tiny_models import BITSANDBYTES_4BIT, BITSANDBYTES_8BIT, Build, Widths, builder
@@ -63,8 +67,8 @@ class Result:
 
     Attributes:
         kind: the model type, or a name for a variant of one.
-        verdict: "exact tree", "exact chain", "half precision", "refused", "not buildable",
-            "unproven" or "MISMATCH".
+        verdict: "exact tree", "exact chain", "exact recurrent", "half precision", "refused",
+            "not buildable", "unproven" or "MISMATCH".
         tokens: generated and compared; those of the control are not counted.
         mismatches: tokens from the first difference of a sequence on.
         note: why, or how it was checked.
@@ -104,12 +108,13 @@ def _attempt(kind: str, build: Build, widths: Widths, options: dict[str, Any]) -
     notes = [str(w.message).split(": ", 1)[1] for w in caught if "a chain of" in str(w.message)]
     if "no_repeat_ngram_size" in options:
         notes.append("no_repeat_ngram_size=2")
-    return _decode_and_compare(kind, target, trusted == "tree", options, notes)
+    return _decode_and_compare(kind, target, trusted, options, notes)
 
 
 def _decode_and_compare(
-    kind: str, target: TargetModel, tree: bool, options: dict[str, Any], notes: list[str]
+    kind: str, target: TargetModel, trusted: Capability, options: dict[str, Any], notes: list[str]
 ) -> Result:
+    tree = trusted == "tree"
     tokens = mismatches = 0
     accepted: list[float] = []
     distinct: list[int] = []
@@ -134,9 +139,14 @@ def _decode_and_compare(
         accepted.append(stats.tokens_per_step)
         distinct += [len(set(row)) for row in reference]
         if batch == 1:
-            control = PlainCausalDrafter if tree else BlindDrafter
+            control: type[PlantedDrafter] = PlainCausalDrafter if tree else BlindDrafter
+            fault: AbstractContextManager[Any] = nullcontext()
+            if trusted == "recurrent":
+                control = PlantedDrafter
+                fault = patch.object(RecurrentCache, "put_back", lambda cache: None)
             wrong = control(reference, target.vocab_size, drafter.shape.choices)
-            noticed &= _goes_wrong(target, wrong, inputs, options, expected_BT)
+            with fault:
+                noticed &= _goes_wrong(target, wrong, inputs, options, expected_BT)
     notes.append(
         f"{sum(accepted) / len(accepted):.2f} tokens/step, {min(distinct)} distinct at least"
     )
@@ -154,8 +164,7 @@ def _decode_and_compare(
         verdict = "unproven"
         notes.append("the text repeats itself")
     else:
-        exact = "exact tree" if tree else "exact chain"
-        verdict = "half precision" if kind in ROUNDS_TO_HALF else exact
+        verdict = "half precision" if kind in ROUNDS_TO_HALF else f"exact {trusted}"
     return Result(kind, verdict, tokens, mismatches, "; ".join(notes))
 
 

@@ -37,6 +37,7 @@ MEMORY_LIMIT = 8 << 30
 MEANING = {
     "exact tree": "a token tree is verified exactly, at batch 1 and in a left-padded batch of 8",
     "exact chain": "a chain of drafts is verified exactly, one unpadded sequence at a time",
+    "exact recurrent": "a chain is verified exactly from a state that is put back, one as above",
     "half precision": "its kernels round to bf16 whatever the dtype; differs at near ties only",
     "refused": "with the reason, before anything is decoded",
     "not buildable": "no tiny model could be made here",
@@ -49,7 +50,7 @@ decoding with a token tree makes of it. Each trusted type decodes greedily with 
 continuation planted on random branches of a 17-node tree, and is compared token by token with
 `generate()`; windows and chunks are 16 tokens, so that trees straddle their edges. Each is also
 decoded where it must go wrong (a tree with a plain causal mask, a chain whose nodes do not see
-each other), and that has to be noticed."""
+each other, a recurrent state that is not put back), and that has to be noticed."""
 
 
 @dataclass

@@ -152,7 +152,10 @@ _INDEXER: dict[str, Any] = {
 }
 FIXTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"],
+        [
+            *("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+            *("kimi_linear", "minicpm3", "youtu"),
+        ],
         _ALL_HEADS_CACHED,
     ),
     "blt": {"encoder_hash_byte_group_vocab": 99},
@@ -160,6 +163,7 @@ FIXTURES: dict[str, dict[str, Any]] = {
         **_MIXED,
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
     },
+    "bamba": {"attn_layer_indices": [1, 3]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"moe_top_k": 2},
@@ -192,6 +196,8 @@ FIXTURES: dict[str, dict[str, Any]] = {
     },
     "got_ocr2": {"text_config": {"model_type": "qwen2"}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": _MIXED,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},

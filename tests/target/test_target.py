@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import cpu_offload
-from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
+from scripts.prove.tiny_models import builder
 from tests.conftest import TinyLlama
 
 
@@ -61,10 +62,10 @@ def test_missing_model_is_one_sentence(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_recurrent_state_is_refused_by_name() -> None:
-    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
-    with pytest.raises(UnsupportedArchitecture, match="mamba keeps LinearAttentionLayer state"):
-        TargetModel(MambaForCausalLM(config)).new_cache()
+def test_a_cache_of_unknown_state_is_refused_by_name() -> None:
+    model = TargetModel(builder("deepseek_v32")((0.1, 0.1)))
+    with pytest.raises(UnsupportedArchitecture, match="keeps DynamicIndexedLayer state"):
+        model.new_cache()
 
 
 def test_flash_attention_is_refused_by_name(tiny_llama: TinyLlama) -> None:

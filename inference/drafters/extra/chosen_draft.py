@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.adapt.clock import Clock, most_again
 from medusa_heads.inference.drafters.base import Drafter, Memory
 from medusa_heads.inference.drafters.model.choice import DraftChoice
 from medusa_heads.inference.drafters.model.draft_model import AdaptiveTree
@@ -43,6 +43,7 @@ class ChosenDraftDrafter(Drafter):
     ) -> None:
         self._clock, self._drafters = clock, list(drafters)
         fixed = [each.num_nodes - 1 for each, _ in drafters if not isinstance(each, AdaptiveTree)]
+        self.most_again = most_again(clock)
         self._most, self._rests = max([most, *fixed]), not fixed
         self.num_nodes = self._most + 1
         self.steps = [0] * len(drafters)
@@ -54,7 +55,7 @@ class ChosenDraftDrafter(Drafter):
         last = self._learn(state)
         rows = len(state.rows)
         active = [row for row in state.rows if not row.done]  # a compiled batch keeps the others
-        choice = self._choice(state.warpers is not None, rows)
+        choice = self._choice(state)
         prices = [
             0.0 if which == last else self._missed(state, which)
             for which in range(len(self._drafters))
@@ -72,10 +73,13 @@ class ChosenDraftDrafter(Drafter):
             self.steps[which] += 1
             text: DraftedText = state.memories[drafter]
             seconds = sum(clock.step(rows * nodes) for nodes in text.reads)
-        nodes = rows * tree.num_nodes
+        nodes = rows * tree.num_nodes + len(state.again)
         state.memories[self] = _Step(Memory(active), choice, which, rows, nodes, seconds)
         self._took = None
         return tree
+
+    def rest(self, state: DecodingState) -> None:
+        self._learn(state)
 
     def learn_seconds(self, nodes: int, seconds: float) -> None:
         self._took = seconds
@@ -102,14 +106,16 @@ class ChosenDraftDrafter(Drafter):
         missed = fmean(row.length for row in state.rows) - read
         return clock.step(rows * max(round(missed), 1)) - clock.step(rows)
 
-    def _choice(self, drawn: bool, rows: int) -> DraftChoice:
+    def _choice(self, state: DecodingState) -> DraftChoice:
+        drawn, rows = state.warpers is not None, len(state.rows)
         key = drawn, rows.bit_length()
         if key not in self._choices:
             priors = [self._prior(drafter, clock, rows) for drafter, clock in self._drafters]
             self._choices[key] = DraftChoice(
                 self._clock, self._most, rows, priors, rests=self._rests
             )
-        self._choices[key].budget.rows = rows
+        budget = self._choices[key].budget
+        budget.rows, budget.again = rows, len(state.again)
         return self._choices[key]
 
     def _prior(

@@ -32,6 +32,11 @@ class LayerStack:
     def __init__(self, target: TargetModel) -> None:
         self._kind = target.config.model_type
         self._layers = _decoder_layers(target)
+        if not target.new_cache().can_go_back:
+            raise _refusal(
+                f"{self._kind} keeps a recurrent state, which drafts would change before they are "
+                "verified"
+            )
         if len(target.new_cache().row_layers) != len(self._layers):
             raise _refusal(
                 f"{self._kind} has layers that read the keys and values of others, so that none "

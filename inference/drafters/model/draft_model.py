@@ -71,7 +71,7 @@ class DraftModelDrafter(Drafter):
                 f"every level of a drawn tree has 1 to {vocab_size} tokens behind each node, got "
                 f"{levels}"
             )
-        if capability(draft) == "chain" and max(width, *levels) > 1:
+        if not _reads_trees(draft) and max(width, *levels) > 1:
             raise UnsupportedArchitecture(
                 f"the draft model ({draft.config.model_type}) reads one path at a time",
                 "let it draft a chain",
@@ -152,7 +152,7 @@ class AdaptiveTree:
     def __init__(
         self, draft: TargetModel, vocab_size: int, clock: Clock, *, chain_only: bool = False
     ) -> None:
-        chain_only = capability(draft) == "chain" or chain_only
+        chain_only = not _reads_trees(draft) or chain_only
         self._draft, self._vocab_size, self._clock = draft, vocab_size, clock
         self._ranks = 1 if chain_only else min(MOST_RANKS, vocab_size)
         # Of tokens that were drawn, and of those that were chosen.
@@ -206,3 +206,19 @@ class AdaptiveTree:
             return likeliest_BFR.where(best.values > 0, -1.0), best.indices
         before_BFR = best.values.cumsum(dim=-1) - best.values
         return best.values / (1 - before_BFR).clamp_min(1e-6), best.indices
+
+
+def _reads_trees(draft: TargetModel) -> bool:
+    """Whether the draft model reads any of the tokens it drafts in any order, or only one path.
+
+    Raises:
+        UnsupportedArchitecture: it cannot go back on what it has read.
+    """
+    trusted = capability(draft)
+    if trusted == "recurrent":
+        raise UnsupportedArchitecture(
+            f"the draft model ({draft.config.model_type}) keeps a recurrent state, which cannot "
+            "go back to where the target refuses a draft",
+            "draft with a model of attention layers alone",
+        )
+    return trusted == "tree"

@@ -21,6 +21,7 @@ from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.cache import RowCache
+from medusa_heads.target.recurrent import RecurrentCache
 from medusa_heads.trees.tree import TokenTree
 from scripts.prove.lossless.targets import ProofTarget
 from scripts.prove.lossless.texts import Reference
@@ -89,6 +90,11 @@ def _neighbours_row_kept() -> AbstractContextManager[Any]:
     return patch.object(RowCache, "keep_paths", keep_paths)
 
 
+def _state_not_put_back() -> AbstractContextManager[Any]:
+    """A recurrent state keeps what drafts did to it that were refused."""
+    return patch.object(RecurrentCache, "put_back", lambda cache: None)
+
+
 def _one_too_many() -> AbstractContextManager[Any]:
     """A draft that the target does not confirm is accepted all the same."""
     own = lossless._child
@@ -153,8 +159,14 @@ def _end_ignored() -> AbstractContextManager[Any]:
 FAULTS = (
     Fault("siblings seen", _siblings_seen, lambda target, made: target.tree),
     Fault("parents unseen", _parents_unseen, lambda target, made: True),
-    Fault("position off by one", _positions_off_by_one, lambda target, made: target.positions),
-    Fault("neighbour's row kept", _neighbours_row_kept, lambda target, made: True),
+    Fault(
+        "position off by one",
+        _positions_off_by_one,
+        # Attention beside a recurrent state may well go without positions.
+        lambda target, made: target.positions and not target.recurrent,
+    ),
+    Fault("neighbour's row kept", _neighbours_row_kept, lambda target, made: not target.recurrent),
+    Fault("state not put back", _state_not_put_back, lambda target, made: target.recurrent),
     Fault("one draft too many accepted", _one_too_many, lambda target, made: True),
     Fault("draw ignored", _draw_ignored, lambda target, made: made.text.sampled),
     Fault("another row's processors", _rows_exchanged, lambda target, made: made.text.by_row),

@@ -43,6 +43,7 @@ class ProofTarget:
         name: of its architecture, or of what it is for.
         model: transformers' model.
         tree: whether it verifies trees, or chains alone.
+        recurrent: whether it keeps a state that is put back.
         prompts: makes inputs of generate(), by rows and seed.
         options: that generate() is given with every text.
         note: what is said of it in the record.
@@ -58,6 +59,7 @@ class ProofTarget:
     def __post_init__(self) -> None:
         self.view = TargetModel(self.model)
         self.view.freeze()
+        self.recurrent = not self.view.new_cache().can_go_back
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
 

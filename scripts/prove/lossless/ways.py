@@ -174,7 +174,7 @@ def every_way(target: ProofTarget, turn: int) -> Iterator[Way]:
         tree, _, fixed = words.partition(", ")
         model = MedusaModel(target.view, heads, tree=tree, deterministic=bool(fixed))
         yield assisted(model, "random heads", f"{kind}, {words}", slow=True)
-    elif turn % 4:
+    elif turn % 4 or target.recurrent:  # whose noisy copy cannot draft
         yield untrained(target, turn // 4)
     else:
         tree = DRAFT_TREES[turn // 4 % 2] if target.tree else "chain:4"

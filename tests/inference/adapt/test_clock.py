@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.adapt.clock import Clock, most_again
 
 MEASURED = {1: 1.0, 4: 1.2, 8: 1.6, 16: 2.4}
 
@@ -97,3 +97,18 @@ def test_one_that_does_not_learn_stays() -> None:
 def test_no_times_are_refused(measured: dict[int, float]) -> None:
     with pytest.raises(ValueError, match="a clock needs sizes of at least 1 and times above 0"):
         Clock(measured)
+
+
+def test_the_cheaper_a_token_the_more_are_read_again() -> None:
+    """Found by hand for seconds on a line: steps of five tokens, two of them kept, then one step
+    without drafts."""
+    most = [most_again(Clock({1: 1.0 + each, 65: 1.0 + 65 * each})) for each in (0.1, 0.01, 0.001)]
+    assert most == sorted(most) and most[0] < 4 < most[1] < 20 < most[2]
+    assert most_again(Clock.flat()) == 12  # nothing is known
+
+    def speed(steps: int) -> float:
+        seconds = sum(1 + 0.01 * (5 + 2 * step) for step in range(steps))
+        seconds += 1 + 0.01 * (1 + 2 * steps)
+        return (2 * steps + 1) / seconds
+
+    assert most[1] == 2 * max(range(1, 33), key=speed) - 1

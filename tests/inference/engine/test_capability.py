@@ -15,7 +15,6 @@ from transformers import (
     BitsAndBytesConfig,
     BloomConfig,
     GPTNeoConfig,
-    Lfm2Config,
     MixtralConfig,
     MoshiConfig,
     ProphetNetConfig,
@@ -77,20 +76,6 @@ def test_a_chain_where_only_that_is_exact(kind: str) -> None:
     batch: dict[str, Any] = {name: tensor.repeat(2, 1) for name, tensor in inputs.items()}
     with pytest.raises(UnsupportedArchitecture, match="one unpadded sequence at a time"):
         medusa.generate(**batch, max_new_tokens=4)
-
-
-def test_a_layer_without_rows_is_refused_by_name() -> None:
-    config = Lfm2Config(
-        vocab_size=40,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
-    )
-    with pytest.raises(UnsupportedArchitecture, match="lfm2 keeps LinearAttention"):
-        capability(TargetModel(build(config)))
 
 
 def test_positions_are_those_of_generate() -> None:

@@ -11,9 +11,9 @@ VERDICTS = {
     "llama": "exact tree",
     "bloom": "exact chain",
     "mamba": "refused",
-    "qwen3_next": "refused",  # a hybrid of linear and full attention
+    "lfm2": "exact recurrent",  # a hybrid of convolutions and attention
 }
-TOKENS = {"llama": 9 * 40, "bloom": 2 * 40}
+TOKENS = {"llama": 9 * 40, "bloom": 2 * 40, "lfm2": 2 * 40}
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +33,13 @@ def test_verdicts(swept: Path) -> None:
     assert {kind: row["verdict"] for kind, row in rows.items()} == VERDICTS
     assert {kind: row["tokens"] for kind, row in rows.items() if row["tokens"]} == TOKENS
     assert "ALiBi" in rows["bloom"]["note"]
-    assert "LinearAttention" in rows["qwen3_next"]["note"]
+    assert "does not keep its text in the cache" in rows["mamba"]["note"]
 
 
 def test_table(swept: Path) -> None:
     page = (swept / "table.md").read_text()
     assert "Of 4 types" in page
-    assert "- 2 refused" in page and "- 0 MISMATCH" in page
+    assert "- 1 refused" in page and "- 1 exact recurrent" in page and "- 0 MISMATCH" in page
     assert f"{sum(TOKENS.values())} tokens" in page and "; 0 differed" in page
     assert "| llama | exact tree | 360 |" in page
     assert not list(swept.glob("*.partial"))

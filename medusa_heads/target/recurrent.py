@@ -1,0 +1,152 @@
+"""A RowCache some of whose layers keep a recurrent state, which has no rows to keep or drop.
+
+What a token has done to such a state cannot be taken back. So the states are copied before drafts
+are read, and the copy is put back where one of them is refused; what was accepted is then read
+again (inference/engine/recurrent.py). The copy is of one size, however long the text is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+
+from medusa_heads.target.cache import RowCache, RowLayer
+from medusa_heads.target.stacks import Stacks
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether a target of this text configuration keeps a recurrent or convolution state."""
+    return any(
+        isinstance(layer, LinearAttentionLayer) for layer in DynamicCache(config=config).layers
+    )
+
+
+class StateLayer(LinearAttentionLayer):
+    """One layer's recurrent and convolution states."""
+
+    def states(self) -> list[Tensor]:
+        """Those that the target has made so far."""
+        made = (*self.conv_states.values(), *self.recurrent_states.values())
+        return [state for state in made if state is not None]
+
+
+class StateAndRowLayer(StateLayer, RowLayer):  # type: ignore[misc, override]
+    """One layer's states, and its keys and values, views into the stacks of its RowCache."""
+
+    is_compileable = False
+
+    def __init__(self, stacks: Stacks, number_of_states: int) -> None:
+        RowLayer.__init__(self, stacks)
+        StateLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        # As transformers tells them apart: keys and values come without names, states with theirs.
+        (RowLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
+
+    def reset(self) -> None:
+        StateLayer.reset(self)
+        RowLayer.reset(self)
+
+
+class RecurrentCache(RowCache):
+    """Rows of attention layers as in any RowCache, and the states of the others with a copy of what
+    they were before the drafts that are being verified."""
+
+    can_go_back = False
+    is_held = False  # whether the states can be put back
+
+    def __init__(self, config: Any, slots: int = 0) -> None:
+        self._held: list[Tensor] = []
+        self._length = 0
+        super().__init__(config, slots)
+
+    def make_layer(self, layer: Any) -> Any:
+        if not isinstance(layer, LinearAttentionLayer):
+            return super().make_layer(layer)
+        states = layer.number_of_states
+        if hasattr(layer, "update"):  # keys and values besides
+            return StateAndRowLayer(self._stacks, states)
+        return StateLayer(states)
+
+    def states(self) -> list[Tensor]:
+        """Those of all layers that the target has made so far."""
+        return [
+            state
+            for layer in self.layers
+            if isinstance(layer, StateLayer)
+            for state in layer.states()
+        ]
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Copy the states, unless they were copied as they are."""
+        if not self.is_held:
+            states = self.states()
+            if not self._held:
+                self._held = [torch.empty_like(state) for state in states]
+            torch._foreach_copy_(self._held, states)
+            self.is_held = True
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The states as they were held; rows of attention layers stay."""
+        assert self.is_held
+        torch._foreach_copy_(self.states(), self._held)
+
+    def move_on(self) -> None:
+        """What was read since the states were held is part of the text."""
+        self.is_held = False
+
+    def set_length(self, length: int) -> None:
+        """The states stand behind so many tokens, and rows from that slot on are free."""
+        self._length = length
+        super().set_length(length)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens read; without any attention layer, those of the last `set_length`."""
+        return super().get_seq_length(layer_idx) if self.row_layers else self._length
+
+    def take_over(self, cache: Cache) -> None:
+        """Nothing, from an empty cache.
+
+        Raises:
+            ValueError: the cache holds states, of which nobody can say what they have read.
+        """
+        layers: Any = cache.layers
+        if not any(any(getattr(layer, "has_previous_state", {}).values()) for layer in layers):
+            return
+        raise ValueError(
+            "the given cache holds recurrent states, which are taken on from this decoder's own "
+            "caches alone: pass the whole text without a cache"
+        )
+
+    def select_batch(self, rows: Any) -> None:
+        raise AssertionError("a batch of recurrent states is refused before it is decoded")
+
+
+# Looked for once: a large model has thousands of modules, and a step little time.
+_limited: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def time_steps_of_one_token(model: nn.Module) -> Iterator[None]:
+    """Within the block, layers of Mamba 2 take the time steps of several tokens as they take those
+    of one: without the limits that transformers sets for several tokens alone, which would make
+    another text of them than one token at a time."""
+    if model not in _limited:
+        _limited[model] = [each for each in model.modules() if hasattr(each, "time_step_limit")]
+    limited = _limited[model]
+    limits = [module.time_step_limit for module in limited]
+    try:
+        for module in limited:
+            module.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]
+        yield
+    finally:
+        for module, limit in zip(limited, limits, strict=True):
+            module.time_step_limit = limit

@@ -1,0 +1,181 @@
+"""The public classes on targets with a recurrent state: every drafter, option and refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from medusa_heads import DraftedModel, HeadsConfig, MedusaHeads, MedusaModel, TrainingFreeModel
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.adapt import measure
+from tests.inference.processor_kinds import Matcher
+from tests.inference.recurrent import prompt, repeating, tiny_target, written
+from tests.inference.speaking import make_tokenizer
+
+KINDS = ("qwen3_next", "falcon_h1", "lfm2")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+
+
+def with_heads(kind: str, tree: Any = 8, **options: Any) -> MedusaModel:
+    target = tiny_target(kind)
+    torch.manual_seed(3)
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=3))
+    return MedusaModel(target, heads, tree=tree, **options)
+
+
+WAYS: dict[str, Callable[[str], Any]] = {
+    "heads": with_heads,
+    "heads and text": lambda kind: with_heads(kind, "auto"),
+    "always the same": lambda kind: with_heads(kind, "auto", deterministic=True),
+    "text": lambda kind: TrainingFreeModel(tiny_target(kind), "suffix"),
+    "draft model": lambda kind: DraftedModel(tiny_target(kind), tiny_target("llama"), tree="chain"),
+    "drawn": lambda kind: DraftedModel(tiny_target(kind), tiny_target("llama"), tree="sampled:3"),
+    "adaptive": lambda kind: DraftedModel(tiny_target(kind), tiny_target("llama")),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"), [(way, KINDS[i % len(KINDS)]) for i, way in enumerate(WAYS)]
+)
+def test_every_drafter_is_token_equal(way: str, kind: str, cache: Any) -> None:
+    model = WAYS[way](kind)
+    for inputs in (prompt(), repeating()):
+        expected = written(model.target.model, inputs)
+        assert torch.equal(written(model, inputs), expected)
+        if way not in ("drawn", "adaptive"):  # whose law alone stays where tokens are drawn
+            drawn = {"do_sample": True, "top_k": 20}
+            assert torch.equal(
+                written(model, inputs, **drawn), written(model.target.model, inputs, **drawn)
+            )
+
+
+class GoesOn(LogitsProcessor):
+    """What stood six tokens before."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter_add(1, input_ids[:, -6:-5], torch.full((1, 1), 99.0))
+
+
+def test_text_that_repeats_itself_takes_fewer_steps(cache: Any) -> None:
+    model = WAYS["text"]("lfm2")
+    options = {"logits_processor": [GoesOn()], "max_new_tokens": 60}
+    expected = written(model.target.model, repeating(), **options)
+    assert torch.equal(written(model, repeating(), **options), expected)
+    assert model.last_stats.tokens_per_step > 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processors_and_ends(kind: str) -> None:
+    model = with_heads(kind)
+    inputs = prompt()
+    processors = ([Matcher()], [Matcher()])
+    got = written(model, inputs, logits_processor=processors[0])
+    assert torch.equal(got, written(model.target.model, inputs, logits_processor=processors[1]))
+    penal = {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.4)], "do_sample": True}
+    expected = written(model.target.model, inputs, **penal)
+    assert torch.equal(written(model, inputs, **penal), expected)
+    ending = {"eos_token_id": int(expected[0, 45]), **penal}
+    shorter = written(model.target.model, inputs, **ending)
+    assert shorter.shape[1] < expected.shape[1]
+    assert torch.equal(written(model, inputs, **ending), shorter)
+
+
+def test_stop_strings_and_streamers() -> None:
+    model, inputs, tokenizer = with_heads("qwen3_next"), prompt(), make_tokenizer()
+    inputs["input_ids"] %= 90
+    options = {"tokenizer": tokenizer, "bad_words_ids": [[i] for i in range(len(tokenizer), 199)]}
+    whole = written(model.target.model, inputs, **options)
+    options["stop_strings"] = [tokenizer.decode(whole[0, 40:42])]
+    expected = written(model.target.model, inputs, **options)
+    assert expected.shape[1] < whole.shape[1]
+
+    class Streamer:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.tokens.append(-1)
+
+    streamer = Streamer()
+    assert torch.equal(written(model, inputs, streamer=streamer, **options), expected)
+    assert streamer.tokens == [*expected[0].tolist(), -1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_goes_on_from_its_own_cache(kind: str) -> None:
+    model, inputs = with_heads(kind), prompt()
+    whole = written(model.target.model, inputs)
+    first = written(model, inputs, max_new_tokens=20, return_dict_in_generate=True)
+    assert torch.equal(first.sequences, whole[:, :41])
+    held = first.past_key_values
+    assert held.get_seq_length() <= 40
+    rest = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
+    got = written(model, rest, max_new_tokens=28, past_key_values=held)
+    assert torch.equal(got, whole)
+
+
+def test_a_prompt_is_read_in_parts() -> None:
+    model, inputs = with_heads("qwen3_next"), prompt(90)
+    expected = written(model.target.model, inputs)
+    assert torch.equal(written(model, inputs, prefill_chunk_size=32), expected)
+
+
+def test_steps_are_measured_with_what_states_take(cache: Any) -> None:
+    target = tiny_target("qwen3_next")
+    clock = measure.target_clock(target)
+    assert min(clock.step(tokens) for tokens in clock.sizes) > 0
+
+
+def test_what_is_not_offered_is_one_sentence(cache: Any) -> None:
+    model, inputs = with_heads("qwen3_next"), prompt()
+    batch = {name: tensor.repeat(2, 1) for name, tensor in inputs.items()}
+    with pytest.raises(UnsupportedArchitecture, match="decode one unpadded sequence at a time"):
+        written(model, batch)
+    inputs["attention_mask"][0, :3] = 0
+    with pytest.raises(UnsupportedArchitecture, match="decode one unpadded sequence at a time"):
+        written(model, inputs)
+    foreign = DynamicCache(config=model.target.model.config)
+    text = prompt()
+    model.target.model(text["input_ids"][:, :12], past_key_values=foreign, use_cache=True)
+    with pytest.raises(ValueError, match="holds recurrent states, which are taken on from this"):
+        written(model, text, past_key_values=foreign)
+    with pytest.raises(UnsupportedArchitecture, match="a recurrent state, which is not compiled"):
+        with_heads("qwen3_next", compile=True)
+    with pytest.raises(UnsupportedArchitecture, match="drafts would change before"):
+        TrainingFreeModel(tiny_target("qwen3_next"), "early_exit:2")
+    with pytest.raises(UnsupportedArchitecture, match="draft with a model of attention layers"):
+        DraftedModel(tiny_target("llama"), tiny_target("qwen3_next"))
+
+
+@pytest.mark.parametrize("call", [1, 2, 5])
+@pytest.mark.parametrize("phase", ["drafter.propose", "target.read"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_callers_own_cache_serves_again_whatever_was_raised(
+    cache: Any, monkeypatch: pytest.MonkeyPatch, kind: str, phase: str, call: int
+) -> None:
+    model = WAYS["heads"](kind)
+    owner: Any = model.drafter if phase == "drafter.propose" else model.target
+    name = phase.partition(".")[2]
+    own, calls = getattr(owner, name), []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        calls.append(name)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return result
+
+    given: Any = {"past_key_values": model.target.new_cache()}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, interrupted)
+        written(model, prompt(), **given)
+    expected = written(model.target.model, prompt())
+    assert torch.equal(written(model, prompt(), **given), expected)

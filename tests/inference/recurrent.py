@@ -1,0 +1,59 @@
+"""Tiny targets with a recurrent state, and what transformers makes of the same input.
+
+Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_heads import TargetModel
+from scripts.prove.tiny_models import builder
+
+KINDS = (
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_text",
+    "qwen3_next",
+)
+
+
+@cache
+def tiny_target(kind: str) -> TargetModel:
+    view = TargetModel(builder(kind)((0.15, 0.15)))
+    view.freeze()
+    view.model.generation_config.eos_token_id = None
+    view.model.generation_config.pad_token_id = 0
+    return view
+
+
+def prompt(length: int = 21, seed: int = 1) -> dict[str, Any]:
+    """A random text, as generate() takes it."""
+    random = torch.Generator().manual_seed(seed)
+    ids_1T = torch.randint(1, 190, (1, length), generator=random)
+    return {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)}
+
+
+def repeating() -> dict[str, Any]:
+    """A text that is easily continued from itself."""
+    ids_1T = torch.tensor([[5, 9, 33, 71, 18, 2] * 6])
+    return {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)}
+
+
+def written(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    """What its generate() writes; the same seed before every text."""
+    torch.manual_seed(7)
+    return model.generate(**inputs, **{"max_new_tokens": 48, "do_sample": False} | options)
+
+
+def planted_truth(inputs: dict[str, Any], sequences_1T: Tensor) -> list[list[int]]:
+    truth: list[list[int]] = sequences_1T[:, inputs["input_ids"].shape[1] :].tolist()
+    return truth
