@@ -45,17 +45,3 @@ class Allocations(TorchDispatchMode):
                 if known is None or known.expired():
                     self._known[storage._cdata] = StorageWeakRef(storage)
                     self._bytes[storage._cdata] = storage.nbytes() if made else 0
-
-
-class NoMemory(TorchDispatchMode):
-    """Within the block, operations fail behind the first so many."""
-
-    def __init__(self, left: int) -> None:
-        super().__init__()
-        self._left = left
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._left:
-            raise torch.OutOfMemoryError
-        self._left -= 1
-        return func(*args, **(kwargs or {}))

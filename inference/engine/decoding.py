@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,18 @@ if TYPE_CHECKING:
 _WARM_UP = 3  # forwards of a text, its prompt's included, before steps take what they will
 
 
+class Exchange:
+    """Decides with what a text is decoded further, before every step of it."""
+
+    def due(self, state: DecodingState, slots: int) -> bool:
+        """Whether to ask for another view; the text may come to need so many cache slots."""
+        raise NotImplementedError
+
+    def view(self, state: DecodingState, slots: int) -> tuple[TargetModel, Drafter] | None:
+        """Another view of the same target, and its drafter; None where there is none after all."""
+        raise NotImplementedError
+
+
 @torch.no_grad()
 def decode(
     target: TargetModel,
@@ -44,6 +56,7 @@ def decode(
     acceptance: str = "lossless",
     acceptance_settings: Mapping[str, float] | None = None,
     stats: GenerationStats | None = None,
+    exchange: Exchange | None = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """Decode the way transformers' own `_sample` does, several tokens a forward.
@@ -82,7 +95,8 @@ def decode(
     state = DecodingState(
         rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt
     )
-    with target.capture_hidden() as last_hidden, _kept_sound(cache, state, stats):
+    with ExitStack() as capturing, _kept_sound(state, stats):
+        last_hidden = capturing.enter_context(target.capture_hidden())
         with stats.phase("prefill"):
             state.warpers = logits_processor if do_sample else None
             reading: AbstractContextManager[list[Tensor]] = nullcontext([])
@@ -112,6 +126,12 @@ def decode(
         # moves weights in the middle of a forward: they would be left as inference tensors.
         with torch.inference_mode(not hasattr(target.model, "_hf_hook")):
             while state.rows:
+                if exchange is not None and exchange.due(state, slots):
+                    capturing.close()  # what is compiled knows of no hook but its own
+                    if (other := exchange.view(state, slots)) is not None:
+                        target, drafter = other
+                        state.move_to(target.new_cache(len(state.rows), slots))
+                    last_hidden = capturing.enter_context(target.capture_hidden())
                 _step(target, drafter, rule, state, last_hidden, stats)
 
     if streamer is not None:
@@ -125,7 +145,7 @@ def decode(
 
     output: dict[str, Any] = {"sequences": sequences_BT}
     if len(rows) == 1:  # rows of a batch end at different lengths and leave the cache as they end
-        output["past_key_values"] = cache.handed_out(target.config)
+        output["past_key_values"] = state.cache.handed_out(target.config)
     if recorder and generation_config.output_scores:
         output["scores"] = recorder.given("scores")
     if recorder and generation_config.output_logits:
@@ -134,13 +154,14 @@ def decode(
 
 
 @contextmanager
-def _kept_sound(cache: RowCache, state: DecodingState, stats: GenerationStats) -> Iterator[None]:
-    """Also a caller's own cache ends with what was committed, whatever is raised in the block."""
-    given = cache.get_seq_length()
+def _kept_sound(state: DecodingState, stats: GenerationStats) -> Iterator[None]:
+    """Also a caller's own cache ends with what was committed, or with what was when the text left
+    it, whatever is raised in the block."""
+    given = state.cache.get_seq_length()
     try:
         yield
     finally:
-        cache.set_length(max(state.lengths) if stats.forwards else given)
+        state.cache.set_length(max(state.lengths) if stats.forwards else given)
 
 
 def _step(

@@ -152,11 +152,8 @@ class _Captured:
 
 class CompiledTarget(TargetModel):
     """A target that verifies trees through torch.compile. The model is not modified, but has a
-    forward hook on its lm_head as long as this object lives.
-
-    Raises:
-        UnsupportedArchitecture: at the first verification, if the model's forward is not one graph.
-    """
+    forward hook on its lm_head as long as this object lives. Raises UnsupportedArchitecture: at the
+    first verification, if the model's forward is not one graph."""
 
     def __init__(
         self, model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor"
@@ -199,10 +196,15 @@ class CompiledTarget(TargetModel):
             self._captured.wanted = wanted
             self._captured.hidden.clear()
 
+    @staticmethod
+    def capacity(slots: int) -> int:
+        """The slots of the cache, and of the graph, that serve texts of so many."""
+        return -(-max(slots, 1) // _CAPACITY_STEP) * _CAPACITY_STEP
+
     def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
         """An empty cache with room for `slots`; kept and used again, since the graph knows it."""
         super().new_cache()
-        capacity = -(-max(slots, 1) // _CAPACITY_STEP) * _CAPACITY_STEP
+        capacity = self.capacity(slots)
         cache = self._caches.pop((batch_size, capacity), None)
         room = _BYTES_KEPT
         for other in reversed(list(self._caches)):  # those used last first

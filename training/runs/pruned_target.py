@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary, load_draft
 from medusa_heads.errors import first_line
+from medusa_heads.target.layers import layer_lists
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.meta_target import meta_target
@@ -29,11 +30,8 @@ def begin_draft(
 ) -> PreTrainedModel:
     """A causal LM to be trained as a draft model, in fp32, on the target's device: a named one of
     the target's vocabulary, to go on from; or some of the target's layers, by default a quarter,
-    rounded up; with a hidden size, as many fresh ones of that width.
-
-    Raises:
-        ValueError: sizes that cannot be, a quantised target, or another vocabulary.
-    """
+    rounded up; with a hidden size, as many fresh ones of that width. Raises ValueError: sizes that
+    cannot be, a quantised target, or another vocabulary."""
     model: Any
     if draft_model is not None:
         model = load_draft(
@@ -163,10 +161,9 @@ def _smaller_config(target: TargetModel, chosen: list[int], hidden_size: int | N
 
 def _layer_place(model: Any) -> str:
     """The name below which the numbered layers stand, such as `model.layers.`."""
+    for name in layer_lists(model):
+        return f"{name}."
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return f"{name}."
     raise ValueError(
         f"{type(model).__name__} is not built of {layers} numbered layers: give a draft_model or a "
         "draft_hidden_size"
