@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from medusa_heads.checkpoint.draft_checkpoint import load_draft, read_draft_sidecar, save_draft
 from medusa_heads.target.target import TargetModel
@@ -61,6 +62,8 @@ def test_every_list_with_an_entry_a_layer_is_cut() -> None:
     ],
 )
 def test_a_kind_that_has_no_smaller_form_is_refused(kind: str, hidden_size: int | None) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
     target = TargetModel(AutoModelForCausalLM.from_config(tiny_config(kind)))
     with pytest.raises(ValueError, match=f"no smaller {kind} can be made .*: give a draft_model"):
         begin_draft(target, num_layers=2, hidden_size=hidden_size)
