@@ -172,8 +172,8 @@ class Prober:
         return relative_error(other_TV[-1:], one_TV[-1:]) <= _NO_EFFECT
 
 
-# How much is chosen, by the names that indexers give it: of a long text some thousand tokens, and so
-# of a short one all, whatever an indexer makes of a tree.
+# How much is chosen, by the names that indexers give it. Some thousand tokens are, and so all of a
+# short text, whatever an indexer makes of a tree.
 _FEW = {"index_topk": 8, "topk_blocks": 2, "block_size": 4}
 
 
