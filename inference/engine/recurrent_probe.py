@@ -11,8 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.probe import Probe, Prober, Trial, relative_error
 from medusa_heads.inference.engine.recurrent import RecurrentState
+from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 
 
@@ -22,9 +24,19 @@ class RecurrentProber(Prober):
     Two chains that follow one another are read a token at a time, as generate() reads them; then
     the second one behind the first, as where all of that was accepted; and both in one forward, as
     where the first one is read again.
+
+    Raises:
+        UnsupportedArchitecture: the target keeps its state elsewhere.
     """
 
     _state: RecurrentState
+
+    def __init__(self, target: TargetModel) -> None:
+        super().__init__(target)
+        if not self._state.cache.holds_something():
+            raise UnsupportedArchitecture(
+                f"{target.config.model_type} does not keep its state in the cache it is given"
+            )
 
     @torch.no_grad()
     def probe(self, trial: Trial) -> Probe:

@@ -76,14 +76,22 @@ class CompressedRowLayer(RowLayer):
             raise AttributeError(name)
         return getattr(self._own, name)  # what attention asks of the entries
 
+    def entries(self) -> list[Tensor]:
+        """Those made so far, and the tokens that wait for theirs."""
+        kept = [tensor for by_name in self._copies().values() for tensor in by_name.values()]
+        return [tensor for tensor in kept if isinstance(tensor, Tensor)]
+
+    def _copies(self) -> dict[str, dict[str, Any]]:
+        own = vars(self._own).items()
+        return {name: dict(by_name) for name, by_name in own if isinstance(by_name, dict)}
+
     def hold(self) -> None:
         """Remember the entries as they are."""
-        entries = {name: kept for name, kept in vars(self._own).items() if isinstance(kept, dict)}
-        self._held = {name: dict(kept) for name, kept in entries.items()}
+        self._held = self._copies()
 
     def put_back(self) -> None:
         """The entries as they were held."""
-        vars(self._own).update({name: dict(kept) for name, kept in self._held.items()})
+        vars(self._own).update({name: dict(by_name) for name, by_name in self._held.items()})
 
     def reset(self) -> None:
         self._own.reset()
@@ -112,13 +120,18 @@ class RecurrentCache(RowCache):
             return StateAndRowLayer(self._stacks, states)
         return StateLayer(states)
 
-    def _states(self) -> list[Tensor]:
+    def states(self) -> list[Tensor]:
+        """Those of all layers that the target has made so far."""
         return [
             state
             for layer in self.layers
             if isinstance(layer, StateLayer)
             for state in layer.states()
         ]
+
+    def holds_something(self) -> bool:
+        """Whether the target has made any state here."""
+        return bool(self.states() or any(layer.entries() for layer in self._compressed()))
 
     def _compressed(self) -> list[CompressedRowLayer]:
         return [layer for layer in self.layers if isinstance(layer, CompressedRowLayer)]
@@ -127,7 +140,7 @@ class RecurrentCache(RowCache):
     def hold(self) -> None:
         """Copy the states, unless they were copied as they are."""
         if not self.is_held:
-            states = self._states()
+            states = self.states()
             if not self._held:
                 self._held = [torch.empty_like(state) for state in states]
             _copy(self._held, states)
@@ -139,7 +152,7 @@ class RecurrentCache(RowCache):
     def put_back(self) -> None:
         """The states as they were held; rows of attention layers stay."""
         assert self.is_held
-        _copy(self._states(), self._held)
+        _copy(self.states(), self._held)
         for layer in self._compressed():
             layer.put_back()
 

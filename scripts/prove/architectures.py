@@ -40,8 +40,7 @@ MEMORY_LIMIT = 8 << 30
 MEANING = {
     "exact tree": "a token tree is verified exactly, at batch 1 and in a left-padded batch of 8",
     "exact chain": "a chain of drafts is verified exactly, one unpadded sequence at a time",
-    "exact recurrent": "a chain is verified exactly, from a state that is put back, likewise one "
-    "unpadded sequence at a time",
+    "exact recurrent": "a chain likewise, from a state that is put back",
     "half precision": "its kernels round to bf16 whatever the dtype; differs at near ties only",
     "refused": "with the reason, before anything is decoded",
     "not buildable": "no tiny model could be made here",

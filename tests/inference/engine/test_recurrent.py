@@ -152,6 +152,7 @@ def test_a_scan_that_begins_anew_is_refused_by_name() -> None:
         capability(tiny_target("jamba"))
 
 
-def test_a_state_that_is_kept_elsewhere_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedArchitecture, match="mamba2 does not keep its text in the cache"):
-        capability(tiny_target("mamba2"))
+@pytest.mark.parametrize(("kind", "what"), [("mamba2", "text"), ("recurrent_gemma", "state")])
+def test_a_state_that_is_kept_elsewhere_is_refused_by_name(kind: str, what: str) -> None:
+    with pytest.raises(UnsupportedArchitecture, match=f"{kind} does not keep its {what} in the"):
+        capability(tiny_target(kind))

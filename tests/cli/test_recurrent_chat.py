@@ -1,0 +1,34 @@
+"""A conversation with a target whose state cannot go back to where a text begins to differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads.cli.conversation import Conversation
+from medusa_heads.cli.streaming import StepStreamer
+from tests.inference.recurrent import tiny_target
+from tests.inference.speaking import FORGETFUL, TEMPLATE, make_tokenizer
+
+
+@pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+@pytest.mark.parametrize(("template", "keeps"), [(TEMPLATE, True), (FORGETFUL, False)])
+def test_a_state_serves_the_next_turn_where_that_goes_on_from_it(
+    template: str, keeps: bool
+) -> None:
+    target, tokenizer = tiny_target("lfm2"), make_tokenizer(template)
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+    options["bad_words_ids"] = [[token] for token in range(90, target.vocab_size)]
+    said = []
+    for forgets in (False, True):
+        conversation = Conversation(MedusaModel(target, heads, tree=4), tokenizer)
+        for turn in ("hello there", "and then?", "bye"):
+            if forgets:
+                conversation._cache = None
+            conversation.ask(turn, StepStreamer(tokenizer, skip_prompt=True), options)
+        assert (conversation.cached_tokens > 0) is (keeps and not forgets)
+        said.append(conversation.messages)
+    assert said[0] == said[1]
