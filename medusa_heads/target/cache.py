@@ -137,6 +137,13 @@ class IndexedRowLayer(RowLayer):
         return self.update_index(index_keys_BTX[:, None])[:, 0]
 
     @property
+    def idx_keys(self) -> Tensor | None:
+        """Index keys of all rows [B, 1, length, X]; None in a layer that uses another's choice."""
+        if "keys" not in self._beside:
+            return None
+        return self._stacks.buffer(self._beside["keys"])[:, :, : self.length]
+
+    @property
     def indexer_position_ids(self) -> Tensor | None:
         """Where in the text each row stands [P, B, length], where the target keeps that here."""
         if "positions" not in self._beside or not self.length:
