@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from medusa_heads.settings import NO_FLAG, at_least, one_of, told
+from medusa_heads.settings import NO_FLAG, as_flag, at_least, one_of
 
 HeadsKind = Literal["medusa", "hydra"]
 VocabMatrix = Literal["shared", "own"]
@@ -59,28 +59,30 @@ class HeadsConfig:
     # Fields of dataclasses itself, which the page of the Python names reads the defaults of.
     kind: HeadsKind = field(
         default="medusa",
-        metadata=told(
+        metadata=as_flag(
             "Independent heads (medusa), or heads that also see the drafts before them (hydra). "
             "vLLM serves medusa heads only."
         ),
     )
     num_heads: int = field(
-        default=4, metadata=told("Number of heads; each looks one token further ahead.")
+        default=4, metadata=as_flag("Number of heads; each looks one token further ahead.")
     )
-    num_layers: int = field(default=1, metadata=told("Residual blocks in each head."))
+    num_layers: int = field(default=1, metadata=as_flag("Residual blocks in each head."))
     vocab_matrix: VocabMatrix = field(
         default="shared",
-        metadata=told("Project with the target's lm_head, or with a trained copy for each head."),
+        metadata=as_flag(
+            "Project with the target's lm_head, or with a trained copy for each head."
+        ),
     )
     draft_vocab_size: int | None = field(
         default=None,
-        metadata=told(
+        metadata=as_flag(
             "Draft only so many tokens, the commonest of the training text. Default: all."
         ),
     )
     prefix_attention: bool = field(
         default=False,
-        metadata=told(
+        metadata=as_flag(
             "Give the heads a layer that attends over the text so far. Such heads guess better, "
             "and no other engine can serve them."
         ),

@@ -122,6 +122,11 @@ def expanded(name: str | os.PathLike[str]) -> Path:
         raise ValueError(f"no home is known for the path {str(name)!r}: write it out") from error
 
 
+def is_path(name: str) -> bool:
+    """Whether no hub id looks like this, so that no hub need be asked."""
+    return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
+
+
 def check_folder(folder: str | os.PathLike[str]) -> None:
     """See beforehand whether files can be written to a folder; nothing is made. ValueError where a
     file stands in its place, or nothing may be written to it."""

@@ -10,11 +10,8 @@ MOST_VALUES = 100_000
 
 def parse_yaml(text: str) -> Any:
     """YAML that names a key once and makes plain data; of several values for one key, a plain
-    `safe_load` would take the last.
-
-    Raises:
-        ValueError: it is none, is nested too deeply, holds itself, or holds far more than it says.
-    """
+    `safe_load` would take the last. Raises ValueError: it is none, is nested too deeply, holds
+    itself, or holds far more than it says."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -46,11 +43,8 @@ def parse_yaml(text: str) -> Any:
 
 
 def _spelt_out(node: Any, known: dict[int, int]) -> int:
-    """How many values a YAML node stands for, each alias written out.
-
-    Raises:
-        ValueError: it holds itself.
-    """
+    """How many values a YAML node stands for, each alias written out. Raises ValueError: it holds
+    itself."""
     place = id(node)
     if place not in known:
         known[place] = -1  # not known yet: whoever comes here again has come around

@@ -16,14 +16,14 @@ NO_FLAG = {"flag": None}
 
 def flag(default: Any, help: str, name: str | None = None, **options: Any) -> Any:
     """A field that is also a flag and a YAML key; with MISSING as default it must be given, and of
-    a list every instance has a copy. See `told`."""
-    metadata = told(help, name, **options)
+    a list every instance has a copy. See `as_flag`."""
+    metadata = as_flag(help, name, **options)
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def told(help: str, name: str | None = None, **options: Any) -> dict[str, Any]:
+def as_flag(help: str, name: str | None = None, **options: Any) -> dict[str, Any]:
     """Metadata of such a field: a sentence, the name of the flag as `--name` where it is not the
     field's, and options of argparse's add_argument, or its `aliases`."""
     return {"help": help, **options} | ({} if name is None else {"flag": name[2:]})
@@ -58,11 +58,8 @@ def one_of(settings: object, name: str, known: Collection[str]) -> None:
 
 
 def mapping(settings: object, name: str) -> dict[str, Any]:
-    """An attribute that is a mapping, JSON that holds one, or None for an empty one.
-
-    Raises:
-        ValueError: it is something else; of which no secret is shown.
-    """
+    """An attribute that is a mapping, JSON that holds one, or None for an empty one. Raises
+    ValueError: it is something else; of which no secret is shown."""
     given = getattr(settings, name)
     if isinstance(given, str):
         try:

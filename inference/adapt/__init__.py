@@ -5,5 +5,6 @@ clock      seconds of a step, and of drafting for it
 budget     the size of draft that gains the most: expected tokens against seconds
 bandit     which way of drafting to take, and what trying another one may cost
 
-Measured figures are where the clock begins; `measure` takes them and keeps them on disk.
+Measured figures are where the clock begins; `step_bench` takes them, `measure` keeps them
+on disk.
 """

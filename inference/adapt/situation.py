@@ -51,7 +51,8 @@ class Situation:
         # Where more is expected of the text, a second is worth more; such passages last.
         self.budgets = [Budget(clock, sizes, rows, self.allowance, padded=padded) for _ in _TYPICAL]
         # Several sources may contradict each other, and together expect too much.
-        self._by_place = Evidence([1.0] * len(_TYPICAL), weight=12.0, memory=300.0)
+        usual = _DRAWN if drawn else 1.0
+        self._by_place = Evidence([usual] * len(_TYPICAL), weight=12.0, memory=300.0)
         self._by_sources = Evidence([1.0] * (1 << len(sources)), weight=60.0, memory=1000.0)
         self.looking = Bandit(
             [(0.0, 0.0), (0.5, 0.0)], self.allowance

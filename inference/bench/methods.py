@@ -102,11 +102,8 @@ _UNUSED = {
 def check_methods(
     settings: Sequence[Sequence[str]], *, heads: bool, draft: bool, corpus: bool = False
 ) -> None:
-    """Refuse names of any setting that stand for nothing, or for what was not given.
-
-    Raises:
-        ValueError: such a name, one given twice, or a draft model or a corpus for none of them.
-    """
+    """Refuse names of any setting that stand for nothing, or for what was not given. Raises
+    ValueError: such a name, one given twice, or a draft model or a corpus for none of them."""
     given = {"heads": heads, "draft": draft, "corpus": corpus}
     needs: dict[str, list[str]] = {}
     for methods in settings:
@@ -149,11 +146,8 @@ def _checked(name: str) -> _Parts:
 
 def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
     """What a name that check_methods let pass stands for. `most_tokens` are in the longest text,
-    prompt included: a static cache holds as many.
-
-    Raises:
-        ValueError: a tree that cannot be drafted, or that the target cannot verify.
-    """
+    prompt included: a static cache holds as many. Raises ValueError: a tree that cannot be drafted,
+    or that the target cannot verify."""
     if name in _PLAINLY:
         plain: Any = models.target.model.generate
         generate = partial(plain, **_PLAINLY[name](models, most_tokens))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from medusa_heads.data.chat import ask_ids
 from medusa_heads.files import expanded, is_encodable, parse_json
 
 if TYPE_CHECKING:
@@ -35,11 +36,8 @@ class Prompt:
 def held_out_prompts(
     tokenizer: PreTrainedTokenizerBase, *, num_prompts: int, prompt_length: int, seed: int
 ) -> list[list[int]]:
-    """Token ids of prompts from the standard library packages that nothing here trains on.
-
-    Raises:
-        ValueError: more or longer prompts than those packages hold.
-    """
+    """Token ids of prompts from the standard library packages that nothing here trains on. Raises
+    ValueError: more or longer prompts than those packages hold."""
     from medusa_heads.data.corpus import draw_windows, library_files
 
     texts = [file["text"] for file in library_files("held_out")]
@@ -53,11 +51,8 @@ def read_questions(file: str | Path) -> list[Question]:
     """Questions of a file: `.jsonl`, or one a line.
 
     An object of a `.jsonl` file has a string under `prompt` or `text`, or a list of them under
-    `turns` as in Spec-Bench's `question.jsonl`; `category` may be beside it.
-
-    Raises:
-        ValueError: the file is missing, holds no prompt, or a line that cannot be read.
-    """
+    `turns` as in Spec-Bench's `question.jsonl`; `category` may be beside it. Raises ValueError: the
+    file is missing, holds no prompt, or a line that cannot be read."""
     path = expanded(file)
     if not path.is_file():
         raise ValueError(f"expected a file of prompts at {str(file)!r}, found none")
@@ -101,11 +96,8 @@ def _json_question(line: str, place: str) -> Question:
 def encode_questions(
     questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """The first turn of each question in tokens, special tokens as the tokenizer adds them.
-
-    Raises:
-        ValueError: a prompt without tokens, or one that the target's chat template refuses.
-    """
+    """The first turn of each question in tokens, special tokens as the tokenizer adds them. Raises
+    ValueError: a prompt without tokens, or one that the target's chat template refuses."""
     prompts: list[Prompt] = []
     for place, question in enumerate(questions):
         prompts.append(_turn(question, tokenizer))
@@ -143,25 +135,14 @@ def _in_template(
     messages = [{"role": "user", "content": question.turns[0]}]
     for answer, asked in zip(texts, question.turns[1:], strict=False):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": asked}]
-    try:
-        tokens: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    # A template may raise whatever Jinja does, and its own exceptions.
-    except Exception as error:
-        raise ValueError(f"the target's chat template refuses this: {error}") from error
-    return list(tokens)
+    return ask_ids(tokenizer, messages)
 
 
 def choose_prompts(
     prompts: Sequence[Prompt], num_prompts: int, longest: int | None = None
 ) -> tuple[list[Prompt], int]:
     """At most so many prompts, from all categories in turn, each in the file's order; and how many
-    had more than `longest` tokens.
-
-    Raises:
-        ValueError: all of them are too long.
-    """
+    had more than `longest` tokens. Raises ValueError: all of them are too long."""
     short = [p for p in prompts if longest is None or len(p.tokens) <= longest]
     if not short:
         raise ValueError(f"all {len(prompts)} prompts have more than {longest} tokens")

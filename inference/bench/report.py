@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import replace_file
 from medusa_heads.inference.bench.plots import draw, setting_title, where_measured
+from medusa_heads.tables import Rows, formatted, in_markdown, on_screen
 from medusa_heads.trees.statistics import HeadStatistics
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 JSON_FILE, MARKDOWN_FILE, PNG_FILE = "report.json", "report.md", "report.png"
-Rows = tuple[list[str], list[list[str]]]  # the columns' names, and the rows below them
 # Columns of a table, and how an entry of the report is written in them.
 _SPEEDS = {
     "method": "{name}",
@@ -32,44 +32,15 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
     found = []
     for setting in report["settings"]:
         title, below = _whole_title(setting, report), "\n".join(_remarks(setting))
-        found.append(rich_table(title, _speed_rows(setting), caption=below))
+        found.append(on_screen(title, _speed_rows(setting), caption=below))
         if rows := _category_rows(setting):
-            found.append(rich_table("speed-up by category", rows, narrow=True))
+            found.append(on_screen("speed-up by category", rows, narrow=True))
     return found
-
-
-def rich_table(
-    title: str, rows: Rows, *, caption: str = "", bold: int | None = None, narrow: bool = False
-) -> Table:
-    """Rows as a table on the screen, of which one may stand out; where it is narrow, for many
-    columns of short numbers, their names are broken and not cut."""
-    from rich import box
-    from rich.table import Table
-
-    columns, cells = rows
-    table = Table(title=title, caption=caption or None, caption_justify="left")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left", no_wrap=not place)
-    if narrow:
-        table.box, table.pad_edge = box.SIMPLE, False
-        for place, shown in enumerate(table.columns):
-            shown.overflow, shown.no_wrap = "fold", False
-            shown.width = None if place else max(len(row[0]) for row in cells)
-            shown.min_width = shown.width or 4
-    for place, row in enumerate(cells):
-        table.add_row(*row, style="bold" if place == bold else None)
-    return table
 
 
 def _whole_title(setting: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     size = f"{setting['prompts']} prompts x {setting['new_tokens']} new tokens, medians"
     return f"{setting_title(setting, report.get('temperature'))}: {size}"
-
-
-def formatted(columns: Mapping[str, str], entries: Iterable[Mapping[str, Any]]) -> Rows:
-    """Rows of a table whose columns say how an entry is written in them."""
-    cells = [[cell.format(**entry) for cell in columns.values()] for entry in entries]
-    return list(columns), cells
 
 
 def _speed_rows(setting: Mapping[str, Any]) -> Rows:
@@ -117,12 +88,12 @@ def markdown(report: Mapping[str, Any]) -> str:
     if report.get("prompts_left_out"):
         parts.append(f"{report['prompts_left_out']} prompts were too long and left out.")
     for setting in report["settings"]:
-        parts += [f"## {_whole_title(setting, report)}", _in_markdown(_speed_rows(setting))]
-        parts.append(_in_markdown(_detail_rows(setting)))
+        parts += [f"## {_whole_title(setting, report)}", in_markdown(_speed_rows(setting))]
+        parts.append(in_markdown(_detail_rows(setting)))
         if drafting := _drafting_rows(setting):
-            parts.append(_in_markdown(drafting))
+            parts.append(in_markdown(drafting))
         if by_category := _category_rows(setting):
-            parts += ["Speed-up by category:", _in_markdown(by_category)]
+            parts += ["Speed-up by category:", in_markdown(by_category)]
         parts += _remarks(setting)
     return "\n\n".join(parts) + "\n"
 
@@ -153,23 +124,13 @@ def _drafting_rows(setting: Mapping[str, Any]) -> Rows | None:
     return ["method", "drafted at most", "steps keeping 1, 2, .. drafts", *names], rows
 
 
-def _in_markdown(rows: Rows) -> str:
-    columns, cells = rows
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def write_report(
     folder: str | os.PathLike[str],
     report: Mapping[str, Any],
     statistics: HeadStatistics | None = None,
 ) -> tuple[Path, Path, Path]:
     """Write what `benchmark` returned as three files, each beside its place first, and return their
-    paths; the heads' statistics are drawn beside.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    paths; the heads' statistics are drawn beside. Raises OSError: the folder cannot be written."""
     png_file = Path(folder) / PNG_FILE
     png_file.parent.mkdir(parents=True, exist_ok=True)
     draw(report, statistics, png_file)
@@ -178,11 +139,8 @@ def write_report(
 
 
 def write_numbers(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> tuple[Path, Path]:
-    """The report without its picture, which needs matplotlib; returns the two paths.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """The report without its picture, which needs matplotlib; returns the two paths. Raises
+    OSError: the folder cannot be written."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     json_file, markdown_file = path / JSON_FILE, path / MARKDOWN_FILE

@@ -46,24 +46,18 @@ def benchmark(
     progress: bool = True,
     on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure ways to decode a target; returns the report, plain values for JSON.
+    """Measure ways to decode a target; returns the report, plain values for JSON. Raises
+    ValueError: no prompts, a prompt beyond the target's context, an unknown method, one whose draft
+    model, heads or corpus were not given or the other way round, or an unusable checkpoint.
 
     Args:
         checkpoint: heads, as a folder or a hub's repository; or the target itself.
         prompts: of which a question's further turns are made with plain decoding's greedy answers.
-        plan: what to measure.
         target: hub id or path of the target; by default the one the heads name.
         draft_model: hub id or path; of several, this engine's methods choose while they decode.
         corpus: file or folder of text, for the methods that continue one.
-        device: where to run; by default the best device there is.
-        trust_remote_code: run the Python code that the target's repository brings.
         progress: show progress bars, in generated batches.
         on_setting: called after each setting with the report so far.
-
-    Raises:
-        ValueError: no prompts, a prompt beyond the target's context, an unknown method, one whose
-            draft model, heads or corpus were not given or the other way round, or an unusable
-            checkpoint.
     """
     drafts = [draft_model] if isinstance(draft_model, str) else list(draft_model)
     check_once(drafts)
@@ -100,11 +94,8 @@ def measure_models(
     on_setting: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
     """`benchmark` of models that come from anywhere: `load` is called for each dtype, and gives
-    what the settings' methods need. The report holds what was asked for, too.
-
-    Raises:
-        ValueError: no prompts, or a prompt beyond the target's context.
-    """
+    what the settings' methods need. The report holds what was asked for, too. Raises ValueError: no
+    prompts, or a prompt beyond the target's context."""
     if not prompts:
         raise ValueError("a benchmark needs at least one prompt, got none")
     asked = [p if isinstance(p, Prompt) else Prompt(tuple(p)) for p in prompts]
@@ -184,12 +175,7 @@ def _with_further_turns(
 
 def _check_length(models: Models, prompts: Sequence[Prompt], plan: Plan) -> None:
     longest = max(len(prompt.tokens) for prompt in prompts) + plan.max_new_tokens
-    limit = models.target.max_positions
-    if limit is not None and longest > limit:
-        raise ValueError(
-            f"{longest} tokens (prompt and continuation) do not fit the target's context of "
-            f"{limit}: ask for fewer new tokens or shorter prompts"
-        )
+    models.target.check_length(longest, "prompt and continuation")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from medusa_heads.inference.bench.methods import HEADS, PLAIN, PLAIN_METHODS, PROMPT_LOOKUP
 from medusa_heads.inference.bench.prompts import Prompt, batches_of
 from medusa_heads.inference.bench.timed_run import WARM_UP_TOKENS, Method, Run, run_once, summarise
+from medusa_heads.settings import at_least
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,8 @@ def default_settings(dtypes: Sequence[str] = ("float32",)) -> list[Setting]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a benchmark measures, whichever models it is given.
-
-    Raises:
-        ValueError: nothing is to be measured, or a number is out of its range.
-    """
+    """What a benchmark measures, whichever models it is given. Raises ValueError: nothing is to be
+    measured, or a number is out of its range."""
 
     # One after the other; a copy of the target is loaded per dtype, one at a time.
     settings: Sequence[Setting] = field(default_factory=default_settings)
@@ -65,10 +63,7 @@ class Plan:
             raise ValueError("a benchmark needs at least one setting, got none")
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ValueError(f"batch_sizes must be at least 1, got {list(self.batch_sizes)}")
-        for name in ("max_new_tokens", "max_prompt_length", "threads"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
+        at_least(self, 1, "max_new_tokens", "max_prompt_length", "threads")
         if self.temperature <= 0.0:
             raise ValueError(f"expected a temperature above 0, got {self.temperature}")
 

@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary
 from medusa_heads.contents import is_draft, is_model
 from medusa_heads.files import expanded
 from medusa_heads.hub.names import split_revision
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.inference.bench.methods import Models
 from medusa_heads.inference.lookup.corpus_files import find_corpus
+from medusa_heads.inference.models.drafted import load_drafts
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.inference.models.named_target import load_target, named_target
-from medusa_heads.target.target import TargetModel
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,8 @@ class Source:
     target: str | None
 
     def target_name(self, *, trust_remote_code: bool = False) -> tuple[str, str | None]:
-        """Hub id or path of the target, and a hub id's revision; see `named_target`.
-
-        Raises:
-            ValueError: the heads name none, or code of what they name would be run.
-        """
+        """Hub id or path of the target, and a hub id's revision; see `named_target`. Raises
+        ValueError: the heads name none, or code of what they name would be run."""
         if self.target is not None:
             return split_revision(self.target)
         assert self.checkpoint is not None
@@ -44,11 +40,8 @@ class Source:
 
 def find_source(name: str | os.PathLike[str], target: str | None, *, heads: bool) -> Source:
     """Tell a heads checkpoint from a target, by the folder or hub id of either; where heads are to
-    be measured, nothing else will do. `target` is another than the one that the heads name.
-
-    Raises:
-        ValueError: neither stands there, or a draft model does.
-    """
+    be measured, nothing else will do. `target` is another than the one that the heads name. Raises
+    ValueError: neither stands there, or a draft model does."""
     folder = expanded(name)
     if is_draft(folder):
         raise ValueError(
@@ -78,11 +71,8 @@ def load_models(
 ) -> Models:
     """Target and heads, draft models, and the index of a file or folder of text, in one dtype.
 
-    Further options are `device` and `trust_remote_code`.
-
-    Raises:
-        ValueError: one of them is missing, damaged, or does not fit the target.
-    """
+    Further options are `device` and `trust_remote_code`. Raises ValueError: one of them is missing,
+    damaged, or does not fit the target."""
     medusa = None
     if source.checkpoint is not None:
         medusa = MedusaModel.from_pretrained(
@@ -94,11 +84,5 @@ def load_models(
         target = load_target(source.target, source.target, dtype=dtype, **options)
     trusted = bool(options.get("trust_remote_code"))
     index = find_corpus(corpus, target, trust_remote_code=trusted)
-    options |= {"dtype": dtype, "device": target.device}
-    drafts = []
-    for named in draft_models:
-        name, revision = split_revision(named)
-        at: dict[str, Any] = {} if revision is None else {"revision": revision}
-        drafts.append(TargetModel.from_pretrained(name, **options, **at))
-        check_vocabulary(drafts[-1], target)
+    drafts = load_drafts(draft_models, target, trust_remote_code=trusted)
     return Models(target, medusa, tuple(drafts), index)

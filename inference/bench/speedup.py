@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from medusa_heads.heads import DraftHeads
-from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, step_seconds
-from medusa_heads.inference.plan.tree_size import TreeSize, tune
-from medusa_heads.inference.plan.trees import make_drafter
+from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT
+from medusa_heads.inference.plan.tree_size import TreeSize, measured_sizes, tune
 from medusa_heads.machine import describe_machine
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
@@ -33,11 +32,8 @@ _LONGEST_CHAIN = 64
 
 def chain_tokens(acceptance: float, length: int) -> float:
     """Expected tokens a step of a chain of `length` drafts, each of which is accepted behind
-    accepted ones with the chance `acceptance`: equation 1 of Leviathan et al.
-
-    Raises:
-        ValueError: an acceptance that is no chance, or a length below 0.
-    """
+    accepted ones with the chance `acceptance`: equation 1 of Leviathan et al. Raises ValueError: an
+    acceptance that is no chance, or a length below 0."""
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance must lie between 0 and 1, got {acceptance}")
     if length < 0:
@@ -48,11 +44,8 @@ def chain_tokens(acceptance: float, length: int) -> float:
 
 def chain_speedup(acceptance: float, length: int, draft_cost: float) -> float:
     """How many times as fast as plain decoding such a chain is, where one draft takes `draft_cost`
-    forwards of the target: theorem 3.8 of Leviathan et al.
-
-    Raises:
-        ValueError: an acceptance that is no chance, a length or a cost below 0.
-    """
+    forwards of the target: theorem 3.8 of Leviathan et al. Raises ValueError: an acceptance that is
+    no chance, a length or a cost below 0."""
     if not 0 <= draft_cost < math.inf:
         raise ValueError(f"draft_cost must be at least 0 forwards of the target, got {draft_cost}")
     return chain_tokens(acceptance, length) / (length * draft_cost + 1)
@@ -61,11 +54,8 @@ def chain_speedup(acceptance: float, length: int, draft_cost: float) -> float:
 def best_chain_length(acceptance: float, draft_cost: float, longest: int = _LONGEST_CHAIN) -> int:
     """The length with the largest speed-up, 0 where drafting does not pay; the shorter of equals.
 
-    It pays exactly where acceptance is above the cost (corollary 3.9).
-
-    Raises:
-        ValueError: as `chain_speedup`.
-    """
+    It pays exactly where acceptance is above the cost (corollary 3.9). Raises ValueError: as
+    `chain_speedup`."""
     return max(range(longest + 1), key=lambda length: chain_speedup(acceptance, length, draft_cost))
 
 
@@ -109,26 +99,23 @@ def analyze(
     chain_only: bool = False,
     refresh: bool = False,
 ) -> dict[str, Any]:
-    """All of it for heads on this machine, as plain values.
-
-    Args:
-        target, heads, statistics: heads, their measured ranks, and what they are attached to.
-        context: tokens in the cache while steps are measured.
-        batch_sizes: sequences decoded together; the costs of each are measured.
-        chain_only: the target verifies chains alone, so trees are left out.
-        refresh: measure even if an earlier measurement is on disk.
-
-    Raises:
-        ValueError: no batch size or one below 1, or a context that does not fit the target.
-    """
+    """All of it for heads on this machine, as plain values: expected speed-ups by batch size, from
+    the heads' measured ranks and the seconds of steps with so many tokens in the cache. Trees are
+    left out with `chain_only`, and `refresh` measures anew. Raises ValueError: no batch size or one
+    below 1, or a context that does not fit the target."""
     sizes = sorted(set(batch_sizes))
     if not sizes or sizes[0] < 1:
         raise ValueError(f"expected batch sizes of at least 1, got {list(batch_sizes)}")
     chances = chain_chances(statistics)
+    # Plain decoding, and the chains of 1, 2, .. heads.
+    expected = {"none": 1.0} | {
+        f"chain:{depth}": 1 + math.fsum(chances[:depth]) for depth in range(1, len(chances) + 1)
+    }
+    kind = {"chains": len(chances)}
     batches = []
     for rows in sizes:
         where: dict[str, Any] = {"context": context, "batch_size": rows, "refresh": refresh}
-        chains = _chain_sizes(target, heads, statistics, chances, **where)
+        chains = measured_sizes(target, heads, statistics, expected, kind, **where)
         trees = [] if chain_only else tune(target, heads, statistics, **where)
         batches.append(_batch(rows, chains, trees))
     report: dict[str, Any] = {
@@ -158,29 +145,6 @@ def analyze(
         sizes, [batch["best"]["speedup"] for batch in batches]
     )
     return report
-
-
-def _chain_sizes(
-    target: TargetModel,
-    heads: DraftHeads,
-    statistics: HeadStatistics,
-    chances: Sequence[float],
-    *,
-    context: int,
-    batch_size: int,
-    refresh: bool,
-) -> list[TreeSize]:
-    """Plain decoding and the chains of 1, 2, .. heads, with their measured steps."""
-    expected = {"none": 1.0} | {
-        f"chain:{depth}": 1 + math.fsum(chances[:depth]) for depth in range(1, len(chances) + 1)
-    }
-    drafters = {tree: make_drafter(tree, heads, statistics) for tree in expected}
-    kind = heads.config.to_dict() | {"chains": len(chances)}
-    seconds = step_seconds(target, drafters, kind, context, batch_size, refresh=refresh)
-    return [
-        TreeSize(tree, seconds[tree].step, tokens, seconds[tree].drafting)
-        for tree, tokens in expected.items()
-    ]
 
 
 def _batch(rows: int, chains: Sequence[TreeSize], trees: Sequence[TreeSize]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import replace_file
 from medusa_heads.inference.bench.plots import speedup_axes, target_name, where_measured
-from medusa_heads.inference.bench.report import formatted, rich_table
 from medusa_heads.pictures import Line, draw_lines, save_picture
+from medusa_heads.tables import formatted, on_screen
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,7 +57,7 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
     batches, first = report["batches"], report["batches"][0]
     chains = f"chains of best guesses, batch of 1; mean acceptance {report['acceptance']:.3f}"
     found = (
-        [rich_table(chains, formatted(_CHAINS, map(_in_ms, report["chains"])))]
+        [on_screen(chains, formatted(_CHAINS, map(_in_ms, report["chains"])))]
         if "chains" in report
         else []
     )
@@ -71,10 +71,10 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
         *first["trees"],
     ]
     best = trees.index(first["best"])
-    found.append(rich_table(title, formatted(_TREES, map(_in_ms, trees)), bold=best))
+    found.append(on_screen(title, formatted(_TREES, map(_in_ms, trees)), bold=best))
     best_drafts = [{**batch, **batch["best"]} for batch in batches]
     rows = formatted(_BATCHES, map(_in_ms, best_drafts))
-    found.append(rich_table("the best draft by batch size", rows))
+    found.append(on_screen("the best draft by batch size", rows))
     memory: Mapping[str, int] = report["memory"]
     cells = [
         [_PARTS[part], f"{size / 1e6:.3f}", f"{size / memory['target']:.2%}" if size else "-"]
@@ -82,7 +82,7 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
     ]
     title = f"memory, {first['best']['tree']}, {_in_rows(first)}"
     share = "share of the target's weights"
-    found.append(rich_table(title, (["what", "MB", "share"], cells), caption=share))
+    found.append(on_screen(title, (["what", "MB", "share"], cells), caption=share))
     return found
 
 
@@ -113,10 +113,7 @@ def break_even_sentence(report: Mapping[str, Any]) -> str:
 
 def write_analysis(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> tuple[Path, Path]:
     """Write `analysis.json` and `analysis.png`, each beside its place first; return their paths.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    Raises OSError: the folder cannot be written."""
     json_file, png_file = Path(folder) / "analysis.json", Path(folder) / "analysis.png"
     png_file.parent.mkdir(parents=True, exist_ok=True)
     save_picture(png_file, partial(_draw, report=report), size=(12.8, 4.4))

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from medusa_heads.inference.engine.stats import GenerationStats
-from medusa_heads.target.prompts import left_padded, stop_ids
+from medusa_heads.machine import wait_for
+from medusa_heads.target.prompts import left_padded, stop_ids, until_end
 
 WARM_UP_TOKENS = 24
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -70,7 +71,7 @@ def run_once(
 
     def count(*_: Any) -> None:
         if not ends:
-            _synchronize(model)
+            wait_for(model.device)
             if method.compiled:  # nothing of ours is compiled into the others
                 hook.remove()
         ends.append(time.perf_counter())
@@ -79,15 +80,16 @@ def run_once(
     memory = PeakMemory(model.device)
     hook = model.register_forward_hook(count)
     try:
-        _synchronize(model)
+        wait_for(model.device)
         started = time.perf_counter()
         output_BT = method.generate(input_ids_BT, attention_mask=mask_BT, **generate_kwargs)
-        _synchronize(model)
+        wait_for(model.device)
         seconds = time.perf_counter() - started
     finally:
         hook.remove()
     peak, above = memory.read()
-    rows = [_up_to_the_end(row, model) for row in output_BT[:, input_ids_BT.shape[1] :].tolist()]
+    texts, stops = output_BT[:, input_ids_BT.shape[1] :].tolist(), stop_ids(model)
+    rows = [until_end(tokens, stops) for tokens in texts]
     first = ends[0] if ends else 0.0
     run = Run(rows, seconds, len(ends), len(ends), first - started, peak, above)
     if method.compiled:
@@ -120,18 +122,6 @@ def fastest_threads(model: Any, prompt: Sequence[int]) -> int:
     return min(seconds, key=lambda count: statistics.median(seconds[count][1:]))
 
 
-def _up_to_the_end(tokens: list[int], model: Any) -> list[int]:
-    """A row without what fills it up to the longest row of its batch."""
-    ends = stop_ids(model)
-    last = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[: last + 1]
-
-
-def _synchronize(model: Any) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-
-
 class PeakMemory:
     """Watches from here on: a GPU's allocator, or (on Linux) this process's resident memory."""
 
@@ -139,7 +129,7 @@ class PeakMemory:
         self._device = device
         self._before: int | None = None
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            wait_for(device)
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device)
             return

@@ -57,7 +57,7 @@ class BlendedDrafter(Drafter):
     ) -> None:
         self._clock, self._sizes = clock, list(sizes)
         self._text, self._sources = text, list(sources)
-        self._always, self._chain_only, self._padded = always, chain_only, padded
+        self._always, self._chain_only, self.padded = always, chain_only, padded
         # What is learnt of greedy text says little of sampled text.
         self._situations: dict[tuple[bool, int], Situation] = {}
         self._last: Step | None = None
@@ -87,8 +87,8 @@ class BlendedDrafter(Drafter):
                 gains.learn(0, 0.0, 0.0)
                 self._rested[i] += 1
                 continue
-            # A source that was not asked for long reads what it has missed: that is no usual draft.
-            usual = self._rested[i] < _LONG
+            # One that first reads what was written since it was last asked makes no usual draft.
+            usual = not source.reads_on or self._rested[i] < _LONG
             self._again[i] = _IN_A_ROW if not usual else max(self._again[i] - 1, 0)
             self._rested[i] = 0
             began = time.perf_counter()
@@ -113,7 +113,7 @@ class BlendedDrafter(Drafter):
             size = situation.graphs.pop()
         elif not self._always and (unknown := budget.unknown(draft.expected)) is not None:
             size = unknown
-        spare = size + 1 if self._padded else 1  # exactly so many nodes where trees are padded
+        spare = size + 1 if self.padded else 1  # exactly so many nodes where trees are padded
         if size and draft.trees:
             tree = to_token_tree(draft.trees, state.roots_B.device, size, spare)
         else:
@@ -223,7 +223,7 @@ class BlendedDrafter(Drafter):
                 rows,
                 self._sources,
                 drawn=drawn,
-                padded=self._padded,
+                padded=self.padded,
             )
         situation.move_to(rows, len(state.again))
         return situation

@@ -70,11 +70,12 @@ class Source(ABC):
 
     Attributes:
         reads_prompt: whether the first drafts need the hidden states of the whole prompt.
+        reads_on: whether it reads all of the text, also what was written while it was not asked.
         observes: whether it learns from what the target says.
     """
 
     name: str
-    reads_prompt = False
+    reads_prompt = reads_on = False
     observes = False
 
     @abstractmethod

@@ -46,7 +46,7 @@ class HeadsSource(_HeadsOffers):
     def __init__(self, heads: DraftHeads, statistics: HeadStatistics) -> None:
         super().__init__(statistics)
         self._heads, self._temperatures = heads, statistics.temperatures
-        self.reads_prompt = heads.config.prefix_attention
+        self.reads_prompt = self.reads_on = heads.config.prefix_attention
         self._ranks = min(_RANKS, heads.config.num_candidates)
 
     def draft(self, state: DecodingState) -> list[Proposal]:
@@ -78,6 +78,7 @@ class TreeSource(_HeadsOffers):
     def __init__(self, drafter: Drafter, statistics: HeadStatistics) -> None:
         super().__init__(statistics)
         self.drafter, self.reads_prompt = drafter, drafter.reads_prompt
+        self.reads_on = drafter.reads_prompt
 
     def draft(self, state: DecodingState) -> list[Proposal]:
         """See Source. A place is a node."""

@@ -6,8 +6,8 @@ Shapes: B active rows, T tokens, N tree nodes, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, make_rule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.exchange import Exchange
 from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
@@ -45,6 +46,7 @@ def decode(
     acceptance: str = "lossless",
     acceptance_settings: Mapping[str, float] | None = None,
     stats: GenerationStats | None = None,
+    exchange: Exchange | None = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """Decode the way transformers' own `_sample` does, several tokens a forward.
@@ -82,13 +84,14 @@ def decode(
             raise ValueError("a streamer takes one sequence: pass a batch of 1, or no streamer")
         streamer.put(input_ids_BT.cpu())
 
-    with target.capture_hidden() as last_hidden:
+    slots = int(generation_config.max_length or 0) + drafter.num_nodes
+    cache = _own_cache(target, model_kwargs, batch, slots)
+    state = decoding_state(
+        rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt
+    )
+    with ExitStack() as capturing, _kept_sound(state, stats):
+        last_hidden = capturing.enter_context(target.capture_hidden())
         with stats.phase("prefill"):
-            slots = int(generation_config.max_length or 0) + drafter.num_nodes
-            cache = _own_cache(target, model_kwargs, batch, slots)
-            state = decoding_state(
-                rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt
-            )
             state.warpers = logits_processor if do_sample else None
             reading: AbstractContextManager[list[Tensor]] = nullcontext([])
             if drafter.reads_prompt:
@@ -117,6 +120,12 @@ def decode(
         # moves weights in the middle of a forward: they would be left as inference tensors.
         with torch.inference_mode(not hasattr(target.model, "_hf_hook")):
             while state.rows:
+                if exchange is not None and exchange.due(state, slots):
+                    capturing.close()  # what is compiled knows of no hook but its own
+                    if (other := exchange.view(state, slots)) is not None:
+                        target, drafter = other
+                        state.move_to(target.new_cache(len(state.rows), slots))
+                    last_hidden = capturing.enter_context(target.capture_hidden())
                 _step(target, drafter, rule, state, last_hidden, stats)
 
     if streamer is not None:
@@ -124,19 +133,33 @@ def decode(
     stats.tokens = sum(len(row.tokens) for row in rows)
     stats.total_seconds = time.perf_counter() - started
     sequences_BT = _sequences(input_ids_BT, rows, generation_config)
-    cache.set_length(max(state.lengths))  # also a caller's own cache ends with what was committed
     if not generation_config.return_dict_in_generate:
         return sequences_BT
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
     output: dict[str, Any] = {"sequences": sequences_BT}
     if len(rows) == 1:  # rows of a batch end at different lengths and leave the cache as they end
-        output["past_key_values"] = cache.handed_out(target.config)
+        output["past_key_values"] = state.cache.handed_out(target.config)
     if recorder and generation_config.output_scores:
         output["scores"] = recorder.given("scores")
     if recorder and generation_config.output_logits:
         output["logits"] = recorder.given("logits")
     return GenerateDecoderOnlyOutput(**output)
+
+
+@contextmanager
+def _kept_sound(state: DecodingState, stats: GenerationStats) -> Iterator[None]:
+    """Also a caller's own cache ends with what was committed, or with what was when the text left
+    it, whatever is raised in the block."""
+    given, broke_off = state.cache.get_seq_length(), True
+    try:
+        yield
+        broke_off = False
+    finally:
+        if broke_off and not state.cache.can_go_back:
+            state.cache.reset()  # nobody can say what its states have read
+        else:
+            state.cache.set_length(max(state.lengths) if stats.forwards else given)
 
 
 def _step(

@@ -58,6 +58,12 @@ class DecodingState:
         self._last_position = None if max_length is None else max_length - 1
         self._buffers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by rows and nodes
 
+    def move_to(self, cache: RowCache) -> None:
+        """Go on in this empty cache, of the same target."""
+        self.cache.set_length(max(self.lengths))
+        cache.take_over(self.cache)
+        self.cache = cache
+
     @property
     def again(self) -> list[int]:
         """Committed tokens that the target reads again in front of the next tree."""

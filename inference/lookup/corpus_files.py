@@ -38,11 +38,8 @@ def find_corpus(
     corpus: Corpus | None, target: TargetModel, *, trust_remote_code: bool = False
 ) -> CorpusIndex | None:
     """The index that a user's corpus means: a file or a folder of text, read by the target's
-    tokenizer, a saved index, token ids, one sequence a document, or None for none.
-
-    Raises:
-        ValueError: nothing readable stands there, or its token ids are not the target's.
-    """
+    tokenizer, a saved index, token ids, one sequence a document, or None for none. Raises
+    ValueError: nothing readable stands there, or its token ids are not the target's."""
     if corpus is None:
         return None
     if isinstance(corpus, str | os.PathLike):
@@ -78,11 +75,8 @@ def _find_files(path: Path, target: TargetModel, trust_remote_code: bool) -> Cor
 
 
 def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase) -> CorpusIndex:
-    """Index a file or a folder of text, or read the index that was made of it before.
-
-    Raises:
-        ValueError: it is neither, or there is no text in it.
-    """
+    """Index a file or a folder of text, or read the index that was made of it before. Raises
+    ValueError: it is neither, or there is no text in it."""
     path = Path(path)
     files = _files(path)
     digest = vocabulary_sha256(tokenizer)

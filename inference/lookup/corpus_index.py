@@ -52,12 +52,8 @@ class CorpusIndex:
     @classmethod
     def build(cls, documents: Iterable[Sequence[int]], tokenizer: str | None = None) -> CorpusIndex:
         """Sort a corpus; takes seconds for a few million tokens. Nothing matches, and nothing is
-        drafted, across two documents.
-
-        Raises:
-            ValueError: something else than sequences of token ids, a negative one, or nowhere two
-                tokens of one document in a row.
-        """
+        drafted, across two documents. Raises ValueError: something else than sequences of token
+        ids, a negative one, or nowhere two tokens of one document in a row."""
         parts = [np.full(LONGEST, _MARK, np.int32)]
         for document in documents:
             ids = _ids(document)
@@ -134,11 +130,8 @@ class CorpusIndex:
         return Continuation(length, tokens + rest, shares)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, whole or not at all.
-
-        Raises:
-            OSError: the folder is missing or cannot be written.
-        """
+        """Write one safetensors file, whole or not at all. Raises OSError: the folder is missing or
+        cannot be written."""
         from safetensors.numpy import save
 
         tensors = {"tokens": self._tokens_C, "order": self._order_P}
@@ -146,12 +139,9 @@ class CorpusIndex:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], tokenizer: str | None = None) -> CorpusIndex:
-        """Read a saved index; the file is mapped, so that processes share one copy of it.
-
-        Raises:
-            ValueError: there is none, it is damaged, or it holds the ids of another tokenizer than
-                the one with this digest.
-        """
+        """Read a saved index; the file is mapped, so that processes share one copy of it. Raises
+        ValueError: there is none, it is damaged, or it holds the ids of another tokenizer than the
+        one with this digest."""
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
@@ -162,7 +152,7 @@ class CorpusIndex:
                 if said.get("kind") != _KIND:
                     raise ValueError(f"{path} is no corpus index of this version: index it anew")
                 tokens_C, order_P = (file.get_tensor(n).numpy() for n in ("tokens", "order"))
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, TypeError) as error:  # numpy has no bfloat16
             raise ValueError(f"{path} cannot be read ({error}): index the corpus anew") from error
         made_by = said.get("tokenizer") or None
         if tokenizer is not None and made_by not in (None, tokenizer):

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch import Tensor
 from transformers import (
@@ -23,6 +23,7 @@ from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.inference.models.late_compiling import LateCompiling
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
@@ -36,7 +37,7 @@ class EngineOptions(TypedDict, total=False):
 
     acceptance: str
     acceptance_settings: Mapping[str, float] | None
-    compile: bool
+    compile: bool | Literal["auto"]
     compile_backend: str | Callable[..., Any]
 
 
@@ -47,7 +48,8 @@ class AssistedModel:
         target: the causal LM. It is not changed.
         acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"` or `"log_ratio"`.
         acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
-        compile: run the target through torch.compile. The first text takes longer.
+        compile: run the target through torch.compile. The first text takes longer. `"auto"`
+            compiles in the middle of the text in which it has come to pay, if ever.
         compile_backend: of torch.compile.
 
     Attributes:
@@ -66,13 +68,20 @@ class AssistedModel:
         *,
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
-        compile: bool = False,
+        compile: bool | Literal["auto"] = False,
         compile_backend: str | Callable[..., Any] = "inductor",
     ) -> None:
+        if compile not in (False, True, "auto"):
+            raise ValueError(f"compile must be True, False or 'auto', got {compile!r}")
         self.target = target if isinstance(target, TargetModel) else TargetModel(target)
+        self._late: LateCompiling | None = None
         if compile and not isinstance(self.target, CompiledTarget):
             # One graph over a cache of fixed size, replayed as a CUDA graph on a GPU.
-            self.target = CompiledTarget(self.target.model, compile_backend)
+            compiled = partial(CompiledTarget, self.target.model, compile_backend)
+            if compile == "auto":
+                self._late = LateCompiling(self.target, compiled, self._drafter_for)
+            else:
+                self.target = compiled()
         devices = set((getattr(self.target.model, "hf_device_map", None) or {}).values())
         if len(devices) > 1:
             raise UnsupportedArchitecture(
@@ -86,6 +95,17 @@ class AssistedModel:
         make_rule(acceptance, LogitsProcessorList(), False, **self.acceptance_settings)
         self.last_stats = GenerationStats()
         self._fresh: Callable[[], Drafter] | None = None  # a drafter that knows of no text yet
+
+    def _refuse_clocks(self, deterministic: bool) -> None:
+        if deterministic and self._late is not None:
+            raise ValueError(
+                "compile='auto' goes by clocks, which deterministic=True does without: use "
+                "compile=True"
+            )
+
+    def _drafter_for(self, target: TargetModel) -> Drafter:
+        """A drafter as this model's own, for a view of its target."""
+        raise NotImplementedError
 
     @classmethod
     def _own_options(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -165,9 +185,10 @@ class AssistedModel:
         # One text at a time: hidden states are read off the target as it runs.
         with self._lock:
             self.last_stats = GenerationStats()
+            drafter = self.drafter if self._fresh is None else self._fresh()
             return decode(
                 self.target,
-                self.drafter if self._fresh is None else self._fresh(),
+                drafter,
                 input_ids,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
@@ -176,5 +197,6 @@ class AssistedModel:
                 acceptance=self.acceptance,
                 acceptance_settings=self.acceptance_settings,
                 stats=self.last_stats,
+                exchange=None if self._late is None else self._late.of_text(drafter),
                 **model_kwargs,
             )

@@ -6,10 +6,15 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary, read_draft_sidecar
+from medusa_heads.checkpoint.draft_checkpoint import (
+    check_vocabulary,
+    load_draft,
+    read_draft_sidecar,
+)
 from medusa_heads.contents import is_draft
 from medusa_heads.hub.names import split_revision
-from medusa_heads.inference.adapt.measure import SIZES, room, target_clock
+from medusa_heads.inference.adapt.measure import room, target_clock
+from medusa_heads.inference.adapt.step_bench import SIZES
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.extra.chosen_draft import ChosenDraftDrafter
 from medusa_heads.inference.drafters.model.draft_model import DraftModelDrafter
@@ -55,6 +60,11 @@ class DraftedModel(AssistedModel):
         depth: int = DEFAULT_DEPTH,
         **options: Unpack[EngineOptions],
     ) -> None:
+        if options.get("compile") == "auto":
+            raise ValueError(
+                "a draft model drafts otherwise for a compiled target: say compile=True or leave "
+                "it out"
+            )
         super().__init__(target, **options)
         given = list(draft) if isinstance(draft, Sequence) else [draft]
         if not given:
@@ -130,19 +140,18 @@ class DraftedModel(AssistedModel):
         own = cls._own_options(options)
         view = load_target(folders[0], target, read=read_draft_sidecar, **options)
         trusted = bool(options.get("trust_remote_code"))
-        drafts = []
-        for name in folders:  # in the target's dtype, on its device
-            folder, revision = split_revision(name)
-            drafts.append(
-                TargetModel.from_pretrained(
-                    folder,
-                    dtype=view.dtype,
-                    device=view.device,
-                    revision=revision,
-                    trust_remote_code=trusted,
-                )
-            )
+        drafts = load_drafts(folders, view, trust_remote_code=trusted)
         return cls(view, drafts, **own)
+
+
+def load_drafts(
+    names: Names, target: TargetModel, *, trust_remote_code: bool = False
+) -> list[TargetModel]:
+    """Draft models by hub id (perhaps with a revision) or folder, in the target's dtype, on its
+    device. Raises ValueError: nothing loadable, or tokens that are not the target's."""
+    options: Any = {"trust_remote_code": trust_remote_code}
+    found = map(split_revision, names)
+    return [load_draft(name, target, revision=revision, **options) for name, revision in found]
 
 
 def check_once(names: Names) -> None:

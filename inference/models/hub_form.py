@@ -61,11 +61,8 @@ def attached(model: PreTrainedModel, folder: str | os.PathLike[str], **options: 
     """The model with a folder's heads; attached once, and kept as long as the model lives.
 
     Its `last_stats` tells of the latest call through the hub form. Heads that were trained anew in
-    the same folder, or a model moved to another device or dtype, are attached anew.
-
-    Raises:
-        ValueError: heads missing, damaged or another model's.
-    """
+    the same folder, or a model moved to another device or dtype, are attached anew. Raises
+    ValueError: heads missing, damaged or another model's."""
     sidecar = Path(folder).resolve() / SIDECAR_FILE
     written = sidecar.stat().st_mtime_ns if sidecar.is_file() else 0
     state = (written, options, model.device, model.dtype)

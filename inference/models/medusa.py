@@ -9,18 +9,11 @@ import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from medusa_heads.checkpoint import files
 from medusa_heads.checkpoint.adapter import adapter_digest, load_adapter
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
-from medusa_heads.checkpoint.files import (
-    ADAPTER_FILES,
-    ADAPTER_FOLDER,
-    CARD_FILE,
-    CONFIG_FILE,
-    REPORT_FILES,
-    SIDECAR_FILE,
-)
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
 from medusa_heads.files import read_json, replace_file
@@ -57,7 +50,7 @@ class MedusaModel(AssistedModel):
         trust_remote_code: let the tokenizer that reads the corpus run code of its own.
         acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"` or `"log_ratio"`.
         acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
-        compile: run the target through torch.compile. The first text takes longer.
+        compile: run the target through torch.compile, or `"auto"`: see AssistedModel.
         compile_backend: of torch.compile.
 
     `plan/trees.py` lists all words for trees. `"auto"`, `"16+suffix"` and `"suffix"` use a corpus.
@@ -84,6 +77,7 @@ class MedusaModel(AssistedModel):
         **options: Unpack[EngineOptions],
     ) -> None:
         super().__init__(target, **options)
+        self._refuse_clocks(deterministic)
         self.deterministic = deterministic
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
@@ -106,14 +100,17 @@ class MedusaModel(AssistedModel):
             ValueError: an unknown form, or a tree that does not fit the heads; the one before it
                 stays.
         """
-        self.tree, self.drafter = self._plan(tree)
+        self.tree, self.drafter = self._plan(tree, self.target)
         if self.deterministic:
-            self._fresh = lambda: self._plan(self.tree)[1]
+            self._fresh = lambda: self._drafter_for(self.target)
 
-    def _plan(self, tree: TreeSpec) -> tuple[TreeSpec, Drafter]:
+    def _drafter_for(self, target: TargetModel) -> Drafter:
+        return self._plan(self.tree, target)[1]
+
+    def _plan(self, tree: TreeSpec, target: TargetModel) -> tuple[TreeSpec, Drafter]:
         return heads_drafter(
             tree,
-            self.target,
+            target,
             self.drafting,
             self.statistics,
             chain_only=self._chain_only,
@@ -135,7 +132,7 @@ class MedusaModel(AssistedModel):
         tree: TreeSpec = "auto",
         corpus: Corpus | None = None,
         acceptance: str = "lossless",
-        compile: bool = False,
+        compile: bool | Literal["auto"] = False,
         deterministic: bool = False,
         merge_adapter: bool = False,
         **options: Any,
@@ -174,7 +171,7 @@ class MedusaModel(AssistedModel):
         in_memory = target is not None and not isinstance(target, str | os.PathLike)
         adapted = None
         if not in_memory and read_sidecar(folder).get("adapter") is not None:
-            adapted = load_adapter(view.model, folder / ADAPTER_FOLDER)
+            adapted = load_adapter(view.model, folder / files.ADAPTER_FOLDER)
         loaded = load_heads(folder, view)
         if merge_adapter:
             if adapted is None:
@@ -266,7 +263,9 @@ class MedusaModel(AssistedModel):
 
 def _carry_along(came_from: Path, stored: StoredHeads, made: Path) -> None:
     """What a checkpoint holds beside the heads, and the name it knows their target by."""
-    for name, path in own_files(came_from, (*REPORT_FILES, CARD_FILE, *ADAPTER_FILES)).items():
+    for name, path in own_files(
+        came_from, (*files.REPORT_FILES, files.CARD_FILE, *files.ADAPTER_FILES)
+    ).items():
         (made / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, made / name)
     sidecar = read_sidecar(made) | {"adapter": stored.adapter}
@@ -274,15 +273,13 @@ def _carry_along(came_from: Path, stored: StoredHeads, made: Path) -> None:
     # The same target may have been loaded from a copy, at a path that means nothing elsewhere.
     if known_as and not is_local(known_as, came_from):
         sidecar["target"] |= {"name_or_path": known_as, "revision": stored.target.get("revision")}
-        foreign = read_json(made / CONFIG_FILE) | {"base_model_name_or_path": known_as}
-        replace_file(made / CONFIG_FILE, json.dumps(foreign, indent=2) + "\n")
-    replace_file(made / SIDECAR_FILE, json.dumps(sidecar, indent=2) + "\n")
+        foreign = read_json(made / files.CONFIG_FILE) | {"base_model_name_or_path": known_as}
+        replace_file(made / files.CONFIG_FILE, json.dumps(foreign, indent=2) + "\n")
+    replace_file(made / files.SIDECAR_FILE, json.dumps(sidecar, indent=2) + "\n")
 
 
 def attach(
-    model: PreTrainedModel | TargetModel,
-    heads: DraftHeads | str | os.PathLike[str],
-    **options: Any,
+    model: PreTrainedModel | TargetModel, heads: DraftHeads | str | os.PathLike[str], **options: Any
 ) -> MedusaModel:
     """Heads, in memory or of a checkpoint, on a target that is in memory already; it is not
     modified. Options are those of `MedusaModel`, or of `MedusaModel.from_pretrained`.

@@ -27,19 +27,15 @@ def load_target(
     hub: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> TargetModel:
-    """The target of a checkpoint folder.
+    """The target of a checkpoint folder, which names it and its revision; or the one given instead:
+    a model in memory, or a hub id (`user/name` or `user/name@revision`) or path of one to load.
+    Raises ValueError: the checkpoint names no target, or nothing loadable is there; or code of a
+    target that only the checkpoint names would be run; or options for one in memory.
 
     Args:
-        checkpoint: names it, and the revision its heads were trained on.
-        given: instead of that one: a model in memory, or a hub id (`user/name` or
-            `user/name@revision`) or path of one to load.
         read: reads the sidecar of heads, or of a draft model.
         hub: more options, which a target in memory may be given too.
         options: of `TargetModel.from_pretrained`; a `revision` among them beats the checkpoint's.
-
-    Raises:
-        ValueError: the checkpoint names no target, or nothing loadable is there; or code of a
-            target that only the checkpoint names would be run; or options for one in memory.
     """
     if given is not None and not isinstance(given, str | os.PathLike):
         if options:
@@ -73,11 +69,8 @@ def named_target(
     *,
     trust_remote_code: bool = False,
 ) -> tuple[str, str | None]:
-    """Hub id or path of the target that a checkpoint folder names, and a hub id's revision.
-
-    Raises:
-        ValueError: not a checkpoint, or it names none; or code of what it names would be run.
-    """
+    """Hub id or path of the target that a checkpoint folder names, and a hub id's revision. Raises
+    ValueError: not a checkpoint, or it names none; or code of what it names would be run."""
     target = read(checkpoint)["target"]
     name, revision = target.get("name_or_path"), target.get("revision")
     if not isinstance(name, str) or not name:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,7 +14,6 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.measure import target_clock
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
-from medusa_heads.inference.drafters.growing import Source
 from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
@@ -80,6 +80,7 @@ class TrainingFreeModel(AssistedModel):
         compiled = options.get("compile") or isinstance(target, CompiledTarget)
         _check_drafter(drafter, corpus, calibration, compiled)
         super().__init__(target, **options)
+        self._refuse_clocks(deterministic)
         name, _, suffix = drafter.partition("+")
         name, _, kept = name.partition(":")
         if self._chain_only and (name not in ("suffix", "early_exit") or suffix):
@@ -97,16 +98,19 @@ class TrainingFreeModel(AssistedModel):
         self.corpus = find_corpus(corpus, self.target, trust_remote_code=trust_remote_code)
         if name == "early_exit" and not kept:
             self._find_layers(calibration)
-        make = {
-            "auto": lambda: self._blended([RecyclingSource(self.target.vocab_size)], text=True),
-            "suffix": lambda: self._blended([], text=True, chain_only=True),
-            "recycling": lambda: self._blended([RecyclingSource(self.target.vocab_size)]),
-            "lookahead": self._lookahead,
-            "early_exit": self._early_exit,
-        }[name]
-        self.drafter = make()
+        self.drafter = self._drafter_for(self.target)
         if deterministic:
-            self._fresh = make
+            self._fresh = lambda: self._drafter_for(self.target)
+
+    def _drafter_for(self, target: TargetModel) -> Drafter:
+        blend = partial(blended, target, corpus=self.corpus, deterministic=self.deterministic)
+        name = self.method.partition("+")[0].partition(":")[0]
+        if name == "lookahead":
+            return self._lookahead(target, blend)
+        if name == "early_exit":
+            return self._early_exit(blend)
+        sources = [] if name == "suffix" else [RecyclingSource(target.vocab_size)]
+        return blend(sources, text=name != "recycling", chain_only=name == "suffix")
 
     @classmethod
     def from_pretrained(
@@ -129,26 +133,14 @@ class TrainingFreeModel(AssistedModel):
             options["trust_remote_code"] = True
         return cls(TargetModel.from_pretrained(str(target), **options), drafter, **own)
 
-    def _blended(
-        self, sources: Sequence[Source], *, text: bool = False, **options: Any
-    ) -> BlendedDrafter:
-        return blended(
-            self.target,
-            sources,
-            text=text,
-            corpus=self.corpus,
-            deterministic=self.deterministic,
-            **options,
-        )
-
-    def _lookahead(self) -> Drafter:
+    def _lookahead(self, target: TargetModel, blend: Callable[..., BlendedDrafter]) -> Drafter:
         from medusa_heads.inference.drafters.extra import lookahead
 
-        clock = Clock.flat() if self.deterministic else target_clock(self.target)
+        clock = Clock.flat() if self.deterministic else target_clock(target)
         pool = lookahead.NgramPool()
-        drafts = self._blended([lookahead.NgramSource(pool)], text=self._suffix, clock=clock)
+        drafts = blend([lookahead.NgramSource(pool)], text=self._suffix, clock=clock)
         # Compiled, the window stays: steps without one would be another graph.
-        always = self.deterministic or isinstance(self.target, CompiledTarget)
+        always = self.deterministic or isinstance(target, CompiledTarget)
         return lookahead.LookaheadDrafter(drafts, pool, clock, always=always)
 
     def _find_stack(self, kept: int | None) -> None:
@@ -172,19 +164,27 @@ class TrainingFreeModel(AssistedModel):
     def _find_layers(self, calibration: Tensor | None) -> None:
         from medusa_heads.inference.drafters.extra.skip_search import best_skip_set
 
+        vocab_size = self.target.vocab_size
+        if calibration is not None and not (
+            calibration.ndim == 2
+            and calibration.numel()
+            and 0 <= calibration.min() <= calibration.max() < vocab_size
+        ):
+            raise ValueError(
+                f"calibration must be token ids [B, T] from 0 to {vocab_size - 1}, got a tensor of "
+                f"shape {list(calibration.shape)}"
+            )
         self.skipped_layers, self._agreement["agreement"] = best_skip_set(
             self.target, self._stack, self._exit_clock(), max(sizes_for(self.target)), calibration
         )
 
-    def _early_exit(self) -> Drafter:
+    def _early_exit(self, blend: Callable[..., BlendedDrafter]) -> Drafter:
         from medusa_heads.inference.drafters.extra.early_exit import EarlyExitSource, ThinnedTarget
 
         clock, most = self._exit_clock(), max(sizes_for(self.target))
         thinned = ThinnedTarget(self.target, self._stack, self.skipped_layers)
         source = EarlyExitSource(thinned, clock, most, **self._agreement)
-        return self._blended(
-            [source], text=self._suffix, clock=clock.steps, chain_only=self._chain_only
-        )
+        return blend([source], text=self._suffix, clock=clock.steps, chain_only=self._chain_only)
 
 
 def _check_drafter(drafter: str, corpus: object, calibration: object, compiled: object) -> None:

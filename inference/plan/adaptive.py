@@ -12,7 +12,8 @@ from functools import partial
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.adapt.clock import Clock
-from medusa_heads.inference.adapt.measure import SIZES, room, target_clock
+from medusa_heads.inference.adapt.measure import room, target_clock
+from medusa_heads.inference.adapt.step_bench import SIZES
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.growing import Source
@@ -62,7 +63,6 @@ def blended(
     """A drafter that verifies at every step as many nodes as pay on this machine.
 
     Args:
-        target: whose steps are measured.
         sources: what may be asked besides the text.
         text: whether the text itself is drafted from.
         corpus: continued as well; None for none.
@@ -101,19 +101,17 @@ def heads_drafter(
     read_corpus: Callable[[], CorpusIndex | None] | None = None,
     deterministic: bool = False,
 ) -> tuple[TreeSpec, Drafter]:
-    """What heads draft: which tree it is, also where `auto` chose, and its drafter.
+    """What heads draft: which tree it is, also where `auto` chose, and its drafter. Without
+    statistics a prior stands for them. Raises ValueError: an unknown form, or a tree that does not
+    fit the heads, or continues no corpus.
 
     Args:
         tree: which one: words as above and in trees.py, or the tree itself.
-        target, heads, statistics: that belong together; the heads as drafters read them. Without
-            statistics a prior stands for them.
+        heads: as drafters read them.
         chain_only: the target verifies chains alone; of any tree its best chain is taken.
         acceptance: name of the rule that walks the trees.
         read_corpus: gives the text that drafts also continue; None for none.
         deterministic: see `blended`.
-
-    Raises:
-        ValueError: an unknown form, or a tree that does not fit the heads, or continues no corpus.
     """
     if statistics is None:
         statistics = prior_statistics(heads.config.num_heads, heads.config.num_candidates)
@@ -153,11 +151,7 @@ def heads_drafter(
     if deterministic or isinstance(target, CompiledTarget):
         return tree, blend(sources, deterministic=True, nodes=nodes)
     return tree, BlendedDrafter(
-        Clock.flat(),
-        range(nodes + 1),
-        text=TextSource(nodes, corpus),
-        sources=sources,
-        always=True,
+        Clock.flat(), range(nodes + 1), text=TextSource(nodes, corpus), sources=sources, always=True
     )
 
 

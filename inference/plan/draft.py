@@ -34,34 +34,28 @@ class DraftPlan(NamedTuple):
     def drafter(
         self, draft: TargetModel, vocab_size: int, clock: Clock
     ) -> DraftModelDrafter | AdaptiveTree:
-        """A drafter with this draft model, whose forwards take what the clock says.
-
-        Raises:
-            ValueError: more nodes than the draft model will offer.
-            UnsupportedArchitecture: the draft model cannot draft so.
-        """
+        """A drafter with this draft model, whose forwards take what the clock says. Raises
+        ValueError: more nodes than the draft model will offer; UnsupportedArchitecture: the draft
+        model cannot draft so."""
         if self.adaptive:
             return AdaptiveTree(draft, vocab_size, clock, **self.options)
         return DraftModelDrafter(draft, vocab_size, **self.options)
 
 
 def draft_plan(tree: str, depth: int, *, chain_only: bool, one_size: bool) -> DraftPlan:
-    """What the words at the head of this file ask for.
+    """What the words at the head of this file ask for. Raises ValueError: an unknown form, or a
+    draft without tokens.
 
     Args:
-        tree: the words.
         depth: tokens that a chain without a number, or a tree, is deep.
         chain_only: the target verifies chains alone; of any tree its best chain is taken.
         one_size: all drafts must be of one size: instead of an adaptive tree, a chain.
-
-    Raises:
-        ValueError: an unknown form, or a draft without tokens.
     """
     if tree == "auto" and not one_size:
         return DraftPlan(tree, {"chain_only": chain_only}, adaptive=True)
     kind, _, number = tree.partition(":")
     numbers = number.split("x") if kind == "sampled" else [number]
-    if number and not all(each.isdigit() and int(each) for each in numbers):
+    if number and not all(each.isdecimal() and int(each) for each in numbers):
         raise ValueError(f"a draft has at least 1 token, got {tree!r}")
     if kind == "sampled" and number:
         levels = [int(each) for each in numbers]

@@ -7,11 +7,13 @@ that maximises E(n) / t(n) decodes fastest; on a GPU that may be 64 nodes, on tw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from medusa_heads.heads import DraftHeads
-from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, SIZES, room, step_seconds
+from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, room, step_seconds
+from medusa_heads.inference.adapt.step_bench import SIZES
 from medusa_heads.inference.plan.trees import make_drafter
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
@@ -62,26 +64,32 @@ def tune(
     batch_size: int = 1,
     refresh: bool = False,
 ) -> list[TreeSize]:
-    """Every tree worth considering, with its measured step time.
-
-    Args:
-        target, heads, statistics: that belong together.
-        context: tokens in the cache while measuring.
-        batch_size: sequences decoded together.
-        refresh: measure even if an earlier measurement is on disk.
-
-    Raises:
-        ValueError: the context does not fit the target.
-    """
+    """Every tree worth considering, with its measured step time, for so many tokens in the cache
+    and sequences decoded together; `refresh` measures anew. Raises ValueError: the context does not
+    fit the target."""
     expected = expected_tokens(statistics)
     # More nodes than this in all rows together pay on no machine, and take long to measure.
     most = min(max(_MOST_NODES // batch_size, 1), room(target))
     expected = {
         tree: tokens for tree, tokens in expected.items() if int(tree.partition(":")[2] or 0) < most
     }
+    kind = {"preview": heads.previews is not None}
+    where = {"context": context, "batch_size": batch_size, "refresh": refresh}
+    return measured_sizes(target, heads, statistics, expected, kind, **where)
+
+
+def measured_sizes(
+    target: TargetModel,
+    heads: DraftHeads,
+    statistics: HeadStatistics,
+    expected: Mapping[str, float],
+    kind: dict[str, Any],
+    **where: Any,
+) -> list[TreeSize]:
+    """Trees by the tokens expected of a step, with its measured time; `kind` and `where` are those
+    of `step_seconds`."""
     drafters = {tree: make_drafter(tree, heads, statistics) for tree in expected}
-    kind = heads.config.to_dict() | {"preview": heads.previews is not None}
-    seconds = step_seconds(target, drafters, kind, context, batch_size, refresh=refresh)
+    seconds = step_seconds(target, drafters, heads.config.to_dict() | kind, **where)
     return [
         TreeSize(tree, seconds[tree].step, tokens, seconds[tree].drafting)
         for tree, tokens in expected.items()

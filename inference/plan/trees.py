@@ -21,11 +21,7 @@ from medusa_heads.files import parse_json, replace_file
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import text_drafter
-from medusa_heads.inference.drafters.head_trees import (
-    DynamicDrafter,
-    HydraDrafter,
-    MedusaDrafter,
-)
+from medusa_heads.inference.drafters.head_trees import DynamicDrafter, HydraDrafter, MedusaDrafter
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.trees.statistics import HeadStatistics
 from medusa_heads.trees.tree import TreeShape, cartesian_choices
@@ -44,17 +40,13 @@ def make_drafter(
     with_log_probs: bool = False,
     corpus: CorpusIndex | None = None,
 ) -> Drafter:
-    """The drafter that `tree` asks for; every form but those of adaptive.py.
+    """The drafter that `tree` asks for, in the words at the head of this file or as a list of
+    paths; every form but those of adaptive.py. Of a target that verifies chains alone it is a
+    tree's best chain. Raises ValueError: an unknown form, or a tree that does not fit the heads.
 
     Args:
-        tree: see the head of this file; choices may also be given as a list.
-        heads, statistics: attached to their target, and measured of them.
-        chain_only: the target verifies chains alone; of any tree its best chain is taken.
         with_log_probs: the acceptance rule compares with draft probabilities.
         corpus: continued by `suffix` where it promises more than the text itself; None for none.
-
-    Raises:
-        ValueError: an unknown form, or a tree that does not fit the heads.
     """
     temperatures = statistics.temperatures if statistics else None
     words = str(tree) if isinstance(tree, int | str) else ""
@@ -75,11 +67,8 @@ def make_drafter(
 
 
 def read_choices(path: str | os.PathLike[str]) -> list[list[int]]:
-    """Rank paths from a JSON file: a list of lists, FasterDecoding's medusa_choices.
-
-    Raises:
-        ValueError: not such a file.
-    """
+    """Rank paths from a JSON file: a list of lists, FasterDecoding's medusa_choices. Raises
+    ValueError: not such a file."""
     try:
         content = parse_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -102,8 +91,8 @@ def _choices(
     if not isinstance(tree, int | str):
         return tree
     depth = heads.config.num_heads
-    if kind.isdigit() or kind in ("static", "dynamic"):
-        nodes = _count(tree, kind if kind.isdigit() else argument)
+    if kind.isdecimal() or kind in ("static", "dynamic"):
+        nodes = _count(tree, kind if kind.isdecimal() else argument)
         if statistics is not None:
             return statistics.choices(nodes)
         # Unmeasured heads: their best guesses in a row, then the first head's next best ones.
@@ -124,6 +113,6 @@ def _choices(
 
 
 def _count(tree: TreeSpec, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"a tree has at least 1 drafted node or candidate, got {tree!r}")
     return int(text)

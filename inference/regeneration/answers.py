@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.settings import at_least
+from medusa_heads.target.prompts import until_end
 
 # Why a prompt was asked in vain.
 EMPTY = "empty answer"
@@ -19,6 +21,7 @@ CUT_TEXT = "reasoning cut off by the server"
 TOO_LONG = "too long for the target's context"
 TEMPLATE = "refused by the chat template"
 NO_QUESTION = "nothing to answer"
+UNKNOWN_TOKENS = "tokens that the target does not have"
 EARLIER_TURN = "an earlier turn has no answer"
 # Another run may be luckier with these: they are not kept on disk.
 PASSING = frozenset({SERVER_ERROR})
@@ -46,8 +49,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        at_least(self, 1, "max_new_tokens")
         if self.temperature <= 0.0:
             raise ValueError(
                 f"expected a temperature above 0, got {self.temperature}: for greedy text alone "
@@ -65,6 +67,9 @@ class Backend(ABC):
     max_positions: int | None
     """Longest text, prompt and answer together, where it is known."""
 
+    vocab_size: int | None = None
+    """How many tokens there are, where it is known."""
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Everything about it that decides an answer, as plain values."""
@@ -78,11 +83,11 @@ class Backend(ABC):
 
 
 def as_answer(tokens: Sequence[int], ends: Collection[int]) -> Answer:
-    """The answer up to its first end token; padding stands behind it."""
-    length = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
-    if not length or (length == 1 and tokens[0] in ends):
+    """The answer up to its first end token."""
+    tokens = until_end(tokens, ends)
+    if not tokens or tokens[0] in ends:
         return Answer(failure=EMPTY)
-    return Answer(tokens[:length])
+    return Answer(tokens)
 
 
 @dataclass

@@ -7,29 +7,22 @@ from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from medusa_heads.settings import above_zero, at_least, flag
+from medusa_heads.shared_flags import LoadingFlags
 
 
 @dataclass
 class DistillArguments:
     """Training on the target's own continuations of the corpus instead of on the corpus."""
 
-    self_distill: bool = flag(
-        False, "Let the target continue prompts from the corpus and learn from that."
-    )
+    self_distill: bool = flag(False, "Let the target continue the corpus, and learn from that.")
     num_prompts: int = flag(2048, "With self_distill: prompts drawn from the corpus.")
     num_eval_prompts: int = flag(128, "With self_distill: prompts drawn from the held-out text.")
     prompt_length: int = flag(64, "With self_distill: tokens of a prompt.")
-    continuation_length: int = flag(
-        128, "With self_distill: tokens the target writes after each prompt."
-    )
-    greedy_share: float = flag(
-        0.5, "With self_distill: share of prompts continued greedily; others are sampled."
-    )
+    continuation_length: int = flag(128, "With self_distill: tokens written after each prompt.")
+    greedy_share: float = flag(0.5, "With self_distill: share of greedy continuations.")
     temperature: float = flag(0.7, "With self_distill: sampling temperature of the other prompts.")
     generation_batch_size: int = flag(128, "With self_distill: prompts continued at the same time.")
-    generation_workers: int = flag(
-        1, "With self_distill on a CPU: processes that share the prompts."
-    )
+    generation_workers: int = flag(1, "With self_distill on a CPU: processes that write.")
     distill_cache: str | None = flag(
         None, "With self_distill: folder that keeps the text. Default: OUTPUT_DIR/distilled."
     )
@@ -43,13 +36,11 @@ class DistillArguments:
 
 
 @dataclass
-class RegenerateArguments:
+class RegenerateArguments(LoadingFlags):
     """What the target is asked, who answers, and where the answers go."""
 
     model_name_or_path: str = flag(
-        MISSING,
-        "The target: a hub id or a local folder. For a server, where its tokenizer and "
-        "configuration lie.",
+        MISSING, "The target: a hub id or a folder. For a server: of its tokenizer and config."
     )
     output_dir: str = flag(MISSING, "Folder for the dataset; train-heads takes it as --dataset.")
     dataset: str = flag(
@@ -66,9 +57,7 @@ class RegenerateArguments:
         "Who answers: the target's own generate, the target with --heads, transformers' "
         "continuous batching, or an OpenAI-compatible server at --base_url.",
     )
-    num_prompts: int | None = flag(
-        None, "Prompts asked. Default: every row; of running text 2048 windows."
-    )
+    num_prompts: int | None = flag(None, "Prompts asked. Default: all rows; of text 2048 windows.")
     prompt_length: int = flag(64, "Tokens of a window of running text.")
     max_new_tokens: int = flag(256, "Most tokens of an answer.")
     turns: Literal["last", "all"] = flag(
@@ -85,15 +74,7 @@ class RegenerateArguments:
     batch_size: int | None = flag(
         None, "Prompts answered at the same time. Default: 128; with heads 8, on a CPU 1."
     )
-    num_workers: int = flag(
-        1, "Processes that share the prompts, for backend transformers on a CPU."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto",
-        "Dtype of the target's weights; auto: the fastest on this machine that holds them exactly.",
-    )
-    device: str | None = flag(None, "Device, such as cpu or cuda. Default: the best there is.")
-    trust_remote_code: bool = flag(False, "Run modelling code that comes with the target.")
+    num_workers: int = flag(1, "Processes of the backend transformers on a CPU.")
     heads: str | None = flag(None, "Heads checkpoint, for the backend heads.")
     base_url: str | None = flag(None, "Address of the server, such as http://localhost:8000/v1.")
     model: str | None = flag(None, "The server's name for the target. Default: model_name_or_path.")
@@ -109,9 +90,7 @@ class RegenerateArguments:
     api_key_variable: str = flag(
         "OPENAI_API_KEY", "Environment variable that holds the server's API key, if it wants one."
     )
-    answers_dir: str | None = flag(
-        None, "Folder that keeps finished answers. Default: OUTPUT_DIR/answers."
-    )
+    answers_dir: str | None = flag(None, "Folder of finished answers. Default: OUTPUT_DIR/answers.")
     strict: bool = flag(False, "Exit with an error if any answer failed or was skipped.")
 
     def __post_init__(self) -> None:

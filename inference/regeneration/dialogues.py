@@ -47,11 +47,8 @@ class Dialogue:
         self._rows: list[Row] = []
 
     def ask(self, turn: int) -> tuple[list[int], Messages | None]:
-        """The question of a turn, as tokens and, in a conversation, as messages.
-
-        Raises:
-            Unanswerable: there is none.
-        """
+        """The question of a turn, as tokens and, in a conversation, as messages. Raises
+        Unanswerable: there is none."""
         if not self._asked:
             raise Unanswerable(NO_QUESTION, "the prompt has no tokens")
         return self._asked, None
@@ -105,7 +102,7 @@ class ChatDialogue(Dialogue):
         except ValueError as error:
             raise Unanswerable(TEMPLATE, str(error.__cause__ or error)) from error
         (self._asked,) = self._chat.encode([text])
-        return self._asked, before
+        return super().ask(turn)[0], before
 
     def take(self, tokens: Sequence[int]) -> None:
         """The answer, which from now on is what was said."""
@@ -118,11 +115,8 @@ class ChatDialogue(Dialogue):
 
 def read_table(name: str, split: str = "train", *, config: str | None = None) -> Dataset:
     """Find and read a table of prompts, by a name, split and configuration as `find_rows` takes
-    them. A text file is one document, and all fields of a .csv are texts.
-
-    Raises:
-        ValueError: nothing stands there, it cannot be read, or it has no such split.
-    """
+    them. A text file is one document, and all fields of a .csv are texts. Raises ValueError:
+    nothing stands there, it cannot be read, or it has no such split."""
 
     def refuse(place: str, reason: str) -> None:
         raise ValueError(f"{place}: {reason}")
@@ -162,20 +156,16 @@ def read_dialogues(
     seed: int = 0,
     template_options: Mapping[str, Any] | None = None,
 ) -> list[Dialogue]:
-    """What a corpus asks, by its columns: `messages`, `prompt`, `input_ids` or `text`.
+    """What a corpus asks, by its columns: conversations in `messages` (and `tools`, where they have
+    any); prompts in `prompt`, each a text or a conversation; prompts in `input_ids`; or documents
+    in `text`, from which windows of `prompt_length` tokens are drawn by the seed. Raises
+    ValueError: no such column, no rows, or no tokenizer or chat template where one is needed.
 
     Args:
-        corpus: conversations in `messages` (and `tools`, where they have any); prompts in `prompt`,
-            each a text or a conversation; prompts in `input_ids`; or documents in `text`, from
-            which windows of `prompt_length` tokens are drawn.
         tokenizer: the target's; not needed for `input_ids`.
         turns: of conversations, which turns of the assistant are answered.
         num_prompts: the first so many rows; of documents, so many windows. Default: all, or 2048.
-        prompt_length, seed: of windows.
         template_options: further variables of the chat template.
-
-    Raises:
-        ValueError: no such column, no rows, or no tokenizer or chat template where one is needed.
     """
     if not len(corpus):
         raise ValueError("the corpus is empty: give one with prompts in it")
@@ -186,8 +176,9 @@ def read_dialogues(
         raise ValueError(f"expected a corpus with one of the columns {list(known)}, got {columns}")
     if column != "text" and num_prompts is not None:
         corpus = corpus.select(range(min(num_prompts, len(corpus))))
+    _check_column(corpus, column)
     if column == "input_ids":
-        return [Dialogue(row, ids) for row, ids in enumerate(corpus["input_ids"])]
+        return [Dialogue(row, ids or []) for row, ids in enumerate(corpus["input_ids"])]
     if tokenizer is None:
         raise ValueError(
             f"a corpus with a column {column!r} needs the target's tokenizer, and none lies beside "
@@ -197,7 +188,7 @@ def read_dialogues(
         from medusa_heads.data.corpus import draw_windows
 
         windows = draw_windows(
-            list(corpus["text"]),
+            [text or "" for text in corpus["text"]],
             tokenizer,
             num_prompts=2048 if num_prompts is None else num_prompts,
             prompt_length=prompt_length,
@@ -219,6 +210,18 @@ def read_dialogues(
         chat = chat or ChatTemplate(tokenizer, arguments=template_options or {})
         dialogues.append(ChatDialogue(row, _messages(asked, row), turns, chat, available))
     return dialogues
+
+
+def _check_column(corpus: Dataset, column: str) -> None:
+    """Raises ValueError where token ids or texts are something else; conversations are looked at
+    one by one."""
+    expected = {"input_ids": ("lists of integers", "int"), "text": ("texts", "string")}
+    if column in expected:
+        words, kind = expected[column]
+        found = corpus.features[column]
+        inner = getattr(found, "feature", None) if column == "input_ids" else found
+        if kind not in str(getattr(inner, "dtype", None)):
+            raise ValueError(f"expected {words} in the column {column!r}, got {found}")
 
 
 def _messages(asked: Any, row: int) -> Messages:

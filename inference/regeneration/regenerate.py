@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from medusa_heads.inference.regeneration.answers import (
     EARLIER_TURN,
     TOO_LONG,
+    UNKNOWN_TOKENS,
     Accounting,
     Backend,
     Sampling,
@@ -54,27 +55,20 @@ def regenerate(
     num_workers: int = 1,
     progress: bool = True,
 ) -> Dataset:
-    """The target's own continuations of prompts, made with its `generate`.
+    """The target's own continuations of prompts, in their order, made with its `generate` in its
+    dtype, on its device: rows of `input_ids` (prompt, continuation, ending with the end-of-text
+    token where there is one) and `labels`, which equal `input_ids` on the continuation and are -100
+    on the prompt. A prompt that the target ends at once gives none. Raises ValueError: no prompts,
+    an impossible setting, or a text longer than the target's context.
 
     Args:
-        target: as loaded; generation runs in its dtype, on its device.
         prompts: a dataset with a column `input_ids`; batches of unequal lengths are padded left.
         max_new_tokens: tokens after each prompt; fewer where the target ends its text.
-        batch_size: rows a `generate` call.
         greedy_share: share of the rows decoded greedily, spread evenly; the rest is sampled.
-        temperature: of the sampled rows.
         seed: of the sampling. Equal arguments give equal rows, in batches of any size.
         cache_dir: finished answers are kept here, under a key of everything that decides them.
         num_workers: processes that share the batches; see TransformersBackend.
         progress: show a progress bar, in tokens.
-
-    Returns:
-        A dataset in the order of the prompts: `input_ids` (prompt, continuation, ending with the
-        end-of-text token where there is one) and `labels`, which equal `input_ids` on the
-        continuation and are -100 on the prompt. A prompt that the target ends at once gives none.
-
-    Raises:
-        ValueError: no prompts, an impossible setting, or a text longer than the target's context.
     """
     if "input_ids" not in prompts.column_names or len(prompts) == 0:
         raise ValueError("expected at least one prompt in a column 'input_ids', got none")
@@ -104,10 +98,7 @@ def answer_dialogues(
     progress: bool = True,
 ) -> Regenerated:
     """Ask every question of every dialogue, turn by turn; the other arguments as `regenerate`.
-
-    Raises:
-        ValueError: no dialogues, an impossible setting, or not one answer.
-    """
+    Raises ValueError: no dialogues, an impossible setting, or not one answer."""
     if not dialogues:
         raise ValueError("expected at least one prompt, got none")
     if not 0.0 <= greedy_share <= 1.0:
@@ -127,7 +118,7 @@ def answer_dialogues(
                     if place in silent:
                         raise Unanswerable(EARLIER_TURN)
                     input_ids, messages = dialogue.ask(turn)
-                    _check_length(len(input_ids), sampling, backend.max_positions)
+                    _check_fits(input_ids, sampling, backend)
                 except Unanswerable as error:
                     accounting.missed("skipped", error.reason, dialogue.row, turn, error.detail)
                     silent.add(place)
@@ -157,8 +148,11 @@ def answer_dialogues(
     return Regenerated(dataset_of(dialogues), accounting, described)
 
 
-def _check_length(prompt_tokens: int, sampling: Sampling, limit: int | None) -> None:
-    total = prompt_tokens + sampling.max_new_tokens
+def _check_fits(input_ids: Sequence[int], sampling: Sampling, backend: Backend) -> None:
+    total, limit = len(input_ids) + sampling.max_new_tokens, backend.max_positions
+    known = range(backend.vocab_size or 1 << 63)
+    if strange := [token for token in (min(input_ids), max(input_ids)) if token not in known]:
+        raise Unanswerable(UNKNOWN_TOKENS, f"such as {strange[0]}")
     if limit is not None and total > limit:
         raise Unanswerable(TOO_LONG, f"{total} tokens with the answer, the context is {limit}")
 

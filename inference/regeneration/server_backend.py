@@ -24,19 +24,8 @@ from urllib3 import PoolManager, ProxyManager, Retry, Timeout
 from urllib3.exceptions import HTTPError
 
 from medusa_heads.files import parse_json
-from medusa_heads.inference.regeneration.answers import (
-    BROKEN_TEXT,
-    CUT_TEXT,
-    EMPTY,
-    OTHER_PROMPT,
-    OTHER_TOKENS,
-    SERVER_ERROR,
-    Answer,
-    Answers,
-    Backend,
-    OnTokens,
-    Sampling,
-)
+from medusa_heads.inference.regeneration import answers
+from medusa_heads.inference.regeneration.answers import Answer, Answers, Backend, OnTokens, Sampling
 from medusa_heads.inference.regeneration.prompts import Prompt
 
 Endpoint = Literal["auto", "completions", "chat"]
@@ -53,11 +42,8 @@ _SHOWN = 200  # characters of a server's own words
 class ServerBackend(Backend):
     """Any server that speaks OpenAI's protocol and serves the target.
 
-    The API key is read from the environment; it is neither kept nor written anywhere.
-
-    Raises:
-        ValueError: a URL that is none, a size below one, or an unknown endpoint.
-    """
+    The API key is read from the environment; it is neither kept nor written anywhere. Raises
+    ValueError: a URL that is none, a size below one, or an unknown endpoint."""
 
     base_url: str  # up to and including the version, such as `http://localhost:8000/v1`
     model: str  # the name that the server gives the target
@@ -124,11 +110,8 @@ class ServerBackend(Backend):
         self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: OnTokens
     ) -> Iterator[Answers]:
         """Answer the prompts, several at the same time. A prompt that fails is reported as failed.
-
-        Raises:
-            ValueError: the server is not there, refuses the key or the way of asking, or has
-                stopped answering.
-        """
+        Raises ValueError: the server is not there, refuses the key or the way of asking, or has
+        stopped answering."""
         first, *rest = prompts
         if self._chosen == "auto":
             self._chosen = self._choose_endpoint(first, sampling)
@@ -157,11 +140,8 @@ class ServerBackend(Backend):
 
     def _post(self, endpoint: str, prompt: Prompt, sampling: Sampling) -> tuple[int, Any]:
         """The status and the reply, as JSON or else as text; status 0 and why, if none came after
-        all retries.
-
-        Raises:
-            ValueError: the server refuses access, or the prompt has no messages to ask with.
-        """
+        all retries. Raises ValueError: the server refuses access, or the prompt has no messages to
+        ask with."""
         request: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,
@@ -217,18 +197,15 @@ class ServerBackend(Backend):
 
     def _failed(self, detail: str, what: str, *, at_once: bool = False) -> Answer:
         """What stands in the place of an answer. Where the server has gone for good, asking on
-        would take hours and bring nothing; one that never answered is not waited for.
-
-        Raises:
-            ValueError: the server is given up.
-        """
+        would take hours and bring nothing; one that never answered is not waited for. Raises
+        ValueError: the server is given up."""
         with self._lock:
             self._failures += 1
             if self._failures >= _DEAD_AFTER or (at_once and not self._lived):
                 raise ValueError(
                     f"{what}: what was answered is kept, and the same command goes on from there"
                 )
-        return Answer(failure=SERVER_ERROR, detail=detail)
+        return Answer(failure=answers.SERVER_ERROR, detail=detail)
 
     def _read(self, prompt: Prompt, reply: Any) -> Answer:
         choice = reply["choices"][0]
@@ -237,20 +214,20 @@ class ServerBackend(Backend):
         message = choice["message"] if self._chosen == "chat" else choice
         text = message["content" if self._chosen == "chat" else "text"] or ""
         if message.get("reasoning_content") or message.get("reasoning"):
-            return Answer(failure=CUT_TEXT, detail="use the endpoint completions")
+            return Answer(failure=answers.CUT_TEXT, detail="use the endpoint completions")
         remarks = []
         if usage.get("prompt_tokens") not in (None, len(prompt.input_ids)):
-            remarks.append(OTHER_PROMPT)
+            remarks.append(answers.OTHER_PROMPT)
         tokens = choice.get("token_ids")
         if not text and not tokens:
-            return Answer(failure=EMPTY)
+            return Answer(failure=answers.EMPTY)
         if not tokens:
             tokens = self._tokens(prompt, text)
             if tokens is None:
-                return Answer(failure=BROKEN_TEXT, detail=text[:_SHOWN])
+                return Answer(failure=answers.BROKEN_TEXT, detail=text[:_SHOWN])
             made = usage.get("completion_tokens")
             if made not in (None, len(tokens), len(tokens) + ended):
-                remarks.append(OTHER_TOKENS)
+                remarks.append(answers.OTHER_TOKENS)
         if ended and self.ends and tokens[-1] not in self.ends:
             tokens = [*tokens, self.ends[0]]
         return Answer(tokens, remarks=tuple(remarks))

@@ -48,6 +48,7 @@ class TargetBackend(Backend):
         self.target = target
         self.batch_size = batch_size
         self.max_positions = target.max_positions
+        self.vocab_size = target.vocab_size
 
     def describe(self) -> dict[str, Any]:
         """The weights, bit for bit, and how the target decodes by default."""

@@ -61,20 +61,12 @@ def simulate_chain(
     draft_tokens: int | None = None,
     end_tokens: Collection[int] = (),
 ) -> SimulatedChain:
-    """Decode prompts greedily one by one, and count what a chain of drafts would have saved.
+    """Decode prompts of token ids greedily one by one, up to one of the end tokens, and count what
+    a chain of drafts (by default of all heads) would have saved. Counts can be compared exactly in
+    fp32. Raises ValueError: heads that do not draft chains, or an empty prompt.
 
     An engine samples the first new token from the prompt, and drafts from then on. It verifies
-    whole chains: the last one counts in full, even where the text ends within it.
-
-    Args:
-        target: fp32 for counts that can be compared exactly.
-        prompts: token ids, as the engine sees them.
-        draft_tokens: how many heads draft; default: all.
-        end_tokens: ids that end a text. Default: none do.
-
-    Raises:
-        ValueError: heads that do not draft chains, or an empty prompt.
-    """
+    whole chains: the last one counts in full, even where the text ends within it."""
     draft_tokens = heads.config.num_heads if draft_tokens is None else draft_tokens
     check_chain(heads.config, draft_tokens)
     texts = []

@@ -19,7 +19,7 @@ from medusa_heads.checkpoint.checkpoint import describe_target
 from medusa_heads.checkpoint.files import FORMAT_VERSION, filled, read_record, write_json
 from medusa_heads.contents import DRAFT_FILE
 from medusa_heads.masking import masked
-from medusa_heads.target.loading import load_tokenizer
+from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:
@@ -72,15 +72,12 @@ def load_draft(
     target: TargetModel,
     *,
     dtype: torch.dtype | None = None,
-    trust_remote_code: bool = False,
+    **options: Any,
 ) -> TargetModel:
     """Load a causal LM that is to draft for the target, on its device, by default in its dtype.
     Raises ValueError: nothing loadable, or its tokens are not the target's."""
     draft = TargetModel.from_pretrained(
-        str(name_or_path),
-        dtype=dtype or target.dtype,
-        device=target.device,
-        trust_remote_code=trust_remote_code,
+        str(name_or_path), dtype=dtype or target.dtype, device=target.device, **options
     )
     check_vocabulary(draft, target)
     return draft
@@ -90,7 +87,8 @@ def check_vocabulary(draft: TargetModel, target: TargetModel) -> None:
     """The draft model's token ids must be the target's. Vocabulary matrices may be padded to
     different sizes (as those of Qwen2.5 are) if the tokenizers are known and equal. Raises
     ValueError: they are not."""
-    own, others = _vocabulary(draft.name_or_path), _vocabulary(target.name_or_path)
+    found = (find_tokenizer(model.name_or_path) for model in (draft, target))
+    own, others = (tokenizer and tokenizer.get_vocab() for tokenizer in found)
     if own is not None and others is not None:
         if own != others:
             raise ValueError(
@@ -103,11 +101,3 @@ def check_vocabulary(draft: TargetModel, target: TargetModel) -> None:
             f"the draft model has a vocabulary of {draft.vocab_size} tokens, the target one of "
             f"{target.vocab_size}: give one with the target's tokenizer"
         )
-
-
-def _vocabulary(name_or_path: str) -> dict[str, int] | None:
-    """Token ids of the tokenizer beside a model; None where there is none."""
-    try:
-        return load_tokenizer(name_or_path).get_vocab() if name_or_path else None
-    except (OSError, ValueError):
-        return None

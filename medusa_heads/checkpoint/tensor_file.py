@@ -33,7 +33,8 @@ def mapped_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise ValueError(f"expected the heads' weights at {str(path)!r}, found none")
     try:
         tensors = load_file(path)
-    except (SafetensorError, OSError, RuntimeError, OverflowError) as error:
+    # TypeError: a size that torch's integers do not hold.
+    except (SafetensorError, OSError, RuntimeError, OverflowError, TypeError) as error:
         raise ValueError(
             f"{path} cannot be read ({first_line(error)}): download or train it anew"
         ) from error

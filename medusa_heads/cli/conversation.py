@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from medusa_heads.data.chat import ask_ids
 from medusa_heads.files import expanded, replace_file
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.prompts import stop_ids
@@ -20,14 +21,8 @@ if TYPE_CHECKING:
 
 class Conversation:
     """What was said so far, and what of it the target's cache holds: of the `prompt_tokens` in the
-    last turn's prompt `cached_tokens`.
-
-    Args:
-        model: the model that answers; may be replaced by another on the same target.
-        tokenizer: the target's. Without a chat template, what is said is one running text that the
-            target continues.
-        system: a system message.
-    """
+    last turn's prompt `cached_tokens`. The model may be replaced by another on the same target.
+    Without a chat template, what is said is one running text that the target continues."""
 
     def __init__(self, model: AssistedModel, tokenizer: Any, system: str | None = None) -> None:
         self.model = model
@@ -100,15 +95,7 @@ class Conversation:
                 text = "\n" + text
             new = self._tokenizer(text, add_special_tokens=first)["input_ids"]
             return [*self._text_ids, *new]
-        from jinja2 import TemplateError
-
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except TemplateError as error:
-            raise ValueError(f"the target's chat template refuses this: {error}") from error
-        return list(rendered)
+        return ask_ids(self._tokenizer, messages)
 
     def _room(self, prompt_tokens: int, max_new_tokens: int) -> int:
         limit = self.model.target.max_positions

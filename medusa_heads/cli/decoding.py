@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from medusa_heads.cli.choices import apply_choice
 from medusa_heads.cli.flags.decoding import DecodingArguments, ModelArguments, decoder_options
-from medusa_heads.cli.settled import settle
 from medusa_heads.contents import is_draft, is_heads
 from medusa_heads.files import expanded
 
@@ -37,7 +37,7 @@ def load_measured_model(
             f"the heads in {arguments.checkpoint!r} carry no statistics, which say what a {worth} "
             "is worth: measure them with medusa-heads calibrate"
         )
-    from medusa_heads.inference.adapt.measure import SIZES
+    from medusa_heads.inference.adapt.step_bench import SIZES
 
     if (limit := model.target.max_positions) is None:
         return model, None
@@ -109,7 +109,7 @@ def _load(
         dtype=arguments.dtype,
         device=arguments.device,
         trust_remote_code=trusted,
-        on_choice=settle,
+        on_choice=apply_choice,
         **options,
     )
     name, revision = model.target.name_or_path, model.target.revision

@@ -12,15 +12,9 @@ UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a characte
 
 class StepStreamer:
     """A streamer for generate(): writes the tokens of a step once all of them are known. `tokens`
-    are those generated so far, also of a call that was interrupted.
-
-    Args:
-        tokenizer: the target's.
-        skip_prompt: leave the prompt out.
-        group: show which text came in one step: in alternating colours on a terminal, else in
-            brackets.
-        decode_options: of the tokenizer's decode(), such as `skip_special_tokens`.
-    """
+    are those generated so far, also of a call that was interrupted. With `group` it shows which
+    text came in one step: in alternating colours on a terminal, else in brackets. Further options
+    are of the tokenizer's decode()."""
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from pathlib import Path
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.training import Run
 from medusa_heads.inference.regeneration.arguments import DistillArguments
+from medusa_heads.tables import on_screen
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.draft import (
     DraftArguments,
@@ -44,7 +45,7 @@ def train(
         )
     run = Run(to_target, to_data, to_distill, to_optimise)
 
-    from medusa_heads.training.measure.draft_metrics import CHAINS
+    from medusa_heads.training.measure.metrics import CHAINS
     from medusa_heads.training.runs.pruned_target import draft_shape
 
     given = to_draft.draft_model is not None
@@ -79,7 +80,7 @@ def train(
         training_args=args,
         tokenizer=run.tokenizer,
         trust_remote_code=to_target.trust_remote_code,
-        **run.course(),
+        **run.run_options(),
     )
     if args.process_index == 0:
         _report(Path(to_optimise.output_dir))
@@ -88,28 +89,22 @@ def train(
 def _report(folder: Path) -> None:
     """What was learnt, and where it lies."""
     from rich.console import Console
-    from rich.table import Table
 
     from medusa_heads.checkpoint.draft_checkpoint import read_draft_sidecar
-    from medusa_heads.training.measure.draft_metrics import CHAINS
+    from medusa_heads.training.measure.metrics import CHAINS
 
     sidecar = read_draft_sidecar(folder)
     measured, history = sidecar["measured"], sidecar["provenance"]
-    console = Console()
-    share = history["draft_parameters"] / history["target_parameters"]
-    console.print(
-        f"{history['draft_parameters']:,} parameters, {share:.0%} of the target's; "
-        f"held-out acceptance {measured['acceptance']:.3f}, "
-        f"agreement {measured['agreement']:.3f}",
-        highlight=False,
+    parameters = history["draft_parameters"]
+    print(
+        f"{parameters:,} parameters, {parameters / history['target_parameters']:.0%} of the "
+        f"target's; held-out acceptance {measured['acceptance']:.3f}, agreement "
+        f"{measured['agreement']:.3f}"
     )
-    table = Table(title="Chains of drafts on held-out text (simulated)")
-    for column in ("drafted tokens", "tokens per step"):
-        table.add_column(column, justify="right")
-    for length in CHAINS:
-        table.add_row(str(length), f"{measured[f'tokens_per_step_{length}']:.2f}")
-    console.print(table)
-    console.print(f"Draft model: {folder}", soft_wrap=True, highlight=False)
+    cells = [[str(length), f"{measured[f'tokens_per_step_{length}']:.2f}"] for length in CHAINS]
+    title = "Chains of drafts on held-out text (simulated)"
+    Console().print(on_screen(title, (["drafted tokens", "tokens per step"], cells)))
+    print(f"Draft model: {folder}")
 
 
 main = command("train-draft", train, ARGUMENTS, train.__doc__)

@@ -14,6 +14,7 @@ from medusa_heads.cli.training import Run
 from medusa_heads.config import HeadsConfig
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.settings import flag, flag_name
+from medusa_heads.shared_flags import MatrixFlag
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
@@ -24,14 +25,9 @@ from medusa_heads.training.hidden.launched import Sharding, launched_sharding
 
 
 @dataclass
-class CheckpointArguments:
+class CheckpointArguments(MatrixFlag):
     """What else is made and saved with the heads."""
 
-    with_vocab_matrix: bool = flag(
-        False,
-        "Lay a copy of the target's vocabulary matrix beside heads that share it, with which vLLM "
-        "0.32 reads the folder as it is. Default: the heads alone.",
-    )
     joint: bool = flag(
         False,
         "Train an adapter of the target together with the heads. It becomes another model: heads "
@@ -64,7 +60,7 @@ def train(
     to_optimise: OptimisationArguments,
 ) -> None:
     """Train extra decoding heads for a frozen causal language model."""
-    joint = joint_if(to_save.joint, to_join)
+    joint = joint_settings(to_save.joint, to_join)
     if to_save.with_vocab_matrix:
         from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 
@@ -103,13 +99,13 @@ def train(
         hidden_cache=to_cache,
         joint=joint,
         with_vocab_matrix=to_save.with_vocab_matrix,
-        **run.course(),
+        **run.run_options(),
     )
     if args.process_index == 0:
         _report(Path(to_optimise.output_dir))
 
 
-def joint_if(joint: bool, config: JointConfig) -> JointConfig | None:
+def joint_settings(joint: bool, config: JointConfig) -> JointConfig | None:
     """The configuration of joint training where that is asked for."""
     if not joint and config != JointConfig():
         idle = [
@@ -129,14 +125,10 @@ def _report(folder: Path) -> None:
     from medusa_heads.training.measure.report import LEGEND, headline, read_report, tables
 
     report = read_report(folder)
-    console = Console()
-    for table in tables(report):
-        console.print(table)
-    console.print(LEGEND, style="dim", highlight=False)
-    console.print(headline(report), highlight=False)
+    Console(highlight=False).print(*tables(report), f"[dim]{LEGEND}", headline(report), sep="\n")
     if (own := report["held_out"].get("target")) is not None:
-        console.print(describe_own(own), highlight=False)
-    console.print(f"Checkpoint: {folder}", soft_wrap=True, highlight=False)
+        print(describe_own(own))
+    print(f"Checkpoint: {folder}")
 
 
 main = command("train-heads", train, ARGUMENTS, train.__doc__)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.settled import settle, tell_choices
+from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.config import IGNORED
 from medusa_heads.data.finding import find_names
 from medusa_heads.inference.regeneration.arguments import DistillArguments
@@ -40,7 +40,8 @@ class Run:
         # A mistyped path is answered before torch is loaded, which takes seconds.
         find_names([*self.to_data.dataset, *(self.to_data.eval_dataset or [])])
 
-        from medusa_heads.training.data.prepare import find_tokenizer, load_corpora
+        from medusa_heads.target.loading import find_tokenizer
+        from medusa_heads.training.data.prepare import load_corpora
 
         self.corpus, self.held_out = load_corpora(self.to_data)
         self.tokenizer: Any = find_tokenizer(
@@ -69,7 +70,7 @@ class Run:
             self.to_target.model_name_or_path,
             dtype=self.to_target.dtype,
             use="batch" if args.world_size == 1 else None,
-            on_choice=settle,
+            on_choice=apply_choice,
             **self.to_target.source(),
             **self.to_target.placement(device),
         )
@@ -86,9 +87,10 @@ class Run:
         if launched.isdecimal() and int(launched) > 1:
             return False
         form = stored_form(self.to_target.model_name_or_path, **self.to_target.source())
-        shape = None if form is None else form.shape
-        choice = choose("train", device=device, shape=shape, count_threads=False)
-        settle(choice, "training", threads=False)
+        if form is None:  # no target, which is refused when it is loaded
+            return False
+        choice = choose("train", device=device, shape=form.shape, count_threads=False)
+        apply_choice(choice, "training", threads=False)
         return choice.dtype == torch.bfloat16
 
     def prepare(self, target: TargetModel, args: TrainingArguments, num_heads: int) -> TrainingData:
@@ -98,17 +100,17 @@ class Run:
         from medusa_heads.training.data.sample import show_sample
 
         if args.process_index == 0:
-            tell_choices()
+            print_choices()
         texts: tuple[Corpus, Corpus | None] = self.corpus, self.held_out
         if self.to_distill.self_distill:
             kept = self.to_distill.distill_cache or Path(self.to_optimise.output_dir) / "distilled"
             # The first process writes the text, the others read it from the cache.
             with args.main_process_first(desc="the target's text"):
                 prompts, of_held_out = self.prompts(target)
-                told = self.to_distill, kept, args.seed
+                distill = self.to_distill, kept, args.seed
                 texts = (
-                    continued(target, prompts, "distilled text", *told),
-                    continued(target, of_held_out, "distilled held-out text", *told),
+                    continue_prompts(target, prompts, "distilled text", *distill),
+                    continue_prompts(target, of_held_out, "distilled held-out text", *distill),
                 )
         data = self._rows(target, texts, self.to_data, args, num_heads)
         if args.process_index == 0:
@@ -148,27 +150,24 @@ class Run:
                     f"self_distill draws prompts from a table of plain text, got {part.found_as} "
                     f"in {part.name!r}"
                 )
-        told, seed = self.to_distill, self.to_optimise.seed
-        length = told.prompt_length
+        distill, seed = self.to_distill, self.to_optimise.seed
+        length = distill.prompt_length
         target.check_length(
-            length + told.continuation_length, "prompt_length + continuation_length"
+            length + distill.continuation_length, "prompt_length + continuation_length"
         )
         if self.held_out is None:
             share, rows = self.to_data.eval_share, self.to_data.eval_rows
             texts = hold_out(self.corpus.rows, share, seed, rows)
         else:
             texts = self.corpus.rows, self.held_out.rows
-        counts = told.num_prompts, told.num_eval_prompts
+        counts = distill.num_prompts, distill.num_eval_prompts
         return [
             prompt_windows(text, self.tokenizer, num_prompts=count, prompt_length=length, seed=seed)
             for text, count in zip(texts, counts, strict=True)
         ]
 
     def plan(
-        self,
-        args: TrainingArguments,
-        num_heads: int,
-        make: Callable[[TargetModel, TextSize], Plan],
+        self, args: TrainingArguments, num_heads: int, make: Callable[[TargetModel, TextSize], Plan]
     ) -> None:
         """Everything but steps: print a sample of the text and what the run would be; only the
         first process does."""
@@ -183,7 +182,7 @@ class Run:
         rows, size = self._planned_text(target, args, num_heads)
         plan = make(target, size)
         if args.process_index == 0:
-            tell_choices()
+            print_choices()
             console = Console()
             show_sample(rows, self.tokenizer, console)
             show_plan(plan, console)
@@ -195,12 +194,12 @@ class Run:
         from medusa_heads.training.data.pack import pack_rows
         from medusa_heads.training.runs.dry_run import TextSize, text_size
 
-        told = self.to_distill
-        if told.self_distill:
+        distill = self.to_distill
+        if distill.self_distill:
             prompts = self.prompts(target)[0]
-            length = told.prompt_length + told.continuation_length
-            learnt = len(prompts) * told.continuation_length
-            labels = [IGNORED] * told.prompt_length
+            length = distill.prompt_length + distill.continuation_length
+            learnt = len(prompts) * distill.continuation_length
+            labels = [IGNORED] * distill.prompt_length
             first = {"input_ids": prompts[0]["input_ids"], "labels": labels}
             return [first], TextSize(len(prompts), len(prompts) * length, learnt, length)
         # Whether packed documents see each other is measured with weights, which are not here.
@@ -212,8 +211,8 @@ class Run:
         rows: Any = pack_rows(data.known_rows, length) if self.to_data.packing else data.rows
         return rows, text_size(rows, data.facts.supervised_tokens)
 
-    def course(self) -> dict[str, Any]:
-        """What `train_heads` and `train_draft` are told alike."""
+    def run_options(self) -> dict[str, Any]:
+        """What `train_heads` and `train_draft` are given alike."""
         return {
             "output_dir": self.to_optimise.output_dir,
             "resume_from_checkpoint": self.to_optimise.resume_from_checkpoint,
@@ -223,11 +222,11 @@ class Run:
         }
 
 
-def continued(
+def continue_prompts(
     target: TargetModel,
     prompts: Dataset,
     name: str,
-    told: DistillArguments,
+    distill: DistillArguments,
     cache_dir: str | Path,
     seed: int = 0,
 ) -> Corpus:
@@ -238,12 +237,12 @@ def continued(
     rows = regenerate(
         target,
         prompts,
-        max_new_tokens=told.continuation_length,
-        batch_size=told.generation_batch_size,
-        greedy_share=told.greedy_share,
-        temperature=told.temperature,
+        max_new_tokens=distill.continuation_length,
+        batch_size=distill.generation_batch_size,
+        greedy_share=distill.greedy_share,
+        temperature=distill.temperature,
         seed=seed,
         cache_dir=cache_dir,
-        num_workers=told.generation_workers,
+        num_workers=distill.generation_workers,
     )
     return as_corpus(rows, name)

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.formats import Conversation
+from medusa_heads.files import is_encodable
 
 # What a template's code may raise on a row that it was not made for.
 _TEMPLATE_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError)
@@ -54,9 +55,9 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Any], tools: list[Any] | None, *, ask: bool) -> str:
         """Messages as text, with the beginning of an answer where one is asked for; a BadRow where
-        the template refuses them."""
+        the template refuses them, or the text has no tokens."""
         try:
-            return str(
+            text = str(
                 self.tokenizer.apply_chat_template(
                     list(messages),
                     tools=tools,
@@ -68,6 +69,9 @@ class ChatTemplate:
             )
         except (TemplateError, *_TEMPLATE_FAULTS) as error:
             raise BadRow(f"the chat template refuses it ({error})") from error
+        if not is_encodable(text):  # JSON within a table can spell what the table cannot
+            raise BadRow("it holds half a character (a surrogate), which has no tokens")
+        return text
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered texts, in which the template has written the special tokens."""
@@ -77,12 +81,9 @@ class ChatTemplate:
 
     def rows(self, conversation: Conversation) -> list[tuple[list[int], list[int]]]:
         """input_ids and labels of a conversation: one row, where the template never rewrites what
-        it has rendered before, else as few rows as hold each turn with the context it answers.
-        Text after the last turn is left out: nothing is learnt from it.
-
-        Raises:
-            BadRow: the template refuses the messages, or no turn can be told from its prompt.
-        """
+        it has rendered before, else as few rows as hold each turn with the context it answers. Text
+        after the last turn is left out: nothing is learnt from it. Raises BadRow: the template
+        refuses the messages, or no turn can be told from its prompt."""
         turns = self._turns(conversation)
         rows = []
         while turns:
@@ -155,6 +156,13 @@ class ChatTemplate:
         if token not in self._blank:
             self._blank[token] = not str(self.tokenizer.decode([token])).strip()
         return self._blank[token]
+
+
+def ask_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:
+    """Token ids of a conversation, ready to be answered. Raises BadRow: the template refuses it."""
+    template = ChatTemplate(tokenizer)
+    (ids,) = template.encode([template.render(messages, None, ask=True)])
+    return ids
 
 
 def continuation(

@@ -101,18 +101,13 @@ def draw_windows(
     prompt_length: int,
     seed: int,
 ) -> list[tuple[int, list[int]]]:
-    """Draw prompts of equal length from texts: different places, none across two of them.
+    """Draw prompts of equal length from texts, as (which text, token ids): different places, none
+    across two of them. Raises ValueError: there is no text, or not that many windows of that
+    length.
 
     A window starts at the start of a line; only where there are too few lines does it start at a
     word. Long texts give more windows than short ones. The same arguments give the same windows.
-    Special tokens at the start (such as BOS) count towards the length.
-
-    Returns:
-        Of which text which token ids.
-
-    Raises:
-        ValueError: there is no text, or not that many windows of that length.
-    """
+    Special tokens at the start (such as BOS) count towards the length."""
     if num_prompts < 1 or prompt_length < 1:
         raise ValueError(
             f"expected at least 1 prompt of at least 1 token, got {num_prompts} of {prompt_length}"

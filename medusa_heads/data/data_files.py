@@ -34,11 +34,8 @@ def has_known_suffix(name: str) -> bool:
 
 def read_rows(file: Path, refuse: Refuse) -> Rows:
     """The rows of a file, each with its place, `file:line`; a text file is one, with a column
-    `text`. A row that cannot be read is left out, and `refuse` is told its place and why.
-
-    Raises:
-        ValueError: the file cannot be read at all.
-    """
+    `text`. A row that cannot be read is left out, and `refuse` is told its place and why. Raises
+    ValueError: the file cannot be read at all."""
     if not file.stat().st_size:
         raise ValueError(f"the corpus {str(file)!r} is empty: give one with text in it")
     name = file.name.removesuffix(".gz")

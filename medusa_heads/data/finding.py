@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.data.data_files import SUFFIXES, has_known_suffix
 from medusa_heads.errors import first_line
-from medusa_heads.files import expanded
+from medusa_heads.files import expanded, is_path
+from medusa_heads.hub_probe import hub_failure
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -22,7 +23,6 @@ HELD_OUT = "held_out"
 _HELD_OUT_NAMES = (HELD_OUT, "test", "validation", "valid", "val", "eval", "dev")
 # What a file's path may say about the split it belongs to.
 _SPLIT_WORDS = {"train", "training", "held", *_HELD_OUT_NAMES[1:]}
-_PATIENCE_S = 10
 
 
 def find_names(name: str | Sequence[str]) -> list[str]:
@@ -38,7 +38,7 @@ def find_names(name: str | Sequence[str]) -> list[str]:
             if not files:
                 raise ValueError(f"expected a corpus at {one!r}, found no such file")
             found += files
-        elif one.startswith((".", "/", "~")) or one.count("/") > 1 or has_known_suffix(one):
+        elif is_path(one) or has_known_suffix(one):
             raise ValueError(
                 f"expected a corpus at {one!r}, found none: give 'stdlib', a hub id, a folder, or "
                 f"a file of the kinds {', '.join(SUFFIXES)}"
@@ -62,17 +62,10 @@ def _split_lists(names: Sequence[str]) -> Iterator[str]:
 def find_rows(
     name: str, split: str, config: str | None = None, *, streaming: bool = False
 ) -> Dataset | IterableDataset | list[Path]:
-    """The dataset that one name stands for, or the data files that are to be read.
-
-    Args:
-        name: `stdlib`, a hub id, a folder (written by save_to_disk, or of data files) or a file.
-        split: of a corpus that has some; `"held_out"` stands for the usual names.
-        config: of a hub dataset.
-        streaming: take a hub dataset as a stream.
-
-    Raises:
-        ValueError: nothing stands there, it cannot be read, or it has other splits.
-    """
+    """The dataset that one name stands for (`stdlib`, a hub id, a folder written by save_to_disk),
+    or the data files (of a folder, or one file) that are to be read. The split `"held_out"` stands
+    for the usual names, and `config` is of a hub dataset. Raises ValueError: nothing stands there,
+    it cannot be read, or it has other splits."""
     splits = _HELD_OUT_NAMES if split == HELD_OUT else (split,)
     if name == "stdlib":
         from medusa_heads.data.corpus import standard_library
@@ -151,7 +144,7 @@ def _hub_dataset(
     """The first of `splits` that a hub dataset has; from the local cache if there is no network."""
     from datasets import load_dataset
 
-    problem = _unreachable(name)
+    problem = hub_failure()
     with _offline(problem is not None):
         for split in splits:
             try:
@@ -165,29 +158,6 @@ def _hub_dataset(
                     f"that can be read ({problem or first_line(error)})"
                 ) from error
     raise AssertionError("at least one split is asked for")
-
-
-def _unreachable(name: str) -> str | None:
-    """Why the hub does not answer for this dataset, which datasets itself says after half a minute;
-    None if it does answer."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    if constants.HF_HUB_OFFLINE:
-        return "the hub is switched off by HF_HUB_OFFLINE"
-    try:
-        HfApi().dataset_info(name, timeout=_PATIENCE_S)
-    except HFValidationError as error:
-        raise ValueError(f"{name!r} is neither a file nor the id of a dataset") from error
-    except HfHubHTTPError as error:
-        raise ValueError(
-            f"expected a corpus at {name!r}: no such file or folder, and the hub refuses a dataset "
-            f"of that name ({first_line(error)})"
-        ) from error
-    # Which exception a missing network is depends on the hub client's HTTP library.
-    except Exception as error:
-        return f"the hub cannot be reached: {first_line(error)}"
-    return None
 
 
 @contextmanager

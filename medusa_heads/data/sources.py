@@ -68,20 +68,10 @@ def load_corpus(
     on_bad_row: Literal["error", "skip"] = "error",
     streaming: bool = False,
 ) -> Corpus:
-    """Find and read a corpus.
-
-    Args:
-        name: `stdlib`, a hub id, a folder or a file; or several of those, globs among them, whose
-            rows then are of one format.
-        split: of a corpus that has some; `"held_out"` stands for the usual names.
-        config: of a hub dataset.
-        text_column: the column that holds plain text.
-        on_bad_row: what to do about rows that cannot be used.
-        streaming: hand on a stream, which is read as it is used.
-
-    Raises:
-        ValueError: nothing stands there, or it cannot be read.
-    """
+    """Find and read a corpus: `stdlib`, a hub id, a folder or a file; or several of those, globs
+    among them, whose rows then are of one format. The split `"held_out"` stands for the usual
+    names, `config` is of a hub dataset, and a stream is read as it is used. Raises ValueError:
+    nothing stands there, or it cannot be read."""
     bad_rows = BadRows(on_bad_row, stream=streaming)
     parts = []
     for one in find_names(name):

@@ -25,9 +25,7 @@ KINDS: dict[str, type[DraftHeads]] = {cls.kind: cls for cls in (MedusaHeads, Hyd
 
 
 def new_heads(
-    target: HasVocabulary,
-    config: HeadsConfig | None = None,
-    draft_tokens: Tensor | None = None,
+    target: HasVocabulary, config: HeadsConfig | None = None, draft_tokens: Tensor | None = None
 ) -> DraftHeads:
     """Fresh heads of the kind that `config` names; see `DraftHeads.from_target`."""
     config = config or HeadsConfig()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from medusa_heads.files import is_path
+
 
 def split_revision(name: str | os.PathLike[str]) -> tuple[str, str | None]:
     """`user/heads@v2` is revision `v2` of the repository `user/heads`."""
@@ -42,6 +44,4 @@ def check_repo_id(name: str) -> str:
 
 def is_local(name: str, *folders: Path) -> bool:
     """Whether a target's or dataset's name is a path, read from here or from one of `folders`."""
-    if name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or "\\" in name:
-        return True
-    return any((folder / name).exists() for folder in (Path(), *folders))
+    return is_path(name) or any((folder / name).exists() for folder in (Path(), *folders))

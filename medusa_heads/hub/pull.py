@@ -34,15 +34,10 @@ def find_checkpoint(
     local_files_only: bool = False,
     force_download: bool = False,
 ) -> Path:
-    """The folder that a checkpoint's name stands for: itself, or a download in the hub's cache, of
-    the files alone that loading reads. Options are those of huggingface_hub's downloads.
-
-    Args:
-        name: a folder, or a repository as `user/name` or `user/name@revision`.
-
-    Raises:
-        ValueError: no such folder or repository, none that holds heads, or a revision of a folder.
-    """
+    """The folder that a checkpoint's name stands for: a folder itself, or of a repository as
+    `user/name` or `user/name@revision` a download in the hub's cache, of the files alone that
+    loading reads. Options are those of huggingface_hub's downloads. Raises ValueError: no such
+    folder or repository, none that holds heads, or a revision of a folder."""
     folder = expanded(name)
     repo_id, _ = split_revision(name)
     if folder.exists() or not is_repo_id(repo_id):
@@ -72,18 +67,11 @@ def pull(
     token: str | bool | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Bring a repository's checkpoint into a folder, whole or not at all.
-
-    Its `custom_generate/`, which transformers would run, is not downloaded but written anew.
-
-    Args:
-        repo_id: `user/name` or `user/name@revision`.
-        out: the folder; by default one of the repository's name, here.
-        overwrite: `out` may be a checkpoint that is replaced; its other files stay.
-
-    Raises:
-        ValueError: no such repository, none that holds heads, or `out` is in use.
-    """
+    """Bring a repository's checkpoint, `user/name` or `user/name@revision`, into a folder, by
+    default one of its name, whole or not at all. A checkpoint that stands there is replaced where
+    `overwrite` says so; its other files stay. `custom_generate/`, which transformers would run, is
+    not downloaded but written anew. Raises ValueError: no such repository, none that holds heads,
+    or `out` is in use."""
     name = check_repo_id(split_revision(repo_id)[0])
     revision = wanted_revision(repo_id, revision)
     folder = Path(out) if out is not None else Path(name.split("/")[1])

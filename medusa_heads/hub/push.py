@@ -66,24 +66,19 @@ def prepare_push(
     benchmark: str | os.PathLike[str] | None = None,
     with_vocab_matrix: bool = False,
 ) -> Push:
-    """All that a push would upload, without asking any hub.
-
+    """All that a push of a checkpoint folder to `user/name` would upload, without asking any hub.
     Records are made anew of what may be published. A README.md that someone wrote is kept;
-    otherwise one is generated.
+    otherwise one is generated. Raises ValueError: no checkpoint or a damaged one, a file that is a
+    link or not what it should be, a target that nobody else could find, or a benchmark of another.
 
     Args:
-        checkpoint, repo_id: from this folder to `user/name`.
-        base_model: name of the target on the hub, as `user/name` or `user/name@revision`, where
-            the checkpoint knows it by a path.
+        base_model: name of the target on the hub, as `user/name` or `user/name@revision`, where the
+            checkpoint knows it by a path.
         license: of the heads, as the hub spells it, such as `apache-2.0`.
         benchmark: `report.json` of `medusa-heads benchmark`, or its folder; by default the one in
             the checkpoint, if any.
         with_vocab_matrix: publish the copy of the target's vocabulary matrix that lies beside the
             heads; it is the target's, and under the target's licence.
-
-    Raises:
-        ValueError: no checkpoint or a damaged one, a file that is a link or not what it should be,
-            a target that nobody else could find, or a benchmark of another.
     """
     check_repo_id(repo_id)
     folder = Path(checkpoint)
@@ -92,7 +87,7 @@ def prepare_push(
     target, revision = published_target(folder, stored.target, base_model)
     _check_parts(folder, found, stored, with_vocab_matrix=with_vocab_matrix)
     _add_benchmark(found, folder, benchmark, stored.target)
-    texts = {name: _content(path) for name, path in found.items() if path.suffix in _READ}
+    texts = {name: _content(name, path) for name, path in found.items() if name.endswith(_READ)}
     files: dict[str, Path | bytes] = dict(found)
     card = texts.pop(CARD_FILE, None)
     for name, kept in texts.items():
@@ -117,9 +112,9 @@ def prepare_push(
     return Push(repo_id, {name: files[name] for name in OWN_FILES if name in files})
 
 
-def _content(path: Path) -> Any:
-    """Of a JSON file or a text."""
-    if path.suffix == ".json":
+def _content(name: str, path: Path) -> Any:
+    """Of a JSON file or a text, by the name it is pushed under."""
+    if name.endswith(".json"):
         return read_json(path)
     try:
         return path.read_text(encoding="utf-8")
@@ -193,24 +188,16 @@ def push(
     commit_message: str | None = None,
     token: str | bool | None = None,
 ) -> str:
-    """Upload in one commit, so that the repository holds the old heads or the new ones, whole.
-
-    Files of earlier heads that these have not are removed by the same commit; other files of the
-    repository stay.
+    """Upload in one commit, so that the repository holds the old heads or the new ones, whole;
+    returns the address of the commit, or of the pull request. Files of earlier heads that these
+    have not are removed by the same commit; other files of the repository stay. Raises ValueError:
+    the hub cannot be reached or refuses, or the repository holds something else.
 
     Args:
-        prepared: what to upload, and where to.
         private: a repository made here is private; one that is public is refused.
         revision: branch; made where there is none.
         create_pr: propose the commit to an existing repository, for its owner to merge.
-        commit_message: a line.
         token: of the hub; by default the one that was logged in with.
-
-    Returns:
-        The address of the commit, or of the pull request.
-
-    Raises:
-        ValueError: the hub cannot be reached or refuses, or the repository holds something else.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 

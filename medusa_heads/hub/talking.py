@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from medusa_heads.errors import first_line
+from medusa_heads.masking import masked_text
 
 # How a client fails on an answer that it does not expect.
 _TRIPPED = (LookupError, AttributeError, TypeError, ArithmeticError, AssertionError)
@@ -41,10 +42,17 @@ def in_one_sentence(
 
     They are raised without their cause, whose text is a server's and could hold anything.
     """
-    from huggingface_hub import get_session, get_token
+    from huggingface_hub import constants, get_session, get_token
     from huggingface_hub.errors import HTTPError  # of whichever HTTP library the client is built on
 
-    logger, client = logging.getLogger("huggingface_hub"), get_session()
+    try:
+        client = get_session()
+    except (OSError, ValueError, ImportError) as error:  # the environment's proxy, certificates, ..
+        why = masked_text(first_line(error))
+        raise ValueError(
+            f"the hub at {constants.ENDPOINT} cannot be asked for {repo_id!r}: {why}"
+        ) from None
+    logger = logging.getLogger("huggingface_hub")
     level, hooks = logger.level, client.event_hooks
     logger.setLevel(logging.ERROR)  # it warns of every attempt; the error that follows says it once
     client.event_hooks = {**hooks, "response": [*hooks.get("response", []), _check_names]}

@@ -54,22 +54,17 @@ def convert_heads(
     trust_remote_code: bool = False,
 ) -> Converted:
     """Write heads that another project stored as a checkpoint folder, bit for bit the same values.
+    Raises ValueError: an unknown layout, tensors missing, surplus, ill-fitting, quantised or not
+    finite, or a target they cannot belong to; OSError: `out` cannot be written.
 
     Args:
         source: a file, a folder, or a repository of the hub, of which `revision` is taken.
-        out: the checkpoint folder; empty, or not there yet.
         source_format: the layout; by default what the names of the tensors tell.
         target: hub id or folder of the model that the heads belong to. It is named in the
             checkpoint, and its lm_head, read from its files, gives the fingerprint.
         extract_target: of a whole model with heads in it: write the model alone to `out`/target.
             Otherwise the checkpoint names the source as its target.
-        with_vocab_matrix: lay a copy of the target's vocabulary matrix beside heads that share it.
-        trust_remote_code: run the code that comes with the target.
-
-    Raises:
-        ValueError: an unknown layout, tensors missing, surplus, ill-fitting, quantised or not
-            finite, or a target they cannot belong to.
-        OSError: `out` cannot be written.
+        with_vocab_matrix: put a copy of the target's vocabulary matrix beside heads that share it.
     """
     folder = empty_folder(out)
     if source_format is not None and source_format not in FORMATS:

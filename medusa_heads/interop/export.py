@@ -43,21 +43,15 @@ def export_heads(
     full_vocabulary: bool = False,
     trust_remote_code: bool = False,
 ) -> Exported:
-    """Write a heads checkpoint in the layout of another engine, bit for bit the same values.
+    """Write a heads checkpoint, a folder or hub id, in the layout of another engine, bit for bit
+    the same values. Raises ValueError: the engine cannot hold such heads, the target is not theirs,
+    or code is to be run of a target that only the checkpoint names; OSError: `out` cannot be
+    written.
 
     Args:
-        checkpoint: folder or hub id.
-        out: the folder to write; empty, or not there yet.
-        to: the engine.
         target: hub id or folder by which the engine is to find it, and where its vocabulary matrix
             comes from, if the layout wants a copy; by default as the checkpoint says.
         full_vocabulary: heads with a reduced vocabulary are to draft the target's whole one.
-        trust_remote_code: run the code that comes with `target`.
-
-    Raises:
-        ValueError: the engine cannot hold such heads, the target is not theirs, or code is to be
-            run of a target that only the checkpoint names.
-        OSError: `out` cannot be written.
     """
     if to not in ENGINES:
         raise ValueError(f"expected an engine among {', '.join(ENGINES)}, got {to!r}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.checkpoint.files import CONFIG_FILE, VOCAB_MATRIX_FILE
+from medusa_heads.errors import first_line
 from medusa_heads.files import expanded, read_json
 from medusa_heads.hub.names import is_repo_id, split_revision, wanted_revision
 from medusa_heads.hub.talking import in_one_sentence
@@ -56,6 +57,8 @@ class Source:
             raise ValueError(f"{self.place!r} names a file outside its folder: {file!r}")
         if self.folder is not None:
             path = self.folder / file
+            if path.is_dir():
+                raise ValueError(f"expected a file at {str(path)!r}, found a folder: remove it")
             return path if path.is_file() else None
         from huggingface_hub import constants, hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -184,7 +187,7 @@ def _mapped(path: Path) -> Mapping[str, Tensor]:
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
     except Exception as error:  # of what may go wrong in a pickle there is no list
-        reason = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
+        reason = first_line(error).partition(". ")[0]
         raise ValueError(f"{path} cannot be read ({reason}): download it anew") from error
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()

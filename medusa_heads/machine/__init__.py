@@ -1,7 +1,7 @@
 """This machine: what it has, what it multiplies fastest, where that is remembered."""
 
 from medusa_heads.machine.choice import Choice, as_dtype, choose, speeds
-from medusa_heads.machine.devices import devices_here, find_device
+from medusa_heads.machine.devices import devices_here, find_device, wait_for
 from medusa_heads.machine.facts import describe_machine, machine_facts
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 from medusa_heads.machine.products import Shape, Use
@@ -20,4 +20,5 @@ __all__ = [
     "machine_facts",
     "measurement_folder",
     "speeds",
+    "wait_for",
 ]

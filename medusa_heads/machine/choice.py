@@ -40,22 +40,13 @@ def choose(
     store: Measurements = _STORE,
     count_threads: bool = True,
 ) -> Choice:
-    """Choose for a use, and measure first where nobody did on this machine.
+    """Choose for a use, and measure first where nobody did on this machine. A device or dtype that
+    the user gave stays (the dtype "auto" is none). Raises ValueError: there is no such device or
+    dtype here.
 
-    Weights are never rounded by choice: those stored in float32 stay so, those in a low precision
-    may become float32, which holds them exactly, where that is faster and memory holds it.
-
-    Args:
-        use: what is computed most.
-        device, dtype: the user's; without one (or with the dtype "auto") the fastest.
-        stored: dtype of the weights on disk; None: either precision will do.
-        shape: of the target, where it is known.
-        store: of measurements.
-        count_threads: False: they stay as they are, and nothing is measured for their sake.
-
-    Raises:
-        ValueError: there is no such device or dtype here.
-    """
+    Weights are never rounded by choice: those `stored` in float32 stay so, those in a low precision
+    may become float32, which holds them exactly, where that is faster and memory holds it. Without
+    `count_threads` the threads stay as they are, and nothing is measured for their sake."""
     shape = shape or Shape()
     asked = None if dtype in (None, "auto") else as_dtype(dtype)
     where, doubt = _place(device, shape, asked or stored)

@@ -46,6 +46,12 @@ def _failure(device: torch.device) -> Exception | None:
     return None
 
 
+def wait_for(device: torch.device) -> None:
+    """Until a device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether matrices of a dtype can be multiplied on a device, at their own speed on a GPU."""
     if device.type == "cuda" and dtype == torch.bfloat16:

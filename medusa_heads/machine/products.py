@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.functional import linear
 
+from medusa_heads.machine.devices import wait_for
 from medusa_heads.machine.facts import usable_cores
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 
@@ -213,21 +214,17 @@ def _pass(use: Use, device: torch.device, dtype: torch.dtype, shape: Shape) -> C
     weights_FD = [torch.full((wide, narrow), 0.01, **options) for _ in range(count)]
     x_RD = torch.full((rows, narrow), 0.01, **options)
 
-    def wait() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-
     @torch.inference_mode()
     def forward() -> None:
         for weight_FD in weights_FD:
             linear(x_RD, weight_FD)
-        wait()
+        wait_for(device)
 
     def there_and_back() -> None:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             for weight_FD in weights_FD:
                 linear(x_RD, weight_FD).sum().backward()
                 weight_FD.grad = x_RD.grad = None
-        wait()
+        wait_for(device)
 
     return there_and_back if training else forward

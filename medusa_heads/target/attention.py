@@ -80,11 +80,8 @@ def take_tree_masks() -> None:
 
 def explicit_masks(config: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
     """The masks that the model would build from this tree, to be passed as its attention_mask: one
-    tensor [B, 1, N, S], or one for each kind of layer.
-
-    Raises:
-        UnsupportedArchitecture: a kind of layer whose rule is not known here.
-    """
+    tensor [B, 1, N, S], or one for each kind of layer. Raises UnsupportedArchitecture: a kind of
+    layer whose rule is not known here."""
     from transformers.masking_utils import (
         causal_mask_function,
         chunked_causal_mask_function,

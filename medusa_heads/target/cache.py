@@ -176,11 +176,8 @@ class IndexedRowLayer(RowLayer):
 
 class RowCache(Cache):
     """The key-value cache of a target with this text configuration, of which so many slots will be
-    asked for at most; 0 if nobody knows.
-
-    Raises:
-        UnsupportedArchitecture: a layer keeps something else, which has no rows to keep.
-    """
+    asked for at most; 0 if nobody knows. Raises UnsupportedArchitecture: a layer keeps something
+    else, which has no rows to keep."""
 
     fixed_capacity: int | None = None  # slots of a cache that cannot grow
     can_go_back = True  # whether `set_length` may take back what was written
@@ -214,10 +211,7 @@ class RowCache(Cache):
 
     def take_over(self, cache: Cache) -> None:
         """Copy the rows of a transformers cache into this empty one, so that decoding can go on.
-
-        Raises:
-            ValueError: the cache has dropped rows that left a sliding window.
-        """
+        Raises ValueError: the cache has dropped rows that left a sliding window."""
         length = cache.get_seq_length()
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if not isinstance(mine, RowLayer) or not length:

@@ -122,9 +122,9 @@ class StaticRowCache(RowCache):
             with torch.inference_mode(False):
                 self._nodes[nodes] = torch.empty(nodes, dtype=torch.long, device=device)
             torch._dynamo.mark_static_address(self._nodes[nodes])
-        self._stacks.nodes_N = self._nodes[nodes]
-        torch.arange(first, first + nodes, out=self._stacks.nodes_N)
         try:
+            self._stacks.nodes_N = self._nodes[nodes]
+            torch.arange(first, first + nodes, out=self._stacks.nodes_N)
             yield
         finally:
             self._stacks.nodes_N = None
@@ -150,11 +150,8 @@ class _Captured:
 
 class CompiledTarget(TargetModel):
     """A target that verifies trees through torch.compile. The model is not modified, but has a
-    forward hook on its lm_head as long as this object lives.
-
-    Raises:
-        UnsupportedArchitecture: at the first verification, if the model's forward is not one graph.
-    """
+    forward hook on its lm_head as long as this object lives. Raises UnsupportedArchitecture: at the
+    first verification, if the model's forward is not one graph."""
 
     def __init__(
         self, model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor"
@@ -197,6 +194,11 @@ class CompiledTarget(TargetModel):
             self._captured.wanted = wanted
             self._captured.hidden.clear()
 
+    @staticmethod
+    def capacity(slots: int) -> int:
+        """The slots of the cache, and of the graph, that serve texts of so many."""
+        return -(-max(slots, 1) // _CAPACITY_STEP) * _CAPACITY_STEP
+
     def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
         """An empty cache with room for `slots`; kept and used again, since the graph knows it."""
         if not super().new_cache().can_go_back:
@@ -204,7 +206,7 @@ class CompiledTarget(TargetModel):
                 f"{self.config.model_type} keeps a recurrent state, which is not compiled",
                 "leave compile out",
             )
-        capacity = -(-max(slots, 1) // _CAPACITY_STEP) * _CAPACITY_STEP
+        capacity = self.capacity(slots)
         cache = self._caches.pop((batch_size, capacity), None)
         room = _BYTES_KEPT
         for other in reversed(list(self._caches)):  # those used last first

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,19 +13,19 @@ import torch
 
 from medusa_heads.contents import refuse_heads
 from medusa_heads.errors import first_line
-from medusa_heads.files import expanded
+from medusa_heads.files import expanded, is_path
+from medusa_heads.hub_probe import hub_failure
 from medusa_heads.machine import Choice, Shape, Use, as_dtype, choose, find_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_PATIENCE_S = 5
-
 
 class StoredForm(NamedTuple):
-    """What the configuration says of the weights: the dtype they are stored in, and sizes."""
+    """What the configuration says of the weights: the dtype they are stored in, None where they are
+    quantised, and sizes."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     shape: Shape
 
 
@@ -41,12 +41,8 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a causal LM onto a device and in a dtype that are chosen for a use, where there is one
     and they are not given; see `TargetModel.from_pretrained`. Quantised weights, which have a dtype
-    and a place of their own, are no question for that choice.
-
-    Raises:
-        ValueError: nothing loadable stands there, or heads, or there is no such device or dtype
-            here.
-    """
+    and a place of their own, are no question for that choice. Raises ValueError: nothing loadable
+    stands there, or heads, or there is no such device or dtype here."""
     where = None if device is None else find_device(device)
     if any(kwargs.get(key) is not None for key in ("device_map", "quantization_config")):
         use = None
@@ -63,7 +59,7 @@ def load_causal_lm(
     trusted = {"trust_remote_code": trust_remote_code}
     with asking_hub(name, never=bool(kwargs.get("local_files_only"))) as options:
         form = None if use is None else _stored_form(name, **options | kwargs | trusted)
-        if use is not None and form is not None:
+        if use is not None and form is not None and form.dtype is not None:
             choice = choose(
                 use,
                 device=where,
@@ -104,7 +100,7 @@ def load_causal_lm(
 def stored_form(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> StoredForm | None:
-    """How a causal LM is stored; None where it is quantised, or no configuration can be read."""
+    """How a causal LM is stored; None where no configuration can be read."""
     at = {} if revision is None else {"revision": revision}
     with asking_hub(name) as options:
         return _stored_form(name, trust_remote_code=trust_remote_code, **options, **at)
@@ -119,7 +115,7 @@ def _stored_form(name: str, **kwargs: Any) -> StoredForm | None:
         # What says nothing is old, from when nothing was stored shorter.
         dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
         if getattr(config, "quantization_config", None) is not None:
-            return None
+            return StoredForm(None, Shape.of(config))
         return StoredForm(as_dtype(dtype), Shape.of(config))
     except Exception:  # a repository's own code may raise anything
         return None
@@ -149,11 +145,8 @@ def _commit(repo_id: str, where: dict[str, Any]) -> str | None:
 def load_tokenizer(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside a causal LM, by hub id or local path.
-
-    Raises:
-        OSError, ValueError: there is none.
-    """
+    """The tokenizer that lies beside a causal LM, by hub id or local path. Raises OSError,
+    ValueError: there is none."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
@@ -168,6 +161,16 @@ def load_tokenizer(
     return found
 
 
+def find_tokenizer(
+    name: str, revision: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """The same; None where there is none, or the model has no name."""
+    with suppress(OSError, ValueError):
+        if name:
+            return load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+    return None
+
+
 @contextmanager
 def asking_hub(name: str, *, never: bool = False) -> Iterator[dict[str, Any]]:
     """Around a `from_pretrained` of transformers, with options for it.
@@ -180,41 +183,19 @@ def asking_hub(name: str, *, never: bool = False) -> Iterator[dict[str, Any]]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        alone = _on_hub(name) and (never or not _hub_answers())
+        alone = _on_hub(name) and (never or hub_failure() is not None)
         yield {"local_files_only": True} if alone else {}
     finally:
         logger.setLevel(level)
-
-
-def is_path(name: str) -> bool:
-    """Whether no hub id looks like this: then no hub need be asked."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def _on_hub(name: str) -> bool:
     return not is_path(name) and not Path(name).is_dir()
 
 
-def _hub_answers() -> bool:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import HTTPError
-    from huggingface_hub.utils import get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S)
-    except (HTTPError, OSError):
-        return False
-    return True
-
-
 def without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:
     """The transformers model inside a peft wrapper; its adapter layers stay active within it.
-
-    Raises:
-        ValueError: the adapter adds prompt tokens.
-    """
+    Raises ValueError: the adapter adds prompt tokens."""
     if not hasattr(model, "peft_config"):
         return model
     active = getattr(model, "active_peft_config", None)

@@ -5,7 +5,7 @@ Shapes: B prompts, T tokens of the longest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,12 @@ def stop_ids(model: Any) -> tuple[int, ...]:
     if found is None:
         return ()
     return (found,) if isinstance(found, int) else tuple(found)
+
+
+def until_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
+    """Tokens up to the first that ends a text, and with it: padding stands behind."""
+    length = next((n for n, token in enumerate(tokens, start=1) if token in ends), len(tokens))
+    return list(tokens[:length])
 
 
 def pad_id(model: Any) -> int:

@@ -88,9 +88,13 @@ class Stacks:
             grown = min(grown, self.announced)
         for i in range(len(self.stacks)):  # by index: each is let go before the next is copied
             used = self.stacks[i]
-            self.stacks[i] = used.new_empty(*used.shape[:3], grown, used.shape[4])
-            self.stacks[i][:, :, :, : self.capacity] = used
-            self.stacks[i][:, :, :, self.capacity :] = 0
+            slots = used.shape[3]  # more than the capacity where growing broke off before
+            if slots < grown:
+                longer = used.new_empty(*used.shape[:3], grown, used.shape[4])
+                longer[:, :, :, :slots] = used
+                longer[:, :, :, slots:] = 0
+                self.stacks[i] = longer
+                del longer
             del used
         self.capacity = grown
 

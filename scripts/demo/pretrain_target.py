@@ -40,6 +40,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from medusa_heads.data.corpus import standard_library
+from medusa_heads.files import move_in, staging
 from medusa_heads.machine import choose
 from scripts.demo.tokens import to_blocks, train_tokenizer
 
@@ -168,11 +169,10 @@ def prepare(
         held_out=held_out_blocks(arguments, tokenizer, seed),
     )
     tokenizer.save_pretrained(folder / "tokenizer")
-    beside = folder / "blocks.partial"
-    shutil.rmtree(beside, ignore_errors=True)
-    blocks.save_to_disk(beside)
-    shutil.rmtree(folder / "blocks", ignore_errors=True)
-    beside.rename(folder / "blocks")
+    with staging(folder) as made:
+        blocks.save_to_disk(made / "blocks")
+        shutil.rmtree(folder / "blocks", ignore_errors=True)
+        move_in(made, folder, ["blocks"])
     return tokenizer, DatasetDict.load_from_disk(folder / "blocks")
 
 
@@ -258,12 +258,11 @@ def print_held_out_loss(trainer: Trainer) -> None:
 
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the finished model in bf16 beside its place, then put it there in one move."""
-    beside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    model.bfloat16().save_pretrained(beside)
-    tokenizer.save_pretrained(beside)
-    shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)
+    with staging(folder.parent) as beside:
+        model.bfloat16().save_pretrained(beside / folder.name)
+        tokenizer.save_pretrained(beside / folder.name)
+        shutil.rmtree(folder, ignore_errors=True)
+        move_in(beside, folder.parent, [folder.name])
 
 
 if __name__ == "__main__":

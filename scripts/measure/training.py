@@ -36,6 +36,7 @@ from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.files import replace_file
 from medusa_heads.heads import new_heads
+from medusa_heads.inference.bench.timed_run import PeakMemory
 from medusa_heads.machine import describe_machine
 from medusa_heads.settings import at_least
 from medusa_heads.training.arguments.loss_config import LossConfig
@@ -220,20 +221,12 @@ def peak(training: Training) -> dict[str, float]:
     """Mebibytes that stand before a step, and that it takes beyond them at most."""
     training.step(training.text(1, 3))  # the optimiser's numbers come with its first step
     training.step(training.text(1, 3))
-    if training.target.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        training.step()
-        most = torch.cuda.max_memory_allocated()
-    else:
-        reset = Path("/proc/self/clear_refs")
-        if not reset.exists():
-            raise ValueError("memory on a CPU can be measured on Linux alone")
-        reset.write_text("5", encoding="ascii")  # the high-water mark starts anew
-        before = _resident("VmRSS")
-        training.step()
-        most = _resident("VmHWM")
-    return {"standing_mib": before / MEBIBYTE, "step_mib": (most - before) / MEBIBYTE}
+    memory = PeakMemory(training.target.device)
+    training.step()
+    most, above = memory.read()
+    if most is None or above is None:
+        raise ValueError("memory on a CPU can be measured on Linux alone")
+    return {"standing_mib": (most - above) / MEBIBYTE, "step_mib": above / MEBIBYTE}
 
 
 def tables_of(report: dict[str, Any]) -> list[Table]:
@@ -266,14 +259,6 @@ def _wait(target: TargetModel) -> None:
     """Until a GPU has done what it was given."""
     if target.device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _resident(which: str) -> int:
-    """Bytes of this process in memory: VmRSS now, VmHWM at most."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{which}:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status does not tell {which}")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from transformers import HfArgumentParser
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from medusa_heads.files import replace_file
 from scripts.prove.architecture_check import Result, check, one_line
 from scripts.prove.tiny_models import VARIANTS
 
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     results = _read(arguments.results)
     for kind, result in _sweep(arguments, results):
         results[kind] = result
-    _write_beside(arguments.output, table(results, arguments.new_tokens))
+    _write(arguments.output, table(results, arguments.new_tokens))
 
 
 def _read(path: Path) -> dict[str, Result]:
@@ -252,11 +253,9 @@ def _markdown(rows: list[Result], *, with_year: bool = False) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in [list(columns), ruler, *lines]]
 
 
-def _write_beside(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    replace_file(path, text)
 
 
 if __name__ == "__main__":

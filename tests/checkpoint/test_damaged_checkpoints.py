@@ -16,9 +16,11 @@ from torch import Tensor
 
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE, WEIGHTS_FILE
+from medusa_heads.checkpoint.tensor_file import mapped_tensors
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.inference.models.medusa import MedusaModel
+from medusa_heads.interop.source import open_source
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
 from scripts.prove.hostile.damage import DAMAGES, change_tensor
@@ -43,6 +45,20 @@ def test_sizes_beyond_reason(tiny_llama: TinyLlama, tmp_path: Path, size: str, v
     (tmp_path / SIDECAR_FILE).write_text(json.dumps(sidecar))
     with pytest.raises(ValueError, match=f"{size} must be at most 100000000, got {value}$"):
         load_heads(tmp_path, target)
+
+
+@pytest.mark.parametrize("size", [2**63, 2**64 - 1])
+def test_a_shape_that_torch_cannot_hold(tmp_path: Path, size: int) -> None:
+    said = {"a": {"dtype": "F32", "shape": [0, size], "data_offsets": [0, 0]}}
+    header = json.dumps(said).encode()
+    path = tmp_path / WEIGHTS_FILE
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="cannot be read") as raised:
+        mapped_tensors(path)
+    with pytest.raises(ValueError, match="cannot be read") as of_others:
+        open_source(str(path))
+    for refused in (raised, of_others):
+        assert "\n" not in str(refused.value) and "frame #" not in str(refused.value)
 
 
 # How many of the fifty must be refused: all that a checksum sees. What changes no tensor may load:

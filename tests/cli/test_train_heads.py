@@ -116,6 +116,15 @@ def test_autocast_is_what_this_machine_trains_faster_with(
         assert story.stored.provenance["training_arguments"].get("bf16", False) == bf16
 
 
+@pytest.mark.parametrize("name", ["nobody/nothing", "./nothing"])
+def test_nothing_is_measured_where_there_is_no_target(
+    name: str, corpus: Path, tmp_path: Path, cache: Path, refused: Refused
+) -> None:
+    given = ["--model_name_or_path", name, "--dataset", str(corpus)]
+    assert name.strip("./") in refused(main, [*given, "--output_dir", str(tmp_path / "heads")])
+    assert not cache.exists()
+
+
 def test_heads_and_adapter_from_the_command_line(
     target_folder: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,3 +200,9 @@ def test_a_continuation_under_a_tokenizer_that_puts_a_space_first() -> None:
     before, whole = spaced("a")["input_ids"], spaced("ab")["input_ids"]
     assert (before, whole, spaced("b")["input_ids"]) == ([0, 1], [0, 3], [5])
     assert continuation(spaced, before, "b", whole) == [0, 1, 2]
+
+
+def test_half_a_character_is_no_text(tokenizer: Any) -> None:
+    said = {"role": "user", "content": "\ud800"}
+    with pytest.raises(BadRow, match="it holds half a character"):
+        ChatTemplate(tokenizer, templates.PLAIN).rows(Conversation([said, ONE]))

@@ -129,6 +129,24 @@ def test_nothing_private_is_in_any_file(checkpoint: Path) -> None:
     assert b"data: `trl-lib/Capybara`, local data, `stdlib`" in files["README.md"]
 
 
+@pytest.mark.parametrize("name", ["report.json", "speed.txt", "speed"])
+def test_a_benchmark_is_cleaned_whatever_its_file_is_called(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    method = {"name": "heads", "identical": 1.0}
+    method |= dict.fromkeys(("tokens_per_second", "speedup", "tokens_per_step"), 2.0)
+    setting = {"name": "greedy", "dtype": "float32", "prompts": 1, "new_tokens": 4}
+    report = {
+        "settings": [setting | {"methods": [method]}],
+        "machine": {"cpu": "Abacus", "cores": 2, "torch": "2", "transformers": "5"},
+        "checkpoint": "/home/alice/acme-merger",
+    }
+    (tmp_path / name).write_text(json.dumps(report))
+    files = pushed(checkpoint, benchmark=tmp_path / name)
+    assert b"alice/acme-merger" not in files["benchmark.json"]
+    assert b"Measured on 2 cores of Abacus" in files["README.md"]
+
+
 def test_a_card_that_shows_a_secret_is_refused(checkpoint: Path) -> None:
     card = checkpoint / "README.md"
     card.write_text(f"---\nlicense: mit\n---\nMine, at revision `{W_AND_B}`: a token is a word.\n")

@@ -10,11 +10,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from huggingface_hub import close_session
 from safetensors.torch import save_file
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.hub.push import prepare_push, push
+from medusa_heads.target.loading import asking_hub
 from tests.hub.conftest import ALICE, BOB
 from tests.hub.hub_api import Refusal
 from tests.hub.hub_server import LocalHub
@@ -141,6 +143,27 @@ def test_no_network(hub: LocalHub, checkpoint: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set"):
         push(prepared)
+
+
+@pytest.mark.parametrize("proxy", ["gopher://me:hunter2@x:1", "socks5://me:hunter2@x:1"])
+def test_a_client_that_cannot_be_made(
+    proxy: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    # Of the HTTP library's optional packages; without it a proxy of that kind is an ImportError.
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    close_session()
+    try:
+        monkeypatch.setenv("HF_TOKEN", ALICE)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        with pytest.raises(ValueError, match=r"the hub at http\S+ cannot be asked for") as raised:
+            push(prepare_push(checkpoint, "alice/heads"))
+        assert "hunter2" not in str(raised.value)
+        with asking_hub("alice/target") as options:
+            assert options == {"local_files_only": True}
+    finally:
+        monkeypatch.undo()
+        close_session()
 
 
 def test_what_a_server_says_never_brings_the_token_to_light(

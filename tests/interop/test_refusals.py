@@ -250,3 +250,12 @@ def test_targets_that_are_none(tmp_path: Path) -> None:
 
 def vllm_only(folder: Path) -> Path:
     return layouts.vllm(folder / "vllm", native_tensors(2))
+
+
+@pytest.mark.parametrize("file", ["config.json", "medusa_lm_head.safetensors"])
+def test_a_folder_in_the_place_of_a_file(file: str, tmp_path: Path) -> None:
+    source = layouts.fasterdecoding_v2(tmp_path / "heads", native_tensors(2, own=False))
+    folder = source if source.is_dir() else source.parent
+    (folder / file).unlink(missing_ok=True)
+    (folder / file).mkdir()
+    assert f"{file}', found a folder: remove it" in refused(folder, tmp_path)

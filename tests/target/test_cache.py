@@ -7,7 +7,6 @@ import torch
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 from medusa_heads.target.cache import RowCache
-from tests.allocations import Allocations
 from tests.conftest import TinyLlama
 
 
@@ -147,55 +146,6 @@ def test_what_was_announced_at_first_can_be_announced_anew() -> None:
     fill(cache, 299, 5)
     assert cache._stacks.capacity == 320
     assert held(cache) == [float(i) for i in range(304)]
-
-
-@pytest.fixture
-def many_stacks(monkeypatch: pytest.MonkeyPatch) -> RowCache:
-    """Sixteen layers of four rows, whose stacks hold an eighth of them each."""
-    monkeypatch.setattr("medusa_heads.target.stacks._STACK_BYTES", 1)
-    return RowCache(config(layers=16))
-
-
-def size(cache: RowCache) -> int:
-    return sum(stack.nbytes for stack in cache._stacks.stacks)
-
-
-def test_growth_holds_little_more_than_the_new_cache(many_stacks: RowCache) -> None:
-    with Allocations() as allocations:
-        fill(many_stacks, 0, 40, batch=4)
-        before = size(many_stacks)
-        allocations.peak = 0
-        many_stacks._stacks.reserve(297)
-    assert len(many_stacks._stacks.stacks) == 8
-    assert size(many_stacks) == before * 3 // 2
-    assert allocations.peak <= 1.1 * size(many_stacks) + before // 8
-    assert all(
-        held(many_stacks, layer, 3)[-1] == pytest.approx(3039 + layer * 0.1) for layer in range(16)
-    )
-
-
-def test_rows_leave_without_a_second_cache(many_stacks: RowCache) -> None:
-    with Allocations() as allocations:
-        fill(many_stacks, 0, 40, batch=4)
-        before = size(many_stacks)
-        allocations.peak = 0
-        many_stacks.select_batch([0, 2, 3])
-        assert allocations.live() == size(many_stacks) == before * 3 // 4
-    assert allocations.peak <= 1.15 * before
-    assert [held(many_stacks, 15, row)[0] for row in range(3)] == [
-        pytest.approx(row + 1.5) for row in (0, 2000, 3000)
-    ]
-
-
-def test_rows_move_in_every_stack(many_stacks: RowCache) -> None:
-    for batch, cache in ((1, RowCache(config(layers=16))), (2, many_stacks)):
-        fill(cache, 0, 6, batch)
-        fill(cache, 6, 4, batch)
-        cache.move_rows(torch.tensor([[7, 9]] * batch), torch.tensor([[6, 7]] * batch))
-        cache.set_length(8)
-        for layer in range(16):
-            kept = [0, 1, 2, 3, 4, 5, 7, 9]
-            assert held(cache, layer) == [pytest.approx(n + layer * 0.1) for n in kept]
 
 
 def unlike(rows: int, start: int, count: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -189,6 +189,21 @@ def filled(target: CompiledTarget, batch: int, slots: int = 10) -> StaticRowCach
     return cache
 
 
+def test_a_tree_that_found_no_slots_leaves_the_cache_to_the_next_text(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = filled(CompiledTarget(tiny_llama(), "eager"), 1)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, "arange", interrupted)
+        with cache.tree_slots(4, 3, torch.device("cpu")):
+            pass
+    assert cache.get_seq_length() == 4  # of a tree's forward it would be 0
+
+
 def test_caches_are_used_again_while_the_others_weigh_little(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:

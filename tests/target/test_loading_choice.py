@@ -11,6 +11,7 @@ import torch
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.machine import Choice, Shape, Use, choice, choose
+from medusa_heads.target.loading import stored_form
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.measured import keep_products
@@ -99,3 +100,11 @@ def test_nothing_is_measured_for_what_was_asked(stored: str, cache: Path) -> Non
     TargetModel.from_pretrained(stored, device="cpu", use=None)
     choose("tree", stored=torch.float32, device="cpu", count_threads=False)
     assert not cache.exists()
+
+
+def test_quantised_weights_have_sizes_and_no_dtype(stored: str, tmp_path: Path) -> None:
+    config = json.loads((Path(stored) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert stored_form(str(tmp_path)) == (None, SHAPE)
+    assert stored_form(str(tmp_path / "none")) is None

@@ -15,9 +15,7 @@ class CacheArguments:
         "Keep the target's hidden states on disk. auto: use what is there, compute and write the "
         "rest; write: begin anew; read: the target never runs, all must be there.",
     )
-    hidden_cache_dir: str | None = flag(
-        None, "Folder of the cache. Default: hidden_states in output_dir."
-    )
+    hidden_cache_dir: str | None = flag(None, "Cache folder. Default: OUTPUT_DIR/hidden_states.")
 
     def __post_init__(self) -> None:
         one_of(self, "hidden_cache", ("off", "read", "write", "auto"))

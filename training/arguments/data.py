@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from medusa_heads.settings import at_least, flag, mapping
+from medusa_heads.shared_flags import TextFlags
 
 STREAM_EVAL_ROWS = 256
 
 
 @dataclass
-class DataArguments:
+class DataArguments(TextFlags):
     """Text to learn from."""
 
     dataset: list[str] = flag(
@@ -20,7 +21,6 @@ class DataArguments:
         "sources of Python's own standard library); several names and globs are joined.",
         required=True,
     )
-    dataset_config: str | None = flag(None, "Configuration (subset) of a hub dataset.")
     dataset_split: str = flag("train", "Split to train on.")
     eval_dataset: list[str] | None = flag(
         None,
@@ -34,14 +34,9 @@ class DataArguments:
     )
     eval_share: float = flag(0.05, "Share of the documents held out where nothing else is given.")
     eval_rows: int | None = flag(
-        None,
-        "Documents held out instead of a share; of a stream the first "
-        f"(default {STREAM_EVAL_ROWS}).",
+        None, f"Documents held out instead; of a stream the first (default {STREAM_EVAL_ROWS})."
     )
-    text_column: str | None = flag(None, "Column that holds plain text, if not 'text'.")
-    chat_template: str | None = flag(
-        None, "A file with a Jinja chat template, instead of the tokenizer's own."
-    )
+    chat_template: str | None = flag(None, "File of a Jinja chat template, not the tokenizer's.")
     chat_template_kwargs: dict | str | None = flag(
         None,
         "What the chat template is told besides the messages, such as enable_thinking, as a YAML "
@@ -53,12 +48,8 @@ class DataArguments:
         "the right. Rows of tokens likewise.",
     )
     packing: bool = flag(False, "Fill rows with several documents, which do not see each other.")
-    on_bad_row: Literal["error", "skip"] = flag(
-        "error", "Stop at rows that cannot be used, or count them and go on."
-    )
-    streaming: bool = flag(
-        False, "Read the corpus while training, never all of it; needs max_steps."
-    )
+    on_bad_row: Literal["error", "skip"] = flag("error", "Stop at broken rows, or count and skip.")
+    streaming: bool = flag(False, "Read the corpus while training, never whole; needs max_steps.")
     shuffle_buffer: int = flag(1000, "Rows of a stream that are shuffled at a time; 1: none.")
     dataset_num_proc: int | None = flag(None, "Processes that tokenise; not for streams.")
 

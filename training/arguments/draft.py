@@ -20,12 +20,9 @@ GIVEN_LEARNING_RATE = 1e-4
 class DraftArguments:
     """What the draft model begins as, and how it learns."""
 
-    draft_model: str | None = flag(
-        None, "Train this model (a hub id or a folder) instead of building one."
-    )
+    draft_model: str | None = flag(None, "Train this model (a hub id or folder), not a new one.")
     draft_layers: int | None = flag(
-        None,
-        "Layers of the draft model, taken evenly from the target's. Default: a quarter of them.",
+        None, "Layers of the draft model, evenly from the target's. Default: a quarter of them."
     )
     draft_hidden_size: int | None = flag(
         None, "Begin with random weights of this width, not with the target's own."
@@ -35,15 +32,9 @@ class DraftArguments:
         "Loss: the divergence between the target's distribution and the draft's; cross_entropy: "
         "learn from the text alone.",
     )
-    cross_entropy_share: float = flag(
-        0.0, "Share of cross-entropy on the text in the loss, next to divergence."
-    )
-    distillation_temperature: float = flag(
-        1.0, "Temperature of both distributions in the divergence."
-    )
-    on_policy_share: float = flag(
-        0.0, "Share of batches that the draft model writes itself (DistillSpec)."
-    )
+    cross_entropy_share: float = flag(0.0, "Cross-entropy's share of the loss, next to divergence.")
+    distillation_temperature: float = flag(1.0, "Temperature of the distributions compared.")
+    on_policy_share: float = flag(0.0, "Share of batches the draft writes itself (DistillSpec).")
     on_policy_temperature: float = flag(1.0, "Temperature at which it writes them.")
     on_policy_refresh: int = flag(50, "Optimiser steps after which it writes new text.")
 

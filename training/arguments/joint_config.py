@@ -23,9 +23,7 @@ class JointConfig:
     """
 
     lora_r: int = flag(32, "Rank of the adapter.")
-    lora_alpha: float = flag(
-        16.0, "Scale of the adapter: its output is multiplied by lora_alpha / lora_r."
-    )
+    lora_alpha: float = flag(16.0, "Scale: the adapter's output counts lora_alpha / lora_r.")
     lora_dropout: float = flag(0.0, "Dropout before the adapter.")
     target_modules: Sequence[str] = flag(
         [ALL_LINEAR],
@@ -34,28 +32,18 @@ class JointConfig:
         "--lora_target_modules",
     )
     warmup_steps: float = flag(
-        0.2,
-        "Steps in which the heads learn alone; a number below 1 is a share of the run.",
-        "--joint_warmup_steps",
+        0.2, "Steps of the heads alone; below 1 a share of the run.", "--joint_warmup_steps"
     )
     learning_rate: float | None = flag(
-        None,
-        "Peak learning rate of the adapter. Default: a quarter of the heads'.",
-        "--lora_learning_rate",
+        None, "Peak rate of the adapter. Default: a quarter of the heads'.", "--lora_learning_rate"
     )
     lm_weight: float = flag(
-        1.0,
-        "Weight of the target's own cross-entropy in the loss. Set 0 on its own text.",
-        "--joint_lm_weight",
+        1.0, "Weight of the target's own cross-entropy; 0 on its own text.", "--joint_lm_weight"
     )
     kl_weight: float = flag(
-        1.0,
-        "Weight of the KL divergence from the target without adapter in the loss.",
-        "--joint_kl_weight",
+        1.0, "Weight of the KL divergence from the target without adapter.", "--joint_kl_weight"
     )
-    heads_weight: float = flag(
-        0.2, "Weight of the heads' loss in the loss.", "--joint_heads_weight"
-    )
+    heads_weight: float = flag(0.2, "Weight of the heads' own loss.", "--joint_heads_weight")
 
     def __post_init__(self) -> None:
         if not isinstance(modules := self.target_modules, str):

@@ -56,9 +56,7 @@ class LossConfig:
         "each guess counts by what it adds to the expected accepted length.",
     )
     decay: float = flag(
-        0.8,
-        "With decay: how much a head counts relative to the one before it.",
-        "--head_loss_decay",
+        0.8, "With decay: how much a head counts relative to the one before.", "--head_loss_decay"
     )
     smoothing: float = flag(
         0.5,

@@ -5,30 +5,22 @@ from typing import Any
 
 from medusa_heads.files import expanded
 from medusa_heads.settings import flag, one_of
+from medusa_heads.shared_flags import RemoteCodeFlag
 
 
 @dataclass
-class TargetArguments:
+class TargetArguments(RemoteCodeFlag):
     """Which model the heads are for."""
 
-    model_name_or_path: str = flag(
-        MISSING, "The target: a hub id or a local folder. Its weights stay as they are."
-    )
-    model_revision: str | None = flag(
-        None, "Branch, tag or commit of the target on the hub. Default: main."
-    )
+    model_name_or_path: str = flag(MISSING, "The target: a hub id or a folder. It is not changed.")
+    model_revision: str | None = flag(None, "Branch, tag or commit on the hub. Default: main.")
     dtype: str = flag(
         "auto",
         "Dtype of the target's weights: bfloat16, float16, float32, or auto: the fastest on this "
         "machine that holds them exactly (in several processes: as stored).",
     )
-    trust_remote_code: bool = flag(False, "Run modelling code that comes with the target.")
-    load_in_4bit: bool = flag(
-        False, "Keep the target's matrices, all but the lm_head, in 4 bits (bitsandbytes)."
-    )
-    shard_target: bool = flag(
-        False, "Spread the target over the processes (FSDP2) instead of a whole one in each."
-    )
+    load_in_4bit: bool = flag(False, "Keep all matrices but the lm_head in 4 bits (bitsandbytes).")
+    shard_target: bool = flag(False, "Spread one target over all processes (FSDP2).")
 
     def __post_init__(self) -> None:
         if self.model_revision is not None and expanded(self.model_name_or_path).is_dir():

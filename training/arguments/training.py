@@ -38,12 +38,8 @@ class OptimisationArguments:
     max_steps: int = flag(-1, "Optimiser steps, instead of epochs; -1: go by epochs.")
     per_device_train_batch_size: int = flag(16, "Training batch size of each process, in rows.")
     per_device_eval_batch_size: int = flag(16, "Evaluation batch size of each process.")
-    gradient_accumulation_steps: int = flag(
-        1, "Batches whose gradients are added up for one optimiser step."
-    )
-    warmup_share: float = flag(
-        0.05, "Warm-up: share of the steps in which the learning rate rises."
-    )
+    gradient_accumulation_steps: int = flag(1, "Batches whose gradients make one optimiser step.")
+    warmup_share: float = flag(0.05, "Share of the steps in which the learning rate warms up.")
     lr_scheduler_type: str = flag("cosine", "Learning rate schedule, by transformers' names.")
     weight_decay: float = flag(0.0, "AdamW's weight decay.")
     bf16: bool | None = flag(
@@ -54,21 +50,15 @@ class OptimisationArguments:
     seed: int = flag(0, "Seed of data order and sampling.")
     logging_steps: float = flag(10, "Steps between two lines of training loss.")
     eval_steps: float | None = flag(
-        None,
-        "Steps between two evaluations (below 1: a share of the run). Default: with each "
-        "checkpoint.",
+        None, "Steps between two evaluations (below 1: a share). Default: with each checkpoint."
     )
     save_steps: float | None = flag(
         None,
         "Steps between two resumable checkpoints (below 1: a share of the run). Default: with "
         "each evaluation, or once an epoch.",
     )
-    save_total_limit: int | None = flag(
-        1, "Resumable checkpoints kept; the best and the newest always are."
-    )
-    load_best_model_at_end: bool = flag(
-        True, "End with the best evaluated heads, not with the last."
-    )
+    save_total_limit: int | None = flag(1, "Checkpoints kept; the best and the newest always are.")
+    load_best_model_at_end: bool = flag(True, "End with the best evaluated heads, not the last.")
     metric_for_best_model: Literal["tokens_per_step_32", "tokens_per_step_16", "loss"] = flag(
         "tokens_per_step_32",
         "What is best: tokens per step on held-out text, simulated with the best tree of so many "
@@ -77,27 +67,21 @@ class OptimisationArguments:
     early_stopping_patience: int | None = flag(
         None, "Stop after so many evaluations without a new best. Default: never."
     )
-    report_to: str = flag(
-        "none", "Trackers: none, wandb, tensorboard and others, by transformers' names."
-    )
+    report_to: str = flag("none", "Trackers by transformers' names: none, wandb, tensorboard, ...")
     run_name: str | None = flag(None, "Name of the run at a tracker.")
     resume_from_checkpoint: str | None = flag(
         None,
         "A checkpoint folder; 'last' for the newest in output_dir; 'auto' for the newest, or a "
         "run from the start if there is none.",
     )
-    overwrite_output_dir: bool = flag(
-        False, "Remove the checkpoints that an earlier run left in output_dir."
-    )
+    overwrite_output_dir: bool = flag(False, "Remove an earlier run's checkpoints from output_dir.")
     dry_run: bool = flag(
         False,
         "Everything but steps: read settings and text, print what would be trained, how long, and "
         "what memory and disk it takes; then stop.",
     )
     training_args: dict | str | None = flag(
-        None,
-        "Further fields of transformers.TrainingArguments, as a YAML mapping (on the command line "
-        "as JSON).",
+        None, "Further fields of transformers.TrainingArguments, as a YAML or JSON mapping."
     )
 
     def __post_init__(self) -> None:

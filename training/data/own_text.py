@@ -23,7 +23,7 @@ from datasets import Dataset
 
 from medusa_heads.config import IGNORED
 from medusa_heads.files import replace_file
-from medusa_heads.target.prompts import left_padded, pad_id, stop_ids
+from medusa_heads.target.prompts import left_padded, pad_id, stop_ids, until_end
 from medusa_heads.target.target import TargetModel
 
 Row = dict[str, list[int]]
@@ -122,7 +122,6 @@ def _continue(model: Any, texts: Sequence[tuple[list[int], int]], temperature: f
     for (prompt, length), tokens in zip(
         texts, output_BT[:, input_ids_BT.shape[1] :].tolist(), strict=True
     ):
-        stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
-        text = tokens[: min(stop, length)]
+        text = until_end(tokens[:length], ends)
         rows.append({"input_ids": prompt + text, "labels": [IGNORED] * len(prompt) + text})
     return rows

@@ -6,9 +6,7 @@ length, unshifted, -100 where the text was not generated. Shapes: B batch, T tok
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,7 +22,7 @@ from medusa_heads.data.bad_rows import BadRows
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.finding import HELD_OUT
 from medusa_heads.data.sources import Corpus, as_corpus, is_stream, load_corpus
-from medusa_heads.target.loading import load_tokenizer
+from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import STREAM_EVAL_ROWS, DataArguments
@@ -132,20 +130,15 @@ def prepare_data(
     seed: int,
     max_steps: int = -1,
 ) -> TrainingData:
-    """Rows for a target, tokenised, masked, checked and, if wanted, packed.
+    """Rows for a target, tokenised, masked, checked and, if wanted, packed. Raises ValueError:
+    something in the corpora or the settings cannot be used.
 
     Args:
-        target: whose vocabulary and context the rows must fit.
-        corpus: to train on.
-        held_out: to measure on. Default: a part of `corpus`.
+        held_out: to measure on. Default: a part of `corpus`, drawn by the seed.
         tokenizer: default: the one beside the target.
         settings: everything but the names of the corpora.
         num_heads: so many tokens ahead must be known somewhere in the held-out set.
-        seed: of the draw of the held-out documents, and of a stream's order.
         max_steps: of the run; a stream needs it.
-
-    Raises:
-        ValueError: something in the corpora or the settings cannot be used.
     """
     if held_out is not None and held_out.is_stream:
         raise ValueError(
@@ -238,22 +231,6 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     else:
         batch["attention_mask"] = (behind_BT < 0).long()
     return batch
-
-
-def find_tokenizer(
-    name_or_path: str | os.PathLike[str],
-    revision: str | None = None,
-    *,
-    trust_remote_code: bool = False,
-) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that lies beside a target, None where there is none."""
-    if not str(name_or_path):
-        return None
-    with suppress(OSError, ValueError):
-        return load_tokenizer(
-            str(name_or_path), revision=revision, trust_remote_code=trust_remote_code
-        )
-    return None
 
 
 def make_tokeniser(

@@ -78,17 +78,10 @@ class RowLimits:
 
 
 def check_rows(rows: Dataset, target: TargetModel, *, name: str, heads_reached: int) -> RowFacts:
-    """Read every row once. Warns where less than 1 % of the tokens are supervised.
-
-    Args:
-        rows: columns `input_ids` and `labels`.
-        target: whose vocabulary and context the rows must fit.
-        name: what the messages call the dataset.
-        heads_reached: how many heads must have a true token at one position somewhere.
-
-    Raises:
-        ValueError: a row that training could not use, or too little supervised text.
-    """
+    """Read every row (columns `input_ids` and `labels`) once, and count; `name` is what messages
+    call the dataset. Warns where less than 1 % of the tokens are supervised. Raises ValueError: a
+    row that does not fit the target's vocabulary and context, or too little supervised text: at one
+    position somewhere `heads_reached` heads must have a true token."""
     limits = RowLimits.of(target)
     number = tokens = learnt = longest_run = 0
     digest = hashlib.sha256()

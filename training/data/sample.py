@@ -19,9 +19,7 @@ _BEFORE = 100
 
 
 def show_sample(
-    rows: Dataset | IterableDataset,
-    tokenizer: PreTrainedTokenizerBase | None,
-    console: Console,
+    rows: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase | None, console: Console
 ) -> None:
     """Print the first row: context dim, supervised text green, a bar between packed documents.
 

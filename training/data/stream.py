@@ -55,26 +55,16 @@ def stream_rows(
     seed: int,
     packing: bool,
 ) -> tuple[IterableDataset, IterableDataset, Dataset | None, Dataset]:
-    """An endless stream of rows to train on, and what is known of it.
-
-    It begins anew when the corpus ends. Read again from its start it gives the same rows in the
-    same order, which is what resuming builds on.
+    """An endless stream of rows to train on; one pass over its rows, in order and not packed; the
+    rows of the first `held_out` documents, None if there are to be none; and the first rows of that
+    pass. The stream begins anew when the corpus ends. Read again from its start it gives the same
+    rows in the same order, which is what resuming builds on. Raises ValueError: the corpus, or the
+    first of its files where readers share them, holds nothing beyond the held-out documents.
 
     Args:
-        corpus: of a stream.
-        tokeniser: for its rows, with the limits that they must fit.
         held_out: documents at the start that are kept from it, with all of the same tokens.
-        shuffle_buffer: rows mixed at a time; 1 leaves the order.
-        seed: of the mixing.
+        shuffle_buffer: rows mixed at a time, by the seed; 1 leaves the order.
         packing: join documents to rows of the tokeniser's `max_length`.
-
-    Returns:
-        The stream; one pass over its rows, in order and not packed; the rows of the held-out
-        documents, None if there are to be none; and the first rows of that pass.
-
-    Raises:
-        ValueError: the corpus, or the first of its files where readers share them, holds nothing
-            beyond the held-out documents.
     """
     held, digests = None, frozenset[bytes]()
     if held_out:

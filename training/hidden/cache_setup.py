@@ -43,12 +43,9 @@ def open_hidden_states(
     before anything is written.
 
     A run that is `resumed` goes on from a checkpoint, and so does a cache that it was writing;
-    `target_weights_sha256` is the target's `weights_digest()`.
-
-    Raises:
-        ValueError: the text is a stream, the disk is too small, or a cache that is only to be read
-            is not there, not complete or damaged.
-    """
+    `target_weights_sha256` is the target's `weights_digest()`. Raises ValueError: the text is a
+    stream, the disk is too small, or a cache that is only to be read is not there, not complete or
+    damaged."""
     if settings.hidden_cache == "off":
         return HiddenStates(target)
     if data.is_stream:

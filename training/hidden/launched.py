@@ -29,11 +29,8 @@ class Sharding:
 
 
 def launched_sharding() -> Sharding | None:
-    """How an FSDP launch wants the target spread; None where it was launched otherwise.
-
-    Raises:
-        ValueError: this is a DeepSpeed launch, or the FSDP settings cannot be met.
-    """
+    """How an FSDP launch wants the target spread; None where it was launched otherwise. Raises
+    ValueError: this is a DeepSpeed launch, or the FSDP settings cannot be met."""
     if _is_true("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
             "DeepSpeed would take apart what is trained: launch with configs/accelerate/fsdp.yaml, "

@@ -16,10 +16,7 @@ from medusa_heads.training.arguments.target import TargetArguments
 
 def meta_target(arguments: TargetArguments, device: torch.device | None = None) -> TargetModel:
     """Make it, frozen. A dtype "auto" is what is fastest on `device`, without one as it is stored.
-
-    Raises:
-        ValueError: no configuration of a causal language model stands there.
-    """
+    Raises ValueError: no configuration of a causal language model stands there."""
     name = arguments.model_name_or_path
     refuse_heads(name)
     try:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from medusa_heads.target.layers import layer_lists
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.launched import Sharding
@@ -36,11 +37,8 @@ def anywhere(flag: bool, device: torch.device) -> bool:
 
 def load_to_spread(arguments: TargetArguments, sharding: Sharding) -> TargetModel:
     """The target on the CPU, for `shard_target`; where it is loaded once, the first process has the
-    weights and the others an empty one.
-
-    Raises:
-        ValueError: no such target, one to be quantised, or only one process.
-    """
+    weights and the others an empty one. Raises ValueError: no such target, one to be quantised, or
+    only one process."""
     _check_processes()
     if arguments.load_in_4bit:
         raise ValueError(
@@ -58,11 +56,8 @@ def shard_target(
     target: TargetModel, device: torch.device, sharding: Sharding | None = None
 ) -> None:
     """Spread a target over all processes, each with its part on `device`. From the CPU, no device
-    ever holds all of it. Where it is empty, the first process's weights come.
-
-    Raises:
-        ValueError: there is only one process, or no such layers are found.
-    """
+    ever holds all of it. Where it is empty, the first process's weights come. Raises ValueError:
+    there is only one process, or no such layers are found."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -115,14 +110,17 @@ def _layers(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
                 "layers are found"
             )
         return found[::-1]
-    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    lists = [list(part) for part in layer_lists(model).values()]
     if not lists:
         raise ValueError(
             f"expected a list of layers in {type(model).__name__}, found none: leave shard_target "
             "and FSDP out"
         )
-    longest: nn.ModuleList = max(lists, key=lambda part: sum(p.numel() for p in part.parameters()))
-    return list(longest)
+
+    def numbers(layers: list[nn.Module]) -> int:
+        return sum(weight.numel() for layer in layers for weight in layer.parameters())
+
+    return max(lists, key=numbers)
 
 
 def _take_dtypes(model: nn.Module, device: torch.device) -> None:

@@ -66,18 +66,10 @@ class CacheError(ValueError):
 
 
 class HiddenCache:
-    """The hidden states of one dataset, in a folder of its own.
-
-    Args:
-        key: what it must belong to.
-        plan: the rows that should be in it.
-        dtype: of the hidden states; default: what the index says.
-        read_only: stop at a file that cannot be used, in place of writing its rows again.
-        shard_bytes: size at which a shard is written.
-
-    Raises:
-        CacheError: a file cannot be used and may not be rewritten, or there is no cache.
-    """
+    """The hidden states of one dataset, in a folder of its own: what they belong to, and the rows
+    that should be there; of a dtype that by default the index says. `read_only` stops at a file
+    that cannot be used, in place of writing its rows again. Raises CacheError: a file cannot be
+    used and may not be rewritten, or there is no cache."""
 
     def __init__(
         self,

@@ -48,13 +48,9 @@ def measure_terms(
     slope: bool,
     log_q_CV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Losses and, if wanted, slopes of a chunk of fp32 logits, which are overwritten; so is
-    `log_q_CV`, memory in which slopes may be returned. A pair without a true token, -100, has no
-    cross-entropy.
-
-    Returns:
-        losses_C, log_true_C (log q of the label, -inf where there is none), slope_CV or None.
-    """
+    """losses_C, log_true_C (log q of the label, -inf where there is none) and, if wanted, slope_CV
+    of a chunk of fp32 logits, which are overwritten; so is `log_q_CV`, memory in which slopes may
+    be returned. A pair without a true token, -100, has no cross-entropy."""
     known_C = labels_C != IGNORED
     label_C1 = labels_C.where(known_C, 0)[:, None]
     torch.log_softmax(logits_CV, dim=-1, out=log_q_CV)

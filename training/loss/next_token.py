@@ -51,11 +51,8 @@ def own_losses(
 
 class DraftLoss:
     """The loss of a draft model that learns a target's distribution, and the figures it is judged
-    by; both models are on the same device.
-
-    Raises:
-        ValueError: logits of either are made in a way that is not known, or the draft's are capped.
-    """
+    by; both models are on the same device. Raises ValueError: logits of either are made in a way
+    that is not known, or the draft's are capped."""
 
     def __init__(self, draft: TargetModel, target: TargetModel, objective: LossConfig) -> None:
         own = Teacher.from_target(draft)

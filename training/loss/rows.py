@@ -33,10 +33,7 @@ class SupervisedRows:
 
 
 def supervised_rows(
-    input_ids_BT: Tensor,
-    labels_BT: Tensor,
-    num_heads: int,
-    position_ids_BT: Tensor | None = None,
+    input_ids_BT: Tensor, labels_BT: Tensor, num_heads: int, position_ids_BT: Tensor | None = None
 ) -> SupervisedRows:
     """Where heads learn, and what."""
     labels_RK = head_labels(labels_BT, num_heads, position_ids_BT).flatten(0, 1)

@@ -37,10 +37,7 @@ class Teacher:
     @classmethod
     def from_target(cls, target: TargetModel) -> Teacher:
         """Read the lm_head and what follows it off the target, and check both by a short forward.
-
-        Raises:
-            ValueError: the target makes its logits in another way.
-        """
+        Raises ValueError: the target makes its logits in another way."""
         scale, cap = 1.0, None
         for name, power in _FACTORS.items():
             scale *= float(getattr(target.config, name, None) or 1) ** power

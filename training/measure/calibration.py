@@ -64,12 +64,8 @@ def measure_heads(
 ) -> tuple[HeadStatistics, list[dict[str, Any]]]:
     """Everything that is known of heads after their training, of heads from anywhere: statistics,
     calibrated, and how honest each head is. Every position of the text (columns `input_ids` and
-    `labels`) is measured; the target reads it once, and `watch` shows how far.
-
-    Raises:
-        ValueError: no position has a true token for every head, or the target's hidden states are
-            not finite.
-    """
+    `labels`) is measured; the target reads it once, and `watch` shows how far. Raises ValueError:
+    no position has a true token for every head, or the target's hidden states are not finite."""
     hidden_SD, tokens_SK, labels_SK = _positions(heads, hidden_states, text, watch=watch)
     refuse_not_finite(hidden_SD)
     rows = SupervisedRows(torch.arange(len(hidden_SD)), labels_SK, tokens_SK)

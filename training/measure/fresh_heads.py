@@ -25,7 +25,7 @@ class FreshHeads(MedusaHeads):
     """Heads without anything learnt, and without weights: each predicts what the lm_head does."""
 
     @classmethod
-    def beside(cls, heads: DraftHeads, target: TargetModel) -> FreshHeads:
+    def like(cls, heads: DraftHeads, target: TargetModel) -> FreshHeads:
         """What `heads` were when they were made."""
         config = replace(heads.config, kind="medusa", vocab_matrix="shared", prefix_attention=False)
         fresh = cls(config)
@@ -63,11 +63,8 @@ class Comparison:
         return True
 
     def check(self, losses: Tensor, step: int, rate: float) -> None:
-        """Take the losses of a comparison, now and in the beginning, [2, F].
-
-        Raises:
-            ValueError: the last few say by each figure that training makes worse what learns.
-        """
+        """Take the losses of a comparison, now and in the beginning, [2, F]. Raises ValueError: the
+        last few say by each figure that training makes worse what learns."""
         self._losses.append(losses)
         if len(self._losses) < _COMPARISONS:
             return

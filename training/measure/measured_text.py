@@ -32,12 +32,9 @@ def draw_rows(
     seed: int = 0,
 ) -> Dataset:
     """Rows with about so many supervised tokens, or all rows of a smaller corpus (a table).
-    Documents are drawn until they have enough, then rows from them: no others are tokenised.
-
-    Raises:
-        ValueError: text that cannot be used, or too little: somewhere `num_heads` tokens ahead must
-            be known.
-    """
+    Documents are drawn until they have enough, then rows from them: no others are tokenised. Raises
+    ValueError: text that cannot be used, or too little: somewhere `num_heads` tokens ahead must be
+    known."""
     if corpus.format.name != "tokens":
         target.check_length(settings.max_length, "max_length")
     tokeniser = make_tokeniser(corpus, tokenizer, settings, target)

@@ -1,4 +1,5 @@
-"""Where the heads' guesses hold the true tokens, and the figures of an evaluation that people read.
+"""What an evaluation on held-out text says: of heads, whose guesses hold the true tokens at some
+rank, and of draft models.
 
 Shapes: B batch or sequences, T tokens, R rows, C rows of a chunk, K heads, D hidden, V vocabulary
 of the heads.
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads.config import IGNORED
@@ -19,6 +21,7 @@ from medusa_heads.training.loss.rows import SupervisedRows
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
 
 TREE_SIZES = (16, 32)
+CHAINS = tuple(range(1, 9))  # drafts of a draft model in a row
 OWN_FIGURES = ("loss", "loss_before", "kl")  # of a target that learns too
 
 
@@ -118,4 +121,40 @@ def describe_own(figures: Mapping[str, float]) -> str:
     return (
         f"the target's own held-out loss {now:.4f}, without adapter {before:.4f} "
         f"({now / before - 1:+.2%}), KL {figures['kl']:.4f}"
+    )
+
+
+def draft_metrics(figures_BT3: Tensor) -> dict[str, float]:
+    """Means over all held-out positions, and simulated tokens per step.
+
+    `figures_BT3` hold at every position -100, or: sum min(p, q) over the vocabulary, whether the
+    likeliest tokens of target and draft are the same, and whether the draft's likeliest token is
+    the text's next one. Of them are made `acceptance`, the chance that a token drawn from q
+    survives the rejection rule (Leviathan et al. 2022, arXiv:2211.17192, corollary 3.6),
+    `agreement`, and `tokens_per_step_1`, .., `tokens_per_step_8`, what greedy chains of these
+    lengths would have reached on the very text, bonus token included.
+    """
+    known_BT = figures_BT3[..., 0] != IGNORED
+    acceptance, agreement, _ = figures_BT3[known_BT].double().mean(dim=0).tolist()
+    figures = {"acceptance": acceptance, "agreement": agreement}
+    # Rank 0 is the draft's likeliest token; a chain of n is a tree of nothing but such ranks.
+    ranks_BT = torch.where(known_BT, 1 - figures_BT3[..., 2], IGNORED).long()
+    padded_BT = F.pad(ranks_BT, (0, CHAINS[-1] - 1), value=IGNORED)
+    runs = complete_runs(padded_BT.unfold(1, CHAINS[-1], 1))
+    for length in CHAINS:
+        chain = [(0,) * (depth + 1) for depth in range(length)]
+        figures[f"tokens_per_step_{length}"] = simulate_tokens_per_step(runs, chain)
+    return figures
+
+
+def describe_draft(metrics: Mapping[str, Any]) -> str | None:
+    """One readable line out of `draft_metrics`; None where the metrics are others."""
+    if "eval_acceptance" not in metrics:
+        return None
+    steps = ", ".join(
+        f"{metrics[f'eval_tokens_per_step_{length}']:.2f} with {length}" for length in (2, 4, 8)
+    )
+    return (
+        f"held-out acceptance {metrics['eval_acceptance']:.3f}, agreement "
+        f"{metrics['eval_agreement']:.3f} | tokens per step {steps} drafted"
     )

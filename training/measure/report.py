@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,17 @@ from torch import Tensor
 from medusa_heads.checkpoint.files import REPORT_FILE as JSON_FILE
 from medusa_heads.config import head_offset
 from medusa_heads.files import parse_json, replace_file
-from medusa_heads.hub.card import REPORT_VERSION, table
+from medusa_heads.hub.card import REPORT_VERSION
+from medusa_heads.pictures import LIGHT, Line, draw_lines, save_picture
+from medusa_heads.tables import Rows, in_markdown, on_screen
 from medusa_heads.training.measure.metrics import own_figures
-from medusa_heads.training.measure.plots import draw_plots
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
 
 MARKDOWN_FILE = "report.md"
 SIZES = (1, 3, 7, 11, 15, 16, 23, 31, 32, 47, 63)  # drafted nodes
 HEADLINE_SIZE = 32
 RANKS = 5
+_INCHES = (6.4, 4.0)  # of a picture
 LEGEND = (
     "ahead: the token a head predicts, counted from the last one read. T: the temperature its "
     "logits are divided by. ECE: expected calibration error, the mean gap between how sure a head "
@@ -77,10 +80,7 @@ def make_report(
             "loss": metrics.get("eval_loss"),
             "target": own_figures(metrics),
         },
-        "tokens_per_step": {
-            "nodes": len(best),
-            "static": simulate_tokens_per_step(runs, best),
-        },
+        "tokens_per_step": {"nodes": len(best), "static": simulate_tokens_per_step(runs, best)},
         "accuracy": [
             {"head": head, "looks_ahead": head_offset(head), "top_k": list(shares)}
             for head, shares in enumerate(top_k)
@@ -138,8 +138,8 @@ def markdown(report: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
     """The report as Markdown; pictures are linked by name."""
     title = f"# {report['heads']['num_heads']} {report['heads']['kind']} heads"
     parts = [f"{title} for {report['target'] or 'a target in memory'}", headline(report)]
-    for name, (columns, rows) in _tables(report).items():
-        parts.append(f"## {name}\n\n{table(columns, rows, rule='---:')}")
+    for name, rows in _tables(report).items():
+        parts.append(f"## {name}\n\n{in_markdown(rows)}")
     parts.append(LEGEND)
     parts += [f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in pictures]
     return "\n\n".join(parts) + "\n"
@@ -160,17 +160,10 @@ def headline(report: Mapping[str, Any]) -> str:
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
     """The report for the screen."""
-    shown = []
-    for name, (columns, rows) in _tables(report).items():
-        shown.append(Table(title=name))
-        for column in columns:
-            shown[-1].add_column(column, justify="right")
-        for row in rows:
-            shown[-1].add_row(*row)
-    return shown
+    return [on_screen(name, rows) for name, rows in _tables(report).items()]
 
 
-def _tables(report: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[str]]]]:
+def _tables(report: Mapping[str, Any]) -> dict[str, Rows]:
     """Columns and rows, by title."""
     calibration = {entry["head"]: entry for entry in report["calibration"]}
     heads = []
@@ -200,3 +193,68 @@ def _tables(report: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[s
         f"Heads on held-out text ({report['held_out']['positions']} positions)": (columns, heads),
         "Simulated tokens per step": ([*tree_columns, "dynamic, anywhere"], trees),
     }
+
+
+def draw_plots(folder: Path, report: Mapping[str, Any]) -> list[Path]:
+    """Write `tokens_per_step.png`, `accuracy.png` and, where heads were calibrated,
+    `reliability.png`; returns their paths."""
+    plots = [("tokens_per_step.png", _tokens_per_step), ("accuracy.png", _accuracy)]
+    if report["calibration"]:
+        plots.append(("reliability.png", _reliability))
+    return [
+        save_picture(folder / name, partial(draw, report), size=_INCHES) for name, draw in plots
+    ]
+
+
+def _tokens_per_step(report: Mapping[str, Any], figure: Any) -> None:
+    axes = figure.subplots()
+    static, dynamic = report["static_trees"], report["dynamic_trees"]
+    drawn = [
+        ("static, as decoded", static, "tokens_per_step", "-"),
+        ("static, anywhere", static, "tokens_per_step_anywhere", "--"),
+        ("dynamic, anywhere", dynamic, "tokens_per_step_anywhere", "--"),
+    ]
+    lines = [
+        Line(name, [(tree["nodes"], tree[value]) for tree in trees], style)
+        for name, trees, value, style in drawn
+        if trees
+    ]
+    heads = len(report["accuracy"])
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_xlabel("draft tokens of a step (nodes of the tree)")
+    axes.set_ylabel("tokens per step")
+    title = "Tokens per forward of the target (simulated; plain decoding: 1)"
+    draw_lines(axes, lines, title=title, limit=(f"limit of {heads} heads", heads + 1.0))
+
+
+def _accuracy(report: Mapping[str, Any], figure: Any) -> None:
+    axes = figure.subplots()
+    accuracy = report["accuracy"]
+    lines = [
+        Line(f"top-{k + 1}", [(entry["head"], entry["top_k"][k]) for entry in accuracy])
+        for k in range(len(accuracy[0]["top_k"]))
+    ]
+    labels = [f"head {entry['head']}\n{entry['looks_ahead']} ahead" for entry in accuracy]
+    axes.set_xticks([entry["head"] for entry in accuracy], labels)
+    axes.set_ylabel("share of held-out positions")
+    draw_lines(axes, lines, title="The true token among a head's best guesses")
+
+
+def _reliability(report: Mapping[str, Any], figure: Any) -> None:
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {"before": "as trained", "after": "with temperatures"}
+    for axes, (moment, title) in zip(panels, titles.items(), strict=True):
+        axes.plot([0, 1], [0, 1], color=LIGHT.ink, linewidth=0.8, linestyle=":")
+        for entry in report["calibration"]:
+            found = entry[moment]
+            axes.plot(
+                *([part[name] for part in found["bins"]] for name in ("confidence", "accuracy")),
+                marker=".",
+                label=f"head {entry['head']}: error {found['expected_error']:.3f}",
+                color=LIGHT.colours[entry["head"] % len(LIGHT.colours)],
+            )
+        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", title=title)
+        axes.grid(True)
+        axes.legend(fontsize=7, loc="upper left")
+    panels[0].set_ylabel("share of best guesses that were right")

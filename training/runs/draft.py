@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from medusa_heads.checkpoint.draft_checkpoint import save_draft
 from medusa_heads.config import IGNORED
+from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.draft import (
     DraftArguments,
@@ -28,12 +29,12 @@ from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.data.own_text import OwnText
 from medusa_heads.training.data.pack import check_packing
-from medusa_heads.training.data.prepare import collate, find_tokenizer
+from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.loss.fused import Pairs
 from medusa_heads.training.loss.next_token import DraftLoss
 from medusa_heads.training.loss.rows import own_rows
-from medusa_heads.training.measure.draft_metrics import CHAINS, describe_draft, draft_metrics
 from medusa_heads.training.measure.fresh_heads import Comparison
+from medusa_heads.training.measure.metrics import CHAINS, describe_draft, draft_metrics
 from medusa_heads.training.runs.pruned_target import begin_draft
 from medusa_heads.training.runs.record import write_figures
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
@@ -150,10 +151,9 @@ def train_draft(
 
 
 class DraftTrainer(TaughtTrainer):
-    """Teaches a draft model, in place, what a frozen target would say.
-
-    Its checkpoints are those of the draft model alone, each a folder that transformers loads.
-    During evaluation `draft_metrics` become `eval_acceptance`, `eval_tokens_per_step_4`, ...
+    """Teaches a draft model, in place, what a frozen target would say. Its checkpoints are those of
+    the draft model alone, each a folder that transformers loads. During evaluation `draft_metrics`
+    become `eval_acceptance`, `eval_tokens_per_step_4`, ...
 
     Args:
         own_text: batches that the draft model writes itself; without it, all are the corpus's.

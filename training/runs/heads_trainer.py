@@ -73,7 +73,7 @@ class HeadsTrainer(TaughtTrainer):
     ) -> None:
         self.heads = heads
         self.hidden_states = hidden_states or HiddenStates(target)
-        self._fresh = FreshHeads.beside(heads, target)  # no part of what learns
+        self._fresh = FreshHeads.like(heads, target)  # no part of what learns
         if trained is None:
             target.freeze()  # before the teacher is read off it
             objective = objective or LossConfig()

@@ -44,11 +44,8 @@ HEADS_TO_ADAPTER_RATE = 4  # the paper's
 @contextmanager
 def adapted(target: TargetModel, config: JointConfig) -> Iterator[PeftModel]:
     """Within the block the target carries a fresh adapter, which changes nothing until it learns.
-    Afterwards it is as it was.
-
-    Raises:
-        ValueError: the target, or modules that were named, cannot carry one.
-    """
+    Afterwards it is as it was. Raises ValueError: the target, or modules that were named, cannot
+    carry one."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -153,10 +150,7 @@ class JointObjective(nn.Module):
     gradient_checkpointing_enable = activation_checkpointing_enable  # Trainer's word until 5.23
 
     def forward(
-        self,
-        inputs: Mapping[str, Tensor],
-        num_items: Tensor | int,
-        heads_alone: bool = False,
+        self, inputs: Mapping[str, Tensor], num_items: Tensor | int, heads_alone: bool = False
     ) -> Tensor:
         """The loss; gradients of the heads' part flow into the adapter too, unless heads learn
         alone."""

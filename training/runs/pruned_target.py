@@ -6,11 +6,13 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary, load_draft
 from medusa_heads.errors import first_line
+from medusa_heads.target.layers import layer_lists
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.meta_target import meta_target
@@ -28,11 +30,8 @@ def begin_draft(
 ) -> PreTrainedModel:
     """A causal LM to be trained as a draft model, in fp32, on the target's device: a named one of
     the target's vocabulary, to go on from; or some of the target's layers, by default a quarter,
-    rounded up; with a hidden size, as many fresh ones of that width.
-
-    Raises:
-        ValueError: sizes that cannot be, a quantised target, or another vocabulary.
-    """
+    rounded up; with a hidden size, as many fresh ones of that width. Raises ValueError: sizes that
+    cannot be, a quantised target, or another vocabulary."""
     model: Any
     if draft_model is not None:
         model = load_draft(
@@ -43,7 +42,7 @@ def begin_draft(
         if hidden_size is None:
             model = _pruned(target, chosen)
         else:
-            model = _from_config(_smaller_config(target, chosen, hidden_size))
+            model = _smaller(target, chosen, hidden_size)
     model.to(device=target.device, dtype=torch.float32)
     model.generation_config = copy.deepcopy(target.model.generation_config)
     model.requires_grad_(True)
@@ -66,7 +65,7 @@ def draft_shape(
         check_vocabulary(given, target)
         return given.model
     with torch.device("meta"):
-        return _from_config(_smaller_config(target, _chosen(target, num_layers), hidden_size))
+        return _smaller(target, _chosen(target, num_layers), hidden_size)
 
 
 def _chosen(target: TargetModel, num_layers: int | None) -> list[int]:
@@ -89,7 +88,7 @@ def _pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
             "the layers of a quantised target cannot be trained: load it unquantised, or give a "
             "draft_model or a draft_hidden_size"
         )
-    model = _from_config(_smaller_config(target, chosen))
+    model = _smaller(target, chosen)
     place, source = _layer_place(model), _layer_place(target.model)
     weights = target.model.state_dict()
     taken: dict[str, Tensor] = {}
@@ -108,12 +107,31 @@ def _pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
     return model
 
 
-def _smaller_config(target: TargetModel, chosen: list[int], hidden_size: int | None = None) -> Any:
-    """The target's with these layers alone; with a hidden size, narrower."""
+def _smaller(
+    target: TargetModel, chosen: list[int], hidden_size: int | None = None
+) -> PreTrainedModel:
+    """A fresh model like the target with these layers alone; with a hidden size, narrower."""
+    try:
+        config = _smaller_config(target, chosen, hidden_size)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Whatever configurations and models object to when their sizes are others.
+    except (
+        *(AssertionError, AttributeError, LookupError, RuntimeError),
+        *(StrictDataclassError, TypeError, ValueError),
+    ) as error:
+        reason = first_line(error)
+        raise ValueError(
+            f"no smaller {target.config.model_type} can be made ({reason}): give a draft_model"
+        ) from error
+    return model
+
+
+def _smaller_config(target: TargetModel, chosen: list[int], hidden_size: int | None) -> Any:
     config = copy.deepcopy(target.config)
+    layers = config.num_hidden_layers  # as it was: some count the entries of one of the lists
     # Lists with an entry a layer: kinds of attention, of feed-forward blocks, of positions, ...
     for name, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+        if isinstance(value, list | tuple) and len(value) == layers:
             setattr(config, name, [value[i] for i in chosen])
     config.num_hidden_layers = len(chosen)
     # A draft model need not cap its logits as the target does, and learns the same without.
@@ -141,23 +159,11 @@ def _smaller_config(target: TargetModel, chosen: list[int], hidden_size: int | N
     return config
 
 
-def _from_config(config: Any) -> PreTrainedModel:
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        reason = first_line(error)
-        raise ValueError(
-            f"no smaller {config.model_type} can be made ({reason}): give a draft_model"
-        ) from error
-    return model
-
-
 def _layer_place(model: Any) -> str:
     """The name below which the numbered layers stand, such as `model.layers.`."""
+    for name in layer_lists(model):
+        return f"{name}."
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return f"{name}."
     raise ValueError(
         f"{type(model).__name__} is not built of {layers} numbered layers: give a draft_model or a "
         "draft_hidden_size"

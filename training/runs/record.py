@@ -114,12 +114,8 @@ def check_same_run(checkpoint: str | os.PathLike[str], record: Mapping[str, Any]
     """Refuse to go on from the checkpoint of a run that learnt something else.
 
     Settings of the course (steps, rates, batch sizes) may differ: transformers warns of those that
-    matter.
-
-    Raises:
-        ValueError: it was made for another target, on other text, or what learns or how is another;
-            or its story cannot be read.
-    """
+    matter. Raises ValueError: it was made for another target, on other text, or what learns or how
+    is another; or its story cannot be read."""
     file = Path(checkpoint) / RUN_FILE
     if not file.is_file():
         return

@@ -49,11 +49,8 @@ def last_checkpoint(output: Path) -> Path | None:
 
 def find_checkpoint(name: str | None, output: Path) -> str | None:
     """The checkpoint to go on from: a folder; `"last"`, the newest whole one in `output`; `"auto"`,
-    likewise, but None where there is none; or None.
-
-    Raises:
-        ValueError: there is none, or it is not whole.
-    """
+    likewise, but None where there is none; or None. Raises ValueError: there is none, or it is not
+    whole."""
     if name in (None, "last", "auto"):
         found = None if name is None else last_checkpoint(output)
         if found is None and name == "last":

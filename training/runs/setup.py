@@ -107,12 +107,9 @@ class Run:
 
 
 def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | None:
-    """The checkpoint to go on from; None for a run from the start. Nothing is removed yet.
-
-    Raises:
-        ValueError: there is no such checkpoint; or there are some, and they may not be overwritten;
-            or nothing can be written there.
-    """
+    """The checkpoint to go on from; None for a run from the start. Nothing is removed yet. Raises
+    ValueError: there is no such checkpoint; or there are some, and they may not be overwritten; or
+    nothing can be written there."""
     check_folder(output)
     checkpoint = find_checkpoint(resume, output)
     found = checkpoints(output)
@@ -141,11 +138,8 @@ def _watchers(args: TrainingArguments, patience: int | None) -> list[TrainerCall
 def as_target(
     target: GivenTarget, device: torch.device, sharding: Sharding | None = None
 ) -> TargetModel:
-    """The target, frozen and on the device of the run, or spread over its processes.
-
-    Raises:
-        ValueError: there is no such target, or it cannot be spread.
-    """
+    """The target, frozen and on the device of the run, or spread over its processes. Raises
+    ValueError: there is no such target, or it cannot be spread."""
     if isinstance(target, str) and sharding is not None:
         target = load_to_spread(TargetArguments(target), sharding)
     elif isinstance(target, str):
@@ -170,11 +164,8 @@ def prepare_sets(
     num_heads: int,
     args: TrainingArguments,
 ) -> TrainingData:
-    """Rows to train on and held-out rows; streams are then read by each process for itself.
-
-    Raises:
-        ValueError: a corpus or setting that cannot be used, or less text than a full batch.
-    """
+    """Rows to train on and held-out rows; streams are then read by each process for itself. Raises
+    ValueError: a corpus or setting that cannot be used, or less text than a full batch."""
     data: Any = dataset
     if not isinstance(data, TrainingData):
         given = {"dataset": dataset, "eval_dataset": eval_dataset}

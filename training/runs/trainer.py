@@ -34,17 +34,15 @@ Judged = tuple[Tensor, Tensor, Tensor]
 
 class TaughtTrainer(Trainer, ABC):
     """Trains what fits a target, which is no part of the model: no checkpoint holds any of it, no
-    optimiser knows it. Model and target are on the same device.
+    optimiser knows it. Model and target are on the same device. Raises ValueError: the launch would
+    take the model apart, or wants a spread target and got a whole one; or the run is given a
+    setting of transformers that has no place in it.
 
     Attributes:
         comparison: whether training makes worse what learns.
         record: gives what the `run.yaml` in each checkpoint says, as plain values.
         metrics_of: what an evaluation says, out of figures_BTF.
         describe: the line that the screen shows of its metrics, None where they are others.
-
-    Raises:
-        ValueError: the launch would take the model apart, or wants a spread target and got a whole
-            one; or the run is given a setting of transformers that has no place in it.
     """
 
     # Settings of transformers that would be dropped in silence or end in a fault, and what they are

@@ -119,6 +119,7 @@ class EarlyExitSource(Source):
     """
 
     name = "early exit"
+    reads_on = True
 
     def __init__(
         self, thinned: ThinnedTarget, clock: ExitClock, most: int, agreement: float = 0.6

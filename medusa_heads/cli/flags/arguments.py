@@ -20,10 +20,10 @@ from dataclasses import fields
 from types import FrameType
 from typing import Any
 
+from medusa_heads.cli.choices import forget_choices
 from medusa_heads.cli.flags.config_file import read_config
 from medusa_heads.cli.flags.parser import make_parser
 from medusa_heads.cli.flags.unknown_names import explain_flag
-from medusa_heads.cli.settled import forget_choices
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.masking import masked
 from medusa_heads.settings import flag_name

@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
 from medusa_heads.settings import at_least, flag
+from medusa_heads.shared_flags import LoadingFlags
 
 ACCEPTANCE_SETTINGS = ("epsilon", "delta", "threshold", "tau")
 # Options of generate() that only sampling reads: whoever gives one wants to sample.
@@ -16,7 +17,7 @@ PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(LoadingFlags):
     """Which heads, on which target, where."""
 
     checkpoint: str = flag(
@@ -24,16 +25,7 @@ class ModelArguments:
         "Heads checkpoint: a folder written by train-heads, or a repository on a hub as user/name "
         "or user/name@revision.",
     )
-    target: str | None = flag(
-        None, "Hub id or path of the target. Default: the one the heads name."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto", "Dtype of the target; auto: the fastest here that holds it exactly."
-    )
-    device: str | None = flag(None, "Device, such as cpu or cuda. Default: the best there is.")
-    trust_remote_code: bool = flag(
-        False, "Run the Python code that comes with the target. It wants --target too."
-    )
+    target: str | None = flag(None, "Hub id or path of the target. Default: that of the heads.")
 
 
 @dataclass
@@ -78,22 +70,23 @@ class DecodingArguments(ModelArguments):
     threshold: float | None = flag(None, "Threshold of threshold acceptance.")
     tau: float | None = flag(None, "Tau of log_ratio acceptance.")
     compile: bool = flag(False, "Verify through torch.compile; the first text is slow.")
+    compile_late: bool = flag(
+        False, "Compile in the middle of the text in which it has come to pay, if ever."
+    )
     deterministic: bool = flag(
         False,
         "Verify as many nodes in every step and learn from no earlier text, so that bfloat16 "
         "rounds every time alike. It does not go with --draft_model.",
     )
     max_new_tokens: int = flag(128, "Most tokens that are generated.")
-    do_sample: bool = flag(
-        False, "Sample; implied by temperature, top_k, top_p, min_p and typical_p."
-    )
+    do_sample: bool = flag(False, "Sample; so do temperature, top_k, top_p, min_p and typical_p.")
     temperature: float | None = flag(None, "Sampling temperature.")
     top_k: int | None = flag(None, "Sample from the k likeliest.")
     top_p: float | None = flag(None, "Sample from the likeliest tokens that add up to this.")
     min_p: float | None = flag(None, "Sample tokens this times as probable as the likeliest.")
     typical_p: float | None = flag(None, "Sample from the most typical tokens that add up to this.")
     repetition_penalty: float | None = flag(
-        None, "Divide the logits of earlier tokens by this; 1.0: off."
+        None, "Divide earlier tokens' logits by this; 1.0: off."
     )
     no_repeat_ngram_size: int | None = flag(None, "Never repeat a sequence of this many tokens.")
     stop: list[str] = flag([], "Stop behind this string; may be given again.", action="extend")
@@ -113,7 +106,7 @@ def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
         drafts["corpus"] = arguments.corpus
     return {
         **drafts,
-        "compile": arguments.compile,
+        "compile": arguments.compile or ("auto" if arguments.compile_late else False),
         "deterministic": arguments.deterministic,
         "acceptance": arguments.acceptance,
         "acceptance_settings": _given(arguments, ACCEPTANCE_SETTINGS),

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from medusa_heads.cli.choices import print_choices
 from medusa_heads.cli.decoding import load_measured_model
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import MeasureArguments
-from medusa_heads.cli.settled import tell_choices
 from medusa_heads.files import check_folder
 from medusa_heads.settings import flag
 
@@ -38,7 +38,7 @@ def analyze(arguments: AnalyzeArguments) -> None:
     from medusa_heads.inference.engine.capability import capability
 
     assert model.statistics is not None
-    tell_choices()
+    print_choices()
     console = Console()
     with console.status("measuring"):
         report = speedup.analyze(
@@ -56,10 +56,10 @@ def analyze(arguments: AnalyzeArguments) -> None:
     )
     for table in speedup_report.tables(report):
         console.print(table)
-    console.print(speedup_report.break_even_sentence(report), soft_wrap=True, highlight=False)
+    print(speedup_report.break_even_sentence(report))
     if arguments.report is not None:
         for path in speedup_report.write_analysis(arguments.report, report):
-            console.print(f"Written: {path}", soft_wrap=True, highlight=False)
+            print(f"Written: {path}")
 
 
 main = command("medusa-heads analyze", analyze, [AnalyzeArguments], __doc__, "checkpoint")

@@ -7,14 +7,15 @@ medusa-heads benchmark assets/demo-target --methods plain suffix recycling auto 
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.errors import first_line
 from medusa_heads.files import check_folder
 from medusa_heads.settings import flag
+from medusa_heads.shared_flags import DeviceFlag, RemoteCodeFlag
 
 if TYPE_CHECKING:
     from medusa_heads.inference.bench.prompts import Prompt
@@ -28,16 +29,13 @@ DECODINGS = ("greedy", "sampled")
 
 
 @dataclass
-class BenchmarkArguments:
+class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
     """What to measure, on which prompts."""
 
     checkpoint: str = flag(
-        MISSING,
-        "Heads checkpoint, or a target without heads: a folder, or user/name[@revision] on a hub.",
+        MISSING, "Heads checkpoint, or a target without heads: a folder, or user/name[@revision]."
     )
-    target: str | None = flag(
-        None, "Hub id or path of the target. Default: the one the heads name."
-    )
+    target: str | None = flag(None, "Hub id or path of the target. Default: that of the heads.")
     draft_model: list[str] = flag(
         [],
         "Hub id or path of a draft model, for the methods that need one; of several, draft-model "
@@ -62,12 +60,8 @@ class BenchmarkArguments:
         "Spec-Bench. Default: windows of Python's standard library, from packages that no "
         "training here has seen: give your own prompts for a chat model.",
     )
-    num_prompts: int = flag(
-        20, "Prompts to measure on, from all categories in turn; 0: the whole file."
-    )
-    max_prompt_length: int | None = flag(
-        None, "Leave out prompts of more tokens, and say how many."
-    )
+    num_prompts: int = flag(20, "Prompts to measure on, from all categories in turn; 0: all.")
+    max_prompt_length: int | None = flag(None, "Leave out longer prompts, in tokens; count them.")
     prompt_length: int = flag(64, "Tokens in each of the default prompts.")
     max_new_tokens: int = flag(128, "Tokens after each prompt.")
     temperature: float = flag(0.7, "Temperature of the sampled settings.")
@@ -85,13 +79,7 @@ class BenchmarkArguments:
         f"{PROVED_PARAMETERS // 1_000_000}M parameters float32, to prove the output the same.",
     )
     decodings: list[str] = flag(list(DECODINGS), "What is measured: greedy, sampled, or both.")
-    device: str | None = flag(None, "Device, such as cuda. Default: the best there is.")
-    trust_remote_code: bool = flag(
-        False, "Run the Python code that the target's repository brings."
-    )
-    threads: int | None = flag(
-        None, "CPU threads. Default: as many as plain decoding is fastest with."
-    )
+    threads: int | None = flag(None, "CPU threads. Default: what suits plain decoding best.")
     report: str | None = flag(None, "Folder for report.json, report.md and report.png.")
 
 
@@ -137,7 +125,7 @@ def benchmark(arguments: BenchmarkArguments) -> None:
             all_left_out = so_far["prompts_left_out"] + left_out
             write_numbers(arguments.report, so_far | {"prompts_left_out": all_left_out})
 
-    tell_choices()
+    print_choices()
     report = run.benchmark(
         arguments.checkpoint,
         prompts,
@@ -154,12 +142,12 @@ def benchmark(arguments: BenchmarkArguments) -> None:
     for table in tables(report):
         console.print(table)
     if report["prompts_left_out"]:
-        console.print(f"Left out, as longer than asked for: {report['prompts_left_out']} prompts.")
+        print(f"Left out, as longer than asked for: {report['prompts_left_out']} prompts.")
     if arguments.report is not None:
         stored = read_sidecar(source.checkpoint).get("statistics") if source.checkpoint else None
         statistics = HeadStatistics.from_dict(stored) if stored else None
         for path in write_report(arguments.report, report, statistics):
-            console.print(f"Written: {path}", soft_wrap=True, highlight=False)
+            print(f"Written: {path}")
 
 
 def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
@@ -170,11 +158,11 @@ def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
     trusted = arguments.trust_remote_code
     name, revision = source.target_name(trust_remote_code=trusted)
     form = stored_form(name, revision=revision, trust_remote_code=trusted)
-    if form is None:
+    if form is None or form.dtype is None:
         return ["float32"]
     device = arguments.device
     choice = choose("tree", device=device, stored=form.dtype, shape=form.shape, count_threads=False)
-    settle(choice)
+    apply_choice(choice)
     fastest = str(choice.dtype).removeprefix("torch.")
     proved = form.shape.parameters <= PROVED_PARAMETERS
     return list(dict.fromkeys([fastest, "float32"] if proved else [fastest]))
@@ -201,15 +189,8 @@ def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
         for setting in default_settings(arguments.dtypes)
         if setting.name in arguments.decodings
     ]
-    return Plan(
-        settings,
-        batch_sizes=arguments.batch_sizes,
-        max_new_tokens=arguments.max_new_tokens,
-        max_prompt_length=arguments.max_prompt_length,
-        temperature=arguments.temperature,
-        seed=arguments.seed,
-        threads=arguments.threads,
-    )
+    given = [field.name for field in fields(Plan) if field.name != "settings"]
+    return Plan(settings, **{name: getattr(arguments, name) for name in given})
 
 
 def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt], int]:

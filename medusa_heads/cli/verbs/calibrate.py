@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import ModelArguments
-from medusa_heads.cli.training import continued
+from medusa_heads.cli.training import continue_prompts
 from medusa_heads.contents import instead_of_heads, is_heads
 from medusa_heads.data.finding import HELD_OUT
 from medusa_heads.files import check_folder, expanded
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.settings import at_least, flag
+from medusa_heads.shared_flags import TextFlags
+from medusa_heads.tables import on_screen
 from medusa_heads.training.arguments.data import DataArguments
 
 if TYPE_CHECKING:
@@ -37,32 +39,22 @@ _TOP = (1, 2, 5)
 
 
 @dataclass
-class CalibrateArguments(ModelArguments):
+class CalibrateArguments(ModelArguments, TextFlags):
     """Which heads, and on what text."""
 
-    checkpoint: str = flag(
-        MISSING, "Heads checkpoint: a folder that train-heads, convert or pull wrote."
-    )
+    checkpoint: str = flag(MISSING, "Heads checkpoint: a folder of train-heads, convert or pull.")
     dataset: list[str] = flag(
         [],
         "Text like that to be written, best the target's own answers: a file, a folder, a hub id "
         "or 'stdlib', as train-heads reads them.",
         required=True,
     )
-    dataset_config: str | None = flag(None, "Configuration (subset) of a hub dataset.")
-    dataset_split: str = flag(
-        "train", "Split to measure on. Of stdlib it is always the held-out packages."
-    )
-    text_column: str | None = flag(None, "Column that holds plain text, if not 'text'.")
+    dataset_split: str = flag("train", "Split to measure on; of stdlib the held-out packages.")
     self_distill: bool = flag(
-        False,
-        "Let the target continue prompts from plain text first, and measure on what it wrote: "
-        "what the heads will meet.",
+        False, "Let the target continue prompts from plain text first, and measure its own words."
     )
     max_length: int = flag(512, "Longest row in tokens.")
-    max_positions: int = flag(
-        MAX_POSITIONS, "Positions of text to measure, about. They are drawn from all of it."
-    )
+    max_positions: int = flag(MAX_POSITIONS, "Positions to measure, about, from all of the text.")
 
 
 def calibrate(arguments: CalibrateArguments) -> None:
@@ -89,26 +81,19 @@ def calibrate(arguments: CalibrateArguments) -> None:
     tokens = arguments.max_positions
     rows = draw_rows(model.target, corpus, tokenizer, settings, num_heads=num_heads, tokens=tokens)
     measure = partial(measure_heads, model.heads, HiddenStates(model.target))
-    console = Console()
     positions = measurable(rows, num_heads)
     longest = max(range(len(rows)), key=positions.__getitem__)
     start = time.perf_counter()
     measure(rows.select([longest]))  # all of it, for one row: what the whole text will take
     seconds = (time.perf_counter() - start) * sum(positions) / positions[longest]
-    console.print(
-        f"Measuring {num_heads} heads at {sum(positions):,} positions: about {seconds:.0f} s",
-        highlight=False,
-    )
+    print(f"Measuring {num_heads} heads at {sum(positions):,} positions: about {seconds:.0f} s")
     statistics, _ = measure(rows, watch=partial(tqdm, desc="reading", unit="batch", leave=False))
     replace_statistics(folder, statistics, provenance({"text": asdict(arguments)}))
-    console.print(_table(statistics))
+    Console().print(_table(statistics))
     nodes = len(statistics.choices(_NODES))
-    console.print(
-        f"A static tree of {nodes} nodes is expected to give "
-        f"{statistics.expected_tokens_per_step(nodes):.2f} tokens per step in such text.",
-        highlight=False,
-    )
-    console.print(f"Stored in {folder}", soft_wrap=True, highlight=False)
+    expected = f"{statistics.expected_tokens_per_step(nodes):.2f} tokens per step"
+    print(f"A static tree of {nodes} nodes is expected to give {expected} in such text.")
+    print(f"Stored in {folder}")
 
 
 def _find_text(arguments: CalibrateArguments) -> tuple[Corpus, DataArguments]:
@@ -148,24 +133,20 @@ def _own_text(target: TargetModel, tokenizer: Any, corpus: Corpus, tokens: int) 
         seed=0,
     )
     with TemporaryDirectory() as cache:
-        return continued(target, prompts, "the target's own text", as_trained, cache)
+        return continue_prompts(target, prompts, "the target's own text", as_trained, cache)
 
 
 def _table(statistics: HeadStatistics) -> Table:
     """How often each head holds the true token, and its temperature."""
-    from rich.table import Table
-
     from medusa_heads.config import head_offset
 
-    table = Table(title=f"{statistics.positions:,} positions")
-    for column in ("head", "token ahead", *(f"top-{k}" for k in _TOP), "T"):
-        table.add_column(column, justify="right")
+    columns = ["head", "token ahead", *(f"top-{k}" for k in _TOP), "T"]
     shares = zip(*(statistics.top_k_accuracy(k) for k in _TOP), strict=True)
-    for head, of_head in enumerate(shares):
-        held = (f"{share:.3f}" for share in of_head)
-        temperature = f"{statistics.temperatures[head]:.2f}"
-        table.add_row(str(head), str(head_offset(head)), *held, temperature)
-    return table
+    cells = [
+        [str(head), str(head_offset(head)), *(f"{share:.3f}" for share in of_head), f"{t:.2f}"]
+        for head, (of_head, t) in enumerate(zip(shares, statistics.temperatures, strict=True))
+    ]
+    return on_screen(f"{statistics.positions:,} positions", (columns, cells))
 
 
 def _folder(name: str) -> Path:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from medusa_heads.cli.choices import print_choices
 from medusa_heads.cli.decoding import describe, load_drafting_model, warn_if_lossy
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.config_file import coerce
@@ -18,7 +19,6 @@ from medusa_heads.cli.flags.decoding import (
     decoder_options,
     generation_options,
 )
-from medusa_heads.cli.settled import tell_choices
 from medusa_heads.plain_yaml import parse_yaml
 from medusa_heads.settings import flag
 
@@ -45,11 +45,12 @@ class ChatArguments(DecodingArguments):
 
 def chat(arguments: ChatArguments) -> None:
     """Read lines and answer them until the input ends."""
+    check_encodable(arguments.system or "")
     from medusa_heads.cli.conversation import Conversation
 
     model, tokenizer = load_drafting_model(arguments)
     generation_options(arguments, tokenizer)  # refuses before the first line is typed
-    tell_choices()
+    print_choices()
     warn_if_lossy(model)
     session = Session(arguments, tokenizer, Conversation(model, tokenizer, arguments.system))
     terminal = sys.stdin.isatty()
@@ -144,7 +145,13 @@ class Session:
 
     def _set(self, name: str = "", value: str = "") -> None:
         hints = get_type_hints(ChatArguments)
-        for fixed in ("system", "compile", "draft_model", *get_type_hints(ModelArguments)):
+        for fixed in (
+            "system",
+            "compile",
+            "compile_late",
+            "draft_model",
+            *get_type_hints(ModelArguments),
+        ):
             del hints[fixed]
         if not name:
             say("\n".join(f"{key} {getattr(self.arguments, key)}" for key in hints))

@@ -11,10 +11,11 @@ from medusa_heads.cli.verbs.calibrate import CalibrateArguments, calibrate
 from medusa_heads.config import HeadsConfig
 from medusa_heads.interop import ReadFormat
 from medusa_heads.settings import flag
+from medusa_heads.shared_flags import MatrixFlag, RemoteCodeFlag
 
 
 @dataclass
-class ConvertArguments:
+class ConvertArguments(MatrixFlag, RemoteCodeFlag):
     """What to read, and where to write it."""
 
     source: str = flag(MISSING, "File, folder or hub id that holds the heads.")
@@ -24,28 +25,14 @@ class ConvertArguments:
         "Layout of the source, if the names of its tensors do not show it.",
         aliases=["--from"],
     )
-    revision: str | None = flag(
-        None, "Branch, tag or commit of the source on the hub. Default: main."
-    )
-    target: str | None = flag(
-        None, "Hub id or folder of the heads' target, recorded with a hash of its lm_head."
-    )
+    revision: str | None = flag(None, "Branch, tag or commit of the source. Default: main.")
+    target: str | None = flag(None, "Hub id or folder of the target, kept with its lm_head's hash.")
     extract_target: bool = flag(
-        False,
-        "If the source is a whole model with heads in it, write the model without them to "
-        "OUT/target.",
+        False, "Write the model that the heads lie in, without them, to OUT/target."
     )
     corpus: list[str] = flag(
-        [],
-        "Text to measure the heads on, as the --dataset of medusa-heads calibrate. This loads the "
-        "target.",
+        [], "Text to measure the heads on, as medusa-heads calibrate does; loads the target."
     )
-    with_vocab_matrix: bool = flag(
-        False,
-        "Lay a copy of the target's vocabulary matrix beside heads that share it, with which vLLM "
-        "0.32 reads the folder as it is.",
-    )
-    trust_remote_code: bool = flag(False, "Run code that comes with the target's configuration.")
 
 
 def convert(arguments: ConvertArguments) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.settings import flag
+from medusa_heads.shared_flags import DeviceFlag
 
 if TYPE_CHECKING:
     from medusa_heads.machine import Use
@@ -29,57 +30,46 @@ USES: dict[Use, str] = {
 
 
 @dataclass
-class EnvArguments:
+class EnvArguments(DeviceFlag):
     """What to show."""
 
-    target: str | None = flag(
-        None, "Hub id or folder of a target. Default: the sizes of a small one."
-    )
-    device: str | None = flag(None, "Device, such as cpu or cuda. Default: the best there is.")
+    target: str | None = flag(None, "Hub id or folder of a target. Default: sizes of a small one.")
 
 
 def show(arguments: EnvArguments) -> None:
     """Print lines none of which names a user or a secret; the first stand there should a
     measurement fail.
     """
-    from medusa_heads.machine import (
-        Shape,
-        choose,
-        describe_machine,
-        devices_here,
-        find_device,
-        measurement_folder,
-        speeds,
-    )
+    from medusa_heads import machine
     from medusa_heads.target.loading import stored_form
 
     say = partial(print, flush=True)
-    where = str(find_device(arguments.device))
+    where = str(machine.find_device(arguments.device))
     form = None if arguments.target is None else stored_form(arguments.target)
-    if arguments.target is not None and form is None:
+    if arguments.target is not None and (form is None or form.dtype is None):
         raise ValueError(
             f"expected a causal language model, not quantised, at {arguments.target!r}"
         )
     versions = [f"{name} {metadata.version(name)}" for name in VERSIONS]
     package = f"medusa-heads {metadata.version('medusa-heads')}"
     say(", ".join([package, f"Python {platform.python_version()}", *versions]))
-    for name, value in describe_machine().items():
+    for name, value in machine.describe_machine().items():
         if name not in ("python", *VERSIONS):
             shown = " ".join(map(str, value)) if isinstance(value, list) else value
             say(f"{name}: {'not set' if value is None else shown}")
-    say(f"devices: {', '.join(map(str, devices_here()))}")
+    say(f"devices: {', '.join(map(str, machine.devices_here()))}")
     say(f"measured on {where}, in speeds relative to float32:")
-    shape = Shape() if form is None else form.shape
+    shape = machine.Shape() if form is None else form.shape
     for use, purpose in USES.items():
         stored = None if form is None or use == "train" else form.dtype
-        say(f"  {purpose}: {choose(use, device=where, stored=stored, shape=shape)}")
-        found = speeds(use, device=where, stored=stored, shape=shape)
+        say(f"  {purpose}: {machine.choose(use, device=where, stored=stored, shape=shape)}")
+        found = machine.speeds(use, device=where, stored=stored, shape=shape)
         each = (
             f"{dtype} on {count} thread{'s'[: count != 1]} {speed:.2f}"
             for (dtype, count), speed in found.items()
         )
         say("    " + ", ".join(each))
-    folder, home = str(measurement_folder()), os.path.expanduser("~")
+    folder, home = str(machine.measurement_folder()), os.path.expanduser("~")
     shown = "~" + folder.removeprefix(home) if folder.startswith(home + os.sep) else folder
     say(f"measurements are kept in {shown}")
 

@@ -7,22 +7,18 @@ from dataclasses import MISSING, asdict, dataclass
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.interop import WrittenFormat
 from medusa_heads.settings import flag
+from medusa_heads.shared_flags import RemoteCodeFlag
 
 
 @dataclass
-class ExportArguments:
+class ExportArguments(RemoteCodeFlag):
     """What to write, and for whom."""
 
     checkpoint: str = flag(MISSING, "Heads checkpoint: a folder, or a hub id.")
     out: str = flag(MISSING, "Folder to write. It must be empty, or not exist yet.")
     to: WrittenFormat = flag(MISSING, "Engine or project that is to read it.")
-    target: str | None = flag(
-        None, "Hub id or folder of the target. Default: the one the checkpoint names."
-    )
-    full_vocabulary: bool = flag(
-        False, "Let heads with a reduced vocabulary draft all of the target's tokens."
-    )
-    trust_remote_code: bool = flag(False, "Run code that comes with the target's configuration.")
+    target: str | None = flag(None, "Hub id or folder of the target. Default: that of the heads.")
+    full_vocabulary: bool = flag(False, "Let heads of a reduced vocabulary draft all tokens.")
 
 
 def export(arguments: ExportArguments) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from medusa_heads.cli.choices import print_choices
 from medusa_heads.cli.decoding import describe, load_drafting_model, warn_if_lossy
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import (
@@ -13,7 +14,6 @@ from medusa_heads.cli.flags.decoding import (
     check_encodable,
     generation_options,
 )
-from medusa_heads.cli.settled import tell_choices
 from medusa_heads.settings import flag
 
 
@@ -38,19 +38,15 @@ def generate(arguments: GenerateArguments) -> None:
     options = generation_options(arguments, tokenizer)
     warn_if_lossy(model)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    length, limit = inputs["input_ids"].shape[1], model.target.max_positions
-    if limit is not None and length + arguments.max_new_tokens > limit:
-        raise ValueError(
-            f"{length} tokens of prompt and {arguments.max_new_tokens} new ones do not fit the "
-            f"target's context of {limit}: shorten the prompt, or lower --max_new_tokens"
-        )
+    length, new = inputs["input_ids"].shape[1], arguments.max_new_tokens
+    model.target.check_length(length + new, f"{length} of the prompt, {new} --max_new_tokens")
     torch.manual_seed(arguments.seed)
     model.generate(
         **inputs.to(model.target.device),
         streamer=StepStreamer(tokenizer, group=arguments.group),
         **options,
     )
-    tell_choices()  # here, because generate() has mistakes of its own to refuse
+    print_choices()  # here, because generate() has mistakes of its own to refuse
     if arguments.stats:
         print(describe(model, arguments.draft_model), file=sys.stderr)
 

@@ -5,14 +5,15 @@ The token is the one that `hf auth login` stored, or HF_TOKEN.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, asdict, dataclass
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.settings import flag
+from medusa_heads.shared_flags import MatrixFlag
 
 
 @dataclass
-class PushArguments:
+class PushArguments(MatrixFlag):
     """What to push, and where to."""
 
     checkpoint: str = flag(MISSING, "Heads checkpoint: a folder written by train-heads.")
@@ -26,17 +27,8 @@ class PushArguments:
         "The target's name on the hub, user/name or user/name@revision. Needed if the heads were "
         "trained on a local copy of it.",
     )
-    license: str | None = flag(
-        None, "Licence of the heads, such as apache-2.0. Default: none is stated."
-    )
-    benchmark: str | None = flag(
-        None, "Folder that medusa-heads benchmark --report wrote, for the model card."
-    )
-    with_vocab_matrix: bool = flag(
-        False,
-        "Publish the copy of the target's vocabulary matrix that lies beside the heads too. It is "
-        "under the target's licence.",
-    )
+    license: str | None = flag(None, "Licence of the heads, such as apache-2.0. Default: unstated.")
+    benchmark: str | None = flag(None, "Folder of medusa-heads benchmark --report, for the card.")
     dry_run: bool = flag(False, "List the files with their sizes, without asking a hub.")
 
 
@@ -44,14 +36,9 @@ def push_heads(arguments: PushArguments) -> None:
     """Show what is pushed, push it unless it is a dry run, and say where it is."""
     from medusa_heads.hub.push import prepare_push, push
 
-    prepared = prepare_push(
-        arguments.checkpoint,
-        arguments.repo_id,
-        base_model=arguments.base_model,
-        license=arguments.license,
-        benchmark=arguments.benchmark,
-        with_vocab_matrix=arguments.with_vocab_matrix,
-    )
+    given = asdict(arguments)
+    content = ("checkpoint", "repo_id", "base_model", "license", "benchmark", "with_vocab_matrix")
+    prepared = prepare_push(**{name: given[name] for name in content})
     sizes = prepared.sizes()
     width = max(map(len, sizes))
     for name, size in sizes.items():
@@ -60,13 +47,8 @@ def push_heads(arguments: PushArguments) -> None:
     if arguments.dry_run:
         print("Nothing was pushed: this is a dry run")
         return
-    address = push(
-        prepared,
-        private=arguments.private,
-        revision=arguments.revision,
-        create_pr=arguments.create_pr,
-        commit_message=arguments.commit_message,
-    )
+    commit = ("private", "revision", "create_pr", "commit_message")
+    address = push(prepared, **{name: given[name] for name in commit})
     print(f"{'Proposed' if arguments.create_pr else 'Pushed'}: {address}")
 
 

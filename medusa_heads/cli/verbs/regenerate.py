@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.cli.settled import settle, tell_choices
 from medusa_heads.inference.regeneration.arguments import RegenerateArguments
 from medusa_heads.settings import mapping
 
@@ -26,19 +26,17 @@ def regenerate(arguments: RegenerateArguments) -> None:
     from medusa_heads.inference.regeneration.dialogues import read_dialogues, read_table
     from medusa_heads.inference.regeneration.regenerate import answer_dialogues
     from medusa_heads.inference.regeneration.store import check_output, write_output
-    from medusa_heads.target.loading import load_tokenizer
+    from medusa_heads.target.loading import find_tokenizer
 
     disable_progress_bar()
     folder = Path(arguments.output_dir)
     check_output(folder)
     options = mapping(arguments, "chat_template_kwargs")
     corpus = read_table(arguments.dataset, arguments.dataset_split, config=arguments.dataset_config)
-    try:
-        tokenizer: Any = load_tokenizer(
-            arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
-        )
-    except (OSError, ValueError):
-        tokenizer = None  # token ids need none
+    # Token ids need none.
+    tokenizer: Any = find_tokenizer(
+        arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
+    )
     dialogues = read_dialogues(
         corpus,
         tokenizer,
@@ -53,7 +51,7 @@ def regenerate(arguments: RegenerateArguments) -> None:
         if arguments.backend == "server"
         else _local(arguments)
     )
-    tell_choices()
+    print_choices()
     result = answer_dialogues(
         backend,
         dialogues,
@@ -67,8 +65,7 @@ def regenerate(arguments: RegenerateArguments) -> None:
         "settings": asdict(arguments),
     }
     if target is not None:
-        revision = getattr(target.model.config, "_commit_hash", None)
-        record["target"] |= {"revision": revision, **target.fingerprint()}
+        record["target"] |= {"revision": target.revision, **target.fingerprint()}
     file = write_output(result.rows, result.accounting, folder, record)
     accounting = result.accounting
     print(accounting)
@@ -90,7 +87,7 @@ def _local(arguments: RegenerateArguments) -> tuple[Backend, TargetModel]:
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
         use="tree" if arguments.backend == "heads" else "batch",
-        on_choice=settle,
+        on_choice=apply_choice,
     )
     sizes = {} if arguments.batch_size is None else {"batch_size": arguments.batch_size}
     if arguments.backend == "heads":

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from medusa_heads.cli.choices import print_choices
 from medusa_heads.cli.decoding import load_measured_model
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import MeasureArguments
-from medusa_heads.cli.settled import tell_choices
 from medusa_heads.settings import flag
+from medusa_heads.tables import on_screen
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,9 +26,7 @@ class TuneArguments(MeasureArguments):
 
     context: list[int] = flag([], "Tokens in the cache while measuring. Several give a table each.")
     batch_size: int = flag(1, "Sequences decoded together.")
-    write: str | None = flag(
-        None, "Write the best static tree to this .json file, as a list of medusa_choices."
-    )
+    write: str | None = flag(None, "Write the best static tree to this .json, as medusa_choices.")
 
 
 def tune(arguments: TuneArguments) -> None:
@@ -47,7 +46,7 @@ def tune(arguments: TuneArguments) -> None:
     from medusa_heads.machine.measurements import measurement_folder
 
     assert model.statistics is not None
-    tell_choices()
+    print_choices()
     console = Console()
     for context in arguments.context or [min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)]:
         with console.status(f"measuring at a context of {context}"):
@@ -62,37 +61,32 @@ def tune(arguments: TuneArguments) -> None:
         dtype = str(model.target.dtype).removeprefix("torch.")
         batch = f", batch of {arguments.batch_size}" if arguments.batch_size > 1 else ""
         console.print(_table(sizes, f"{dtype}, {context} tokens of context{batch}"))
-    kept = measurement_folder()
-    console.print(f"Measurements are kept in {kept}", soft_wrap=True, highlight=False)
+    print(f"Measurements are kept in {measurement_folder()}")
     if arguments.write is not None:
         static = [size for size in sizes if size.tree.startswith("static:")]
         best = max(static, key=lambda size: size.tokens_per_second)
         nodes = int(best.tree.partition(":")[2])
         write_choices(arguments.write, model.statistics.choices(nodes))
-        console.print(f"{best.tree} written to {arguments.write}", soft_wrap=True, highlight=False)
+        print(f"{best.tree} written to {arguments.write}")
 
 
 def _table(sizes: Sequence[TreeSize], title: str) -> Table:
-    """Every tree in the order given; the fastest is marked."""
-    from rich.table import Table
-
+    """Every tree in the order given; the fastest stands out."""
     from medusa_heads.inference.plan.tree_size import fastest
 
-    table = Table(title=title)
-    table.add_column("tree", no_wrap=True)
-    for column in ("step ms", "tokens per step", "tokens/s", ""):
-        table.add_column(column, justify="right")
-    chosen = fastest(sizes)
-    for size in sizes:
-        table.add_row(
+    best = sizes.index(fastest(sizes))
+    columns = ["tree", "step ms", "tokens per step", "tokens/s", ""]
+    cells = [
+        [
             size.tree,
             f"{1e3 * size.step_seconds:.2f}",
             f"{size.tokens_per_step:.2f}",
             f"{size.tokens_per_second:.1f}",
-            "<- fastest" if size is chosen else "",
-            style="bold" if size is chosen else "",
-        )
-    return table
+            "<- fastest" * (place == best),
+        ]
+        for place, size in enumerate(sizes)
+    ]
+    return on_screen(title, (columns, cells), bold=best)
 
 
 main = command("medusa-heads tune", tune, [TuneArguments], __doc__, "checkpoint")

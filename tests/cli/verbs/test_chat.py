@@ -146,10 +146,22 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(
     assert screen.getvalue().endswith(answered + "\n")
 
 
-def test_a_template_that_refuses(speaker: Path, talk: Talk) -> None:
-    install(speaker, "{{ raise_exception('only the user may speak') }}")
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('only the user may speak') }}", "only the user may speak"),
+        ("{{ messages[0].content + 5 }}", "can only concatenate str"),
+    ],
+)
+def test_a_template_that_refuses(template: str, said: str, speaker: Path, talk: Talk) -> None:
+    install(speaker, template)
     told = talk(speaker / "heads", ["hello"], "--system", "be brief").err
-    assert "error: the target's chat template refuses this: only the user may speak" in told
+    assert f"error: the chat template refuses it ({said}" in told
+
+
+def test_a_system_message_that_is_no_text(speaker: Path, refused: Refused) -> None:
+    said = refused(main, [str(speaker / "heads"), "--system", "be \udcff"])
+    assert "not UTF-8 text: give it as UTF-8 (from its character 4 on)" in said
 
 
 @pytest.mark.parametrize(

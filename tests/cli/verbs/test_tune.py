@@ -10,7 +10,7 @@ import pytest
 from medusa_heads import TargetModel
 from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.cli.verbs.tune import main
-from medusa_heads.inference.adapt.measure import SIZES
+from medusa_heads.inference.adapt.step_bench import SIZES
 from medusa_heads.inference.plan.trees import read_choices
 from tests.conftest import Refused
 

@@ -9,7 +9,8 @@ import pytest
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.inference.adapt import measure
-from medusa_heads.inference.adapt.measure import RandomChain, room, step_seconds, target_clock
+from medusa_heads.inference.adapt.measure import room, step_seconds, target_clock
+from medusa_heads.inference.adapt.step_bench import SIZES, RandomChain
 from tests.conftest import TinyLlama
 from tests.inference.clock import Clock
 
@@ -32,7 +33,7 @@ def test_a_clock_is_measured_once(
     target = TargetModel(tiny_llama())
     chain = RandomChain(3, target.vocab_size)
     clock = target_clock(target, {"chain": (chain, {"nodes": 3})})
-    assert clock.sizes == [1, *(size + 1 for size in measure.SIZES)]
+    assert clock.sizes == [1, *(size + 1 for size in SIZES)]
     assert all(clock.step(tokens) > 0 for tokens in clock.sizes) and clock.drafting("chain") > 0
     no_more()
     again = target_clock(target, {"chain": (chain, {"nodes": 3})})

@@ -106,7 +106,7 @@ def test_turns_in_the_targets_template(tokenizer: Any, monkeypatch: pytest.Monke
     assert text.tokens == ids("ab")  # a prompt that is no question is taken as it is
     assert asked.tokens == ids("uq;a") and asked.follow_up is not None
     assert asked.follow_up(list(ids("yes~"))) == Prompt(ids("uq;ayes;ur;a"), "x")
-    with pytest.raises(ValueError, match="the target's chat template refuses this: not that"):
+    with pytest.raises(ValueError, match=r"the chat template refuses it \(not that"):
         encode_questions([Question(("no",), chat=True)], tokenizer)
 
 

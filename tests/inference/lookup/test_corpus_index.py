@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -103,6 +105,10 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     CorpusIndex.build([[1, 2, 3, 1, 4, 2, 5]]).save(file)
     whole, said = file.read_bytes(), {"kind": corpus_index._KIND}
     file.write_bytes(whole[:-3])
+    with pytest.raises(ValueError, match="cannot be read"):
+        CorpusIndex.load(file)
+    halves = {name: torch.zeros(40, dtype=torch.bfloat16) for name in ("tokens", "order")}
+    file.write_bytes(safetensors.torch.save(halves, {"kind": corpus_index._KIND}))
     with pytest.raises(ValueError, match="cannot be read"):
         CorpusIndex.load(file)
     file.write_bytes(whole)

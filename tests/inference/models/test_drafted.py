@@ -56,6 +56,7 @@ def test_the_words_for_drafts(pair: tuple[Any, Any], tree: str, nodes: int) -> N
         ("sampled:2x200", "1 to 199 tokens behind each node"),
         ("chain:0", "at least 1 token"),
         ("chain:x", "at least 1 token"),
+        ("chain:\N{SUPERSCRIPT TWO}", "at least 1 token"),
         ("dynamic:99999", "got 99999"),
     ],
 )

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from medusa_heads import MedusaModel
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.target.cache import RowCache
 from tests.inference.conftest import INPUTS, plain
 
 
@@ -66,6 +68,39 @@ def test_a_callers_own_cache_ends_with_what_was_committed(medusa: MedusaModel) -
         first, attention_mask=torch.ones_like(first), max_new_tokens=25, **options
     )
     assert torch.equal(second, plain(medusa, max_new_tokens=40, do_sample=False))
+
+
+@pytest.mark.parametrize("call", [1, 2, 5])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        *("drafter.propose", "drafter.observe", "drafter.learn_seconds", "target.verify"),
+        *("target.model.model.layers[1].forward", "RowCache.move_rows", "Row.commit"),
+    ],
+)
+def test_a_callers_own_cache_serves_again_whatever_was_raised(
+    medusa: MedusaModel, monkeypatch: pytest.MonkeyPatch, phase: str, call: int
+) -> None:
+    where, _, name = phase.rpartition(".")
+    owner: Any = eval(where, {"RowCache": RowCache, "Row": Row} | vars(medusa))
+    own, calls = getattr(owner, name), []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        calls.append(name)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return result
+
+    cache = medusa.target.new_cache()
+    options: Any = {"do_sample": False, "past_key_values": cache}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, interrupted)
+        medusa.generate(**INPUTS, max_new_tokens=40, **options)
+    text_1T = plain(medusa, max_new_tokens=50, do_sample=False)
+    mask_1T = torch.ones_like(text_1T)
+    whole: Any = medusa.generate(text_1T, attention_mask=mask_1T, max_new_tokens=15, **options)
+    assert torch.equal(whole, plain(medusa, max_new_tokens=65, do_sample=False))
 
 
 def test_only_the_new_tokens_beside_a_cache_are_refused(medusa: MedusaModel) -> None:

@@ -153,3 +153,29 @@ def test_what_is_not_offered_is_one_sentence(cache: Any) -> None:
         TrainingFreeModel(tiny_target("qwen3_next"), "early_exit:2")
     with pytest.raises(UnsupportedArchitecture, match="draft with a model of attention layers"):
         DraftedModel(tiny_target("llama"), tiny_target("qwen3_next"))
+
+
+@pytest.mark.parametrize("call", [1, 2, 5])
+@pytest.mark.parametrize("phase", ["drafter.propose", "target.read"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_callers_own_cache_serves_again_whatever_was_raised(
+    cache: Any, monkeypatch: pytest.MonkeyPatch, kind: str, phase: str, call: int
+) -> None:
+    model = WAYS["heads"](kind)
+    owner: Any = model.drafter if phase == "drafter.propose" else model.target
+    name = phase.partition(".")[2]
+    own, calls = getattr(owner, name), []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        calls.append(name)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return result
+
+    given: Any = {"past_key_values": model.target.new_cache()}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, interrupted)
+        written(model, prompt(), **given)
+    expected = written(model.target.model, prompt())
+    assert torch.equal(written(model, prompt(), **given), expected)

@@ -91,6 +91,16 @@ def test_unknown_drafter(tiny_llama: TinyLlama) -> None:
 
 
 @pytest.mark.parametrize(
+    "calibration", [torch.arange(4), torch.full((1, 4), 1 << 20), torch.empty(0, 4).long()]
+)
+def test_what_is_no_text_to_try_layers_on_is_refused(
+    tiny_llama: TinyLlama, calibration: torch.Tensor
+) -> None:
+    with pytest.raises(ValueError, match=r"calibration must be token ids \[B, T\] from 0 to"):
+        TrainingFreeModel(tiny_llama(), "early_exit", calibration=calibration)
+
+
+@pytest.mark.parametrize(
     ("drafter", "options", "message"),
     [
         ("recycling", {}, "a corpus is continued by the drafters auto"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from medusa_heads.inference.regeneration.answers import (
     NO_QUESTION,
     TEMPLATE,
     TOO_LONG,
+    UNKNOWN_TOKENS,
     Accounting,
     Answer,
     Answers,
@@ -67,6 +69,37 @@ def read(row: dict[str, Any]) -> tuple[str, list[str]]:
             stretches[-1].append(token)
     said = [tokenizer.decode(stretch) for stretch in stretches if stretch]
     return str(tokenizer.decode(row["input_ids"])), said  # type: ignore[return-value]
+
+
+def test_a_conversation_without_tokens_is_skipped(target: TargetModel, tmp_path: Path) -> None:
+    template = "{% for said in messages %}{{ said.content }}{% endfor %}"
+    for content, reason in (("\ud800", TEMPLATE), ("", NO_QUESTION)):
+        told = json.dumps([{"role": "user", "content": content}])
+        corpus = Dataset.from_dict({"messages": [json.dumps(TALK), told]})
+        result = ask(target, corpus, tmp_path, template=template)
+        assert result.accounting.done == 1 and result.accounting.skipped == {reason: 1}
+
+
+def test_rows_of_strange_tokens_are_skipped(target: TargetModel, tmp_path: Path) -> None:
+    most = target.vocab_size - 1
+    rows = [[1, most], None, [1, most + 1], [-1, 2]]
+    result = ask(target, Dataset.from_dict({"input_ids": rows}), tmp_path)
+    assert result.accounting.done == 1
+    assert result.accounting.skipped == {NO_QUESTION: 1, UNKNOWN_TOKENS: 2}
+
+
+@pytest.mark.parametrize(
+    ("column", "rows"),
+    [("input_ids", [[1.5]]), ("input_ids", [3]), ("input_ids", ["ab"]), ("text", [5])],
+)
+def test_a_column_of_something_else_is_refused(column: str, rows: list[Any]) -> None:
+    with pytest.raises(ValueError, match=f"expected .* in the column '{column}', got "):
+        read_dialogues(Dataset.from_dict({column: rows}), make_tokenizer())
+
+
+def test_documents_that_are_missing_are_left_out() -> None:
+    corpus = Dataset.from_dict({"text": ["one two three\n" * 20, None]})
+    assert len(read_dialogues(corpus, make_tokenizer(), num_prompts=2, prompt_length=4)) == 2
 
 
 def test_the_last_turn_is_answered_after_the_corpus_own_words(

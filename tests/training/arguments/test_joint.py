@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from medusa_heads.cli.flags.arguments import parse_arguments
-from medusa_heads.cli.train_heads import CheckpointArguments, joint_if
+from medusa_heads.cli.train_heads import CheckpointArguments, joint_settings
 from medusa_heads.training.arguments.joint_config import JointConfig
 
 
 def parsed(*flags: str) -> JointConfig | None:
     kinds = (CheckpointArguments, JointConfig)
     switches, config = parse_arguments(kinds, flags, prog="test", description="")
-    return joint_if(switches.joint, config)
+    return joint_settings(switches.joint, config)
 
 
 @pytest.mark.parametrize(

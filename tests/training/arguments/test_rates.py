@@ -115,7 +115,7 @@ def test_fresh_heads_are_what_heads_begin_as(
     )
     tokens = None if draft_vocab_size is None else torch.arange(1, 41, 2)
     heads = new_heads(target, config, tokens)
-    fresh = FreshHeads.beside(heads, target)
+    fresh = FreshHeads.like(heads, target)
     hidden_RD, tokens_RK = torch.randn(5, 16), torch.randint(0, 61, (5, 2))
     torch.testing.assert_close(fresh(hidden_RD, tokens_RK), heads(hidden_RD, tokens_RK))
     assert not list(fresh.parameters())

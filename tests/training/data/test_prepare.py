@@ -7,12 +7,12 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
+from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.data.prepare import (
     TrainingData,
     collate,
-    find_tokenizer,
     hold_out,
     load_corpora,
     prepare_data,

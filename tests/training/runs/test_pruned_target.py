@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 from medusa_heads.checkpoint.draft_checkpoint import load_draft, read_draft_sidecar, save_draft
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.runs.pruned_target import begin_draft, spread
+from medusa_heads.training.runs.pruned_target import begin_draft, draft_shape, spread
+from scripts.prove.tiny_configs import tiny_config
 from tests.killed import dies
 
 
@@ -38,6 +39,31 @@ def test_a_pruned_draft_is_the_target_without_its_other_layers() -> None:
     got = draft(ids_1T).logits
     model.transformer.h = torch.nn.ModuleList([model.transformer.h[0], model.transformer.h[3]])
     torch.testing.assert_close(got, model(ids_1T, use_cache=False).logits)
+
+
+def test_every_list_with_an_entry_a_layer_is_cut() -> None:
+    """Also where the number of layers is the length of one of them."""
+    config = tiny_config("nemotron_h")
+    config.every_layer = tuple(range(4))
+    target = TargetModel(AutoModelForCausalLM.from_config(config))
+    draft = draft_shape(target, num_layers=2).config
+    assert draft.layers_block_type == [config.layers_block_type[i] for i in (0, 3)]
+    assert draft.every_layer == [0, 3]
+    assert draft.mtp_layers_block_type == config.mtp_layers_block_type  # layers of another kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden_size"),
+    [
+        ("gemma4_text", 32),  # heads of two widths
+        ("inkling2_text", None),  # whose logits must be capped
+        ("prophetnet", None),  # counts layers otherwise
+    ],
+)
+def test_a_kind_that_has_no_smaller_form_is_refused(kind: str, hidden_size: int | None) -> None:
+    target = TargetModel(AutoModelForCausalLM.from_config(tiny_config(kind)))
+    with pytest.raises(ValueError, match=f"no smaller {kind} can be made .*: give a draft_model"):
+        begin_draft(target, num_layers=2, hidden_size=hidden_size)
 
 
 def test_a_fresh_draft_has_the_width_asked_for(target: TargetModel) -> None:

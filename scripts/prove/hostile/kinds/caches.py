@@ -73,7 +73,8 @@ class Caches:
         return {str(size): clock.step(size) for size in (*clock.sizes, 5, 500)}
 
     def _steps(self) -> dict[str, float]:
-        from medusa_heads.inference.adapt.measure import RandomChain, step_seconds
+        from medusa_heads.inference.adapt.measure import step_seconds
+        from medusa_heads.inference.adapt.step_bench import RandomChain
 
         chains = {str(size): RandomChain(size, 4096) for size in (1, 3)}
         found = step_seconds(self._workshop.target, chains, {"chain": 1}, 16, 1)

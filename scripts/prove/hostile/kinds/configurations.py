@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -243,7 +244,11 @@ class Configurations:
         value = rng.choice(FLAGS_OF_GENERATE[flag])
         argv = [*start, "--prompt", "x", f"--{flag}={value}"]
         label = f"generate --{flag}={value[:20]!r}"
-        names = (flag, *flag.split("_"), value[:40] or "language model")
+        names = (
+            flag,
+            *flag.split("_"),
+            os.path.normpath(value)[:40] if value else "language model",
+        )
         return Attempt(label, "bad", command("generate", argv), names)
 
     def _mutated(self, rng: random.Random, place: Place) -> Attempt:

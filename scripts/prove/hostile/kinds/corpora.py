@@ -83,7 +83,7 @@ class Corpora:
             counted = data.record()["corpora"][0]["bad_rows"]
             return (len(data.rows) + len(data.held_out), counted) == (given.good, given.bad)
 
-        names = given.names or (STEM, "training set", "held-out set", "eval_dataset")
+        names = given.names or (STEM, "a column", "training set", "held-out set", "eval_dataset")
         return Attempt(given.label, given.expect, read_by(call, read), names, right)
 
 

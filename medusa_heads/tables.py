@@ -1,0 +1,48 @@
+"""Tables that are read on a screen, or as Markdown on a page. rich is imported for the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""The names of the columns, and the rows below them."""
+
+
+def formatted(columns: Mapping[str, str], entries: Iterable[Mapping[str, Any]]) -> Rows:
+    """Rows of a table whose columns say how an entry is written in them."""
+    cells = [[cell.format(**entry) for cell in columns.values()] for entry in entries]
+    return list(columns), cells
+
+
+def on_screen(
+    title: str, rows: Rows, *, caption: str = "", bold: int | None = None, narrow: bool = False
+) -> Table:
+    """A table, numbers to the right; one row may stand out. Where it is narrow, for many columns of
+    short numbers, their names are broken and not cut."""
+    from rich import box
+    from rich.table import Table
+
+    columns, cells = rows
+    table = Table(title=title, caption=caption or None, caption_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=not place)
+    if narrow:
+        table.box, table.pad_edge = box.SIMPLE, False
+        for place, shown in enumerate(table.columns):
+            shown.overflow, shown.no_wrap = "fold", False
+            shown.width = None if place else max(len(row[0]) for row in cells)
+            shown.min_width = shown.width or 4
+    for place, row in enumerate(cells):
+        table.add_row(*row, style="bold" if place == bold else None)
+    return table
+
+
+def in_markdown(rows: Rows) -> str:
+    """A table, numbers to the right."""
+    columns, cells = rows
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

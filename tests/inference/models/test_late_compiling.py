@@ -1,0 +1,141 @@
+"""Compiling in the middle of a text: the same tokens, and only where it has come to pay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads.errors import MedusaWarning
+from medusa_heads.inference.models import late_compiling
+from medusa_heads.inference.models.drafted import DraftedModel
+from medusa_heads.inference.models.late_compiling import LateCompiling
+from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.target import TargetModel
+from tests.conftest import DEVICE, TinyLlama
+from tests.inference.padded import padded
+
+PADDING = [0, 3, 5]
+LATE: Any = {"compile": "auto", "compile_backend": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Compiling is paid for by some steps; the eager backend saves nothing, and is taken still."""
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
+    monkeypatch.setattr(late_compiling, "_SECONDS", 0.002)
+    for least in ("_LEAST_SAVED", "_LEAST_SAVED_OF_SIZES"):
+        monkeypatch.setattr(late_compiling, least, -1e9)
+
+
+@pytest.fixture
+def steps_by_view(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many trees each view of the target has verified, once the test has begun."""
+    counts = {"plain": 0, "compiled": 0}
+
+    def count(view: type[TargetModel], name: str) -> None:
+        verify = view.verify
+
+        def counted(self: Any, *args: Any) -> Any:
+            counts[name] += 1
+            return verify(self, *args)
+
+        monkeypatch.setattr(view, "verify", counted)
+
+    count(TargetModel, "plain")
+    count(CompiledTarget, "compiled")
+    return counts
+
+
+def heads_for(model: Any, **settings: Any) -> MedusaHeads:
+    config = model.config
+    torch.manual_seed(1)
+    return MedusaHeads(
+        HeadsConfig(
+            hidden_size=config.hidden_size, vocab_size=config.vocab_size, num_heads=3, **settings
+        )
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("drafter", ["auto", "suffix", "lookahead", "static:7", "prefix"])
+def test_a_text_goes_on_compiled(
+    tiny_llama: TinyLlama, steps_by_view: dict[str, int], drafter: str, rows: int
+) -> None:
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    given = padded(PADDING[:rows], 8)
+    options = {"max_new_tokens": 60, "do_sample": rows == 1, "temperature": 0.5}
+    torch.manual_seed(3)
+    expected_BT = model.generate(**given, **options)
+    if drafter in ("static:7", "prefix"):
+        heads = heads_for(model, prefix_attention=drafter == "prefix")
+        drafted: Any = MedusaModel(model, heads, tree="static:7", **LATE)
+    else:
+        drafted = TrainingFreeModel(model, drafter, **LATE)
+    steps_by_view.update(plain=0, compiled=0)
+    torch.manual_seed(3)
+    assert drafted.generate(**given, **options).tolist() == expected_BT.tolist()
+    assert min(steps_by_view.values()) > 3  # both views had their part of the text
+    torch.manual_seed(3)
+    assert drafted.generate(**given, **options).tolist() == expected_BT.tolist()
+    assert steps_by_view["compiled"] > 10
+
+
+def test_nothing_is_compiled_before_it_pays(
+    tiny_llama: TinyLlama, steps_by_view: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late_compiling, "_SECONDS", 1e6)
+    drafted = TrainingFreeModel(tiny_llama(vocab_size=24).to(DEVICE), "auto", **LATE)
+    drafted.generate(torch.tensor([[5, 6, 7]], device=DEVICE), max_new_tokens=60)
+    assert not steps_by_view["compiled"]
+
+
+def test_what_saves_nothing_is_kept_and_not_tried_again(
+    tiny_llama: TinyLlama, steps_by_view: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late_compiling, "_LEAST_SAVED_OF_SIZES", 0.15)
+    monkeypatch.setattr(late_compiling, "median", lambda _: 0.9)  # too little for many sizes
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    ids_BT = torch.tensor([[5, 6, 7]], device=DEVICE)
+    expected_BT: Any = model.generate(ids_BT, max_new_tokens=60)
+    for _ in range(2):  # the second one reads what the first one kept
+        drafted: Any = TrainingFreeModel(model, "auto", **LATE)
+        assert drafted.generate(ids_BT, max_new_tokens=60).tolist() == expected_BT.tolist()
+        tried = steps_by_view["compiled"]
+    assert 0 < tried <= 1 + late_compiling._ROUNDS
+
+
+def test_without_a_compiler_decoding_goes_on(tiny_llama: TinyLlama) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise OSError("no compiler here")
+
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    ids_BT = torch.tensor([[5, 6, 7]], device=DEVICE)
+    expected_BT: Any = model.generate(ids_BT, max_new_tokens=60)
+    drafted: Any = TrainingFreeModel(model, "auto", compile="auto", compile_backend=broken)
+    with pytest.warns(MedusaWarning, match="goes on without torch.compile"):
+        assert drafted.generate(ids_BT, max_new_tokens=60).tolist() == expected_BT.tolist()
+
+
+@pytest.mark.parametrize("kept", [{"seconds": "soon", "share": 0.5}, {"seconds": 1.0}, {}])
+def test_a_damaged_measurement_is_none(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, kept: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(late_compiling.Measurements, "read", lambda *_: kept)
+    target = TargetModel(tiny_llama())
+    compiling = LateCompiling(target, lambda: pytest.fail("made"), lambda _: pytest.fail("made"))
+    assert compiling.saved == 0.25
+
+
+def test_what_it_does_not_go_with_is_refused_by_name(tiny_llama: TinyLlama) -> None:
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    with pytest.raises(ValueError, match="deterministic=True"):
+        TrainingFreeModel(model, "auto", deterministic=True, **LATE)
+    with pytest.raises(ValueError, match="draft model"):
+        DraftedModel(model, tiny_llama(vocab_size=24), compile="auto")
+    with pytest.raises(ValueError, match="compile must be"):
+        TrainingFreeModel(model, "auto", compile="late")  # type: ignore[arg-type]
