@@ -194,12 +194,11 @@ def memory_overhead(
 
 @torch.inference_mode()
 def cache_bytes_per_token(target: TargetModel) -> int:
-    """Of the keys and values in all layers, seen on a token that the target really reads."""
+    """Of the rows in all layers, seen on a token that the target really reads."""
     cache = target.new_cache()
     ids_BT = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     target.hidden(ids_BT, cache=cache)
-    held: list[Any] = [side for layer in cache.row_layers for side in (layer.keys, layer.values)]
-    return _bytes(side for side in held if side is not None)
+    return _bytes(rows for layer in cache.row_layers for rows in layer.rows())
 
 
 def _heads_bytes(heads: DraftHeads) -> int:

@@ -19,7 +19,14 @@ from typing import Any, Literal
 import torch
 
 from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
-from medusa_heads.inference.engine.probe import CHAIN, TREE, Prober, takes_positions
+from medusa_heads.inference.engine.probe import (
+    CHAIN,
+    TREE,
+    Prober,
+    few_rows_chosen,
+    indexers,
+    takes_positions,
+)
 from medusa_heads.inference.engine.recurrent_probe import RecurrentProber
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.recurrent import RecurrentCache
@@ -107,6 +114,10 @@ _NO_TREE: Sequence[tuple[Check, str]] = (
         "its local attention window follows the cache slot, not the position in the text",
     ),
     (lambda target: not takes_positions(target), "its forward takes no position_ids"),
+    (
+        lambda target: target.new_cache().keeps_index and not indexers(target),
+        "nothing says how many rows its indexer chooses, and so no short text shows which",
+    ),
 )
 
 
@@ -126,11 +137,11 @@ def _examine(target: TargetModel) -> Capability:
         _warn_of_chains(kind, "it keeps a recurrent state, which follows one path at a time")
         return "recurrent"
     reason = next((why for applies, why in _NO_TREE if applies(target)), None)
-    prober = Prober(target)
-    reason = reason or prober.probe(TREE).fault(target.dtype)
+    with few_rows_chosen(target):
+        reason = reason or Prober(target).probe(TREE).fault(target.dtype)
     if reason is None:
         return "tree"
-    if (fault := prober.probe(CHAIN).fault(target.dtype)) is not None:
+    if (fault := Prober(target).probe(CHAIN).fault(target.dtype)) is not None:
         raise UnsupportedArchitecture(
             f"{kind} cannot verify drafts exactly (as a tree, {reason}; as a chain, {fault})"
         )

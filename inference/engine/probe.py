@@ -10,11 +10,12 @@ Shapes: P paths, T tokens, N tree nodes, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import StoppingCriteriaList
 
 from medusa_heads.config import RankPath
@@ -169,6 +170,36 @@ class Prober:
         """Whether the target itself goes on alike after both, and so has nothing to see."""
         one_TV, other_TV = self._read(one_1T)[0], self._read(other_1T)[0]
         return relative_error(other_TV[-1:], one_TV[-1:]) <= _NO_EFFECT
+
+
+# How much is chosen, by the names that indexers give it. Some thousand tokens are, and so all of a
+# short text, whatever an indexer makes of a tree.
+_FEW = {"index_topk": 8, "topk_blocks": 2, "block_size": 4}
+
+
+def indexers(target: TargetModel) -> list[nn.Module]:
+    """The modules that choose which rows attention reads, and can be told how many."""
+    modules = [m for m in target.model.modules() if type(m).__name__.endswith("Indexer")]
+    return [m for m in modules if vars(m).keys() & _FEW.keys()]
+
+
+@contextmanager
+def few_rows_chosen(target: TargetModel) -> Iterator[None]:
+    """Within the block, indexers leave out most of a short text as well."""
+    few = [
+        (vars(module), {name: min(vars(module)[name], few)})
+        for module in indexers(target)
+        for name, few in _FEW.items()
+        if name in vars(module)
+    ]
+    many = [(settings, {name: settings[name] for name in narrow}) for settings, narrow in few]
+    try:
+        for settings, narrow in few:
+            settings.update(narrow)
+        yield
+    finally:
+        for settings, wide in many:
+            settings.update(wide)
 
 
 def takes_positions(target: TargetModel) -> bool:

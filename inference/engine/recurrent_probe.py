@@ -33,7 +33,7 @@ class RecurrentProber(Prober):
 
     def __init__(self, target: TargetModel) -> None:
         super().__init__(target)
-        if not self._state.cache.states():
+        if not self._state.cache.holds_something():
             raise UnsupportedArchitecture(
                 f"{target.config.model_type} does not keep its state in the cache it is given"
             )

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.target.stacks import Stacks
+from medusa_heads.target.stacks import Member, Stacks
 
 _PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
+_INDEXED_LAYERS = ("DynamicIndexedLayer", "MiniMaxM3VLSparseCacheLayer")
 
 
 def _view(which: int) -> Any:
@@ -41,18 +42,18 @@ class RowLayer(DynamicLayer):
 
     def __init__(self, stacks: Stacks) -> None:
         self._stacks = stacks
-        self._members: tuple[tuple[int, int], ...] = ()
+        self._members: list[Member] = []
         self.length = 0
         super().__init__()
 
     def buffers(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, C, X], with the room behind them."""
-        keys, values = self._members
-        return self._stacks.buffer(keys), self._stacks.buffer(values)
+        return self._stacks.buffer(self._members[0]), self._stacks.buffer(self._members[-1])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._members = self._stacks.add(key_states, value_states)
+        one = value_states is key_states  # and kept once
+        self._members = self._stacks.add(*(key_states, value_states)[one:])
         self.is_initialized = True
 
     def update(
@@ -70,14 +71,26 @@ class RowLayer(DynamicLayer):
         self.length = end
         return keys_BHCX[:, :, :end], values_BHCX[:, :, :end]
 
+    def take_over(self, layer: Any) -> None:
+        """Copy the rows of a layer of a transformers cache."""
+        self.update(layer.keys, layer.values)
+
     def get_seq_length(self) -> int:
         return self.length
 
+    def set_length(self, length: int) -> None:
+        """Rows from that slot on are free to be overwritten."""
+        self.length = length
+
+    def rows(self) -> list[Tensor]:
+        """All that is kept of the tokens read, each [B, H, length, X]."""
+        return [self._stacks.buffer(member)[:, :, : self.length] for member in self._members]
+
     def crop(self, tokens_to_remove: int) -> None:
-        self.length -= abs(tokens_to_remove)
+        self.set_length(self.length - abs(tokens_to_remove))
 
     def reset(self) -> None:
-        self.length = 0
+        self.set_length(0)
 
     # Batch operations work on all layers at once: see RowCache.
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -90,10 +103,81 @@ class RowLayer(DynamicLayer):
         raise ValueError("select rows through RowCache.select_batch, for all layers at once")
 
 
+class IndexedRowLayer(RowLayer):
+    """One layer's keys and values, and the index keys by which its attention chooses which of them
+    it reads: rows as well, kept, moved and dropped with them.
+
+    Shapes: T new tokens, P numberings of positions.
+    """
+
+    def __init__(self, stacks: Stacks) -> None:
+        super().__init__(stacks)
+        self._beside: dict[str, Member] = {}
+        self._index_length = 0  # ahead of `length`, or behind it, within a forward
+
+    def _append(self, kind: str, start: int, new_BHTX: Tensor) -> Tensor:
+        """Write rows in place; returns all of that kind as a view."""
+        if kind not in self._beside:
+            self._beside[kind] = self._stacks.add_beside(new_BHTX)
+        end = start + new_BHTX.shape[-2]
+        if end > self._stacks.capacity:
+            self._stacks.reserve(end)
+        buffer_BHCX = self._stacks.buffer(self._beside[kind])
+        buffer_BHCX[:, :, start:end] = new_BHTX
+        return buffer_BHCX[:, :, :end]
+
+    def update_index(self, index_keys_B1TX: Tensor) -> Tensor:
+        """Append index keys; returns all of them [B, 1, index length, X]."""
+        all_B1LX = self._append("keys", self._index_length, index_keys_B1TX)
+        self._index_length = all_B1LX.shape[-2]
+        return all_B1LX
+
+    def update_indexer(self, index_keys_BTX: Tensor) -> Tensor:
+        """The same without a dimension of heads."""
+        return self.update_index(index_keys_BTX[:, None])[:, 0]
+
+    @property
+    def idx_keys(self) -> Tensor | None:
+        """Index keys of all rows [B, 1, length, X]; None in a layer that uses another's choice."""
+        if "keys" not in self._beside:
+            return None
+        return self._stacks.buffer(self._beside["keys"])[:, :, : self.length]
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Where in the text each row stands [P, B, length], where the target keeps that here."""
+        if "positions" not in self._beside or not self.length:
+            return None
+        buffer_BPC1 = self._stacks.buffer(self._beside["positions"])
+        return buffer_BPC1[:, :, : self.length, 0].transpose(0, 1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions_PBL: Tensor) -> None:
+        new_BPT1 = positions_PBL[:, :, self.length :].transpose(0, 1)[..., None]
+        self._append("positions", self.length, new_BPT1)
+
+    def take_over(self, layer: Any) -> None:
+        if (positions_PBL := getattr(layer, "indexer_position_ids", None)) is not None:
+            self.indexer_position_ids = positions_PBL
+        if (keys_BLX := getattr(layer, "indexer_keys", None)) is not None:
+            self.update_indexer(keys_BLX)
+        if (keys_B1LX := getattr(layer, "idx_keys", None)) is not None:
+            self.update_index(keys_B1LX)
+        super().take_over(layer)
+
+    def set_length(self, length: int) -> None:
+        super().set_length(length)
+        self._index_length = length
+
+    def rows(self) -> list[Tensor]:
+        beside = map(self._stacks.buffer, self._beside.values())
+        return [*super().rows(), *(buffer[:, :, : self.length] for buffer in beside)]
+
+
 class RowCache(Cache):
     """The key-value cache of a target with this text configuration, of which so many slots will be
-    asked for at most; 0 if nobody knows. Raises UnsupportedArchitecture: a layer keeps recurrent,
-    convolutional or indexed state, which has no rows to keep."""
+    asked for at most; 0 if nobody knows. Raises UnsupportedArchitecture: a layer keeps something
+    else, which has no rows to keep."""
 
     fixed_capacity: int | None = None  # slots of a cache that cannot grow
     can_go_back = True  # whether `set_length` may take back what was written
@@ -113,6 +197,8 @@ class RowCache(Cache):
         kind = type(layer).__name__
         if kind in _PLAIN_LAYERS:
             return self.layer_kind(self._stacks)
+        if kind in _INDEXED_LAYERS:
+            return IndexedRowLayer(self._stacks)
         if kind == "DummyLayer":  # reads another layer's keys and values (Gemma 3n)
             return layer
         raise UnsupportedArchitecture(
@@ -136,7 +222,7 @@ class RowCache(Cache):
                     "the given cache no longer holds every token's row (a sliding window dropped "
                     "some): pass the whole text without a cache, or one that this decoder returned"
                 )
-            mine.update(keys, values)
+            mine.take_over(theirs)
 
     def handed_out(self, config: Any) -> RowCache:
         """This cache for a caller to keep: itself, unless it will be used again."""
@@ -147,10 +233,15 @@ class RowCache(Cache):
         """The layers that hold rows of their own."""
         return [layer for layer in self.layers if isinstance(layer, RowLayer)]
 
+    @property
+    def keeps_index(self) -> bool:
+        """Whether an indexer chooses which rows are read."""
+        return any(isinstance(layer, IndexedRowLayer) for layer in self.layers)
+
     def set_length(self, length: int) -> None:
         """Rows from slot `length` on are free to be overwritten."""
         for layer in self.row_layers:
-            layer.length = length
+            layer.set_length(length)
 
     def keep_paths(self, paths: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
         """Of the nodes of a tree, written for all rows behind the longest one, keep a path of each

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.attention import TreeMask, explicit_masks
 from medusa_heads.target.cache import RowCache, RowLayer
-from medusa_heads.target.stacks import Stacks
+from medusa_heads.target.stacks import Member, Stacks
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 
@@ -45,18 +45,16 @@ class StaticStacks(Stacks):
         self.capacity = capacity
         self.nodes_N: Tensor | None = None
 
-    def buffer(self, member: tuple[int, int]) -> Tensor:
+    def buffer(self, member: Member) -> Tensor:
         return self.stacks[member[0]]
 
-    def add(self, keys: Tensor, values: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-        first = len(self.stacks)
-        for like in (keys, values):
-            batch, heads, _, width = like.shape
-            with torch.inference_mode(False):  # whoever comes first, all may write to it
-                self.stacks.append(like.new_zeros(batch, heads, self.capacity, width))
-            # CUDA graphs then read and write it where it lies.
-            torch._dynamo.mark_static_address(self.stacks[-1])
-        return (first, 0), (first + 1, 0)
+    def _place(self, like: Tensor, room: int) -> Member:
+        batch, heads, _, width = like.shape
+        with torch.inference_mode(False):  # whoever comes first, all may write to it
+            self.stacks.append(like.new_zeros(batch, heads, self.capacity, width))
+        # CUDA graphs then read and write it where it lies.
+        torch._dynamo.mark_static_address(self.stacks[-1])
+        return len(self.stacks) - 1, 0
 
     def reserve(self, slots: int) -> None:
         raise AssertionError("no text is longer than was announced")

@@ -1,4 +1,5 @@
-"""A RowCache some of whose layers keep a recurrent state, which has no rows to keep or drop.
+"""A RowCache some of whose layers keep a state of all they have read, which has no rows to keep or
+drop: a recurrent or convolution state, or tokens compressed into common entries.
 
 What a token has done to such a state cannot be taken back. So the states are copied before drafts
 are read, and the copy is put back where one of them is refused; what was accepted is then read
@@ -19,11 +20,18 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 from medusa_heads.target.cache import RowCache, RowLayer
 from medusa_heads.target.stacks import Stacks
 
+_COMPRESSED_LAYERS = ("DeepseekV4HCACache", "DeepseekV4CSACache")
+
+
+def _is_compressed(layer: Any) -> bool:
+    return type(layer).__name__ in _COMPRESSED_LAYERS
+
 
 def is_recurrent(config: Any) -> bool:
-    """Whether a target of this text configuration keeps a recurrent or convolution state."""
+    """Whether a target of this text configuration keeps such a state."""
     return any(
-        isinstance(layer, LinearAttentionLayer) for layer in DynamicCache(config=config).layers
+        isinstance(layer, LinearAttentionLayer) or _is_compressed(layer)
+        for layer in DynamicCache(config=config).layers
     )
 
 
@@ -54,6 +62,42 @@ class StateAndRowLayer(StateLayer, RowLayer):  # type: ignore[misc, override]
         RowLayer.reset(self)
 
 
+class CompressedRowLayer(RowLayer):
+    """One layer's keys and values, and the entries into which it compresses every few tokens. Those
+    are kept by the layer of transformers' own cache, which adds tensors and never changes one."""
+
+    def __init__(self, stacks: Stacks, own: Any) -> None:
+        super().__init__(stacks)
+        self._own = own
+        self.hold()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # not here yet, or nobody's
+            raise AttributeError(name)
+        return getattr(self._own, name)  # what attention asks of the entries
+
+    def entries(self) -> list[Tensor]:
+        """Those made so far, and the tokens that wait for theirs."""
+        kept = [tensor for by_name in self._copies().values() for tensor in by_name.values()]
+        return [tensor for tensor in kept if isinstance(tensor, Tensor)]
+
+    def _copies(self) -> dict[str, dict[str, Any]]:
+        own = vars(self._own).items()
+        return {name: dict(by_name) for name, by_name in own if isinstance(by_name, dict)}
+
+    def hold(self) -> None:
+        """Remember the entries as they are."""
+        self._held = self._copies()
+
+    def put_back(self) -> None:
+        """The entries as they were held."""
+        vars(self._own).update({name: dict(by_name) for name, by_name in self._held.items()})
+
+    def reset(self) -> None:
+        self._own.reset()
+        super().reset()
+
+
 class RecurrentCache(RowCache):
     """Rows of attention layers as in any RowCache, and the states of the others with a copy of what
     they were before the drafts that are being verified."""
@@ -67,6 +111,8 @@ class RecurrentCache(RowCache):
         super().__init__(config, slots)
 
     def make_layer(self, layer: Any) -> Any:
+        if _is_compressed(layer):
+            return CompressedRowLayer(self._stacks, layer)
         if not isinstance(layer, LinearAttentionLayer):
             return super().make_layer(layer)
         states = layer.number_of_states
@@ -83,6 +129,13 @@ class RecurrentCache(RowCache):
             for state in layer.states()
         ]
 
+    def holds_something(self) -> bool:
+        """Whether the target has made any state here."""
+        return bool(self.states() or any(layer.entries() for layer in self._compressed()))
+
+    def _compressed(self) -> list[CompressedRowLayer]:
+        return [layer for layer in self.layers if isinstance(layer, CompressedRowLayer)]
+
     @torch.no_grad()
     def hold(self) -> None:
         """Copy the states, unless they were copied as they are."""
@@ -90,14 +143,18 @@ class RecurrentCache(RowCache):
             states = self.states()
             if not self._held:
                 self._held = [torch.empty_like(state) for state in states]
-            torch._foreach_copy_(self._held, states)
+            _copy(self._held, states)
+            for layer in self._compressed():
+                layer.hold()
             self.is_held = True
 
     @torch.no_grad()
     def put_back(self) -> None:
         """The states as they were held; rows of attention layers stay."""
         assert self.is_held
-        torch._foreach_copy_(self.states(), self._held)
+        _copy(self.states(), self._held)
+        for layer in self._compressed():
+            layer.put_back()
 
     def move_on(self) -> None:
         """What was read since the states were held is part of the text."""
@@ -119,7 +176,9 @@ class RecurrentCache(RowCache):
             ValueError: the cache holds states, of which nobody can say what they have read.
         """
         layers: Any = cache.layers
-        if not any(any(getattr(layer, "has_previous_state", {}).values()) for layer in layers):
+        states = [layer for layer in layers if hasattr(layer, "has_previous_state")]
+        has_read = any(any(layer.has_previous_state.values()) for layer in states)
+        if not has_read and not (any(map(_is_compressed, layers)) and cache.get_seq_length()):
             return
         raise ValueError(
             "the given cache holds recurrent states, which are taken on from this decoder's own "
@@ -128,6 +187,11 @@ class RecurrentCache(RowCache):
 
     def select_batch(self, rows: Any) -> None:
         raise AssertionError("a batch of recurrent states is refused before it is decoded")
+
+
+def _copy(to: list[Tensor], states: list[Tensor]) -> None:
+    if states:
+        torch._foreach_copy_(to, states)
 
 
 # Looked for once: a large model has thousands of modules, and a step little time.

@@ -21,9 +21,11 @@ _INITIAL_SLACK = 256  # slots beyond the prompt before the first growth
 _STACK_BYTES = 1 << 28  # of a stack as it is made, or an eighth of all layers where that is more
 _FEWEST_STACKS = 8  # of a large cache
 
+Member = tuple[int, int]  # a stack, and the place in it
+
 
 class Stacks:
-    """The stacked buffers. A member is (stack, place in it)."""
+    """The stacked buffers."""
 
     def __init__(self) -> None:
         self.stacks: list[Tensor] = []  # each [G, B, H, C, X]
@@ -34,28 +36,34 @@ class Stacks:
         self._used: Counter[int] = Counter()
         self._layers_added = 0
 
-    def buffer(self, member: tuple[int, int]) -> Tensor:
+    def buffer(self, member: Member) -> Tensor:
         stack, place = member
         return self.stacks[stack][place]
 
-    def add(self, keys: Tensor, values: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Places for one more layer. A new stack has room for layers still to come, since in most
-        models they are alike; what stays unused is given back behind the last one."""
-        usual = keys.shape[-2] + _INITIAL_SLACK
-        # Taken at once where that is not much more: a text need not become as long as it may.
-        near = keys.shape[-2] <= self.announced <= 2 * usual
-        self.capacity = self.capacity or (self.announced if near else usual)
-        remaining = max(self.expected_layers - self._layers_added, 1)
-        alike = _signature(keys) == _signature(values)
-        found = [self._place(t, remaining * (2 if alike else 1)) for t in (keys, values)]
+    def add(self, *new: Tensor) -> list[Member]:
+        """Places for one more layer: for its keys and its values, or for both at once. A new stack
+        has room for layers still to come, since in most models they are alike; what stays unused is
+        given back behind the last one."""
+        alike = len({_signature(tensor) for tensor in new}) == 1
+        found = [self.add_beside(tensor, len(new) if alike else 1) for tensor in new]
         self._layers_added += 1
         if self._layers_added == self.expected_layers:
             for stack, used in self._used.items():
                 if used < self.stacks[stack].shape[0]:
                     self.stacks[stack] = self.stacks[stack][:used].clone()
-        return found[0], found[1]
+        return found
 
-    def _place(self, like: Tensor, room: int) -> tuple[int, int]:
+    def add_beside(self, like: Tensor, a_layer: int = 1) -> Member:
+        """A place for something else that a layer keeps of every token; of its kind, so many are
+        kept in a layer."""
+        usual = like.shape[-2] + _INITIAL_SLACK
+        # Taken at once where that is not much more: a text need not become as long as it may.
+        near = like.shape[-2] <= self.announced <= 2 * usual
+        self.capacity = self.capacity or (self.announced if near else usual)
+        remaining = max(self.expected_layers - self._layers_added, 1)
+        return self._place(like, remaining * a_layer)
+
+    def _place(self, like: Tensor, room: int) -> Member:
         signature = _signature(like)
         for stack, known in enumerate(self._signatures):
             if known == signature and self._used[stack] < self.stacks[stack].shape[0]:

@@ -3,7 +3,7 @@
 A tiny fp32 model with wide random weights decodes greedily with the true continuation planted on
 random branches of a bushy tree, and must equal `generate()`. As a control the same decoding is run
 where it must go wrong (a tree with a plain causal mask; a chain whose nodes do not see each other;
-a recurrent state that is not put back).
+a recurrent state that is not put back; index keys of refused drafts that are not dropped).
 An architecture whose control goes unnoticed, or whose text repeats itself, is tried again with
 other weights, then with repeated pairs of tokens forbidden, and is otherwise not called exact.
 
@@ -27,7 +27,8 @@ from medusa_heads.inference.engine.capability import Capability, capability
 from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
-from medusa_heads.target.recurrent import RecurrentCache
+from medusa_heads.target.cache import IndexedRowLayer, RowCache, RowLayer
+from medusa_heads.target.recurrent import CompressedRowLayer, RecurrentCache, StateLayer
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 from scripts.prove.tiny_models import BITSANDBYTES_4BIT, BITSANDBYTES_8BIT, Build, Widths, builder
@@ -72,6 +73,7 @@ class Result:
         tokens: generated and compared; those of the control are not counted.
         mismatches: tokens from the first difference of a sequence on.
         note: why, or how it was checked.
+        keeps: what its cache holds of a text.
     """
 
     kind: str
@@ -79,6 +81,7 @@ class Result:
     tokens: int = 0
     mismatches: int = 0
     note: str = ""
+    keeps: str = ""
 
 
 def check(kind: str, new_tokens: int) -> Result:
@@ -99,16 +102,34 @@ def _attempt(kind: str, build: Build, widths: Widths, options: dict[str, Any]) -
     except Exception as error:
         return Result(kind, "not buildable", note=one_line(error))
     target.freeze()
+    keeps = ""
     try:
+        keeps = _kept(target.new_cache())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trusted = capability(target)
     except UnsupportedArchitecture as error:
-        return Result(kind, "refused", note=error.reason)
+        return Result(kind, "refused", note=error.reason, keeps=keeps)
     notes = [str(w.message).split(": ", 1)[1] for w in caught if "a chain of" in str(w.message)]
     if "no_repeat_ngram_size" in options:
         notes.append("no_repeat_ngram_size=2")
-    return _decode_and_compare(kind, target, trusted, options, notes)
+    return replace(_decode_and_compare(kind, target, trusted, options, notes), keeps=keeps)
+
+
+def _kept(cache: RowCache) -> str:
+    """What its layers hold."""
+    kinds = {
+        "rows": RowLayer,
+        "index": IndexedRowLayer,
+        "compressed": CompressedRowLayer,
+        "state": StateLayer,
+    }
+    held = [
+        name
+        for name, kind in kinds.items()
+        if any(isinstance(layer, kind) for layer in cache.layers)
+    ]
+    return ", ".join(held)
 
 
 def _decode_and_compare(
@@ -140,13 +161,17 @@ def _decode_and_compare(
         distinct += [len(set(row)) for row in reference]
         if batch == 1:
             control: type[PlantedDrafter] = PlainCausalDrafter if tree else BlindDrafter
-            fault: AbstractContextManager[Any] = nullcontext()
+            faults: list[AbstractContextManager[Any]] = [nullcontext()]
             if trusted == "recurrent":
                 control = PlantedDrafter
-                fault = patch.object(RecurrentCache, "put_back", lambda cache: None)
-            wrong = control(reference, target.vocab_size, drafter.shape.choices)
-            with fault:
-                noticed &= _goes_wrong(target, wrong, inputs, options, expected_BT)
+                faults = [patch.object(RecurrentCache, "put_back", lambda cache: None)]
+            if target.new_cache().keeps_index:
+                faults.append(patch.object(IndexedRowLayer, "set_length", RowLayer.set_length))
+            for fault in faults:
+                wrong = control(reference, target.vocab_size, drafter.shape.choices)
+                with fault:
+                    noticed &= _goes_wrong(target, wrong, inputs, options, expected_BT)
+                control = PlantedDrafter
     notes.append(
         f"{sum(accepted) / len(accepted):.2f} tokens/step, {min(distinct)} distinct at least"
     )

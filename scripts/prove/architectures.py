@@ -11,11 +11,13 @@ type only. The table is written when the sweep ends.
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import platform
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -24,8 +26,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import transformers
 from tqdm import tqdm
 from transformers import HfArgumentParser
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from medusa_heads.files import replace_file
@@ -37,7 +41,7 @@ MEMORY_LIMIT = 8 << 30
 MEANING = {
     "exact tree": "a token tree is verified exactly, at batch 1 and in a left-padded batch of 8",
     "exact chain": "a chain of drafts is verified exactly, one unpadded sequence at a time",
-    "exact recurrent": "a chain likewise, from a recurrent state that is put back",
+    "exact recurrent": "a chain likewise, from a state that is put back",
     "half precision": "its kernels round to bf16 whatever the dtype; differs at near ties only",
     "refused": "with the reason, before anything is decoded",
     "not buildable": "no tiny model could be made here",
@@ -50,7 +54,13 @@ decoding with a token tree makes of it. Each trusted type decodes greedily with 
 continuation planted on random branches of a 17-node tree, and is compared token by token with
 `generate()`; windows and chunks are 16 tokens, so that trees straddle their edges. Each is also
 decoded where it must go wrong (a tree with a plain causal mask, a chain whose nodes do not see
-each other, a recurrent state that is not put back), and that has to be noticed."""
+each other, a recurrent state that is not put back, index keys of refused drafts that are not
+dropped), and that has to be noticed.
+
+*Keeps* is what its cache holds of a text: rows, one a token; the rows of an index, by which its
+attention chooses what it reads; tokens compressed into common entries; a recurrent or convolution
+state. *Year* is the latest in the copyright lines of its modeling file in transformers (of its
+configuration file where that has none), which is when it was added."""
 
 
 @dataclass
@@ -182,7 +192,9 @@ def table(results: dict[str, Result], new_tokens: int) -> str:
     command = f"python -m scripts.prove.architectures --new_tokens {new_tokens}"
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES if find_spec(name))
     differed = sum(row.mismatches for row in rows if row.verdict != "half precision")
-    today = datetime.now(timezone.utc).date().isoformat()
+    now = datetime.now(timezone.utc)
+    recent = [row for row in types if (year(row.kind) or 0) >= now.year - 1]
+    trusted = sum(row.verdict.startswith("exact") for row in recent)
     return "\n".join(
         [
             "# Architectures",
@@ -191,17 +203,20 @@ def table(results: dict[str, Result], new_tokens: int) -> str:
             "",
             f"    {command}",
             "",
-            f"{today}, {versions}, Python {platform.python_version()}, CPU, fp32. Of "
-            f"{len(types)} types in transformers' causal-LM mapping:",
+            f"{now.date().isoformat()}, {versions}, Python {platform.python_version()}, CPU, fp32. "
+            f"Of {len(types)} types in transformers' causal-LM mapping:",
             "",
             *(f"- {counts[verdict]} {verdict}: {MEANING[verdict]}" for verdict in VERDICTS),
             "",
             f"{sum(row.tokens for row in exact):,} tokens of exact types and variants were "
             f"compared with `generate()`; {differed:,} differed.",
             "",
+            f"Of the {len(recent)} types of {now.year - 1} and {now.year}, {trusted} decode "
+            f"exactly, {trusted / max(len(recent), 1):.0%}.",
+            "",
             "## Types",
             "",
-            *_markdown(types),
+            *_markdown(types, with_year=True),
             "",
             "## Adapters, quantised weights, attention implementations",
             "",
@@ -211,16 +226,31 @@ def table(results: dict[str, Result], new_tokens: int) -> str:
     )
 
 
-def _markdown(rows: list[Result]) -> list[str]:
-    cells = (
-        (row.kind, row.verdict, f"{row.tokens:,}" if row.tokens else "", row.note.replace("|", "/"))
-        for row in rows
-    )
-    return [
-        "| type | verdict | tokens | note |",
-        "|---|---|---:|---|",
-        *(f"| {' | '.join(row)} |" for row in cells),
-    ]
+def year(kind: str) -> int | None:
+    """Of the copyright of this type's code, as transformers ships it; None where it says none."""
+    modeling = inspect.getsourcefile(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]))
+    configuration = inspect.getsourcefile(CONFIG_MAPPING[kind])
+    for path in (modeling, configuration):
+        assert path is not None
+        head = Path(path).read_text()[:1500]
+        if years := re.findall(r"copyright.*?((?:19|20)\d\d)", head, re.IGNORECASE):
+            return max(map(int, years))
+    return None
+
+
+def _markdown(rows: list[Result], *, with_year: bool = False) -> list[str]:
+    columns: dict[str, Callable[[Result], Any]] = {
+        "type": lambda row: row.kind,
+        "keeps": lambda row: row.keeps,
+        "verdict": lambda row: row.verdict,
+        "tokens": lambda row: f"{row.tokens:,}" if row.tokens else "",
+        "note": lambda row: row.note.replace("|", "/"),
+    }
+    if with_year:
+        columns = {"type": columns.pop("type"), "year": lambda row: year(row.kind) or "", **columns}
+    lines = [[str(read(row)) for read in columns.values()] for row in rows]
+    ruler = ["---:" if name == "tokens" else "---" for name in columns]
+    return [f"| {' | '.join(cells)} |" for cells in [list(columns), ruler, *lines]]
 
 
 def _write(path: Path, text: str) -> None:

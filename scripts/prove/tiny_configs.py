@@ -85,7 +85,7 @@ _VALUES: list[tuple[Any, tuple[str, ...]]] = [
             *("encoder_attention_heads", "attention_heads", "num_decoder_attention_heads"),
             *("num_encoder_attention_heads", "swa_num_attention_heads", "linear_num_value_heads"),
             *("linear_num_heads", "num_experts", "n_routed_experts", "num_local_experts"),
-            *("moe_num_experts", "index_n_heads", "hc_lowrank", "d_rel", "zero_expert_num"),
+            *("moe_num_experts", "hc_lowrank", "d_rel", "zero_expert_num"),
         ),
     ),
     (
@@ -109,7 +109,7 @@ _VALUES: list[tuple[Any, tuple[str, ...]]] = [
             ),
             *("attention_head_size", "query_pre_attn_scalar", "hidden_size_per_layer_input"),
             *("mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size", "state_size"),
-            *("global_head_dim", "mamba_d_conv_heads"),
+            *("global_head_dim", "mamba_d_conv_heads", "index_n_heads"),
         ),
     ),
     (
@@ -150,11 +150,20 @@ _INDEXER: dict[str, Any] = {
     "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }
+_DOTS: dict[str, Any] = _ALL_HEADS_CACHED | {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 32,
+    "swa_kv_lora_rank": 32,
+    "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16,
+}
 FIXTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         [
-            *("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-            *("kimi_linear", "minicpm3", "youtu"),
+            *("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
+            *("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "minicpm3", "youtu"),
         ],
         _ALL_HEADS_CACHED,
     ),
@@ -168,13 +177,20 @@ FIXTURES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"moe_top_k": 2},
     },
+    "deepseek_v4": {
+        "layer_types": [
+            *("sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"),
+            "compressed_sparse_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
     "dots1": {**_MIXED, "n_shared_experts": 1},
     "dots3_note": {
-        "text_config": _ALL_HEADS_CACHED,
+        "text_config": _DOTS,
         "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
         "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
     },
-    "dots3_note_text": _ALL_HEADS_CACHED,
+    "dots3_note_text": _DOTS,
     "falcon_h1": {"mamba_d_head": 8},
     "fuyu": {"text_config": {"model_type": "persimmon"}},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model"}},
@@ -204,7 +220,12 @@ FIXTURES: dict[str, dict[str, Any]] = {
     "longcat_flash": {**_ALL_HEADS_CACHED, "head_dim": 8},
     "mamba2": {"num_heads": 8},
     "mellum": _MIXED,
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
+        "index_block_size": 8,
+        "index_topk_blocks": 3,
+    },
     "moshi": {"audio_vocab_size": VOCAB},
     "moss_transcribe_diarize": {"text_config": {"model_type": "qwen3"}},
     "qwen2": _QWEN,

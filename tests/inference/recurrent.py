@@ -1,10 +1,11 @@
-"""Tiny targets with a recurrent state, and what transformers makes of the same input.
+"""Tiny targets with a recurrent state or an index, and what transformers makes of the same input.
 
-Shapes: T tokens.
+Shapes: B batch, T tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,11 @@ import torch
 from torch import Tensor
 
 from medusa_heads import TargetModel
+from medusa_heads.config import RankPath
+from medusa_heads.inference.engine.decoding import decode
+from medusa_heads.inference.engine.stats import GenerationStats
 from scripts.prove.tiny_models import builder
+from tests.inference.planted import PlantedDrafter
 
 KINDS = (
     "bamba",
@@ -24,6 +29,8 @@ KINDS = (
     "qwen3_5_text",
     "qwen3_next",
 )
+
+CHAIN = [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
 
 
 @cache
@@ -54,6 +61,19 @@ def written(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
     return model.generate(**inputs, **{"max_new_tokens": 48, "do_sample": False} | options)
 
 
-def planted_truth(inputs: dict[str, Any], sequences_1T: Tensor) -> list[list[int]]:
-    truth: list[list[int]] = sequences_1T[:, inputs["input_ids"].shape[1] :].tolist()
-    return truth
+def planted(
+    target: TargetModel,
+    inputs: dict[str, Any],
+    expected_BT: Tensor,
+    share: float = 0.75,
+    choices: Sequence[RankPath] = CHAIN,
+    **options: Any,
+) -> tuple[Any, GenerationStats]:
+    """The same with the true continuation planted on trees, which are wrong here and there."""
+    truth = expected_BT[:, inputs["input_ids"].shape[1] :].tolist()
+    drafter, stats = PlantedDrafter(truth, target.vocab_size, choices, share), GenerationStats()
+
+    def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
+        return decode(target, drafter, input_ids, stats=stats, **kwargs)
+
+    return written(target.model, inputs, custom_generate=custom, **options), stats

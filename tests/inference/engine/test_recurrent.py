@@ -11,33 +11,12 @@ from torch import Tensor
 from medusa_heads import TargetModel
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.capability import capability
-from medusa_heads.inference.engine.decoding import decode
-from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.recurrent import RecurrentCache, StateLayer
 from scripts.prove.tiny_models import builder
 from tests.inference.planted import PlantedDrafter
-from tests.inference.recurrent import KINDS, planted_truth, prompt, tiny_target, written
-
-CHAIN = [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
+from tests.inference.recurrent import KINDS, planted, prompt, tiny_target, written
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
-
-
-def planted(
-    target: TargetModel,
-    inputs: dict[str, Any],
-    expected_1T: Tensor,
-    share: float = 0.75,
-    **options: Any,
-) -> tuple[Any, GenerationStats]:
-    """The same with the true continuation planted on chains, which are wrong here and there."""
-    truth, stats = planted_truth(inputs, expected_1T), GenerationStats()
-    drafter = PlantedDrafter(truth, target.vocab_size, CHAIN, share)
-
-    def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(target, drafter, input_ids, stats=stats, **kwargs)
-
-    return written(target.model, inputs, custom_generate=custom, **options), stats
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,179 @@
+"""Targets whose attention reads what an indexer chooses, with the truth planted on trees."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.bench.speedup import cache_bytes_per_token
+from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.probe import few_rows_chosen, indexers
+from medusa_heads.target.cache import IndexedRowLayer, RowLayer
+from medusa_heads.target.recurrent import CompressedRowLayer
+from medusa_heads.target.stacks import Stacks
+from scripts.prove.tiny_configs import tiny_config
+from scripts.prove.tiny_models import builder, random_weights
+from tests.inference.padded import padded
+from tests.inference.planted import BUSHY
+from tests.inference.recurrent import CHAIN, planted, prompt, tiny_target, written
+
+TREES = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
+VERIFIES = {
+    **dict.fromkeys(TREES, "tree"),
+    "minimax_m3_vl_text": "chain",  # its blocks of keys go by slot
+    "deepseek_v4": "recurrent",  # entries of several tokens
+    "qwen4_exp_text": "recurrent",  # an index and linear attention
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+
+
+@pytest.mark.parametrize("kind", VERIFIES)
+def test_planted_drafts_are_token_equal(kind: str) -> None:
+    target, inputs = tiny_target(kind), prompt()
+    assert capability(target) == VERIFIES[kind]
+    choices = BUSHY if VERIFIES[kind] == "tree" else CHAIN
+    for drawn in ({}, {"do_sample": True, "temperature": 1.3}):
+        expected = written(target.model, inputs, **drawn)
+        got, stats = planted(target, inputs, expected, choices=choices, **drawn)
+        assert torch.equal(got, expected)
+        assert stats.tokens_per_step > 1.5
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_rows_of_a_padded_batch_keep_their_own(kind: str) -> None:
+    target, inputs = tiny_target(kind), padded([0, 7, 13], 21)
+    expected = written(target.model, inputs)
+    got, stats = planted(target, inputs, expected, choices=BUSHY)
+    assert torch.equal(got, expected) and stats.tokens_per_step > 1.5
+
+
+def not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IndexedRowLayer, "set_length", RowLayer.set_length)
+
+
+def not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Index keys of an accepted path stay where the tree wrote them."""
+    own = Stacks.move_rows
+
+    def move_rows(stacks: Stacks, source_BA: Tensor, destination_BA: Tensor) -> None:
+        index = [stack for stack in stacks.stacks if stack.shape[-1] == 16]  # numbers of a key
+        before = [stack.clone() for stack in index]
+        own(stacks, source_BA, destination_BA)
+        for stack, was in zip(index, before, strict=True):
+            stack.copy_(was)
+
+    monkeypatch.setattr(Stacks, "move_rows", move_rows)
+
+
+def not_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompressedRowLayer, "put_back", lambda layer: None)
+
+
+FAULTS = [
+    (not_dropped, "deepseek_v32"),
+    (not_dropped, "minimax_m3_vl_text"),
+    (not_dropped, "qwen4_exp_text"),
+    (not_moved, "deepseek_v32"),
+    (not_put_back, "deepseek_v4"),
+]
+
+
+@pytest.mark.parametrize(("fault", "kind"), FAULTS)
+def test_what_is_kept_wrongly_is_noticed_in_the_text(
+    fault: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative controls of the tests above."""
+    target, inputs = tiny_target(kind), prompt()
+    expected = written(target.model, inputs)
+    choices = BUSHY if capability(target) == "tree" else CHAIN
+    fault(monkeypatch)
+    try:
+        got, _ = planted(target, inputs, expected, choices=choices)
+    except (IndexError, RuntimeError, ValueError):  # rows and index keys of unequal numbers
+        assert fault is not_dropped
+    else:
+        assert not torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [(not_dropped, "deepseek_v32"), (not_put_back, "deepseek_v4")]
+)
+def test_what_is_kept_wrongly_is_noticed_by_the_gate(
+    fault: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(UnsupportedArchitecture):
+        capability(TargetModel(builder(kind)((0.15, 0.15))))
+
+
+def large_blocks() -> TargetModel:
+    """Its indexer chooses sixteen blocks of 128 keys, as the released model's does."""
+    config = tiny_config("minimax_m3_vl_text")
+    config.index_block_size, config.index_topk_blocks = 128, 16
+    from transformers import AutoModelForCausalLM
+
+    return TargetModel(random_weights(AutoModelForCausalLM.from_config(config), (0.15, 0.15)))
+
+
+def test_a_choice_that_short_texts_do_not_show_is_narrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys of a short text are chosen, however an indexer counts blocks."""
+    assert capability(large_blocks()) == "chain"
+    monkeypatch.setattr(
+        "medusa_heads.inference.engine.capability.few_rows_chosen", lambda target: nullcontext()
+    )
+    assert capability(large_blocks()) == "tree"  # which a long text would show to be wrong
+
+
+def test_indexers_choose_as_before_behind_the_block() -> None:
+    target = large_blocks()
+    settings = [(m.block_size, m.topk_blocks) for m in indexers(target)]
+    assert settings == [(128, 16)] * 2
+    with pytest.raises(KeyError), few_rows_chosen(target):
+        assert {(m.block_size, m.topk_blocks) for m in indexers(target)} == {(4, 2)}
+        raise KeyError
+    assert [(m.block_size, m.topk_blocks) for m in indexers(target)] == settings
+
+
+def test_an_indexer_that_cannot_be_narrowed_is_trusted_with_no_tree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("medusa_heads.inference.engine.probe._FEW", {})
+    target = TargetModel(builder("deepseek_v32")((0.15, 0.15)))
+    with pytest.warns(UserWarning, match="nothing says how many rows its indexer chooses"):
+        assert capability(target) == "chain"
+
+
+def test_a_text_goes_on_from_caches_with_an_index() -> None:
+    target, inputs = tiny_target("deepseek_v32"), prompt()
+    torch.manual_seed(3)
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=3))
+    model = MedusaModel(target, heads, tree=8)
+    whole = written(target.model, inputs)
+    options = {"max_new_tokens": 20, "return_dict_in_generate": True}
+    for writes in (model, target.model):  # our cache, and transformers' own
+        first = written(writes, inputs, **options)
+        rest = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
+        cache = first.past_key_values
+        assert torch.equal(written(model, rest, max_new_tokens=28, past_key_values=cache), whole)
+
+
+def test_an_index_is_not_compiled() -> None:
+    target = tiny_target("deepseek_v32")
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    with pytest.raises(UnsupportedArchitecture, match="indexed_attention layers, whose mask is"):
+        MedusaModel(target, heads, compile=True)
+
+
+def test_what_a_token_takes_has_its_index_key() -> None:
+    target = tiny_target("deepseek_v32")
+    latent = 32 + 8  # numbers of keys and values, and 16 of the index key, in four layers
+    assert cache_bytes_per_token(target) == 4 * (latent + 16) * 4
+    # DeepSeek V4 reads one tensor as keys and as values, which is kept once.
+    assert cache_bytes_per_token(tiny_target("deepseek_v4")) == 4 * 16 * 4
