@@ -12,11 +12,15 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import torch
+
 from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
+from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.growing import Proposal, Source
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.trees.tree import TokenTree, TreeShape
 
 _USUAL_LENGTH = 3  # tokens of a chain, before any was drafted
 # The likeliest tokens [B, R] at one place of every row's chain, which goes on with the first, and
@@ -36,6 +40,7 @@ class ChainSource(Source):
         most: tokens of a chain.
         agreement: how often its tokens are expected to be right.
         apart: places whose tokens are believed for themselves; later ones as the last of these.
+        reads_prompt: see Source.
     """
 
     def __init__(
@@ -48,8 +53,9 @@ class ChainSource(Source):
         agreement: float,
         *,
         apart: int = 1,
+        reads_prompt: bool = False,
     ) -> None:
-        self.name = name
+        self.name, self.reads_prompt = name, reads_prompt
         self._continuation, self._clock, self._token = continuation, clock, token
         self._most, self._agreement, self._apart = most, agreement, apart
         self._evidence = Evidence([1.0] * (apart * LEVELS))
@@ -112,3 +118,18 @@ def _behind(
         (token, prob, group, None if rank else place + 1)
         for rank, (token, prob, group) in enumerate(chain[place])
     ]
+
+
+class OneToken(Drafter):
+    """The first token of a continuation, for measuring."""
+
+    num_nodes = 2
+
+    def __init__(self, continuation: Continuation) -> None:
+        self._continuation, self._shape = continuation, TreeShape([(0,)])
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        with closing(self._continuation(state)) as continuation:
+            tokens_BR, _ = next(continuation)
+        first_B1 = torch.tensor(tokens_BR, device=state.roots_B.device)[:, :1]
+        return self._shape.tree(torch.cat([state.roots_B[:, None], first_B1], dim=1))

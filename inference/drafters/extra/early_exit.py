@@ -13,20 +13,17 @@ self-speculative decoding", arXiv:2309.08168; Elhoushi et al. 2024, "LayerSkip",
 from __future__ import annotations
 
 from collections.abc import Collection, Generator
-from contextlib import closing
 from functools import partial
 
 import torch
 
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.measure import target_clock
-from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.drafters.chains import ChainSource, Level
+from medusa_heads.inference.drafters.chains import ChainSource, Level, OneToken
 from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.target import TargetModel
-from medusa_heads.trees.tree import TokenTree, TreeShape
 
 _FIRST_LAYER = "early exit after one layer"
 
@@ -88,7 +85,7 @@ class ExitClock:
     @classmethod
     def measured(cls, target: TargetModel, stack: LayerStack) -> ExitClock:
         """On this machine, or as it was measured before."""
-        chain = _OneToken(ThinnedTarget(target, stack, range(1, len(stack))))
+        chain = OneToken(ThinnedTarget(target, stack, range(1, len(stack))).continuation)
         steps = target_clock(target, {_FIRST_LAYER: (chain, {"layers": 1})})
         return cls(steps, len(stack), steps.drafting(_FIRST_LAYER))
 
@@ -115,18 +112,3 @@ class EarlyExitSource(ChainSource):
     ) -> None:
         token = partial(clock.token, thinned.layers)
         super().__init__("early exit", thinned.continuation, clock.steps, token, most, agreement)
-
-
-class _OneToken(Drafter):
-    """A draft of one token, for measuring."""
-
-    num_nodes = 2
-
-    def __init__(self, thinned: ThinnedTarget) -> None:
-        self._thinned, self._shape = thinned, TreeShape([(0,)])
-
-    def propose(self, state: DecodingState) -> TokenTree:
-        with closing(self._thinned.continuation(state)) as continuation:
-            tokens, _ = next(continuation)
-        drafted_B1 = torch.tensor(tokens, device=state.roots_B.device)
-        return self._shape.tree(torch.cat([state.roots_B[:, None], drafted_B1], dim=1))
