@@ -57,15 +57,13 @@ def prompts(rows: int) -> dict[str, Any]:
     return padded((0, 4, 9, 2)[:rows], 13, range(3, 190))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.3, "top_k": 0}
+PENAL: dict[str, Any] = {"repetition_penalty": 1.2}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": True, "temperature": 0.3, "top_k": 0},
-        {"do_sample": False, "repetition_penalty": 1.2},
-    ],
-    ids=str,
+    ("kind", "options"),
+    [*((kind, {}) for kind in KINDS), ("deepseek_v3", DRAWN), ("qwen3_next", DRAWN | PENAL)],
 )
 def test_equals_generate(
     targets: dict[str, TargetModel], kind: str, options: dict[str, Any]
@@ -96,7 +94,7 @@ def test_rows_of_a_batch_equal_generate(targets: dict[str, TargetModel], kind: s
         assert model.last_stats.tokens_per_step > 1.3
 
 
-@pytest.mark.parametrize("kind", ("deepseek_v3", "mellum"))
+@pytest.mark.parametrize("kind", ("deepseek_v3", "glm4_moe"))
 def test_drafts_are_those_of_transformers(
     targets: dict[str, TargetModel], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +127,7 @@ def test_drafts_are_those_of_transformers(
     got_BT = written(TrainingFreeModel(target, "mtp"), prompts(1), max_new_tokens=70)
     assert torch.equal(got_BT, expected_BT)
     common = sorted(set(theirs) & set(ours))[1:-1]  # before the prompt is read none is drafted
-    assert len(common) > 10
+    assert len(common) > 5
     assert {at: ours[at] for at in common} == {at: theirs[at][:number] for at in common}
     assert any(theirs[at] != expected_BT[0, at : at + number].tolist() for at in common)
 
@@ -146,14 +144,14 @@ def test_what_is_remembered_is_what_is_read_anew(
     def compare(self: MtpDrafts, state: DecodingState) -> Any:
         chains = continuation(self, state)
         anew = [_read_anew(self, state, b) for b in range(len(state.rows))]
-        for depth in range(6):
-            tokens_BR, probs_BR = next(chains)
+        levels = [next(chains) for _ in range(5)]
+        for tokens_BR, probs_BR in levels:
             for b, chain in enumerate(anew):
                 (tokens_R,), (probs_R,) = next(chain)
                 assert tokens_BR[b][0] == tokens_R[0]
                 assert probs_BR[b] == pytest.approx(probs_R, rel=1e-3, abs=1e-5)
-                compared.append(depth)
-            yield tokens_BR, probs_BR
+                compared.append(b)
+        yield from levels
 
     def _read_anew(self: MtpDrafts, state: DecodingState, b: int) -> Any:
         row = state.rows[b]
@@ -167,7 +165,8 @@ def test_what_is_remembered_is_what_is_read_anew(
     model = TrainingFreeModel(target, "mtp")
     expected_BT = written(target.model, prompts(rows))
     assert torch.equal(written(model, prompts(rows)), expected_BT)
-    assert compared.count(3) > 5 and model.last_stats.tokens_per_step > 1.3
+    assert compared.count(rows - 1) > 20 and model.last_stats.tokens_per_step > 1.3
+    assert len(model.last_stats.accepted) > 1
 
 
 def test_the_modules_are_asked_only_where_they_pay(
@@ -180,7 +179,8 @@ def test_the_modules_are_asked_only_where_they_pay(
     monkeypatch.setattr(
         MtpText, "advance", lambda self, state: (asked.append(1), advance(self, state))[1]
     )
-    clock = Clock(STEPS, {mtp._ALL: 0.5}, learns=False)
+    drafting = dict.fromkeys((mtp._ALL, "mtp of 1", "a token of mtp of 1"), 0.5)
+    clock = Clock(STEPS, drafting, learns=False)
     monkeypatch.setattr(mtp, "target_clock", lambda *_: clock)
     model = TrainingFreeModel(target, "mtp")
     expected_BT = written(target.model, prompts(1), max_new_tokens=150)
