@@ -24,7 +24,7 @@ from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.medusa import MedusaModel
-from medusa_heads.inference.models.training_free import DRAFTERS, TrainingFreeModel
+from medusa_heads.inference.models.training_free import DRAFTERS, OWN_MODULES, TrainingFreeModel
 from medusa_heads.inference.plan.adaptive import continues_text
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
@@ -122,11 +122,12 @@ def _checked(name: str) -> _Parts:
     parts = _parts(name)
     treed = parts.kind in _TREED
     # A drafter's name may hold the layers it runs: `early_exit:4+suffix`.
-    known = treed or re.sub(r":\d+", "", parts.drafts) in DRAFTERS or parts.drafts in _PLAINLY
+    untrained = re.sub(r":\d+", "", parts.drafts) in DRAFTERS + OWN_MODULES
+    known = treed or untrained or parts.drafts in _PLAINLY
     if not known or (treed and parts.drafts == f"{parts.kind}:"):
         raise ValueError(
-            f"expected methods among {', '.join((*_PLAINLY, *DRAFTERS))}, {HEADS}:TREE and "
-            f"{DRAFT_MODEL}:TREE, got {name!r}"
+            f"expected methods among {', '.join((*_PLAINLY, *DRAFTERS, *OWN_MODULES))}, "
+            f"{HEADS}:TREE and {DRAFT_MODEL}:TREE, got {name!r}"
         )
     continued = (parts.tree or "auto") if parts.kind == HEADS else parts.drafts
     if parts.corpus and (parts.kind == DRAFT_MODEL or not continues_text(continued)):

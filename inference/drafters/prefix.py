@@ -56,7 +56,7 @@ class PrefixMemory(Memory):
         hidden_BPD = hidden_BND[batch_B1, torch.tensor(index, device=device)].to(dtype)
         # A row that has ended, and stays in a compiled batch, may have fewer tokens than steps.
         following = [
-            (_last_tokens(row, len(path)) + [0] * longest)[:longest]
+            (row.last(len(path)) + [0] * longest)[:longest]
             for row, path in zip(state.rows, nodes, strict=True)
         ]
         following_BPD = self._heads.embed(torch.tensor(following, device=device)).to(dtype)
@@ -97,10 +97,3 @@ class PrefixMemory(Memory):
             batch_B1 = torch.arange(held.shape[1], device=held.device)[:, None]
             held[:, batch_B1, :, positions_BP] = fresh_2BAPE.permute(1, 3, 0, 2, 4)
         return held
-
-
-def _last_tokens(row: Row, count: int) -> list[int]:
-    if count <= len(row.tokens):
-        return row.tokens[-count:]
-    tokens: list[int] = row.ids_1T()[0, -count:].tolist()
-    return tokens

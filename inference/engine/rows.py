@@ -159,6 +159,13 @@ class Row:
         assert length >= self._prompt_length
         return self.tokens[length - self._prompt_length :]
 
+    def last(self, count: int) -> list[int]:
+        """The row's last tokens, as many as it has of so many."""
+        if count <= len(self.tokens):
+            return self.tokens[-count:]
+        tokens: list[int] = self.ids_1T()[0, -count:].tolist()
+        return tokens
+
     def commit(self, token: int) -> bool:
         """Append a token of the target; whether the row ends with it."""
         assert not self.done

@@ -34,6 +34,8 @@ DRAFTERS = (
     "early_exit",
     "early_exit+suffix",
 )
+OWN_MODULES = ("mtp", "mtp+suffix")  # of targets whose checkpoints bring what drafts
+_CHAINS = ("suffix", "early_exit", "mtp")  # what drafts for targets that verify chains alone
 
 
 class TrainingFreeModel(AssistedModel):
@@ -53,15 +55,16 @@ class TrainingFreeModel(AssistedModel):
     target took to follow each token when it last read it; `"auto"` both in one tree. `"lookahead"`
     drafts n-grams of its own parallel guesses at later tokens; `"early_exit"` the target itself
     without the layers that its drafts can best do without, `"early_exit:4"` with its first 4 layers
-    alone. Either may have `+suffix` behind it. `"suffix"`, `"auto"` and all `+suffix` use a corpus.
+    alone; `"mtp"` the multi-token-prediction modules of the target's own checkpoint. Each of these
+    may have `+suffix` behind it. `"suffix"`, `"auto"` and all `+suffix` use a corpus.
     By default the target writes the calibration; what is found is kept on disk.
 
     Attributes:
         skipped_layers: of early exit: the layers, counted from 0, that drafts do without.
 
     Raises:
-        ValueError: an unknown drafter, one whose trees the target cannot verify, or a corpus that
-            it does not continue, or that cannot be read.
+        ValueError: an unknown drafter, one whose trees the target cannot verify, or modules or a
+            corpus that cannot be read, or a corpus that it does not continue.
         UnsupportedArchitecture: the target cannot be decoded exactly with drafts, or its layers
             cannot be left out.
     """
@@ -83,10 +86,10 @@ class TrainingFreeModel(AssistedModel):
         self._refuse_clocks(deterministic)
         name, _, suffix = drafter.partition("+")
         name, _, kept = name.partition(":")
-        if self._chain_only and (name not in ("suffix", "early_exit") or suffix):
+        if self._chain_only and name not in _CHAINS:
             raise ValueError(
                 f"the drafter {drafter!r} adds branches, and this target verifies chains alone: "
-                "use 'suffix' or 'early_exit'"
+                f"use one of {', '.join(_CHAINS)}"
             )
         self.method, self.deterministic = drafter, deterministic
         self._suffix = bool(suffix)
@@ -94,6 +97,10 @@ class TrainingFreeModel(AssistedModel):
         self._agreement: dict[str, float] = {}
         if name == "early_exit":
             self._find_stack(int(kept) if kept else None)
+        if name == "mtp":
+            from medusa_heads.inference.drafters.mtp import MtpDrafts
+
+            self._mtp_drafts = MtpDrafts(self.target)
         # Only now: to index a corpus may take a while, and to try layers as well.
         self.corpus = find_corpus(corpus, self.target, trust_remote_code=trust_remote_code)
         if name == "early_exit" and not kept:
@@ -109,6 +116,8 @@ class TrainingFreeModel(AssistedModel):
             return self._lookahead(target, blend)
         if name == "early_exit":
             return self._early_exit(blend)
+        if name == "mtp":
+            return self._mtp(blend)
         sources = [] if name == "suffix" else [RecyclingSource(target.vocab_size)]
         return blend(sources, text=name != "recycling", chain_only=name == "suffix")
 
@@ -186,10 +195,17 @@ class TrainingFreeModel(AssistedModel):
         source = EarlyExitSource(thinned, clock, most, **self._agreement)
         return blend([source], text=self._suffix, clock=clock.steps, chain_only=self._chain_only)
 
+    def _mtp(self, blend: Callable[..., BlendedDrafter]) -> Drafter:
+        from medusa_heads.inference.drafters.mtp import mtp_source
+
+        clock = Clock.flat() if self.deterministic else None
+        source, clock = mtp_source(self._mtp_drafts, max(sizes_for(self.target)), clock)
+        return blend([source], text=self._suffix, clock=clock, chain_only=self._chain_only)
+
 
 def _check_drafter(drafter: str, corpus: object, calibration: object, compiled: object) -> None:
-    if re.sub(r"^early_exit:\d+", "early_exit", drafter) not in DRAFTERS:
-        known = [*DRAFTERS, "early_exit:N", "early_exit:N+suffix"]
+    if re.sub(r"^early_exit:\d+", "early_exit", drafter) not in DRAFTERS + OWN_MODULES:
+        known = [*DRAFTERS, "early_exit:N", "early_exit:N+suffix", *OWN_MODULES]
         raise ValueError(f"drafter must be one of {', '.join(known)}, got {drafter!r}")
     if corpus is not None and not continues_text(drafter):
         raise ValueError(

@@ -48,7 +48,8 @@ class DecodingArguments(ModelArguments):
     drafter: str | None = flag(
         None,
         "Draft without training: auto, suffix, recycling, lookahead, lookahead+suffix, "
-        "early_exit, early_exit+suffix, or early_exit:N with the first N layers. The first "
+        "early_exit, early_exit+suffix, early_exit:N with the first N layers, or mtp, mtp+suffix "
+        "with the multi-token-prediction modules of the target's own checkpoint. The first "
         "argument is then the target itself.",
     )
     draft_model: list[str] = flag(

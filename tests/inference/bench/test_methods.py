@@ -11,7 +11,7 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.bench.methods import COMPILED, PLAIN, PROMPT_LOOKUP, check_methods
 from medusa_heads.inference.models import training_free
 from medusa_heads.inference.models.medusa import MedusaModel
-from medusa_heads.inference.models.training_free import DRAFTERS
+from medusa_heads.inference.models.training_free import DRAFTERS, OWN_MODULES
 from medusa_heads.inference.plan import adaptive as adaptive_plan
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
@@ -56,7 +56,7 @@ def test_a_method_is_named_once() -> None:
     drafts = [f"draft-model:{tree}" for tree in ("auto", "chain:3", "dynamic:8", "sampled:3x2")]
     compiled = [f"{name}+compile" for name in (*heads, *drafts, "auto", "lookahead+suffix")]
     numbered = ["early_exit:4", "early_exit:4+suffix"]
-    named = [PLAIN, *DRAFTERS, *numbered, *heads, *drafts, *compiled]
+    named = [PLAIN, *DRAFTERS, *OWN_MODULES, *numbered, *heads, *drafts, *compiled]
     check_methods([named, [PLAIN]], heads=True, draft=True)
     with pytest.raises(ValueError, match="'suffix' is given twice"):
         check_methods([["suffix", PLAIN, "suffix"]], heads=False, draft=False)

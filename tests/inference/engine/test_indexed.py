@@ -133,10 +133,11 @@ def test_a_choice_that_short_texts_do_not_show_is_narrowed(monkeypatch: pytest.M
 
 def test_indexers_choose_as_before_behind_the_block() -> None:
     target = large_blocks()
-    settings = [(m.block_size, m.topk_blocks) for m in indexers(target)]
+    found: list[Any] = indexers(target)
+    settings = [(m.block_size, m.topk_blocks) for m in found]
     assert settings == [(128, 16)] * 2
     with pytest.raises(KeyError), few_rows_chosen(target):
-        assert {(m.block_size, m.topk_blocks) for m in indexers(target)} == {(4, 2)}
+        assert {(m.block_size, m.topk_blocks) for m in found} == {(4, 2)}
         raise KeyError
     assert [(m.block_size, m.topk_blocks) for m in indexers(target)] == settings
 

@@ -153,7 +153,7 @@ class Saying(ThinnedTarget):
     def continuation(self, state: DecodingState) -> Any:
         for prob in self.probs:
             self.asked += 1
-            yield [7] * len(state.rows), [prob] * len(state.rows)
+            yield [[7]] * len(state.rows), [[prob]] * len(state.rows)
 
 
 @pytest.mark.parametrize(

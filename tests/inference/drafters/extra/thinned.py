@@ -49,4 +49,4 @@ def drafted(target: TargetModel, state: DecodingState, skipped: Sequence[int], n
     """Each row's next n tokens, level by level."""
     thinned = ThinnedTarget(target, LayerStack(target), skipped)
     with closing(thinned.continuation(state)) as continuation:
-        return [tokens for tokens, _ in islice(continuation, n)]
+        return [[row[0] for row in tokens] for tokens, _ in islice(continuation, n)]

@@ -1,0 +1,213 @@
+"""Drafts of a target's own multi-token-prediction modules.
+
+Module k (counted from 0) reads, at position t of the text, what came out below it at t (of module 0
+the target's hidden state) and the token t+1+k; what comes out yields, through the target's lm_head,
+the token t+2+k. Tokens it has not got yet are those drafted before. Behind the last module a chain
+goes on with that module, which reads what itself has put out, as vLLM and SGLang let it.
+
+Every module keeps keys and values of its own along the text. Those of module k's last k positions
+were made from drafts, and are made again from what was committed.
+
+Shapes: B active rows, F positions read at once, P positions drafted so far, S cache slots, R ranks,
+D hidden.
+Source: DeepSeek-AI 2024, "DeepSeek-V3", arXiv:2412.19437, section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.adapt.measure import target_clock
+from medusa_heads.inference.drafters.base import Memory
+from medusa_heads.inference.drafters.chains import ChainSource, Level, OneToken
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.target.attention import TreeMask, tree_attention
+from medusa_heads.target.cache import RowCache
+from medusa_heads.target.mtp import load_mtp
+from medusa_heads.target.target import TargetModel
+
+_RANKS = 4  # tokens offered at each place of a chain
+_AGREEMENT = 0.7  # of a drafted token behind right ones, before any was drafted
+_REUSED = 3  # places behind the last module's own that are believed for themselves
+_ALL = "a token of each module"
+
+
+class MtpDrafts:
+    """What a target's modules draft.
+
+    Raises:
+        ValueError: the target has no modules that can be read.
+    """
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target, self.modules = target, load_mtp(target)
+        self.ranks = min(_RANKS, target.vocab_size)
+
+    def __len__(self) -> int:
+        return len(self.modules.layers)
+
+    def continuation(self, state: DecodingState) -> Generator[Level, None, None]:
+        """The likeliest next tokens of every active row and their probabilities, then those behind
+        the likeliest one, and so on for as long as it is asked."""
+        text: MtpText | None = state.memories.get(self)
+        if text is None:
+            text = state.memories[self] = MtpText(self, state.rows)
+        for tokens_BR, probs_BR in text.advance(state):
+            yield tokens_BR.tolist(), probs_BR.tolist()
+        while True:
+            tokens_BR, probs_BR = text.go_on()
+            yield tokens_BR.tolist(), probs_BR.tolist()
+
+
+class MtpText(Memory):
+    """What the modules have read of one batch of texts.
+
+    Row b's positions lie in slots [0, length_b) of the modules' cache, without padding: `lengths`
+    count the target's hidden states that were read.
+    """
+
+    def __init__(self, drafts: MtpDrafts, rows: Sequence[Row]) -> None:
+        super().__init__(rows)
+        self.lengths = [0] * len(rows)
+        self._drafts, self._modules = drafts, drafts.modules
+        self._cache = RowCache(drafts.modules.config)
+        # The target's last hidden states, as many as are read again.
+        self._last_BFD: Tensor | None = None
+        # What came out at the end of every row, the token that it yields, and where drafts stand.
+        self._end_B1D: Tensor
+        self._token_B1: Tensor
+        self._index_BP: Tensor
+
+    def advance(self, state: DecodingState) -> list[tuple[Tensor, Tensor]]:
+        """Take in what was committed since last time; of each module its likeliest tokens [B, R]
+        behind every row, and their probabilities."""
+        self._let_go(state.rows)
+        hidden_BFD, starts, counts = self._unread(state)
+        most, device = hidden_BFD.shape[1], hidden_BFD.device
+        # A row that has ended, and stays in a compiled batch, may have fewer tokens than steps.
+        rows = zip(state.rows, counts, strict=True)
+        following = [(row.last(count) + [0] * most)[:most] for row, count in rows]
+        tokens_BF = torch.tensor(following, device=device)
+        self._batch_B1 = torch.arange(len(counts), device=device)[:, None]
+        end_B1 = torch.tensor(counts, device=device)[:, None] - 1
+        order_F = torch.arange(most, device=device)
+        sees_BFF = (order_F <= order_F[:, None]).expand(len(counts), -1, -1)
+        index_BF = torch.tensor(starts, device=device)[:, None] + order_F
+        self.lengths = starts
+        levels = []
+        for k in range(len(self._drafts)):
+            hidden_BFD = self._read(k, tokens_BF, hidden_BFD, index_BF, sees_BFF)
+            self._end_B1D = hidden_BFD[self._batch_B1, end_B1]
+            levels.append(self._best())
+            tokens_BF = torch.cat([tokens_BF[:, 1:], tokens_BF[:, :1]], dim=1)
+            tokens_BF[self._batch_B1, end_B1] = self._token_B1
+        self.lengths = self._cache.keep_paths([range(count) for count in counts], starts)
+        self._index_BP = index_BF[:, :0]
+        return levels
+
+    def go_on(self) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens behind the one drafted last, and their probabilities, [B, R]."""
+        written, device = self._index_BP.shape[1], self._index_BP.device
+        index_B1 = torch.tensor(self.lengths, device=device)[:, None] + written
+        sees_B1P = torch.ones(len(index_B1), 1, written + 1, dtype=torch.bool, device=device)
+        self._end_B1D = self._read(
+            len(self._drafts) - 1, self._token_B1, self._end_B1D, index_B1, sees_B1P
+        )
+        self._index_BP = torch.cat([self._index_BP, index_B1], dim=1)
+        return self._best()
+
+    def _let_go(self, rows: Sequence[Row]) -> None:
+        kept = self.follow(rows)
+        if kept is not None and self._last_BFD is not None:
+            self._cache.select_batch(kept)
+            self._last_BFD = self._last_BFD[kept]
+
+    def _unread(self, state: DecodingState) -> tuple[Tensor, list[int], list[int]]:
+        """The target's hidden states [B, F, D] that are to be read; of each row, at which position
+        they begin and how many are its own. Other rows' repeat their last."""
+        hidden_BND, nodes = state.fresh()
+        held = 0
+        if self._last_BFD is not None:
+            held = self._last_BFD.shape[1]
+            hidden_BND = torch.cat([self._last_BFD, hidden_BND], dim=1)
+        again = len(self._drafts) - 1
+        paths = []
+        for length, path in zip(self.lengths, nodes, strict=True):
+            own = range(held - min(again, length), held)
+            paths.append([*own, *(held + node for node in path)])
+        batch_B1 = torch.arange(len(paths), device=hidden_BND.device)[:, None]
+        most = max(map(len, paths))
+
+        def gathered(paths: list[list[int]]) -> Tensor:
+            return hidden_BND[batch_B1, torch.tensor(paths, device=hidden_BND.device)]
+
+        if again:
+            self._last_BFD = gathered([([path[0]] * again + path)[-again:] for path in paths])
+        else:
+            self._last_BFD = hidden_BND[:, :0]
+        counts = [len(path) for path in paths]
+        starts = [length - min(again, length) for length in self.lengths]
+        return gathered([path + path[-1:] * (most - len(path)) for path in paths]), starts, counts
+
+    def _read(
+        self, k: int, tokens_BF: Tensor, below_BFD: Tensor, index_BF: Tensor, sees_BFP: Tensor
+    ) -> Tensor:
+        """What comes out of module k at new positions [B, F, D]; its rows are written behind those
+        of the longest text and of the positions drafted so far."""
+        held, written = max(self.lengths), sees_BFP.shape[2] - sees_BFP.shape[1]
+        self._cache.row_layers[k].length = held + written
+        lengths_B1 = torch.tensor(self.lengths, device=index_BF.device)[:, None]
+        held_BS = torch.arange(held, device=index_BF.device) < lengths_B1
+        visible_BFS = torch.cat(
+            [held_BS[:, None].expand(-1, sees_BFP.shape[1], -1), sees_BFP], dim=2
+        )
+        position_BF = self._within(index_BF + k + 1)
+        mask = TreeMask(
+            visible_BFS,
+            position_BF,
+            held + written,
+            torch.full_like(lengths_B1[:, 0], -k - 1),  # slot s holds what stands at s + k + 1
+            written_positions_BP=self._within(self._index_BP + k + 1) if written else None,
+        )
+        with tree_attention(mask):
+            out: Tensor = self._modules.forward_layer(
+                k, below_BFD, position_BF, self._cache, input_ids=tokens_BF
+            )
+        return out
+
+    def _within(self, positions: Tensor) -> Tensor:
+        """No position beyond the target's context."""
+        limit = self._drafts.target.max_positions
+        return positions if limit is None else positions.clamp_max(limit - 1)
+
+    def _best(self) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens [B, R] of the last module that was read, and their probabilities."""
+        logits_B1V = self._drafts.target.get_output_embeddings()(self._end_B1D)
+        best_BR = logits_B1V[:, 0].float().softmax(dim=-1).topk(self._drafts.ranks, dim=-1)
+        self._token_B1 = best_BR.indices[:, :1]
+        return best_BR.indices, best_BR.values
+
+
+def mtp_source(drafts: MtpDrafts, most: int, clock: Clock | None) -> tuple[ChainSource, Clock]:
+    """The modules as a source of chains of at `most` so many tokens, and the clock of the target's
+    steps that knows what these take; where none is given it is measured."""
+    target, modules = drafts.target, len(drafts)
+    if clock is None:
+        clock = target_clock(target, {_ALL: (OneToken(drafts.continuation), {"modules": modules})})
+    token = clock.drafting(_ALL) / modules or clock.step(1) / target.config.num_hidden_layers
+    source = ChainSource(
+        "mtp",
+        drafts.continuation,
+        clock,
+        lambda rows: token * clock.step(rows) / clock.step(1),
+        most,
+        _AGREEMENT,
+        apart=modules + _REUSED,
+        reads_prompt=True,
+    )
+    return source, clock

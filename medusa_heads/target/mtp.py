@@ -1,0 +1,131 @@
+"""Multi-token-prediction modules: layers that a checkpoint brings to predict later tokens, which
+its model does not run (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
+
+transformers knows their weights and runs them; here they are found, and read or refused. They share
+the target's embeddings, its lm_head and its rotary positions.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa_heads.errors import UnsupportedArchitecture, first_line
+from medusa_heads.target.recurrent import is_recurrent
+from medusa_heads.target.target import TargetModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_INSTEAD = "draft with the target's own text ('auto')"
+_COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+_SHOWN = 160  # characters of what transformers objects to
+
+
+def load_mtp(target: TargetModel) -> Any:
+    """The target's modules, frozen, on its device and in its dtype: transformers' `MtpModel`.
+
+    Raises:
+        ValueError: this transformers does not run them, or the target's checkpoint has none that
+            can be read.
+        UnsupportedArchitecture: they keep a recurrent state.
+    """
+    from safetensors import SafetensorError
+
+    kind = _mtp_model()
+    view = _as_checkpoint(target)
+    if is_recurrent(view.config.get_mtp_config()):
+        raise UnsupportedArchitecture(
+            f"the multi-token-prediction modules of {target.config.model_type} keep a recurrent "
+            "state, which drafts would change before they are verified",
+            _INSTEAD,
+        )
+    try:
+        modules = kind.from_pretrained(view, device_map={"": target.device})
+    except (
+        *(AttributeError, LookupError, OSError, RuntimeError, StopIteration),
+        *(SafetensorError, TypeError, ValueError),
+    ) as error:
+        reason = first_line(error)
+        if "weights are missing" in reason:  # and then all their names
+            reason = "some or all of their weights are missing"
+        raise _none(target, reason[:_SHOWN]) from error
+    modules.layers.eval().requires_grad_(False)
+    return modules
+
+
+def _mtp_model() -> Any:
+    """transformers' class of modules.
+
+    Raises:
+        ValueError: this version has none whose layers can be run one by one.
+    """
+    from transformers import __version__, modeling_layers
+
+    kind = getattr(modeling_layers, "MtpModel", None)
+    if not hasattr(kind, "forward_layer"):
+        raise ValueError(
+            "multi-token-prediction modules need transformers 5.20 or later, and this is "
+            f"{__version__}: update transformers, or {_INSTEAD}"
+        )
+    return kind
+
+
+def _as_checkpoint(target: TargetModel) -> Any:
+    """The model as its checkpoint's modules are to be read: the same layers, with a configuration
+    of its own.
+
+    Raises:
+        ValueError: no modules are to be expected.
+    """
+    view = copy.copy(target.model)
+    view.config = copy.deepcopy(target.model.config)
+    text = view.config.get_text_config(decoder=True)
+    counts = [value for name in _COUNTS if isinstance(value := getattr(text, name, None), int)]
+    if counts and not any(counts):
+        raise _none(target, f"its configuration says {counts[0]}")
+    _fill(text, next(filter(None, counts), 1))
+    view.config._name_or_path = str(_folder(target))
+    view.config.dtype = target.dtype
+    # transformers knows the keys of modules by what a model leaves out; where they are numbered
+    # behind its layers it only knows the largest sizes of each family.
+    known = target.model._keys_to_ignore_on_load_unexpected or ()
+    behind = range(text.num_hidden_layers, text.num_hidden_layers + text.num_mtp_layers)
+    view._keys_to_ignore_on_load_unexpected = {
+        *(pattern for pattern in known if "mtp" in pattern or "layers" in pattern),
+        *(rf"^(model\.)?(language_model\.)?layers\.{layer}\." for layer in behind),
+    }
+    return view
+
+
+def _fill(text: PreTrainedConfig, number: int) -> None:
+    """Say of the modules what the configuration leaves open: they are like the last layer."""
+    text.num_mtp_layers = number
+    for name in ("layer_types", "mlp_layer_types"):
+        of_layers, of_modules = getattr(text, name, None), getattr(text, f"mtp_{name}", None)
+        if of_layers and not of_modules:
+            setattr(text, f"mtp_{name}", [of_layers[-1]] * number)
+
+
+def _folder(target: TargetModel) -> Path:
+    """Where the target's checkpoint lies: one of a hub was fetched when the target was loaded."""
+    from transformers.utils import cached_file
+
+    name = target.name_or_path
+    if not name:
+        raise _none(target, "it was made in memory")
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(str(cached_file(name, "config.json", revision=target.revision))).parent
+    except (OSError, ValueError) as error:
+        raise _none(target, first_line(error)[:_SHOWN]) from error
+
+
+def _none(target: TargetModel, reason: str) -> ValueError:
+    name = target.name_or_path or target.config.model_type
+    return ValueError(
+        f"no multi-token-prediction modules can be read for the target {name!r} ({reason}): "
+        f"{_INSTEAD}"
+    )
