@@ -146,6 +146,8 @@ def fitted(
         ValueError: something that is no tokenizer; or the vocabularies differ, and a tokenizer is
             missing or damaged, or too little is shared.
     """
+    if isinstance(draft, ForeignDraft):
+        return draft
     given = {"draft_tokenizer": draft_tokenizer, "target_tokenizer": target_tokenizer}
     for name, tokenizer in given.items():
         if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
@@ -154,9 +156,8 @@ def fitted(
         find_tokenizer(model.name_or_path, model.revision) if tokenizer is None else tokenizer
         for model, tokenizer in zip((draft, target), given.values(), strict=True)
     )
-    if same_vocabulary(draft, target, own, others) and not (
-        (own is None) != (others is None) and any(given.values())
-    ):
+    half_known = (own is None) != (others is None) and any(given.values())
+    if not half_known and same_vocabulary(draft, target, own, others):
         return draft
     if own is None or others is None:
         missing = "draft_tokenizer" if own is None else "target_tokenizer"
