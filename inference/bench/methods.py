@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary
 from medusa_heads.inference.bench.timed_run import Method
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.models.assisted import AssistedModel
@@ -182,12 +183,17 @@ def _static_cache(_: Models, most_tokens: int) -> dict[str, Any]:
     }
 
 
+def _assisted(models: Models, _: int) -> dict[str, Any]:
+    check_vocabulary(models.drafts[0], models.target)
+    return {"assistant_model": models.drafts[0].model}
+
+
 # What transformers' generate() is told for each of its methods.
 _PLAINLY: dict[str, Callable[[Models, int], dict[str, Any]]] = {
     PLAIN: lambda *_: {},
     COMPILED: _static_cache,
     PROMPT_LOOKUP: lambda *_: {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS},
-    ASSISTED: lambda models, _: {"assistant_model": models.drafts[0].model},
+    ASSISTED: _assisted,
 }
 # What decodes with trees of the kinds of this engine; every other name is TrainingFreeModel's.
 _TREED: dict[str, Callable[..., AssistedModel]] = {

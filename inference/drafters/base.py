@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
-from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
 
@@ -40,6 +40,20 @@ class Drafter:
         row, spare ones included."""
 
 
+class Text(Protocol):
+    """A row of the batch, or what a drafter reads instead of it."""
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, padding included."""
+
+    def ids_1T(self) -> Tensor:
+        """The tokens so far, padding included."""
+
+    def behind(self, length: int) -> list[int]:
+        """The tokens after the first `length`."""
+
+
 class Memory:
     """What a drafter keeps of the texts between two steps, in `state.memories`.
 
@@ -48,7 +62,7 @@ class Memory:
         lengths: of each text, how many tokens the drafter knew; padding included.
     """
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Text]) -> None:
         self.rows = list(rows)
         self.lengths = [row.length for row in rows]
 
@@ -56,7 +70,7 @@ class Memory:
         """What each text went on with since."""
         return [row.behind(known) for row, known in zip(self.rows, self.lengths, strict=True)]
 
-    def follow(self, rows: Sequence[Row]) -> list[int] | None:
+    def follow(self, rows: Sequence[Text]) -> list[int] | None:
         """Forget the rows that are not among these; returns the places of those that stay, None
         where all do."""
         if len(rows) == len(self.rows):

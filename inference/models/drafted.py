@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from medusa_heads.checkpoint.draft_checkpoint import (
-    check_vocabulary,
-    load_draft,
-    read_draft_sidecar,
-)
+from medusa_heads.checkpoint.draft_checkpoint import load_draft, read_draft_sidecar
 from medusa_heads.contents import is_draft
 from medusa_heads.hub.names import split_revision
 from medusa_heads.inference.adapt.measure import room, target_clock
@@ -18,6 +14,7 @@ from medusa_heads.inference.adapt.step_bench import SIZES
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.extra.chosen_draft import ChosenDraftDrafter
 from medusa_heads.inference.drafters.model.draft_model import DraftModelDrafter
+from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft, fitted
 from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
 from medusa_heads.inference.models.named_target import load_target, named_target
 from medusa_heads.inference.plan.draft import DraftPlan, draft_plan
@@ -25,11 +22,12 @@ from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:  # heavy to import
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
 DEFAULT_DEPTH = 4  # tokens that a chain drafts where nothing else is said
 Names = Sequence[str | os.PathLike[str]]
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
 
 class DraftedModel(AssistedModel):
@@ -37,9 +35,13 @@ class DraftedModel(AssistedModel):
 
     Args:
         target: the causal LM. It is not changed.
-        draft: a causal LM with the target's token ids, or several; the fastest of them drafts.
+        draft: a causal LM, or several; the fastest of them drafts. One with another vocabulary
+            drafts the tokens that both have.
         tree: `"auto"`, `"chain"`, `"chain:6"`, `"dynamic:12"`, `"sampled:6"` or `"sampled:3x2x1"`.
         depth: tokens that a chain without a number, or a tree, is deep.
+        draft_tokenizer: of the draft model, or of each; by default it is looked for where that came
+            from, as is the target's.
+        target_tokenizer: of the target.
         options: `acceptance`, `acceptance_settings`, `compile`, `compile_backend`: see
             AssistedModel.
 
@@ -47,7 +49,8 @@ class DraftedModel(AssistedModel):
     each keeps a cache of its own.
 
     Raises:
-        ValueError: another vocabulary, no draft model, or a tree that cannot be drafted.
+        ValueError: another vocabulary without tokenizers, or with hardly a token of the target's;
+            no draft model; or a tree that cannot be drafted.
         UnsupportedArchitecture: one of the models cannot be decoded exactly with drafts.
     """
 
@@ -58,6 +61,8 @@ class DraftedModel(AssistedModel):
         *,
         tree: str = "auto",
         depth: int = DEFAULT_DEPTH,
+        draft_tokenizer: Tokenizer | Sequence[Tokenizer | None] | None = None,
+        target_tokenizer: Tokenizer | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         if options.get("compile") == "auto":
@@ -69,11 +74,17 @@ class DraftedModel(AssistedModel):
         given = list(draft) if isinstance(draft, Sequence) else [draft]
         if not given:
             raise ValueError("expected at least one draft model, got none")
+        several = isinstance(draft_tokenizer, list | tuple)
+        own: Any = draft_tokenizer if several else [draft_tokenizer] * len(given)
+        if len(own) != len(given):
+            raise ValueError(
+                f"expected a draft_tokenizer for each of {len(given)} draft models, got {len(own)}"
+            )
         self.drafts: list[TargetModel] = []
-        for each in given:
-            self.drafts.append(each if isinstance(each, TargetModel) else TargetModel(each))
-            self.drafts[-1].model.eval()
-            check_vocabulary(self.drafts[-1], self.target)
+        for each, tokenizer in zip(given, own, strict=True):
+            each = each if isinstance(each, TargetModel) else TargetModel(each)
+            each.model.eval()
+            self.drafts.append(fitted(each, self.target, tokenizer, target_tokenizer))
         self.use_tree(tree, depth)
 
     def use_tree(self, tree: str, depth: int = DEFAULT_DEPTH) -> None:
@@ -104,6 +115,13 @@ class DraftedModel(AssistedModel):
         return self.drafts[0]
 
     @property
+    def shared_vocabulary(self) -> list[float]:
+        """The share of the target's tokens that each draft model has, and so can draft."""
+        return [
+            each.vocabulary.share if isinstance(each, ForeignDraft) else 1.0 for each in self.drafts
+        ]
+
+    @property
     def draft_steps(self) -> list[int]:
         """For how many steps each draft model has drafted so far, where that is chosen."""
         if isinstance(self.drafter, ChosenDraftDrafter):
@@ -128,8 +146,8 @@ class DraftedModel(AssistedModel):
                 `device`, ..
 
         Raises:
-            ValueError: one of them is missing or damaged, they have different vocabularies, or no
-                target is given and they name different ones.
+            ValueError: one of them is missing or damaged, has another vocabulary and no tokenizer,
+                or no target is given and they name different ones.
         """
         folders = [draft] if isinstance(draft, str | os.PathLike) else list(draft)
         if not folders:
@@ -148,7 +166,7 @@ def load_drafts(
     names: Names, target: TargetModel, *, trust_remote_code: bool = False
 ) -> list[TargetModel]:
     """Draft models by hub id (perhaps with a revision) or folder, in the target's dtype, on its
-    device. Raises ValueError: nothing loadable, or tokens that are not the target's."""
+    device. Raises ValueError: nothing loadable."""
     options: Any = {"trust_remote_code": trust_remote_code}
     found = map(split_revision, names)
     return [load_draft(name, target, revision=revision, **options) for name, revision in found]

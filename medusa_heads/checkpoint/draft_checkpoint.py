@@ -75,29 +75,39 @@ def load_draft(
     **options: Any,
 ) -> TargetModel:
     """Load a causal LM that is to draft for the target, on its device, by default in its dtype.
-    Raises ValueError: nothing loadable, or its tokens are not the target's."""
-    draft = TargetModel.from_pretrained(
+    Raises ValueError: nothing loadable."""
+    return TargetModel.from_pretrained(
         str(name_or_path), dtype=dtype or target.dtype, device=target.device, **options
     )
-    check_vocabulary(draft, target)
-    return draft
 
 
 def check_vocabulary(draft: TargetModel, target: TargetModel) -> None:
-    """The draft model's token ids must be the target's. Vocabulary matrices may be padded to
-    different sizes (as those of Qwen2.5 are) if the tokenizers are known and equal. Raises
-    ValueError: they are not."""
-    found = (find_tokenizer(model.name_or_path) for model in (draft, target))
-    own, others = (tokenizer and tokenizer.get_vocab() for tokenizer in found)
+    """The draft model's token ids must be the target's, as a loss over both distributions needs it.
+    Vocabulary matrices may be padded to different sizes (as those of Qwen2.5 are) if the tokenizers
+    are known and equal. Raises ValueError: they are not."""
+    own, others = (find_tokenizer(model.name_or_path, model.revision) for model in (draft, target))
+    if same_vocabulary(draft, target, own, others):
+        return
     if own is not None and others is not None:
-        if own != others:
-            raise ValueError(
-                f"the draft model {draft.name_or_path!r} has another vocabulary ({len(own)} "
-                f"tokens) than the target {target.name_or_path!r} ({len(others)} tokens): give "
-                "one with the target's tokenizer"
-            )
-    elif draft.vocab_size != target.vocab_size:
         raise ValueError(
-            f"the draft model has a vocabulary of {draft.vocab_size} tokens, the target one of "
-            f"{target.vocab_size}: give one with the target's tokenizer"
+            f"the draft model {draft.name_or_path!r} has another vocabulary ({len(own)} tokens) "
+            f"than the target {target.name_or_path!r} ({len(others)} tokens): give one with the "
+            "target's tokenizer"
         )
+    raise ValueError(
+        f"the draft model has a vocabulary of {draft.vocab_size} tokens, the target one of "
+        f"{target.vocab_size}: give one with the target's tokenizer"
+    )
+
+
+def same_vocabulary(
+    draft: TargetModel,
+    target: TargetModel,
+    own: PreTrainedTokenizerBase | None,
+    others: PreTrainedTokenizerBase | None,
+) -> bool:
+    """Whether the draft model's token ids are the target's, by their tokenizers; where one is not
+    known, by the sizes of the vocabulary matrices."""
+    if own is None or others is None:
+        return draft.vocab_size == target.vocab_size
+    return own.get_vocab() == others.get_vocab()

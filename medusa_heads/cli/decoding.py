@@ -127,7 +127,7 @@ def warn_if_lossy(model: AssistedModel) -> None:
 
 def describe(model: AssistedModel, draft_models: Sequence[str]) -> str:
     """What the last text took: a line of counts, one of times, and of several draft models for how
-    many steps each has drafted so far."""
+    many steps each has drafted so far; and of those with another vocabulary how much they share."""
     from medusa_heads.inference.models.drafted import DraftedModel
 
     stats: GenerationStats = model.last_stats
@@ -141,4 +141,7 @@ def describe(model: AssistedModel, draft_models: Sequence[str]) -> str:
     if isinstance(model, DraftedModel) and len(draft_models) > 1:
         counts = zip(draft_models, model.draft_steps, strict=True)
         lines.append("steps drafted: " + ", ".join(f"{name} {steps}" for name, steps in counts))
+    if isinstance(model, DraftedModel) and min(model.shared_vocabulary) < 1:
+        shares = ", ".join(f"{share:.0%}" for share in model.shared_vocabulary)
+        lines.append(f"tokens of the target that the draft model has: {shares}")
     return "\n".join(lines)

@@ -156,7 +156,8 @@ def load_tokenizer(
             found = AutoTokenizer.from_pretrained(
                 name, revision=revision or "main", trust_remote_code=trust_remote_code, **options
             )
-        except StrictDataclassError as error:  # of the configuration, which names the tokenizer
+        # Of the configuration, which names the tokenizer; or of files that lack a part.
+        except (StrictDataclassError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(first_line(error)) from error
     return found
 

@@ -34,9 +34,11 @@ def begin_draft(
     cannot be, a quantised target, or another vocabulary."""
     model: Any
     if draft_model is not None:
-        model = load_draft(
+        given = load_draft(
             draft_model, target, dtype=torch.float32, trust_remote_code=trust_remote_code
-        ).model
+        )
+        check_vocabulary(given, target)
+        model = given.model
     else:
         chosen = _chosen(target, num_layers)
         if hidden_size is None:

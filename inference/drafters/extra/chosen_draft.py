@@ -102,7 +102,7 @@ class ChosenDraftDrafter(Drafter):
         """Seconds in which a draft model reads what was committed without it."""
         drafter, clock = self._drafters[which]
         text: DraftedText | None = state.memories.get(drafter)
-        rows, read = len(state.rows), fmean(text.lengths) if text else 0.0
+        rows, read = len(state.rows), text.caught_up if text else 0.0
         missed = fmean(row.length for row in state.rows) - read
         return clock.step(rows * max(round(missed), 1)) - clock.step(rows)
 

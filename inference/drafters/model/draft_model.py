@@ -1,4 +1,4 @@
-"""Drafts from a small language model of the same vocabulary.
+"""Drafts from a small language model: of the tokens that the target has as well.
 
 Chosen tokens are verified by sample-then-match, without loss also where the target samples. A drawn
 token is accepted with the whole overlap of both models' distributions, sum min(p, q), a chosen one
@@ -41,8 +41,9 @@ class DraftModelDrafter(Drafter):
     The best tree is grown level by level: the `width` likeliest paths of a level are read by the
     draft model together; of all that they offer next, the likeliest nodes are proposed.
 
-    Each level is one forward of the frozen draft model, whose token ids are the target's. Where its
-    vocabulary matrix is padded to more rows than `vocab_size`, those are left out.
+    Each level is one forward of the frozen draft model, whose token ids are the target's, or which
+    `vocabulary.py` has fitted to it. Where its vocabulary matrix is padded to more rows than
+    `vocab_size`, those are left out.
 
     Raises:
         ValueError: a size below 1, more nodes than the draft model will offer, or more children

@@ -2,7 +2,8 @@
 
 Before each step the nodes written in the last one are walked along the tokens that the target
 really committed; what lies on that path is kept, the rest is rolled back, and what the draft model
-has not read yet is fed to it.
+has not read yet is fed to it. A draft model with another vocabulary reads a translation, whose end
+may change as it grows.
 
 Shapes: B active rows, T tokens, F nodes written at once, P nodes written since the committed text,
 S cache slots, V vocabulary.
@@ -11,6 +12,7 @@ S cache slots, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.drafters.base import Memory
+from medusa_heads.inference.drafters.model.translated_row import TranslatedRow
+from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.attention import TreeMask
@@ -28,7 +32,8 @@ class DraftedText(Memory):
     """What the draft model has read of one batch of texts.
 
     Row b's committed tokens lie in slots [padding_b, length_b) of the draft's cache, as they do in
-    the target's. Nodes written since then lie behind the longest row, at the same slots for all.
+    the target's, or as many as they are in the draft model's own tokens. Nodes written since then
+    lie behind the longest row, at the same slots for all.
 
     Raises:
         UnsupportedArchitecture: the draft model reads single texts only, and this is a batch.
@@ -36,14 +41,27 @@ class DraftedText(Memory):
     Attributes:
         reads: nodes of a row in each forward since they were last caught up with; that one is 1.
         fed: tokens of a row in the last forward.
+        caught_up: tokens of the target that the rows had when they were last caught up with, on
+            average.
     """
 
     def __init__(self, draft: TargetModel, state: DecodingState) -> None:
-        super().__init__(state.rows)
         self._draft = draft
-        self.reads: list[int] = []
-        self.fed = 0
+        self._vocabulary = draft.vocabulary if isinstance(draft, ForeignDraft) else None
+        self._translated: list[TranslatedRow] = []
         self._padding = list(state.padding)
+        if self._vocabulary is not None:
+            self._translated = [
+                TranslatedRow(row, start, self._vocabulary)
+                for row, start in zip(state.rows, state.padding, strict=True)
+            ]
+            longest = max(len(text.ids) for text in self._translated)
+            for text in self._translated:
+                text.padding = longest - len(text.ids)
+            self._padding = [text.padding for text in self._translated]
+        super().__init__(self._translated or state.rows)
+        self.reads: list[int] = []
+        self.fed, self.caught_up = 0, 0.0
         batched = len(self.rows) > 1 or any(self._padding)
         if batched and capability(draft) == "chain":
             raise UnsupportedArchitecture(
@@ -73,17 +91,28 @@ class DraftedText(Memory):
 
     def catch_up(self, state: DecodingState) -> Tensor:
         """Read what was committed since; logits [B, V] of every row's next token."""
+        texts = self._translated
+        # Up to where texts are what they were; what was written behind another end is of no use.
+        ends = [min(text.read_on(), n) for text, n in zip(texts, self.lengths, strict=bool(texts))]
+        ends = ends or self.lengths
+        changed = [end < length for end, length in zip(ends, self.lengths, strict=True)]
         nodes = zip(self._tokens_BP.tolist(), self._parents_BP.tolist(), strict=True)
         # A row's last token is fed even where it was written: its logits are wanted.
         self._keep(
             [
-                _walk(tokens, parents, committed[:-1])
-                for committed, (tokens, parents) in zip(self.committed(), nodes, strict=True)
+                [] if other else _walk(tokens, parents, committed[:-1])
+                for other, committed, (tokens, parents) in zip(
+                    changed, self.committed(), nodes, strict=True
+                )
             ]
         )
-        kept = self.follow(state.rows)
+        each = zip(changed, ends, self.lengths, strict=True)
+        self.lengths = [end if other else length for other, end, length in each]
+        self.caught_up = fmean(row.length for row in state.rows)
+        kept = self.follow([text for text in texts if text.row in state.rows] or state.rows)
         if kept is not None:
             self._cache.select_batch(kept)
+            self._translated = [texts[i] for i in kept] if texts else texts
             self._padding = [self._padding[i] for i in kept]
             self._forget_nodes()
         fed = self.committed()
@@ -97,15 +126,18 @@ class DraftedText(Memory):
         self.reads = [1]
         self._keep([list(range(len(ids))) for ids in fed])
         last_B = torch.tensor([max(len(ids), 1) - 1 for ids in fed], device=tokens_BF.device)
-        return logits_BFV[torch.arange(len(fed), device=tokens_BF.device), last_B]
+        return self._of_target(logits_BFV[torch.arange(len(fed), device=tokens_BF.device), last_B])
 
     def write(self, tokens_BF: Tensor, above_BF: Tensor, level: int) -> Tensor:
-        """Logits [B, F, V] of drafted nodes, `level` tokens behind the committed text.
+        """Logits [B, F, V] of drafted tokens of the target, `level` tokens behind the committed
+        text.
 
         `above_BF` says below which of the nodes written in the last call each of them hangs; the
         first call's all hang at the committed text.
         """
         tokens_BF, above_BF = tokens_BF.to(self._draft.device), above_BF.to(self._draft.device)
+        if self._vocabulary is not None:
+            tokens_BF = self._vocabulary.drafted(tokens_BF)
         batch, new = tokens_BF.shape
         self.reads.append(new)
         written = self._tokens_BP.shape[1]
@@ -119,7 +151,10 @@ class DraftedText(Memory):
         self._parents_BP = torch.cat([self._parents_BP, parents_BF], dim=1)
         self._sees_BPP = torch.cat([F.pad(self._sees_BPP, (0, new)), sees_BFP], dim=1)
         self._last_level = written
-        return logits_BFV
+        return self._of_target(logits_BFV)
+
+    def _of_target(self, logits: Tensor) -> Tensor:
+        return logits if self._vocabulary is None else self._vocabulary.of_target(logits)
 
     def _read(self, tokens_BF: Tensor, sees_BFP: Tensor, depth_F: Tensor) -> Tensor:
         """Logits [B, F, V] of new nodes, appended to the cache behind the written ones."""

@@ -137,4 +137,4 @@ def test_another_vocabulary_is_refused(target: TargetModel, tmp_path: Path) -> N
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="a vocabulary of 50 tokens, the target one of 61"):
-        load_draft(tmp_path, target)
+        begin_draft(target, draft_model=str(tmp_path))
