@@ -129,7 +129,8 @@ def test_drafts_are_those_of_transformers(
     common = sorted(set(theirs) & set(ours))[1:-1]  # before the prompt is read none is drafted
     assert len(common) > 5
     assert {at: ours[at] for at in common} == {at: theirs[at][:number] for at in common}
-    assert any(theirs[at] != expected_BT[0, at : at + number].tolist() for at in common)
+    if number > 1:  # the one module of the other kind happens to be right at all of these
+        assert any(theirs[at] != expected_BT[0, at : at + number].tolist() for at in common)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,15 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from medusa_heads import DraftedModel, TargetModel
-from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.model import draft_model
-from medusa_heads.inference.drafters.model.draft_model import DraftModelDrafter
-from medusa_heads.inference.drafters.model.translated_row import TranslatedRow
-from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft, SharedVocabulary, fitted
+from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft, SharedVocabulary
 from medusa_heads.inference.drafters.model.walk import draw_different
-from medusa_heads.inference.engine.decoding import decode
-from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.model import test_sampled_drafts as law
 
@@ -84,10 +78,11 @@ def tokenizers() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
 
 @pytest.fixture(scope="module")
 def pair(tokenizers: Any, tiny_llama: TinyLlama) -> tuple[Any, Any]:
-    return couple(*tokenizers, tiny_llama)
+    theirs, own = tokenizers
+    return couple(theirs, own, tiny_llama)
 
 
-def inputs(tokenizer: Any, batch: int) -> dict[str, Tensor]:
+def inputs(tokenizer: Any, batch: int) -> dict[str, Any]:
     text = "the cat \u6f22\u5b57 sat on \u00e9 and d\u00e9j\u00e0 ate"
     ids_BT = tokenizer(text, return_tensors="pt")["input_ids"].repeat(batch, 1).to(DEVICE)
     mask_BT = torch.ones_like(ids_BT)
@@ -106,116 +101,13 @@ def test_equal_to_generate(tokenizers: Any, pair: Any, tree: str) -> None:
     for batch, sampled in [(1, False), (3, False), *[(1, True)] * chosen]:
         options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": NEW, "eos_token_id": 7}
         options |= {"temperature": 0.4, "top_k": 0} if sampled else {}
-        texts = []
+        texts: list[Any] = []
         for each in (pair[0], model):
             torch.manual_seed(3)
             texts.append(each.generate(**inputs(tokenizers[0], batch), **options))
         assert torch.equal(*texts), (batch, sampled)
         assert tree == "auto" or model.last_stats.tokens_per_step > 1.1
     assert 0.6 < model.shared_vocabulary[0] < 0.9
-
-
-class Reread(Drafter):
-    """Every proposal is held against the draft model without a cache, on the text as bytes."""
-
-    def __init__(self, drafter: DraftModelDrafter, draft: ForeignDraft, mask_BT: Tensor) -> None:
-        self.drafter, self.draft, self.mask_BT = drafter, draft, mask_BT
-        self.num_nodes = drafter.num_nodes
-        self.errors: list[float] = []
-
-    def propose(self, state: DecodingState) -> TokenTree:
-        tree, shared = self.drafter.propose(state), self.draft.vocabulary
-        assert tree.log_probs_BN is not None
-        for b, row in enumerate(state.rows):
-            start = int((self.mask_BT[row.index] == 0).sum())
-            read = TranslatedRow(row, start, shared)  # from its beginning
-            for node in range(1, tree.num_nodes):
-                path = tree.ancestors_BNN[b, node].nonzero().flatten().tolist()
-                above_T = shared.drafted(tree.tokens_BN[b, path[1:-1]])
-                ids_1T = torch.cat([torch.tensor(read.ids).to(above_T), above_T])[None]
-                logits_V = self.draft.model(ids_1T, use_cache=False).logits[0, -1]
-                log_probs_V = shared.of_target(logits_V).log_softmax(-1)
-                expected = log_probs_V[tree.tokens_BN[b, node]]
-                self.errors.append(float((tree.log_probs_BN[b, node] - expected).abs()))
-        return tree
-
-
-PAIRS = [one + other for one in "abcd" for other in "abcd"]
-
-
-@pytest.fixture(scope="module")
-def spellers(tiny_llama: TinyLlama) -> tuple[Any, Any]:
-    """A target that writes pairs of letters. Its draft model has half of them, and reads the others
-    as one or three letters, as it falls out: what a text ends in changes as it grows."""
-    theirs = letters(*PAIRS)
-    pieces = [*"abcd", *PAIRS[::2], "abc", "bbb", "dab", "bcb", "cbd", "bda"]
-    unigram = Tokenizer(models.Unigram([("?", -99.0), *((each, -1.0) for each in pieces)], 0))
-    own = PreTrainedTokenizerFast(tokenizer_object=unigram)
-    target, made = couple(theirs, own, tiny_llama)
-    draft = fitted(TargetModel(made), TargetModel(target), own, theirs)
-    return target, draft
-
-
-def reread(spellers: Any, shape: dict[str, Any], batch: int) -> float:
-    target, draft = spellers
-    ids_BT = torch.randint(len(PAIRS), (batch, 11), generator=torch.Generator().manual_seed(1))
-    mask_BT = (torch.arange(11) >= 3 * torch.arange(batch)[:, None]).long().to(DEVICE)
-    size = len(target.lm_head.weight)
-    checked = Reread(DraftModelDrafter(draft, size, **shape), draft, mask_BT)
-
-    def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(TargetModel(model), checked, input_ids, **kwargs)
-
-    torch.manual_seed(1)
-    target.generate(
-        ids_BT.to(DEVICE),
-        attention_mask=mask_BT,
-        custom_generate=custom,
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=30,
-    )
-    return max(checked.errors)
-
-
-SHAPES = [{"depth": 3}, {"depth": 3, "width": 3, "num_drafted": 9}]
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
-def test_drafts_follow_a_text_that_is_encoded_anew(
-    spellers: Any, shape: dict[str, Any], batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changed = []
-    read_on = TranslatedRow.read_on
-
-    def watched(row: TranslatedRow) -> int:
-        before = row.ids
-        same = read_on(row)
-        changed.append(row.ids[: len(before)] != before)
-        return same
-
-    monkeypatch.setattr(TranslatedRow, "read_on", watched)
-    assert reread(spellers, shape, batch) < 1e-3
-    assert sum(changed) > 1
-
-
-def test_a_text_that_is_not_rolled_back_is_caught(
-    spellers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: what was read once is trusted, though it is encoded otherwise by now."""
-    read_on = TranslatedRow.read_on
-
-    def trusting(row: TranslatedRow) -> int:
-        before = row.padding + len(row.ids)
-        read_on(row)
-        return min(before, row.length - 1)
-
-    monkeypatch.setattr(TranslatedRow, "read_on", trusting)
-    assert reread(spellers, SHAPES[0], 1) > 0.02
-
-
-# The law, over a vocabulary of eight tokens of which the draft model has six, at other places.
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +216,8 @@ def test_tokenizers_are_found_beside_their_models(
     model = DraftedModel.from_pretrained(tmp_path / "draft", target=target, tree="chain:3")
     given = inputs(tokenizers[0], 1)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
-    expected_BT = target.model.generate(**given, **settings)
+    plain: Any = target.model
+    expected_BT = plain.generate(**given, **settings)
     got_BT: Any = model.generate(**given, **settings)
     assert torch.equal(got_BT, expected_BT) and model.last_stats.tokens_per_step > 1.1
     # Such draft models can be handed on, as a chat does when the tree is changed.
