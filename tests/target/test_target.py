@@ -12,7 +12,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
-from scripts.prove.tiny_models import builder
 from tests.conftest import TinyLlama
 
 
@@ -62,10 +61,12 @@ def test_missing_model_is_one_sentence(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_cache_of_unknown_state_is_refused_by_name() -> None:
-    model = TargetModel(builder("deepseek_v32")((0.1, 0.1)))
-    with pytest.raises(UnsupportedArchitecture, match="keeps DynamicIndexedLayer state"):
-        model.new_cache()
+def test_a_cache_of_unknown_state_is_refused_by_name(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_heads.target.cache._PLAIN_LAYERS", ())
+    with pytest.raises(UnsupportedArchitecture, match="llama keeps DynamicLayer state"):
+        TargetModel(tiny_llama()).new_cache()
 
 
 def test_flash_attention_is_refused_by_name(tiny_llama: TinyLlama) -> None:
