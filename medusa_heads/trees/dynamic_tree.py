@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from medusa_heads.heads import DraftHeads, HydraHeads
+from medusa_heads.heads import DraftHeads
 from medusa_heads.trees.tree import TokenTree
 
 DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
@@ -36,11 +36,11 @@ def guesses(
     temperature.
     """
     temperatures = temperatures or [1.0] * heads.config.num_heads
-    if isinstance(heads, HydraHeads):
+    if heads.sequential:
+        after = heads.after_paths(hidden_BD)
 
         def after_path(level: int, paths_BFJ: Tensor) -> tuple[Tensor, Tensor]:
-            logits_BFV = heads.after_paths(level, hidden_BD, paths_BFJ)
-            return best(heads, logits_BFV, num_ranks, 1 / temperatures[level])
+            return best(heads, after(level, paths_BFJ), num_ranks, 1 / temperatures[level])
 
         return after_path
     tokens_BKR, log_probs_BKR = candidates(heads, hidden_BD, num_ranks, temperatures)
