@@ -114,13 +114,13 @@ def test_a_dynamic_tree_of_sequential_heads_holds_the_likeliest_paths(
     assert sorted(paths[1:]) == sorted(likeliest)
 
 
-@pytest.mark.parametrize("tree", ["chain", "cartesian:3,2,1", "dynamic:9", "none"])
+@pytest.mark.parametrize("tree", ["chain", "cartesian:3,2,1", "dynamic:9", "auto", "none"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_text_is_the_targets_own(
     heads: DraftHeads, tiny_llama: TinyLlama, tree: str, do_sample: bool
 ) -> None:
     target = tiny_llama().to(DEVICE)
-    model = MedusaModel(target, heads, tree=tree)
+    model = MedusaModel(target, heads, tree=tree, deterministic=tree == "auto")
     ids_BT = torch.randint(199, (1, 9), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": do_sample, "pad_token_id": 0}
     torch.manual_seed(1)
