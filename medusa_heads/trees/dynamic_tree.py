@@ -65,9 +65,9 @@ def best(
     heads: DraftHeads, logits_V: Tensor, num_ranks: int, inverse_temperature: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Token ids and log-probabilities of the largest logits, (..., V) -> (..., R)."""
-    best_R, ids_R = logits_V.topk(num_ranks, dim=-1)
-    total_1 = (logits_V.float() * inverse_temperature).logsumexp(dim=-1, keepdim=True)
-    return heads.token_ids(ids_R), best_R.float() * inverse_temperature - total_1
+    log_probs_V = (logits_V.float() * inverse_temperature).log_softmax(dim=-1)
+    best_R, ids_R = log_probs_V.topk(num_ranks, dim=-1)
+    return heads.token_ids(ids_R), best_R
 
 
 def best_first_tree(
