@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.choices import apply_choice
 from medusa_heads.cli.flags.decoding import DecodingArguments, ModelArguments, decoder_options
-from medusa_heads.contents import is_draft, is_heads
+from medusa_heads.contents import is_draft, is_heads, is_mtp
 from medusa_heads.files import expanded
 
 if TYPE_CHECKING:
@@ -54,12 +55,18 @@ def load_drafting_model(arguments: DecodingArguments) -> tuple[AssistedModel, An
     """The target with what drafts for it (heads, a draft model or several, or a drafter that was
     not trained), and its tokenizer.
     """
+    modules = is_mtp(expanded(arguments.checkpoint))
+    if modules and arguments.drafter is None:
+        arguments = replace(arguments, drafter="mtp")
     options, drafts = decoder_options(arguments), arguments.draft_model
     if arguments.drafter is not None:
         from medusa_heads.inference.models.training_free import TrainingFreeModel
 
         if drafts:
             raise ValueError("--drafter drafts without a model: leave it or --draft_model out")
+        if modules and arguments.target is not None:
+            options["modules"] = expanded(arguments.checkpoint)
+            return _load(arguments, TrainingFreeModel.from_pretrained, arguments.target, options)
         if arguments.target is not None:
             raise ValueError("with --drafter, the first argument is the target: leave out --target")
         if is_heads(expanded(arguments.checkpoint)):

@@ -9,4 +9,4 @@ from __future__ import annotations
 from typing import Literal
 
 ReadFormat = Literal["fasterdecoding", "tgi", "lorax", "merged", "vllm", "modelopt", "hydra"]
-WrittenFormat = Literal["fasterdecoding", "tgi", "lorax", "vllm", "modelopt"]
+WrittenFormat = Literal["fasterdecoding", "tgi", "lorax", "vllm", "modelopt", "transformers"]

@@ -24,6 +24,7 @@ from medusa_heads.config import IGNORED
 from medusa_heads.contents import is_mtp
 from medusa_heads.files import expanded
 from medusa_heads.target.mtp import load_mtp, stored_tensors
+from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.mtp import MtpArguments, mtp_training_arguments
 from medusa_heads.training.arguments.rates import fit_rate
@@ -35,7 +36,7 @@ from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.record import write_figures
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
 from medusa_heads.training.runs.trainer import Inputs
-from medusa_heads.training.runs.unrolled import UnrolledModules
+from medusa_heads.training.runs.unrolled import UnrolledModules, check_depths
 
 
 def train_mtp(
@@ -92,13 +93,7 @@ def train_mtp(
         early_stopping_patience=early_stopping_patience,
     )
     fit_rate(run.args, run.target.hidden_size)
-    source = mtp.mtp_from
-    if source is not None and (folder := expanded(source)).is_dir():
-        source = str(folder)
-        if is_mtp(folder):
-            check_mtp(folder, run.target)
-    modules = load_mtp(run.target, source)
-    stored_tensors(run.target, modules, source)  # refused here, before hours of training
+    modules, source = begin_modules(run.target, mtp)
     unrolled = UnrolledModules(modules, run.target, mtp.mtp_depth)
     run.begin({"mtp": asdict(mtp), "loss": asdict(objective), **(record or {})})
     trainer = MtpTrainer(
@@ -119,6 +114,21 @@ def train_mtp(
         save_mtp(run.output, modules, run.target, source=source, measured=figures, provenance=story)
         write_figures(run.output, trainer, trained, measured, story)
     return modules
+
+
+def begin_modules(target: TargetModel, mtp: MtpArguments) -> tuple[Any, str | None]:
+    """The modules that training begins with, and what they came from, None for the target's own
+    checkpoint. Raises ValueError: there are none that can be read and written again; or they were
+    trained for another target."""
+    source = mtp.mtp_from
+    if source is not None and (folder := expanded(source)).is_dir():
+        source = str(folder)
+        if is_mtp(folder):
+            check_mtp(folder, target)
+    modules = load_mtp(target, source)
+    check_depths(modules, mtp.mtp_depth)
+    stored_tensors(target, modules, source)
+    return modules, source
 
 
 def _figures(metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -145,7 +155,7 @@ class MtpTrainer(HeadsTrainer):
     def __init__(
         self,
         unrolled: UnrolledModules,
-        target: Any,
+        target: TargetModel,
         args: TrainingArguments,
         train_dataset: Dataset,
         *held_out: Dataset,

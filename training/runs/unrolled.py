@@ -36,13 +36,7 @@ class UnrolledModules(DraftHeads):
     kind = "medusa"  # as their labels are
 
     def __init__(self, modules: Any, target: TargetModel, depths: int | None = None) -> None:
-        count = len(modules.layers)
-        depths = count if depths is None else depths
-        if depths < count:
-            raise ValueError(
-                f"mtp_depth must be at least {count}, as many as the target has modules, got "
-                f"{depths}"
-            )
+        depths = check_depths(modules, depths)
         if modules.config._attn_implementation not in SUPPORTED_ATTENTION:
             raise UnsupportedArchitecture(
                 f"attention implementation {modules.config._attn_implementation!r} takes no mask "
@@ -115,3 +109,14 @@ class UnrolledModules(DraftHeads):
         rounded = {name: weights[name].to(dtype) for name, dtype in self._dtypes.items()}
         self.own.load_state_dict(rounded, assign=True)
         self.own.requires_grad_(False)
+
+
+def check_depths(modules: Any, depths: int | None) -> int:
+    """How many depths modules are trained in, by default as many as they are. Raises ValueError:
+    fewer."""
+    count = len(modules.layers)
+    if depths is not None and depths < count:
+        raise ValueError(
+            f"mtp_depth must be at least {count}, as many as the target has modules, got {depths}"
+        )
+    return depths or count
