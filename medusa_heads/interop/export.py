@@ -21,7 +21,7 @@ from medusa_heads.checkpoint.stored_heads import (
     read_vocab_matrix,
 )
 from medusa_heads.hub.pull import find_checkpoint
-from medusa_heads.interop import WrittenFormat
+from medusa_heads.interop import ExportFormat, WrittenFormat
 from medusa_heads.interop.engines import ENGINES, Outgoing
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import TargetVocabulary, read_target, write_model
@@ -85,7 +85,7 @@ def export_heads(
 def export_modules(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    to: WrittenFormat = "transformers",
+    to: ExportFormat = "transformers",
     *,
     target: str | None = None,
     full_vocabulary: bool = False,

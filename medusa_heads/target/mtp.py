@@ -123,7 +123,7 @@ def _stored_names(place: str) -> list[str]:
     if index is not None:
         return list(index["weight_map"])
     names: list[str] = []
-    for file in files:
+    for file in files or ():
         with safe_open(file, "pt") as opened:
             names += opened.keys()
     return names

@@ -75,7 +75,9 @@ class UnrolledModules(DraftHeads):
             text_BTT = text_BTT & (document_BT[:, :, None] == document_BT[:, None])
         text_BTT = text_BTT.expand(len(input_ids_BT), -1, -1)
         chain_BTT = torch.eye(length, dtype=torch.bool, device=device).expand_as(text_BTT)
-        cache, read, out = DynamicCache(), [], []
+        cache = DynamicCache()
+        read: list[Tensor] = []  # where what the modules have read stands, and what came out
+        out: list[Tensor] = []
         for depth in range(self.config.num_heads):
             module = min(depth, last)
             again = depth - module
