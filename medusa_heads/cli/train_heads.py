@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.training import Run
@@ -140,13 +141,11 @@ def refuse_beside_modules(
             "modules learn beside a whole target in each process: launch several with "
             "configs/accelerate/ddp.yaml"
         )
-    of_heads = (config, to_cache, to_save)
-    given = [(part, each) for part in of_heads for each in fields(part)]
-    given += [
-        (to_target, e) for e in fields(to_target) if e.name in ("shard_target", "load_in_4bit")
-    ]
-    for part, each in given:
-        if getattr(part, each.name) != each.default:
+    of_target = ("shard_target", "load_in_4bit")
+    parts: tuple[Any, ...] = (config, to_cache, to_save, to_target)
+    for part, each in ((part, each) for part in parts for each in fields(part)):
+        judged = part is not to_target or each.name in of_target
+        if judged and getattr(part, each.name) != each.default:
             raise ValueError(
                 f"--mtp trains the target's own modules, whose shape is given, beside the whole "
                 f"target in its own dtype: leave {flag_name(each)} out"

@@ -46,9 +46,10 @@ def prompts(count: int) -> Tensor:
 
 def own_text(target: TargetModel, path: Path) -> Path:
     """What a target writes behind random beginnings."""
+    model: Any = target.model
     torch.manual_seed(0)
     drawn = {"do_sample": True, "temperature": 0.3, "top_k": 0, "max_new_tokens": 26}
-    rows = target.model.generate(prompts(72), **drawn).tolist()
+    rows = model.generate(prompts(72), **drawn).tolist()
     path.write_text("".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in rows))
     return path
 
@@ -82,12 +83,13 @@ def trained(base: Path, corpus: Path) -> Path:
 
 def tokens_per_step(target: TargetModel, modules: Path | None) -> float:
     """Over texts that stay what the target alone writes."""
-    drafting = TrainingFreeModel(target, "mtp", modules=modules, deterministic=True)
+    drafting: Any = TrainingFreeModel(target, "mtp", modules=modules, deterministic=True)
     ids_BT = prompts(80)[72:]
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
-    expected_BT = target.model.generate(ids_BT, **options)
+    model: Any = target.model
+    expected_BT = model.generate(ids_BT, **options)
     assert torch.equal(drafting.generate(ids_BT, **options), expected_BT)
-    return drafting.last_stats.tokens_per_step
+    return float(drafting.last_stats.tokens_per_step)
 
 
 def test_modules_gain_and_the_text_stays(base: Path, trained: Path) -> None:
