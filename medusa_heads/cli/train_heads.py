@@ -143,7 +143,7 @@ def refuse_beside_modules(
         )
     of_target = ("shard_target", "load_in_4bit")
     parts: tuple[Any, ...] = (config, to_cache, to_save, to_target)
-    for part, each in ((part, each) for part in parts for each in fields(part)):
+    for part, each in ((of, each) for of in parts for each in fields(of)):
         judged = part is not to_target or each.name in of_target
         if judged and getattr(part, each.name) != each.default:
             raise ValueError(
