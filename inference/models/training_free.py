@@ -66,6 +66,7 @@ class TrainingFreeModel(AssistedModel):
     By default the target writes the calibration; what is found is kept on disk.
 
     Attributes:
+        modules: see above.
         skipped_layers: of early exit: the layers, counted from 0, that drafts do without.
 
     Raises:
@@ -98,7 +99,7 @@ class TrainingFreeModel(AssistedModel):
                 f"the drafter {drafter!r} adds branches, and this target verifies chains alone: "
                 f"use one of {', '.join(_CHAINS)}"
             )
-        self.method, self.deterministic = drafter, deterministic
+        self.method, self.deterministic, self.modules = drafter, deterministic, modules
         self._suffix = bool(suffix)
         self.skipped_layers: tuple[int, ...] = ()
         self._agreement: dict[str, float] = {}

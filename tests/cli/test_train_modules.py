@@ -25,6 +25,7 @@ from medusa_heads.contents import MTP_FILE
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.target.mtp import load_mtp
 from medusa_heads.target.target import TargetModel
+from tests.cli.conftest import Talk
 from tests.conftest import TinyLlama
 from tests.inference.native_modules import needs_modules, read_target, write_checkpoint
 
@@ -146,6 +147,22 @@ def test_what_was_trained_drafts_on_the_command_line(
         assert printed.out == plain and "tokens per step" in printed.err
     assert generate([str(moved), "--drafter", "suffix", *options]) == 2
     assert "draft as 'mtp' or 'mtp+suffix', not as 'suffix'" in capsys.readouterr().err
+
+
+def test_settings_of_a_chat_keep_the_modules(
+    base: Path, trained: Path, talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    init = TrainingFreeModel.__init__
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        read.append((self.method, self.modules and Path(self.modules)))
+
+    monkeypatch.setattr(TrainingFreeModel, "__init__", note)
+    said = talk(trained, ["/set deterministic true", "w20 w21 w22", "/set drafter suffix", "w5"])
+    assert read == [("mtp", trained), ("mtp", trained), ("suffix", None)]
+    assert said.out.startswith("w")
 
 
 def test_a_copy_of_the_target_with_its_new_modules(
