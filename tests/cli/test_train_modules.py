@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,7 @@ def test_settings_of_a_chat_keep_the_modules(
     read: list[Any] = []
     init = TrainingFreeModel.__init__
 
+    @wraps(init)
     def note(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         read.append((self.method, self.modules and Path(self.modules)))
@@ -162,7 +164,7 @@ def test_settings_of_a_chat_keep_the_modules(
     monkeypatch.setattr(TrainingFreeModel, "__init__", note)
     said = talk(trained, ["/set deterministic true", "w20 w21 w22", "/set drafter suffix", "w5"])
     assert read == [("mtp", trained), ("mtp", trained), ("suffix", None)]
-    assert said.out.startswith("w")
+    assert len(said.out.splitlines()) == 2
 
 
 def test_a_copy_of_the_target_with_its_new_modules(
