@@ -23,6 +23,7 @@ from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.mtp import MtpArguments, mtp_training_arguments
+from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.hidden.launched import Sharding, launched_sharding
@@ -42,6 +43,7 @@ class CheckpointArguments(MatrixFlag):
 ARGUMENTS = (
     TargetArguments,
     DataArguments,
+    RecipeArguments,
     HeadsConfig,
     LossConfig,
     DistillArguments,
@@ -56,6 +58,7 @@ ARGUMENTS = (
 def train(
     to_target: TargetArguments,
     to_data: DataArguments,
+    recipe: RecipeArguments,
     config: HeadsConfig,
     objective: LossConfig,
     to_distill: DistillArguments,
@@ -68,7 +71,7 @@ def train(
     """Train extra decoding heads for a frozen causal language model."""
     joint = joint_settings(to_save.joint, to_join)
     if to_mtp.mtp:
-        refuse_beside_modules(to_target, config, to_cache, to_save)
+        refuse_beside_modules(to_target, recipe, config, to_cache, to_save)
         run = Run(to_target, to_data, to_distill, to_optimise)
         _train_modules(run, to_mtp, objective)
         return
@@ -128,12 +131,7 @@ def joint_settings(joint: bool, config: JointConfig) -> JointConfig | None:
     return config if joint else None
 
 
-def refuse_beside_modules(
-    to_target: TargetArguments,
-    config: HeadsConfig,
-    to_cache: CacheArguments,
-    to_save: CheckpointArguments,
-) -> None:
+def refuse_beside_modules(to_target: TargetArguments, *of_heads: Any) -> None:
     """Raises ValueError where a flag of new heads, or of a target that is not whole in its own
     dtype, stands beside --mtp."""
     if launched_sharding() is not None:
@@ -142,7 +140,7 @@ def refuse_beside_modules(
             "configs/accelerate/ddp.yaml"
         )
     of_target = ("shard_target", "load_in_4bit")
-    parts: tuple[Any, ...] = (config, to_cache, to_save, to_target)
+    parts = (*of_heads, to_target)
     for part, each in ((of, each) for of in parts for each in fields(of)):
         judged = part is not to_target or each.name in of_target
         if judged and getattr(part, each.name) != each.default:
@@ -211,7 +209,7 @@ def _report(folder: Path) -> None:
     print(f"Checkpoint: {folder}")
 
 
-main = command("train-heads", train, ARGUMENTS, train.__doc__)
+main = command("train-heads", train, ARGUMENTS, train.__doc__, presets={"recipe": RECIPES})
 
 if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.train_heads
     raise SystemExit(main())

@@ -270,6 +270,7 @@ def test_mistakes_are_one_sentence(
         "mtp_depth must be at least 2, as many as the target has": (base, ["--mtp_depth", "1"]),
         "leave num_heads out": (base, ["--num_heads", "2"]),
         "leave kind out": (base, ["--kind", "hydra"]),
+        "leave recipe out": (base, ["--recipe", "best"]),
         "leave joint out": (base, ["--joint"]),
         "leave hidden_cache out": (base, ["--hidden_cache", "auto"]),
         "leave load_in_4bit out": (base, ["--load_in_4bit"]),
