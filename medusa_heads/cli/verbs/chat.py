@@ -202,6 +202,7 @@ class Session:
         options = options | {"corpus": corpus}
         if isinstance(model, MedusaModel):
             return MedusaModel(model.target, model.heads, statistics=model.statistics, **options)
+        assert isinstance(model, TrainingFreeModel)
         modules = model.modules if options["drafter"].startswith("mtp") else None
         return TrainingFreeModel(model.target, modules=modules, **options)
 
