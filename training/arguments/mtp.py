@@ -12,7 +12,7 @@ from medusa_heads.training.arguments.training import OptimisationArguments, to_t
 if TYPE_CHECKING:
     from medusa_heads.training.arguments.rates import RunArguments
 
-MTP_LEARNING_RATE = 1e-3  # at width 384, as of a draft model that is a layer of its target
+MTP_LEARNING_RATE = 1e-3  # at width 384, as new draft models have it
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class MtpArguments:
 
     mtp: bool = flag(
         False,
-        "Go on training the target's own multi-token-prediction modules, in place of new heads.",
+        "Go on training the target's own multi-token-prediction modules, in place of new heads; "
+        f"the default learning rate is {MTP_LEARNING_RATE}, less for wide targets.",
     )
     mtp_from: str | None = flag(
         None,
