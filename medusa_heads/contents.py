@@ -9,6 +9,7 @@ from medusa_heads.files import expanded, read_json
 
 SIDECAR_FILE = "medusa_heads.json"  # beside heads
 DRAFT_FILE = "draft_model.json"  # beside a draft model
+MTP_FILE = "mtp_modules.json"  # beside multi-token-prediction modules that were trained
 _CONFIG_FILE = "config.json"
 
 
@@ -20,6 +21,11 @@ def is_heads(folder: str | os.PathLike[str]) -> bool:
 def is_draft(folder: str | os.PathLike[str]) -> bool:
     """Whether a draft model that names its target lies there."""
     return (Path(folder) / DRAFT_FILE).is_file()
+
+
+def is_mtp(folder: str | os.PathLike[str]) -> bool:
+    """Whether multi-token-prediction modules that were trained for a target lie there."""
+    return (Path(folder) / MTP_FILE).is_file()
 
 
 def is_model(folder: str | os.PathLike[str]) -> bool:
@@ -45,6 +51,11 @@ def instead_of_heads(folder: str | os.PathLike[str]) -> str:
         return (
             "found a draft model: use it with medusa-heads generate and chat, or as --draft_model "
             "of its target, or train heads with train-heads"
+        )
+    if is_mtp(folder):
+        return (
+            "found multi-token-prediction modules: use them with medusa-heads generate and chat, "
+            "or write them into a copy of their target with medusa-heads export --to transformers"
         )
     if is_model(folder):
         return (

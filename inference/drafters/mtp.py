@@ -15,11 +15,13 @@ Source: DeepSeek-AI 2024, "DeepSeek-V3", arXiv:2412.19437, section 2.2.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
+from medusa_heads.checkpoint.mtp_checkpoint import check_mtp
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.measure import target_clock
 from medusa_heads.inference.drafters.base import Memory
@@ -38,14 +40,17 @@ _ALL = "a token of each module"
 
 
 class MtpDrafts:
-    """What a target's modules draft.
+    """What a target's modules draft: those of its own checkpoint, or of a folder in which they were
+    trained for it.
 
     Raises:
-        ValueError: the target has no modules that can be read.
+        ValueError: there are no modules that can be read, or they are another target's.
     """
 
-    def __init__(self, target: TargetModel) -> None:
-        self.target, self.modules = target, load_mtp(target)
+    def __init__(self, target: TargetModel, folder: str | os.PathLike[str] | None = None) -> None:
+        if folder is not None:
+            check_mtp(folder, target)
+        self.target, self.modules = target, load_mtp(target, folder)
         self.ranks = min(_RANKS, target.vocab_size)
 
     def __len__(self) -> int:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from medusa_heads.checkpoint.mtp_checkpoint import read_mtp_sidecar
+from medusa_heads.contents import is_mtp
+from medusa_heads.files import expanded
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.measure import target_clock
 from medusa_heads.inference.drafters.base import Drafter
@@ -17,6 +20,7 @@ from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
+from medusa_heads.inference.models.named_target import load_target
 from medusa_heads.inference.plan.adaptive import blended, continues_text, sizes_for
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
@@ -48,6 +52,8 @@ class TrainingFreeModel(AssistedModel):
         calibration: token ids [B, T] without padding, to try on which layers can be left out.
         deterministic: take the same steps every time, and carry nothing from text to text.
         trust_remote_code: let the tokenizer that reads the corpus run code of its own.
+        modules: folder in which modules were trained for the target, which then draft in place of
+            its own: of `"mtp"`.
         options: `acceptance`, `acceptance_settings`, `compile`, `compile_backend`: see
             AssistedModel.
 
@@ -60,6 +66,7 @@ class TrainingFreeModel(AssistedModel):
     By default the target writes the calibration; what is found is kept on disk.
 
     Attributes:
+        modules: see above.
         skipped_layers: of early exit: the layers, counted from 0, that drafts do without.
 
     Raises:
@@ -78,10 +85,11 @@ class TrainingFreeModel(AssistedModel):
         calibration: Tensor | None = None,
         deterministic: bool = False,
         trust_remote_code: bool = False,
+        modules: str | os.PathLike[str] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         compiled = options.get("compile") or isinstance(target, CompiledTarget)
-        _check_drafter(drafter, corpus, calibration, compiled)
+        _check_drafter(drafter, corpus, calibration, compiled, modules)
         super().__init__(target, **options)
         self._refuse_clocks(deterministic)
         name, _, suffix = drafter.partition("+")
@@ -91,7 +99,7 @@ class TrainingFreeModel(AssistedModel):
                 f"the drafter {drafter!r} adds branches, and this target verifies chains alone: "
                 f"use one of {', '.join(_CHAINS)}"
             )
-        self.method, self.deterministic = drafter, deterministic
+        self.method, self.deterministic, self.modules = drafter, deterministic, modules
         self._suffix = bool(suffix)
         self.skipped_layers: tuple[int, ...] = ()
         self._agreement: dict[str, float] = {}
@@ -100,7 +108,7 @@ class TrainingFreeModel(AssistedModel):
         if name == "mtp":
             from medusa_heads.inference.drafters.mtp import MtpDrafts
 
-            self._mtp_drafts = MtpDrafts(self.target)
+            self._mtp_drafts = MtpDrafts(self.target, modules)
         # Only now: to index a corpus may take a while, and to try layers as well.
         self.corpus = find_corpus(corpus, self.target, trust_remote_code=trust_remote_code)
         if name == "early_exit" and not kept:
@@ -128,7 +136,8 @@ class TrainingFreeModel(AssistedModel):
         """Load a target by hub id or path, and let it draft for itself.
 
         Args:
-            target: hub id or local folder of a causal LM.
+            target: hub id or local folder of a causal LM; or a folder of modules that were trained
+                for one, which then draft.
             drafter: see the class.
             options: of the class. The rest are for loading the target: `dtype`, `device`, ..
 
@@ -136,11 +145,19 @@ class TrainingFreeModel(AssistedModel):
             ValueError: nothing loadable stands there, or see the class.
         """
         own = cls._own_options(options)
+        named = is_mtp(expanded(target))
+        if named:
+            own["modules"] = target = expanded(target)
         # Before seconds of loading.
-        _check_drafter(drafter, *(own.get(name) for name in ("corpus", "calibration", "compile")))
+        parts = ("corpus", "calibration", "compile", "modules")
+        _check_drafter(drafter, *(own.get(name) for name in parts))
         if own.get("trust_remote_code"):  # of the target as well
             options["trust_remote_code"] = True
-        return cls(TargetModel.from_pretrained(str(target), **options), drafter, **own)
+        if named:
+            loaded = load_target(target, None, read=read_mtp_sidecar, **options)
+        else:
+            loaded = TargetModel.from_pretrained(str(target), **options)
+        return cls(loaded, drafter, **own)
 
     def _lookahead(self, target: TargetModel, blend: Callable[..., BlendedDrafter]) -> Drafter:
         from medusa_heads.inference.drafters.extra import lookahead
@@ -203,7 +220,9 @@ class TrainingFreeModel(AssistedModel):
         return blend([source], text=self._suffix, clock=clock, chain_only=self._chain_only)
 
 
-def _check_drafter(drafter: str, corpus: object, calibration: object, compiled: object) -> None:
+def _check_drafter(
+    drafter: str, corpus: object, calibration: object, compiled: object, modules: object
+) -> None:
     if re.sub(r"^early_exit:\d+", "early_exit", drafter) not in DRAFTERS + OWN_MODULES:
         known = [*DRAFTERS, "early_exit:N", "early_exit:N+suffix", *OWN_MODULES]
         raise ValueError(f"drafter must be one of {', '.join(known)}, got {drafter!r}")
@@ -213,6 +232,11 @@ def _check_drafter(drafter: str, corpus: object, calibration: object, compiled: 
             "use one of them, or leave the corpus out"
         )
     name = drafter.partition("+")[0]
+    if modules is not None and name != "mtp":
+        raise ValueError(
+            f"modules that were trained draft as 'mtp' or 'mtp+suffix', not as {drafter!r}: name "
+            "one of these, or give the target itself"
+        )
     if calibration is not None and name != "early_exit":
         raise ValueError(f"calibration is of the drafter 'early_exit', {drafter!r} tries nothing")
     if compiled and name.startswith("early_exit"):

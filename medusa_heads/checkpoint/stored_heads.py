@@ -230,11 +230,18 @@ def check_target(stored: StoredHeads, got: Mapping[str, Any], do: str = "pass") 
     says: heads of another project's making do not say all. Raises ValueError: they differ, and what
     to `do` with the right one."""
     sizes = {"hidden_size": stored.config.hidden_size, "vocab_size": stored.config.vocab_size}
-    expected = {**sizes, **stored.target}
+    check_same_target("heads", {**sizes, **stored.target}, got, do)
+
+
+def check_same_target(
+    what: str, expected: Mapping[str, Any], got: Mapping[str, Any], do: str = "pass"
+) -> None:
+    """The same for what was trained for a target, whose fingerprint is `expected`, None where it is
+    not known."""
     if differing := [key for key in got if expected.get(key) not in (None, got[key])]:
         wanted, found = ({key: of.get(key) for key in differing} for of in (expected, got))
         raise ValueError(
-            f"these heads were trained for another target ({expected.get('name_or_path')!r}): "
+            f"these {what} were trained for another target ({expected.get('name_or_path')!r}): "
             f"expected {wanted}, got {found}; {do} the target they belong to"
         )
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from medusa_heads.cli.choices import apply_choice
 from medusa_heads.cli.flags.decoding import DecodingArguments, ModelArguments, decoder_options
-from medusa_heads.contents import is_draft, is_heads
+from medusa_heads.contents import is_draft, is_heads, is_mtp
 from medusa_heads.files import expanded
 
 if TYPE_CHECKING:
     from medusa_heads.inference.engine.stats import GenerationStats
     from medusa_heads.inference.models.assisted import AssistedModel
     from medusa_heads.inference.models.medusa import MedusaModel
+
+
+AnyDecoding = TypeVar("AnyDecoding", bound=DecodingArguments)
 
 
 def load_model(arguments: ModelArguments, **options: Any) -> tuple[MedusaModel, Any]:
@@ -50,16 +54,27 @@ def load_measured_model(
     return model, most
 
 
+def with_own_drafter(arguments: AnyDecoding) -> AnyDecoding:
+    """The same arguments; modules that were trained for a target draft as modules do."""
+    if arguments.drafter is None and is_mtp(expanded(arguments.checkpoint)):
+        return replace(arguments, drafter="mtp")
+    return arguments
+
+
 def load_drafting_model(arguments: DecodingArguments) -> tuple[AssistedModel, Any]:
     """The target with what drafts for it (heads, a draft model or several, or a drafter that was
     not trained), and its tokenizer.
     """
+    arguments, modules = with_own_drafter(arguments), is_mtp(expanded(arguments.checkpoint))
     options, drafts = decoder_options(arguments), arguments.draft_model
     if arguments.drafter is not None:
         from medusa_heads.inference.models.training_free import TrainingFreeModel
 
         if drafts:
             raise ValueError("--drafter drafts without a model: leave it or --draft_model out")
+        if modules and arguments.target is not None:
+            options["modules"] = expanded(arguments.checkpoint)
+            return _load(arguments, TrainingFreeModel.from_pretrained, arguments.target, options)
         if arguments.target is not None:
             raise ValueError("with --drafter, the first argument is the target: leave out --target")
         if is_heads(expanded(arguments.checkpoint)):

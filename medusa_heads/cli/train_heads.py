@@ -2,12 +2,14 @@
 
 train-heads --config configs/demo.yaml --output_dir runs/demo/heads
 train-heads --model_name_or_path Qwen/Qwen2.5-0.5B --dataset corpus.jsonl --self_distill
+train-heads --mtp --model_name_or_path my-finetune --mtp_from Qwen/Qwen3.5-2B --dataset a.jsonl
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.training import Run
@@ -15,10 +17,12 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.settings import flag, flag_name
 from medusa_heads.shared_flags import MatrixFlag
+from medusa_heads.tables import on_screen
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
+from medusa_heads.training.arguments.mtp import MtpArguments, mtp_training_arguments
 from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
@@ -46,6 +50,7 @@ ARGUMENTS = (
     CacheArguments,
     CheckpointArguments,
     JointConfig,
+    MtpArguments,
     OptimisationArguments,
 )
 
@@ -53,17 +58,23 @@ ARGUMENTS = (
 def train(
     to_target: TargetArguments,
     to_data: DataArguments,
-    _: RecipeArguments,
+    recipe: RecipeArguments,
     config: HeadsConfig,
     objective: LossConfig,
     to_distill: DistillArguments,
     to_cache: CacheArguments,
     to_save: CheckpointArguments,
     to_join: JointConfig,
+    to_mtp: MtpArguments,
     to_optimise: OptimisationArguments,
 ) -> None:
     """Train extra decoding heads for a frozen causal language model."""
     joint = joint_settings(to_save.joint, to_join)
+    if to_mtp.mtp:
+        refuse_beside_modules(to_target, recipe, config, to_cache, to_save)
+        run = Run(to_target, to_data, to_distill, to_optimise)
+        _train_modules(run, to_mtp, objective)
+        return
     if to_save.with_vocab_matrix:
         from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 
@@ -118,6 +129,70 @@ def joint_settings(joint: bool, config: JointConfig) -> JointConfig | None:
         ]
         raise ValueError(f"{idle[0]} plays a part in joint training only: add --joint")
     return config if joint else None
+
+
+def refuse_beside_modules(to_target: TargetArguments, *of_heads: Any) -> None:
+    """Raises ValueError where a flag of new heads, or of a target that is not whole in its own
+    dtype, stands beside --mtp."""
+    if launched_sharding() is not None:
+        raise ValueError(
+            "modules learn beside a whole target in each process: launch several with "
+            "configs/accelerate/ddp.yaml"
+        )
+    of_target = ("shard_target", "load_in_4bit")
+    parts = (*of_heads, to_target)
+    for part, each in ((of, each) for of in parts for each in fields(of)):
+        judged = part is not to_target or each.name in of_target
+        if judged and getattr(part, each.name) != each.default:
+            raise ValueError(
+                f"--mtp trains the target's own modules, whose shape is given, beside the whole "
+                f"target in its own dtype: leave {flag_name(each)} out"
+            )
+
+
+def _train_modules(run: Run, to_mtp: MtpArguments, objective: LossConfig) -> None:
+    args = mtp_training_arguments(run.to_optimise, autocast=run.autocast)
+    depths = to_mtp.mtp_depth or 1
+    if run.to_optimise.dry_run:
+        from medusa_heads.training.runs.dry_run import plan_modules
+
+        run.plan(
+            args, depths, lambda target, size: plan_modules(target, to_mtp.mtp_depth, args, size)
+        )
+        return
+
+    from medusa_heads.training.runs.mtp import begin_modules, train_mtp
+
+    target = run.load_target(args)
+    # Read before hours may go into writing text; they are small beside the target.
+    begin_modules(target, to_mtp)
+    train_mtp(
+        target,
+        run.prepare(target, args, depths),
+        mtp=to_mtp,
+        training_args=args,
+        objective=objective,
+        **run.run_options(),
+    )
+    if args.process_index == 0:
+        _report_modules(Path(run.to_optimise.output_dir))
+
+
+def _report_modules(folder: Path) -> None:
+    """What was learnt, beside what the modules knew before, and where they lie."""
+    from rich.console import Console
+
+    from medusa_heads.checkpoint.mtp_checkpoint import read_mtp_sidecar
+
+    now = read_mtp_sidecar(folder)["measured"]
+    before = now["before"]
+    pairs = enumerate(zip(before["top1"], now["top1"], strict=True), start=2)
+    cells = [[f"top-1 of token t + {ahead}", *(f"{x:.3f}" for x in pair)] for ahead, pair in pairs]
+    for name in ("loss", "tokens_per_step"):
+        cells.append([name.replace("_", " "), f"{before[name]:.3f}", f"{now[name]:.3f}"])
+    title = "The target's modules on held-out text (chains, simulated)"
+    Console().print(on_screen(title, (["", "before", "now"], cells)))
+    print(f"Modules: {folder}")
 
 
 def _report(folder: Path) -> None:

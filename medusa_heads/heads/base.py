@@ -199,6 +199,10 @@ class DraftHeads(nn.Module, ABC):
         encoded_BTD: Tensor = self.prefix(hidden_BTD.to(dtype), following_BTD, position_ids_BT)
         return encoded_BTD
 
+    def encoder(self) -> nn.Module | None:
+        """What `encode` runs over whole texts, where anything does."""
+        return self.prefix
+
     @abstractmethod
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """Outputs of the residual blocks, before the vocabulary: (..., D) -> (..., K, D), of h_t as

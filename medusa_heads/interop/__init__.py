@@ -10,3 +10,5 @@ from typing import Literal
 
 ReadFormat = Literal["fasterdecoding", "tgi", "lorax", "merged", "vllm", "modelopt", "hydra"]
 WrittenFormat = Literal["fasterdecoding", "tgi", "lorax", "vllm", "modelopt"]
+# Besides what engines read of heads: a target's whole checkpoint with its trained modules in it.
+ExportFormat = Literal[WrittenFormat, "transformers"]

@@ -1,4 +1,4 @@
-"""A checkpoint of this package, as another engine reads heads.
+"""A checkpoint of this package, as another engine reads heads, or a target with its modules.
 
 Shapes: D hidden, V vocabulary.
 """
@@ -12,16 +12,19 @@ from pathlib import Path
 from torch import Tensor
 
 from medusa_heads.checkpoint.files import VOCAB_MATRIX_FILE, empty_folder, staged
+from medusa_heads.checkpoint.mtp_checkpoint import read_mtp_sidecar, read_mtp_tensors
 from medusa_heads.checkpoint.stored_heads import (
     StoredHeads,
+    check_same_target,
     check_target,
     read_stored,
     read_vocab_matrix,
 )
 from medusa_heads.hub.pull import find_checkpoint
-from medusa_heads.interop import WrittenFormat
+from medusa_heads.interop import ExportFormat, WrittenFormat
 from medusa_heads.interop.engines import ENGINES, Outgoing
-from medusa_heads.interop.target_files import TargetVocabulary, read_target
+from medusa_heads.interop.source import open_source
+from medusa_heads.interop.target_files import TargetVocabulary, read_target, write_model
 from medusa_heads.target.fingerprint import lm_head_sha256
 from medusa_heads.target.loading import refuse_code_of
 
@@ -79,9 +82,54 @@ def export_heads(
     return Exported(folder, tuple(outgoing.notices))
 
 
+def export_modules(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    to: ExportFormat = "transformers",
+    *,
+    target: str | None = None,
+    full_vocabulary: bool = False,
+    trust_remote_code: bool = False,
+) -> Exported:
+    """Write a copy of a target's checkpoint with the modules of a folder in it, under their names
+    there, for whatever runs a target with its modules: transformers' `use_mtp`, vLLM, SGLang.
+    Raises ValueError: another layout is asked for, the folder or the target is damaged or not
+    theirs; OSError: `out` cannot be written.
+
+    Args:
+        target: hub id or folder of the target; by default as the modules say.
+        full_vocabulary: of heads alone.
+        trust_remote_code: read a target that brings code of its own.
+    """
+    if to != "transformers" or full_vocabulary:
+        raise ValueError(
+            "modules are written into a copy of their target, for transformers and the engines "
+            "that run it with them: give --to transformers, and no other option of heads"
+        )
+    folder, tensors = empty_folder(out), read_mtp_tensors(checkpoint)
+    named = read_mtp_sidecar(checkpoint)["target"]
+    if target is None and trust_remote_code:
+        refuse_code_of(named)
+    known = read_target(
+        target or named["name_or_path"],
+        revision=None if target else named.get("revision"),
+        trust_remote_code=trust_remote_code,
+    )
+    check_same_target("modules", named, {key: known.target[key] for key in _COMPARED}, "give")
+    source = open_source(
+        str(known.target["name_or_path"]), revision=known.target["revision"], model=True
+    )
+    with staged(folder) as made:
+        rest = [name for name in source.files if name not in tensors]
+        write_model(made, source, rest, source.config, tensors)
+    return Exported(folder, ())
+
+
+_COMPARED = ("hidden_size", "vocab_size", "lm_head_sha256")
+
+
 def _check_target(stored: StoredHeads, known: TargetVocabulary) -> None:
-    keys = ("hidden_size", "vocab_size", "lm_head_sha256")
-    check_target(stored, {key: known.target[key] for key in keys}, "give")
+    check_target(stored, {key: known.target[key] for key in _COMPARED}, "give")
 
 
 def _matrix(checkpoint: Path, stored: StoredHeads, known: TargetVocabulary | None) -> Tensor:

@@ -8,8 +8,13 @@ the target's embeddings, its lm_head and its rotary positions.
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture, first_line
 from medusa_heads.target.recurrent import is_recurrent
@@ -23,24 +28,19 @@ _COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"
 _SHOWN = 160  # characters of what transformers objects to
 
 
-def load_mtp(target: TargetModel) -> Any:
-    """The target's modules, frozen, on its device and in its dtype: transformers' `MtpModel`.
+def load_mtp(target: TargetModel, source: str | os.PathLike[str] | None = None) -> Any:
+    """The target's modules, frozen, on its device and in its dtype: transformers' `MtpModel`. They
+    are those of the target's own checkpoint, or those that a folder or hub id holds instead.
 
     Raises:
-        ValueError: this transformers does not run them, or the target's checkpoint has none that
-            can be read.
+        ValueError: this transformers does not run them, or the checkpoint has none that can be
+            read.
         UnsupportedArchitecture: they keep a recurrent state.
     """
     from safetensors import SafetensorError
 
-    kind = _mtp_model()
-    view = _as_checkpoint(target)
-    if is_recurrent(view.config.get_mtp_config()):
-        raise UnsupportedArchitecture(
-            f"the multi-token-prediction modules of {target.config.model_type} keep a recurrent "
-            "state, which drafts would change before they are verified",
-            _INSTEAD,
-        )
+    kind, view = _mtp_model(), _as_checkpoint(target)
+    view.config._name_or_path = str(_folder(target) if source is None else source)
     try:
         modules = kind.from_pretrained(view, device_map={"": target.device})
     except (
@@ -50,9 +50,83 @@ def load_mtp(target: TargetModel) -> Any:
         reason = first_line(error)
         if "weights are missing" in reason:  # and then all their names
             reason = "some or all of their weights are missing"
-        raise _none(target, reason[:_SHOWN]) from error
-    modules.layers.eval().requires_grad_(False)
+        raise _none(target, reason[:_SHOWN], source) from error
+    own_parts(modules).eval().requires_grad_(False)
     return modules
+
+
+def empty_mtp(target: TargetModel) -> Any:
+    """Modules as the target's configuration describes them, on the meta device, without weights.
+    Raises as `load_mtp` does."""
+    kind, view = _mtp_model(), _as_checkpoint(target)
+    with torch.device("meta"):
+        return kind(view, view.config.get_text_config(decoder=True).num_mtp_layers)
+
+
+def own_parts(modules: Any) -> torch.nn.ModuleDict:
+    """What is the modules' own, by the names it has in them: all else is the target's."""
+    names = ("layers", "shared_post_norm")
+    return torch.nn.ModuleDict(
+        {name: getattr(modules, name) for name in names if name in modules._modules}
+    )
+
+
+def stored_tensors(
+    target: TargetModel, modules: Any, source: str | os.PathLike[str] | None = None
+) -> dict[str, Tensor]:
+    """The modules' weights under the names, and in the pieces, of the checkpoint they came from
+    (see `load_mtp`). Raises ValueError: transformers joins pieces in a way that cannot be undone.
+    """
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        apply_renamings,
+        revert_weight_conversion,
+    )
+
+    view = _as_checkpoint(target)
+    conversions = modules.get_weight_conversions(view)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    pattern = modules.get_mtp_weights_regex(view)
+    place = str(_folder(target) if source is None else source)
+    # A converter stands behind all renamings: so far the names of what it joins are read alike.
+    names = {
+        apply_renamings(name, renamings): name
+        for name in _stored_names(place)
+        if pattern.search(name)
+    }
+    carrier = copy.copy(modules)
+    carrier._weight_conversions = [e for e in conversions if isinstance(e, WeightConverter)]
+    weights = own_parts(modules).state_dict()
+    pieces: Mapping[str, Tensor] = revert_weight_conversion(carrier, weights)
+    if unknown := sorted(set(pieces) - set(names)):
+        raise ValueError(
+            f"the multi-token-prediction modules of {target.config.model_type} cannot be written "
+            f"under the names of {place!r}, which has nothing for {unknown[0]}"
+        )
+    return {names[name]: piece.detach().cpu().contiguous() for name, piece in pieces.items()}
+
+
+def _stored_names(place: str) -> list[str]:
+    """Of all tensors of a checkpoint in a folder or on a hub, of which only headers are read."""
+    from safetensors import safe_open
+    from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+    files, index = _get_resolved_checkpoint_files(
+        pretrained_model_name_or_path=place,
+        variant=None,
+        gguf_file=None,
+        use_safetensors=True,
+        user_agent=None,
+        is_remote_code=False,
+    )
+    if index is not None:
+        return list(index["weight_map"])
+    names: list[str] = []
+    for file in files or ():
+        with safe_open(file, "pt") as opened:
+            names += opened.keys()
+    return names
 
 
 def _mtp_model() -> Any:
@@ -78,6 +152,7 @@ def _as_checkpoint(target: TargetModel) -> Any:
 
     Raises:
         ValueError: no modules are to be expected.
+        UnsupportedArchitecture: they keep a recurrent state.
     """
     view = copy.copy(target.model)
     view.config = copy.deepcopy(target.model.config)
@@ -86,7 +161,6 @@ def _as_checkpoint(target: TargetModel) -> Any:
     if counts and not any(counts):
         raise _none(target, f"its configuration says {counts[0]}")
     _fill(text, next(filter(None, counts), 1))
-    view.config._name_or_path = str(_folder(target))
     view.config.dtype = target.dtype
     # transformers knows the keys of modules by what a model leaves out; where they are numbered
     # behind its layers it only knows the largest sizes of each family.
@@ -96,6 +170,12 @@ def _as_checkpoint(target: TargetModel) -> Any:
         *(pattern for pattern in known if "mtp" in pattern or "layers" in pattern),
         *(rf"^(model\.)?(language_model\.)?layers\.{layer}\." for layer in behind),
     }
+    if is_recurrent(view.config.get_mtp_config()):
+        raise UnsupportedArchitecture(
+            f"the multi-token-prediction modules of {target.config.model_type} keep a recurrent "
+            "state, which drafts would change before they are verified",
+            _INSTEAD,
+        )
     return view
 
 
@@ -123,9 +203,12 @@ def _folder(target: TargetModel) -> Path:
         raise _none(target, first_line(error)[:_SHOWN]) from error
 
 
-def _none(target: TargetModel, reason: str) -> ValueError:
+def _none(
+    target: TargetModel, reason: str, source: str | os.PathLike[str] | None = None
+) -> ValueError:
     name = target.name_or_path or target.config.model_type
+    where = "" if source is None else f" from {os.fspath(source)!r}"
     return ValueError(
-        f"no multi-token-prediction modules can be read for the target {name!r} ({reason}): "
+        f"no multi-token-prediction modules can be read{where} for the target {name!r} ({reason}): "
         f"{_INSTEAD}"
     )

@@ -73,11 +73,13 @@ def rows_loss(
     blocks = [slice(start, start + block_rows) for start in starts]
     if len(blocks) == 1 or not torch.is_grad_enabled():
         return torch.stack([block_loss(hidden_RD[block], block) for block in blocks]).sum()
-    # Prefix layers have made `hidden_RD`: their gradients come through that.
+    # What reads whole texts has made `hidden_RD`: its gradients come through that.
+    encoder = heads.encoder()
+    before = set() if encoder is None else set(encoder.parameters())
     learning = {
         name: parameter
         for name, parameter in block_loss.named_parameters()
-        if parameter.requires_grad and not name.startswith("heads.prefix.")
+        if parameter.requires_grad and parameter not in before
     }
     loss: Tensor = _Blocks.apply(block_loss, tuple(learning), blocks, hidden_RD, *learning.values())
     return loss

@@ -81,15 +81,28 @@ def rank_metrics(ranks_BTK: Tensor) -> dict[str, float]:
     their own ranks imply. With thousands of positions for a few dozen nodes that flatters little.
     """
     statistics, runs = rank_statistics(ranks_BTK), complete_runs(ranks_BTK)
-    figures = {
-        f"head{i}_top{k}": accuracy
-        for k in (1, 5)
-        for i, accuracy in enumerate(statistics.top_k_accuracy(k))
-    }
+    figures = _accuracies(statistics)
     for size in TREE_SIZES:
         simulated = simulate_tokens_per_step(runs, statistics.choices(size))
         figures[f"tokens_per_step_{size}"] = simulated
     return figures
+
+
+def chain_metrics(ranks_BTK: Tensor) -> dict[str, float]:
+    """As `rank_metrics`, of what drafts each token behind its likeliest one alone: whatever the
+    size, the tree is the chain of K."""
+    chain = [(0,) * (depth + 1) for depth in range(ranks_BTK.shape[2])]
+    simulated = simulate_tokens_per_step(complete_runs(ranks_BTK), chain)
+    names = [f"tokens_per_step_{size}" for size in TREE_SIZES]
+    return _accuracies(rank_statistics(ranks_BTK)) | dict.fromkeys(names, simulated)
+
+
+def _accuracies(statistics: HeadStatistics) -> dict[str, float]:
+    return {
+        f"head{i}_top{k}": accuracy
+        for k in (1, 5)
+        for i, accuracy in enumerate(statistics.top_k_accuracy(k))
+    }
 
 
 def describe(metrics: Mapping[str, Any]) -> str | None:
@@ -97,17 +110,28 @@ def describe(metrics: Mapping[str, Any]) -> str | None:
     own figures; None where the metrics are others."""
     if "eval_head0_top1" not in metrics:
         return None
+    steps = ", ".join(
+        f"{metrics[f'eval_tokens_per_step_{size}']:.2f} with {size} nodes" for size in TREE_SIZES
+    )
+    line = f"{_described(metrics)} | tokens per step {steps}"
+    own = own_figures(metrics)
+    return line if own is None else f"{line}\n{describe_own(own)}"
 
+
+def describe_chain(metrics: Mapping[str, Any]) -> str | None:
+    """One readable line out of `chain_metrics`; None where the metrics are others."""
+    if "eval_head0_top1" not in metrics:
+        return None
+    steps = metrics[f"eval_tokens_per_step_{TREE_SIZES[0]}"]
+    return f"{_described(metrics)} | tokens per step {steps:.2f} in chains"
+
+
+def _described(metrics: Mapping[str, Any]) -> str:
     def of_heads(k: int) -> str:
         names = (f"eval_head{i}_top{k}" for i in range(len(metrics)))
         return " ".join(f"{metrics[name]:.3f}" for name in names if name in metrics)
 
-    steps = ", ".join(
-        f"{metrics[f'eval_tokens_per_step_{size}']:.2f} with {size} nodes" for size in TREE_SIZES
-    )
-    line = f"held-out top-1 {of_heads(1)} | top-5 {of_heads(5)} | tokens per step {steps}"
-    own = own_figures(metrics)
-    return line if own is None else f"{line}\n{describe_own(own)}"
+    return f"held-out top-1 {of_heads(1)} | top-5 {of_heads(5)}"
 
 
 def own_figures(metrics: Mapping[str, Any]) -> dict[str, float] | None:

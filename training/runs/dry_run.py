@@ -20,10 +20,12 @@ from transformers import TrainingArguments
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import KINDS
+from medusa_heads.target.mtp import empty_mtp, own_parts
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.loss.fused import chunk_pairs
 from medusa_heads.training.loss.heads import BLOCK_FEATURES_CPU, BLOCK_FEATURES_GPU
+from medusa_heads.training.runs.unrolled import check_depths
 
 _ADAMW_BYTES = 16  # of a parameter: itself, its gradient and two moments, all fp32
 _SAVED_BYTES = 12.0  # without the gradient
@@ -103,6 +105,29 @@ def plan_heads(
     kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} blocks, {matrix}"
     learner = ("heads", f"{kind}: {count(heads)} parameters")
     return Plan(_named(target, four_bits), learner, text, args, memory, disk)
+
+
+def plan_modules(
+    target: TargetModel, depths: int | None, args: TrainingArguments, text: TextSize
+) -> Plan:
+    """The same for the target's own modules, which train in fp32. Raises ValueError: it brings
+    none."""
+    modules = empty_mtp(target)
+    depths = check_depths(modules, depths)
+    size = _size(own_parts(modules))
+    tokens = args.per_device_train_batch_size * text.longest_row
+    _, width, wide = _widths(target)
+    memory = {
+        "target's weights": weight_bytes(target),
+        "modules, gradients, AdamW": size * _ADAMW_BYTES,
+        "target's forward": _forward(target, tokens),
+        "modules' backward": tokens * depths * (4 * wide + 12 * width) * 4.0,
+        "a chunk of logits": _chunk(tokens * depths, target.vocab_size, args),
+    }
+    kind = f"{len(modules.layers)} modules in {depths} depths: {count(size)} parameters"
+    disk = {"each checkpoint": size * _SAVED_BYTES}
+    learner = ("multi-token-prediction modules", kind)
+    return Plan(_named(target, False), learner, text, args, memory, disk)
 
 
 def plan_draft(

@@ -28,6 +28,7 @@ _DECISIVE = {
     "loss": "another loss",
     "joint": "other settings of joint training",
     "draft": "another draft model, or another way of teaching it",
+    "mtp": "other modules, or other depths",
 }
 # Of transformers' training arguments those that say what was learnt, and how. Not among them, nor
 # any that transformers may add: tokens and names at hubs and trackers, folders, addresses.

@@ -9,7 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from medusa_heads.cli.choices import print_choices
-from medusa_heads.cli.decoding import describe, load_drafting_model, warn_if_lossy
+from medusa_heads.cli.decoding import (
+    describe,
+    load_drafting_model,
+    warn_if_lossy,
+    with_own_drafter,
+)
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.config_file import coerce
 from medusa_heads.cli.flags.decoding import (
@@ -48,6 +53,7 @@ def chat(arguments: ChatArguments) -> None:
     check_encodable(arguments.system or "")
     from medusa_heads.cli.conversation import Conversation
 
+    arguments = with_own_drafter(arguments)
     model, tokenizer = load_drafting_model(arguments)
     generation_options(arguments, tokenizer)  # refuses before the first line is typed
     print_choices()
@@ -196,7 +202,9 @@ class Session:
         options = options | {"corpus": corpus}
         if isinstance(model, MedusaModel):
             return MedusaModel(model.target, model.heads, statistics=model.statistics, **options)
-        return TrainingFreeModel(model.target, **options)
+        assert isinstance(model, TrainingFreeModel)
+        modules = model.modules if options["drafter"].startswith("mtp") else None
+        return TrainingFreeModel(model.target, modules=modules, **options)
 
 
 def read_value(text: str, hint: Any, name: str) -> Any:

@@ -36,9 +36,13 @@ STEPS = {1: 1.0, 2: 1.02, 4: 1.04, 8: 1.1, 16: 1.2}  # seconds by tokens: drafti
 @pytest.fixture(autouse=True)
 def drafting_pays(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """A machine on which drafting pays, as it does not on a model this small."""
-    monkeypatch.setattr(
-        mtp, "target_clock", lambda *_: Clock(STEPS, {mtp._ALL: 0.02}, learns=False)
-    )
+    monkeypatch.setattr(mtp, "target_clock", lambda *_: clock_of(0.01))
+
+
+def clock_of(token: float) -> Clock:
+    """Drafted tokens take as long as said, whatever this machine does besides."""
+    names = [f"{name} of {rows}" for name in ("mtp", "a token of mtp") for rows in (1, 2, 3, 4)]
+    return Clock(STEPS, dict.fromkeys((mtp._ALL, *names), token), learns=False)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,7 @@ def test_equals_generate(
         model = TrainingFreeModel(target, drafter)
         expected_BT = written(target.model, prompts(1), **options)
         assert torch.equal(written(model, prompts(1), **options), expected_BT)
-        assert model.last_stats.tokens_per_step > 1.02
+        assert model.last_stats.tokens_per_step > 1.2
 
 
 def test_modules_that_know_nothing_change_no_text(tmp_path: Path) -> None:
@@ -91,18 +95,32 @@ def test_rows_of_a_batch_equal_generate(targets: dict[str, TargetModel], kind: s
         model = TrainingFreeModel(target, drafter)
         expected_BT = written(target.model, prompts(4), **options)
         assert torch.equal(written(model, prompts(4), **options), expected_BT)
-        assert model.last_stats.tokens_per_step > 1.02
+        assert model.last_stats.tokens_per_step > 1.2
 
 
-@pytest.mark.parametrize("kind", ("deepseek_v3", "glm4_moe"))
+def test_rows_that_stay_in_a_compiled_batch(
+    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    target = targets["deepseek_v3"]
+    options = {"eos_token_id": int(written(target.model, prompts(3))[1, 30])}
+    model = TrainingFreeModel(target, "mtp", compile=True, deterministic=True)
+    expected_BT = written(target.model, prompts(3), **options)
+    assert torch.equal(written(model, prompts(3), **options), expected_BT)
+    assert model.last_stats.tokens_per_step > 1.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "right"), [("deepseek_v3", True), ("deepseek_v3", False), ("glm4_moe", True)]
+)
 def test_drafts_are_those_of_transformers(
-    targets: dict[str, TargetModel], kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every length of the text that both come by; the second of two modules is corrected there
     behind refused drafts, too."""
     from transformers.generation.candidate_generator import MTPCandidateGenerator
 
-    target, number = targets[kind], KINDS[kind][0]
+    target, number = read_target(write_checkpoint(kind, tmp_path, right=right)), KINDS[kind][0]
     theirs: dict[int, list[int]] = {}
     ours: dict[int, list[int]] = {}
     get = MTPCandidateGenerator.get_candidates
@@ -121,16 +139,17 @@ def test_drafts_are_those_of_transformers(
 
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", get_and_note)
     monkeypatch.setattr(MtpText, "advance", advance_and_note)
-    known = {*(target.model._keys_to_ignore_on_load_unexpected or ()), r"^model\.layers\.[23]\."}
-    monkeypatch.setattr(target.model, "_keys_to_ignore_on_load_unexpected", known)
-    expected_BT = written(target.model, prompts(1), max_new_tokens=140, use_mtp=True)
-    got_BT = written(TrainingFreeModel(target, "mtp"), prompts(1), max_new_tokens=140)
+    # By itself it knows the modules of those sizes alone that were released.
+    known: Any = target.model._keys_to_ignore_on_load_unexpected
+    known.add(r"^model\.layers\.[23]\.")
+    expected_BT = written(target.model, prompts(1), max_new_tokens=70, use_mtp=True)
+    got_BT = written(TrainingFreeModel(target, "mtp"), prompts(1), max_new_tokens=70)
     assert torch.equal(got_BT, expected_BT)
     common = sorted(set(theirs) & set(ours))[1:-1]  # before the prompt is read none is drafted
     assert len(common) > 5
     assert {at: ours[at] for at in common} == {at: theirs[at][:number] for at in common}
-    if number > 1:  # the one module of the other kind happens to be right at all of these
-        assert any(theirs[at] != expected_BT[0, at : at + number].tolist() for at in common)
+    refused = [at for at in common if ours[at] != expected_BT[0, at : at + number].tolist()]
+    assert bool(refused) == (number > 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,7 +185,7 @@ def test_what_is_remembered_is_what_is_read_anew(
     model = TrainingFreeModel(target, "mtp")
     expected_BT = written(target.model, prompts(rows))
     assert torch.equal(written(model, prompts(rows)), expected_BT)
-    assert compared.count(rows - 1) > 20 and model.last_stats.tokens_per_step > 1.02
+    assert compared.count(rows - 1) > 20 and model.last_stats.tokens_per_step > 1.3
     assert len(model.last_stats.accepted) > 1
 
 
@@ -175,17 +194,15 @@ def test_the_modules_are_asked_only_where_they_pay(
 ) -> None:
     """Modules that are never right are tried now and then, and not drafted from."""
     target = read_target(write_checkpoint("qwen3_next", tmp_path, right=False))
-    asked: list[int] = []
+    asked = []
     advance = MtpText.advance
 
-    def counted(self: MtpText, state: DecodingState) -> Any:
-        asked.append(1)
+    def count(self: MtpText, state: DecodingState) -> Any:
+        asked.append(len(state.rows))
         return advance(self, state)
 
-    monkeypatch.setattr(MtpText, "advance", counted)
-    drafting = dict.fromkeys((mtp._ALL, "mtp of 1", "a token of mtp of 1"), 0.5)
-    clock = Clock(STEPS, drafting, learns=False)
-    monkeypatch.setattr(mtp, "target_clock", lambda *_: clock)
+    monkeypatch.setattr(MtpText, "advance", count)
+    monkeypatch.setattr(mtp, "target_clock", lambda *_: clock_of(0.5))
     model = TrainingFreeModel(target, "mtp")
     expected_BT = written(target.model, prompts(1), max_new_tokens=150)
     assert torch.equal(written(model, prompts(1), max_new_tokens=150), expected_BT)
