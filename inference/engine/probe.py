@@ -174,7 +174,7 @@ class Prober:
 
 # How much is chosen, by the names that indexers give it. Some thousand tokens are, and so all of a
 # short text, whatever an indexer makes of a tree.
-_FEW = {"index_topk": 8, "topk_blocks": 2, "block_size": 4}
+_FEW = {"index_topk": 8, "topk_blocks": 2, "block_topk": 2, "block_size": 4, "compress_ratio": 4}
 
 
 def indexers(target: TargetModel) -> list[nn.Module]:

@@ -33,11 +33,8 @@ def test_planted_chains_are_token_equal(kind: str, length: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_tokens_are_those_of_the_same_seed(kind: str) -> None:
-    target, inputs, drawn = (
-        tiny_target(kind),
-        prompt(),
-        dict[str, Any](do_sample=True, temperature=1.3),
-    )
+    target, inputs = tiny_target(kind), prompt()
+    drawn: dict[str, Any] = {"do_sample": True, "temperature": 1.3}
     expected = written(target.model, inputs, **drawn)
     got, stats = planted(target, inputs, expected, **drawn)
     assert torch.equal(got, expected) and stats.tokens_per_step > 1.5
