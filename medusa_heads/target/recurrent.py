@@ -163,8 +163,9 @@ class RecurrentCache(RowCache):
     def set_length(self, length: int) -> None:
         """The states stand behind so many tokens, and rows from that slot on are free."""
         self._length = length
-        if hasattr(self, "position_ids"):  # where transformers 5.19 keeps those of Qwen4's index
-            self.position_ids = self.position_ids[..., :length]
+        # transformers 5.19 keeps here where in the text the keys of Qwen4's index stand.
+        if (positions := vars(self).get("position_ids")) is not None:
+            vars(self)["position_ids"] = positions[..., :length]
         super().set_length(length)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

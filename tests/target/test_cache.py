@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, MistralConfig
@@ -229,8 +231,8 @@ def test_indices_go_to_the_device_of_each_stack(batch: int, elsewhere: int) -> N
 
 
 def indexed(layers: int = 2) -> RowCache:
-    kinds = ["indexed_attention"] * layers
-    return RowCache(LlamaConfig(num_hidden_layers=layers, layer_types=kinds))
+    settings: dict[str, Any] = {"layer_types": ["indexed_attention"] * layers}
+    return RowCache(LlamaConfig(num_hidden_layers=layers, **settings))
 
 
 def fill_index(cache: RowCache, start: int, count: int, batch: int = 1) -> None:
@@ -241,7 +243,7 @@ def fill_index(cache: RowCache, start: int, count: int, batch: int = 1) -> None:
             cache.update(new, -new, layer)
         keys = cache.update_indexer(index, layer)
         if not layer:
-            cache.layers[0].indexer_position_ids = torch.cat(
+            cache.row_layers[0].indexer_position_ids = torch.cat(
                 [torch.zeros(3, batch, start), index.permute(2, 0, 1)], dim=-1
             )
             cache.update(new, -new, layer)
@@ -267,11 +269,11 @@ def test_index_keys_are_rows() -> None:
         assert held_index(cache, 1, layer)[:6] == [1000, 1001, 1002, 1003, 1006, 1007]
     cache.select_batch([1])
     assert held_index(cache)[:6] == held(cache)[:6] == [1000, 1001, 1002, 1003, 1006, 1007]
-    positions_PBL = cache.layers[0].indexer_position_ids
+    positions_PBL = cache.row_layers[0].indexer_position_ids
     assert positions_PBL.shape == (3, 1, 8) and positions_PBL[2, 0, 4] == 1006
     assert [rows.shape[2] for rows in cache.row_layers[0].rows()] == [8] * 4
     cache.reset()
-    assert cache.layers[0].indexer_position_ids is None
+    assert cache.row_layers[0].indexer_position_ids is None
     fill_index(cache, 0, 3)
     assert held_index(cache, layer=1) == [0, 1, 2]
     taken = indexed()
