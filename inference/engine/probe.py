@@ -107,10 +107,10 @@ class Prober:
         target.model(
             self._prompt_1T,
             **_positions(target, self._prompt_1T),
-            past_key_values=cache,
+            **{target.cache_argument: cache},
             use_cache=True,
         )
-        if cache.get_seq_length() != past:
+        if cache.row_layers and cache.get_seq_length() != past:
             raise UnsupportedArchitecture(
                 f"{target.config.model_type} does not keep its text in the cache it is given"
             )

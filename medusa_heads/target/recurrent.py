@@ -185,7 +185,8 @@ class RecurrentCache(RowCache):
             return
         raise ValueError(
             "the given cache holds recurrent states, which are taken on from this decoder's own "
-            "caches alone: pass the whole text without a cache"
+            "caches alone, if they have attention layers besides: pass the whole text without a "
+            "cache"
         )
 
     def select_batch(self, rows: Any) -> None:

@@ -13,7 +13,7 @@ VERDICTS = {
     "llama": "exact tree",
     "deepseek_v32": "exact tree",  # reads what an indexer chooses
     "bloom": "exact chain",
-    "mamba": "refused",
+    "recurrent_gemma": "refused",
     "lfm2": "exact recurrent",  # a hybrid of convolutions and attention
 }
 TOKENS = {"llama": 9 * 40, "deepseek_v32": 9 * 40, "bloom": 2 * 40, "lfm2": 2 * 40}
@@ -36,7 +36,7 @@ def test_verdicts(swept: Path) -> None:
     assert {kind: row["verdict"] for kind, row in rows.items()} == VERDICTS
     assert {kind: row["tokens"] for kind, row in rows.items() if row["tokens"]} == TOKENS
     assert "ALiBi" in rows["bloom"]["note"]
-    assert "does not keep its text in the cache" in rows["mamba"]["note"]
+    assert "does not keep its state in the cache" in rows["recurrent_gemma"]["note"]
 
 
 def test_table(swept: Path) -> None:
