@@ -104,7 +104,7 @@ def decode(
                 logits_BV = prefilled.logits[:, -1]
             # Read at once: a logits processor may run the model itself.
             hidden_B1D = last_hidden()[:, -1:]
-            if cache.get_seq_length() != input_ids_BT.shape[1]:
+            if cache.row_layers and cache.get_seq_length() != input_ids_BT.shape[1]:
                 raise ValueError(
                     f"the given cache and the {input_ids_BT.shape[1]} given tokens make "
                     f"{cache.get_seq_length()} tokens: pass the whole text, not only what is new"
@@ -248,14 +248,15 @@ def _recorder(config: GenerationConfig, batch: int, acceptance: str) -> ScoreRec
 def _own_cache(
     target: TargetModel, model_kwargs: dict[str, Any], batch: int, slots: int
 ) -> RowCache:
-    given = model_kwargs.get("past_key_values")
+    given = model_kwargs.get(target.cache_argument)
     cache = target.new_cache(batch, slots)
-    if type(given) is type(cache) and cache.fixed_capacity is None:
+    # One without rows does not say how much it has read.
+    if type(given) is type(cache) and cache.fixed_capacity is None and cache.row_layers:
         cache = given
         cache.announce(slots)
     elif given is not None:
         cache.take_over(given)
-    model_kwargs["past_key_values"] = cache
+    model_kwargs[target.cache_argument] = cache
     return cache
 
 

@@ -107,10 +107,10 @@ class Prober:
         target.model(
             self._prompt_1T,
             **_positions(target, self._prompt_1T),
-            past_key_values=cache,
+            **{target.cache_argument: cache},
             use_cache=True,
         )
-        if cache.get_seq_length() != past:
+        if cache.row_layers and cache.get_seq_length() != past:
             raise UnsupportedArchitecture(
                 f"{target.config.model_type} does not keep its text in the cache it is given"
             )
@@ -174,7 +174,7 @@ class Prober:
 
 # How much is chosen, by the names that indexers give it. Some thousand tokens are, and so all of a
 # short text, whatever an indexer makes of a tree.
-_FEW = {"index_topk": 8, "topk_blocks": 2, "block_size": 4}
+_FEW = {"index_topk": 8, "topk_blocks": 2, "block_topk": 2, "block_size": 4, "compress_ratio": 4}
 
 
 def indexers(target: TargetModel) -> list[nn.Module]:

@@ -163,6 +163,9 @@ class RecurrentCache(RowCache):
     def set_length(self, length: int) -> None:
         """The states stand behind so many tokens, and rows from that slot on are free."""
         self._length = length
+        # transformers 5.19 keeps here where in the text the keys of Qwen4's index stand.
+        if (positions := vars(self).get("position_ids")) is not None:
+            vars(self)["position_ids"] = positions[..., :length]
         super().set_length(length)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -182,7 +185,8 @@ class RecurrentCache(RowCache):
             return
         raise ValueError(
             "the given cache holds recurrent states, which are taken on from this decoder's own "
-            "caches alone: pass the whole text without a cache"
+            "caches alone, if they have attention layers besides: pass the whole text without a "
+            "cache"
         )
 
     def select_batch(self, rows: Any) -> None:

@@ -26,6 +26,7 @@ from medusa_heads.target.cache import RowCache
 from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
 from medusa_heads.target.loading import load_causal_lm, without_adapter_wrapper
 from medusa_heads.target.recurrent import RecurrentCache, is_recurrent
+from medusa_heads.target.scans import scans_go_on
 from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -232,12 +233,12 @@ class TargetModel:
         """Logits [B, N, V] of new tokens that see what the mask says, or of the `last` so many;
         their rows are appended to the cache."""
         fewer = {} if last is None or not self._can_leave_out else {"logits_to_keep": last}
-        with tree_attention(mask):
+        with tree_attention(mask), scans_go_on(self.model, cache.layers):
             logits_BNV: Tensor = self.model(
                 input_ids=tokens_BN,
                 position_ids=mask.query_positions_BN,
-                past_key_values=cache,
                 use_cache=True,
+                **{self.cache_argument: cache},
                 **fewer,
             ).logits
         return logits_BNV if last is None else logits_BNV[:, -last:]
@@ -246,6 +247,12 @@ class TargetModel:
     def _can_leave_out(self) -> bool:
         """Whether the forward can do without the logits of the first tokens."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
+
+    @cached_property
+    def cache_argument(self) -> str:
+        """The name by which its forward takes a cache; another of Mamba, which has states alone."""
+        asks = inspect.signature(self.model.forward).parameters
+        return "cache_params" if "cache_params" in asks else "past_key_values"
 
     def hidden_with_grad(
         self,
@@ -257,15 +264,11 @@ class TargetModel:
         """What the lm_head would read at every position, [B, T, D], without running it; gradients
         flow through it, to an adapter that learns within the target. Where a cache is given, the
         text is appended to it."""
-        optional = {"position_ids": position_ids_BT, "past_key_values": cache}
+        optional = {"position_ids": position_ids_BT, self.cache_argument: cache}
         given: Any = {name: value for name, value in optional.items() if value is not None}
+        given |= {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT}
         with self.instead_of_logits() as hidden:
-            self.model(
-                input_ids=input_ids_BT,
-                attention_mask=attention_mask_BT,
-                use_cache=cache is not None,
-                **given,
-            )
+            self.model(use_cache=cache is not None, **given)
         return hidden()
 
     # The same without gradients, which is what nearly everybody wants.

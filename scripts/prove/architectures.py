@@ -32,7 +32,9 @@ from transformers import HfArgumentParser
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.files import replace_file
+from medusa_heads.machine import machine_facts
 from scripts.prove.architecture_check import Result, check, one_line
 from scripts.prove.tiny_models import VARIANTS
 
@@ -193,6 +195,8 @@ def table(results: dict[str, Result], new_tokens: int) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES if find_spec(name))
     differed = sum(row.mismatches for row in rows if row.verdict != "half precision")
     now = datetime.now(timezone.utc)
+    sha = (provenance()["git_sha"] or "unknown")[:7]
+    minutes = sum(row.seconds for row in rows) / 60
     recent = [row for row in types if (year(row.kind) or 0) >= now.year - 1]
     trusted = sum(row.verdict.startswith("exact") for row in recent)
     return "\n".join(
@@ -203,8 +207,9 @@ def table(results: dict[str, Result], new_tokens: int) -> str:
             "",
             f"    {command}",
             "",
-            f"{now.date().isoformat()}, {versions}, Python {platform.python_version()}, CPU, fp32. "
-            f"Of {len(types)} types in transformers' causal-LM mapping:",
+            f"{now.date().isoformat()}, revision {sha}, {versions}, Python "
+            f"{platform.python_version()}, {machine_facts()['cpu']}, fp32, {minutes:.0f} minutes "
+            f"of one core. Of {len(types)} types in transformers' causal-LM mapping:",
             "",
             *(f"- {counts[verdict]} {verdict}: {MEANING[verdict]}" for verdict in VERDICTS),
             "",

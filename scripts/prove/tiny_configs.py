@@ -237,6 +237,7 @@ FIXTURES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 32]},
     "smollm3": _QWEN,
     "xlstm": {"qk_dim_factor": 1.0},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},  # twice the width
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, MistralConfig
@@ -226,3 +228,63 @@ def test_indices_go_to_the_device_of_each_stack(batch: int, elsewhere: int) -> N
     indices[elsewhere] = indices[elsewhere].to("meta")
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         cache.move_rows(*indices)
+
+
+def indexed(layers: int = 2) -> RowCache:
+    settings: dict[str, Any] = {"layer_types": ["indexed_attention"] * layers}
+    return RowCache(LlamaConfig(num_hidden_layers=layers, **settings))
+
+
+def fill_index(cache: RowCache, start: int, count: int, batch: int = 1) -> None:
+    """Rows, and index keys of width 3, which some models write before and some behind them."""
+    for layer in range(len(cache.layers)):
+        new, index = rows(start, count, batch), rows(start, count, batch)[:, 0, :, :3]
+        if layer:
+            cache.update(new, -new, layer)
+        keys = cache.update_indexer(index, layer)
+        if not layer:
+            cache.row_layers[0].indexer_position_ids = torch.cat(
+                [torch.zeros(3, batch, start), index.permute(2, 0, 1)], dim=-1
+            )
+            cache.update(new, -new, layer)
+        assert keys.shape == (batch, start + count, 3)
+
+
+def held_index(cache: RowCache, row: int = 0, layer: int = 0) -> list[float]:
+    numbers: list[float] = cache.row_layers[layer].idx_keys[row, 0, :, 0].tolist()
+    return numbers
+
+
+def test_index_keys_are_rows() -> None:
+    cache = indexed()
+    assert cache.keeps_index and not RowCache(config()).keeps_index
+    fill_index(cache, 0, 6, batch=2)
+    fill_index(cache, 6, 300, batch=2)  # which lets the stacks grow
+    cache.set_length(6)
+    fill_index(cache, 6, 4, batch=2)
+    cache.move_rows(torch.tensor([[7, 9], [6, 7]]), torch.tensor([[6, 7], [4, 5]]))
+    cache.set_length(8)
+    for layer in (0, 1):
+        assert held_index(cache, 0, layer) == held(cache, layer, 0) == [0, 1, 2, 3, 4, 5, 7, 9]
+        assert held_index(cache, 1, layer)[:6] == [1000, 1001, 1002, 1003, 1006, 1007]
+    cache.select_batch([1])
+    assert held_index(cache)[:6] == held(cache)[:6] == [1000, 1001, 1002, 1003, 1006, 1007]
+    positions_PBL = cache.row_layers[0].indexer_position_ids
+    assert positions_PBL.shape == (3, 1, 8) and positions_PBL[2, 0, 4] == 1006
+    assert [rows.shape[2] for rows in cache.row_layers[0].rows()] == [8] * 4
+    cache.reset()
+    assert cache.row_layers[0].indexer_position_ids is None
+    fill_index(cache, 0, 3)
+    assert held_index(cache, layer=1) == [0, 1, 2]
+    taken = indexed()
+    taken.take_over(cache)
+    assert held_index(taken, layer=1) == held(taken, 1) == [0, 1, 2]
+
+
+def test_one_tensor_for_keys_and_values_is_kept_once() -> None:
+    cache = RowCache(config(layers=2))
+    for layer in range(2):
+        new = rows(0, 5)
+        keys, values = cache.update(new, new, layer)
+        assert torch.equal(keys, new) and torch.equal(values, new)
+    assert [stack.shape[0] for stack in cache._stacks.stacks] == [2]

@@ -20,8 +20,8 @@ from medusa_heads.inference.acceptance.lossless import SampleThenMatch
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.attention import TreeMask
-from medusa_heads.target.cache import RowCache
-from medusa_heads.target.recurrent import RecurrentCache
+from medusa_heads.target.cache import IndexedRowLayer, RowCache, RowLayer
+from medusa_heads.target.recurrent import RecurrentCache, StateLayer
 from medusa_heads.trees.tree import TokenTree
 from scripts.prove.lossless.targets import ProofTarget
 from scripts.prove.lossless.texts import Reference
@@ -93,6 +93,25 @@ def _neighbours_row_kept() -> AbstractContextManager[Any]:
 def _state_not_put_back() -> AbstractContextManager[Any]:
     """A recurrent state keeps what drafts did to it that were refused."""
     return patch.object(RecurrentCache, "put_back", lambda cache: None)
+
+
+def _convolution_not_put_back() -> AbstractContextManager[Any]:
+    """Of the two parts of a state, the recurrent one alone is put back."""
+
+    def states(layer: StateLayer) -> list[Tensor]:
+        return [state for state in layer.recurrent_states.values() if state is not None]
+
+    return patch.object(StateLayer, "states", states)
+
+
+def _stale_snapshot() -> AbstractContextManager[Any]:
+    """A recurrent state is put back to what it was before the first drafts."""
+    return patch.object(RecurrentCache, "move_on", lambda cache: None)
+
+
+def _index_not_dropped() -> AbstractContextManager[Any]:
+    """Index keys of refused drafts stay, where their rows are dropped."""
+    return patch.object(IndexedRowLayer, "set_length", RowLayer.set_length)
 
 
 def _one_too_many() -> AbstractContextManager[Any]:
@@ -167,6 +186,13 @@ FAULTS = (
     ),
     Fault("neighbour's row kept", _neighbours_row_kept, lambda target, made: not target.recurrent),
     Fault("state not put back", _state_not_put_back, lambda target, made: target.recurrent),
+    Fault(
+        "convolution not put back",
+        _convolution_not_put_back,
+        lambda target, made: target.recurrent and target.convolves,
+    ),
+    Fault("stale snapshot", _stale_snapshot, lambda target, made: target.recurrent),
+    Fault("index not dropped", _index_not_dropped, lambda target, made: target.indexed),
     Fault("one draft too many accepted", _one_too_many, lambda target, made: True),
     Fault("draw ignored", _draw_ignored, lambda target, made: made.text.sampled),
     Fault("another row's processors", _rows_exchanged, lambda target, made: made.text.by_row),

@@ -9,7 +9,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tests.inference.processor_kinds import VOCAB
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
 DEMO, PROCESSORS = "demo", "processors"
 PROMPT = 24  # tokens, of random targets
+LONG_PROMPT = 80  # of those with a state or an index: longer than any window or chunk of theirs
 REAL_PROMPT = 64  # of the demo's target
 
 Prompts = Callable[[int, int], dict[str, Tensor]]
@@ -44,6 +45,7 @@ class ProofTarget:
         model: transformers' model.
         tree: whether it verifies trees, or chains alone.
         recurrent: whether it keeps a state that is put back.
+        indexed: whether an indexer chooses what its attention reads.
         prompts: makes inputs of generate(), by rows and seed.
         options: that generate() is given with every text.
         note: what is said of it in the record.
@@ -59,7 +61,8 @@ class ProofTarget:
     def __post_init__(self) -> None:
         self.view = TargetModel(self.model)
         self.view.freeze()
-        self.recurrent = not self.view.new_cache().can_go_back
+        cache = self.view.new_cache()
+        self.recurrent, self.indexed = not cache.can_go_back, cache.keeps_index
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
 
@@ -75,6 +78,16 @@ class ProofTarget:
         with torch.no_grad():
             logits_TV = self.model(self.prompts(1, 0)["input_ids"]).logits[0]
         return float(logits_TV.std(dim=-1).mean())
+
+    @cached_property
+    def convolves(self) -> bool:
+        """Whether a part of its state is that of a convolution."""
+        cache = self.view.new_cache()
+        given = {self.view.cache_argument: cache, "use_cache": True}
+        with torch.no_grad():
+            self.model(self.prompts(1, 0)["input_ids"], **given)
+        made = [getattr(layer, "conv_states", {}).get(0) for layer in cache.layers]
+        return any(state is not None for state in made)
 
     @property
     def positions(self) -> bool:
@@ -116,9 +129,12 @@ def random_target(kind: str, widths: Widths) -> ProofTarget:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MedusaWarning)  # of chains, which the record names
         tree = capability(view) == "tree"
-    made = ProofTarget(kind, view.model, tree, _random_prompts(view.vocab_size, unlike=True))
+    cache = view.new_cache()
+    length = PROMPT if cache.can_go_back and not cache.keeps_index else LONG_PROMPT
+    prompts = partial(_random_prompts, view.vocab_size, length)
+    made = ProofTarget(kind, view.model, tree, prompts(unlike=True))
     if tree and not _pads_rightly(made):
-        made.prompts = _random_prompts(view.vocab_size, unlike=False)
+        made.prompts = prompts(unlike=False)
         made.note = "generate() itself is wrong on padded rows: rows of a batch are equally long"
     return made
 
@@ -132,7 +148,7 @@ def _pads_rightly(target: ProofTarget) -> bool:
         alone_1T = inputs["input_ids"][row : row + 1, mask_T]
         mask_1T = torch.ones_like(alone_1T)
         got_1T = target.model.generate(alone_1T, attention_mask=mask_1T, **options)
-        if got_1T[0, alone_1T.shape[1] :].tolist() != batch_BT[row, PROMPT:].tolist():
+        if got_1T[0, -16:].tolist() != batch_BT[row, -16:].tolist():
             return False
     return True
 
@@ -142,13 +158,15 @@ def processors_target() -> ProofTarget:
     config: Any = tiny_config("llama")
     config.vocab_size = VOCAB
     model = random_weights(LlamaForCausalLM(config), ATTEMPTS[0][0])
-    return ProofTarget(PROCESSORS, model, tree=True, prompts=_random_prompts(VOCAB, unlike=True))
+    return ProofTarget(
+        PROCESSORS, model, tree=True, prompts=_random_prompts(VOCAB, PROMPT, unlike=True)
+    )
 
 
-def _random_prompts(vocab_size: int, *, unlike: bool) -> Prompts:
+def _random_prompts(vocab_size: int, length: int, *, unlike: bool) -> Prompts:
     def prompts(batch: int, seed: int) -> dict[str, Tensor]:
         random = torch.Generator().manual_seed(1 + seed)
-        ids_BT = torch.randint(1, vocab_size, (batch, PROMPT), generator=random)
+        ids_BT = torch.randint(1, vocab_size, (batch, length), generator=random)
         return _padded(ids_BT, unlike=unlike)
 
     return prompts

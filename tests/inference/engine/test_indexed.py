@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.errors import UnsupportedArchitecture
@@ -25,7 +26,7 @@ from tests.inference.recurrent import CHAIN, planted, prompt, tiny_target, writt
 
 TREES = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 VERIFIES = {
-    **dict.fromkeys(TREES, "tree"),
+    **dict.fromkeys((kind for kind in TREES if kind in CONFIG_MAPPING), "tree"),
     "minimax_m3_vl_text": "chain",  # its blocks of keys go by slot
     "deepseek_v4": "recurrent",  # entries of several tokens
     "qwen4_exp_text": "recurrent",  # an index and linear attention
@@ -113,13 +114,15 @@ def test_what_is_kept_wrongly_is_noticed_by_the_gate(
         capability(TargetModel(builder(kind)((0.15, 0.15))))
 
 
+def with_settings(kind: str, **settings: int) -> TargetModel:
+    config = tiny_config(kind)
+    config.update(settings)
+    return TargetModel(random_weights(AutoModelForCausalLM.from_config(config), (0.15, 0.15)))
+
+
 def large_blocks() -> TargetModel:
     """Its indexer chooses sixteen blocks of 128 keys, as the released model's does."""
-    config = tiny_config("minimax_m3_vl_text")
-    config.index_block_size, config.index_topk_blocks = 128, 16
-    from transformers import AutoModelForCausalLM
-
-    return TargetModel(random_weights(AutoModelForCausalLM.from_config(config), (0.15, 0.15)))
+    return with_settings("minimax_m3_vl_text", index_block_size=128, index_topk_blocks=16)
 
 
 def test_a_choice_that_short_texts_do_not_show_is_narrowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +132,26 @@ def test_a_choice_that_short_texts_do_not_show_is_narrowed(monkeypatch: pytest.M
         "medusa_heads.inference.engine.capability.few_rows_chosen", lambda target: nullcontext()
     )
     assert capability(large_blocks()) == "tree"  # which a long text would show to be wrong
+
+
+@pytest.mark.parametrize("narrows", [True, False])
+def test_a_choice_beside_a_state_is_narrowed_as_well(
+    narrows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = IndexedRowLayer.update_indexer
+
+    def mixed_up(layer: IndexedRowLayer, new_BTX: Tensor) -> Tensor:
+        all_BLX = right(layer, new_BTX)
+        return all_BLX.flip(1) if 1 < new_BTX.shape[1] < all_BLX.shape[1] else all_BLX
+
+    target = with_settings("qwen4_exp_text", indexer_budget=2048, indexer_compress_ratio=16)
+    monkeypatch.setattr(IndexedRowLayer, "update_indexer", mixed_up)
+    if not narrows:
+        monkeypatch.setattr("medusa_heads.inference.engine.probe._FEW", {})
+        assert capability(target) == "recurrent"  # which a long text would show to be wrong
+        return
+    with pytest.raises(UnsupportedArchitecture, match="several tokens at once do not do what"):
+        capability(target)
 
 
 def test_indexers_choose_as_before_behind_the_block() -> None:

@@ -1,20 +1,22 @@
-"""The sweep over architectures, on four of them: verdicts, the table, and resuming."""
+"""The sweep over architectures, on five of them: verdicts, the table, and resuming."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
+from scripts.prove import architecture_check
+from scripts.prove.architecture_check import Result
 from scripts.prove.architectures import main
 
 VERDICTS = {
     "llama": "exact tree",
+    "deepseek_v32": "exact tree",  # reads what an indexer chooses
     "bloom": "exact chain",
-    "mamba": "refused",
+    "recurrent_gemma": "refused",
     "lfm2": "exact recurrent",  # a hybrid of convolutions and attention
 }
-TOKENS = {"llama": 9 * 40, "bloom": 2 * 40, "lfm2": 2 * 40}
+TOKENS = {"llama": 9 * 40, "deepseek_v32": 9 * 40, "bloom": 2 * 40, "lfm2": 2 * 40}
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +36,32 @@ def test_verdicts(swept: Path) -> None:
     assert {kind: row["verdict"] for kind, row in rows.items()} == VERDICTS
     assert {kind: row["tokens"] for kind, row in rows.items() if row["tokens"]} == TOKENS
     assert "ALiBi" in rows["bloom"]["note"]
-    assert "does not keep its text in the cache" in rows["mamba"]["note"]
+    assert "does not keep its state in the cache" in rows["recurrent_gemma"]["note"]
 
 
 def test_table(swept: Path) -> None:
     page = (swept / "table.md").read_text()
-    assert "Of 4 types" in page
+    assert "Of 5 types" in page
     assert "- 1 refused" in page and "- 1 exact recurrent" in page and "- 0 MISMATCH" in page
     assert f"{sum(TOKENS.values())} tokens" in page and "; 0 differed" in page
-    assert re.search(r"\| llama \| \d{4} \| rows \| exact tree \| 360 \|", page)
+    assert "| llama | 2022 | rows | exact tree | 360 |" in page
+    assert "| deepseek_v32 | 2025 | rows, index | exact tree | 360 |" in page
+    assert "| lfm2 | 2025 | rows, state | exact recurrent | 80 |" in page
+    assert "types of" in page and "decode exactly" in page
     assert not list(swept.glob("*.partial"))
+
+
+def test_a_difference_that_double_precision_does_not_have_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights with which rounding alone moves logits prove nothing."""
+    precise = iter([0, 5])  # tokens that differ in double precision, with two weights
+    tried: list[bool] = []
+
+    def attempt(kind: str, *_: object) -> Result:
+        tried.append(len(tried) % 2 == 1)
+        return Result(kind, "MISMATCH", 9, next(precise) if tried[-1] else 5)
+
+    monkeypatch.setattr(architecture_check, "_attempt", attempt)
+    assert architecture_check.check("llama", 9).verdict == "MISMATCH"
+    assert tried == [False, True] * 2
