@@ -50,6 +50,9 @@ class Bandit:
             to take.
         allowance: pays for the trials.
         weight: steps for which a prior counts.
+
+    Attributes:
+        columns: what is known, as `Lessons` keeps it.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Bandit:
         self._tokens = [weight * tokens for tokens, _ in priors]
         self._seconds = [weight * seconds for _, seconds in priors]
         self._steps = [weight] * len(priors)
+        self.columns = self._tokens, self._steps, self._seconds
         self._allowance = allowance
 
     def pick(self, worth: float, prices: Sequence[float] | None = None, steps: float = 1.0) -> int:
@@ -104,6 +108,5 @@ class Bandit:
         self._steps[way] += 1.0
 
     def _scale(self, way: int, kept: float) -> None:
-        self._tokens[way] *= kept
-        self._seconds[way] *= kept
-        self._steps[way] *= kept
+        for column in self.columns:
+            column[way] *= kept

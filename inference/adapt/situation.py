@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from medusa_heads.inference.adapt.bandit import Allowance, Bandit
 from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import Evidence
+from medusa_heads.inference.adapt.lessons import Columns
 
 if TYPE_CHECKING:
     from medusa_heads.inference.drafters.growing import Proposal, Source
@@ -66,6 +67,17 @@ class Situation:
         self.rows = rows
         for budget in self.budgets:
             budget.rows, budget.again = rows, again
+
+    def learning(self) -> Iterator[tuple[str, Columns]]:
+        """Everything in it that learns, by names that stay."""
+        yield "places", self._by_place.columns
+        yield "sources", self._by_sources.columns
+        yield "looking", self.looking.columns
+        for known, budget in enumerate(self.budgets):
+            yield f"worth {known}", budget.columns
+        for source, gains in enumerate(self.gains):
+            for known, gain in enumerate(gains):
+                yield f"gains {source} {known}", gain.columns
 
     @property
     def share(self) -> float:
