@@ -19,6 +19,11 @@ from tests.conftest import TinyLlama
 PRIORS = [0.5, 0.5]
 
 
+@pytest.fixture(autouse=True)
+def no_lessons() -> None:
+    """Other tests go without; here they lie in `cache`."""
+
+
 def begun(name: str = "text", facts: str = "a target") -> tuple[Lessons, Evidence]:
     lessons, evidence = Lessons({"target": facts}), Evidence(PRIORS)
     lessons.go_on(name, evidence.columns)
