@@ -58,8 +58,11 @@ class Situation:
         self.looking = Bandit(
             [(0.0, 0.0), (0.5, 0.0)], self.allowance
         )  # not at the text, and at it
+        # Each source pays for its own trials: a dear one would leave nothing to a cheap one.
+        self._allowances = [Allowance(clock.step(rows)) for _ in sources]
         self.gains = [
-            [self._first(clock, source, known, drawn) for known in _TYPICAL] for source in sources
+            [self._first(clock, source, known, drawn, own) for known in _TYPICAL]
+            for source, own in zip(sources, self._allowances, strict=True)
         ]
 
     def move_to(self, rows: int, again: int = 0) -> None:
@@ -97,23 +100,30 @@ class Situation:
         self._by_place.learn(place, accepted, uncorrected * by_sources)
         self._by_sources.learn(asked, accepted, uncorrected * by_place)
 
-    def _first(self, clock: Clock, source: Source, known: float, drawn: bool) -> Bandit:
+    def grow(self, seconds: float) -> None:
+        """So much time has passed."""
+        for allowance in (self.allowance, *self._allowances):
+            allowance.grow(seconds)
+
+    def _first(
+        self, clock: Clock, source: Source, known: float, drawn: bool, allowance: Allowance
+    ) -> Bandit:
         """Whether to ask a source where so many tokens are known without it, before any of it was
         seen: the two ways are not to, and to."""
         drafting = clock.drafting(source.name) * (1 + _BESIDE * (self.group - 1))
         share, budget = self.share * (_DRAWN if drawn else 1.0), self.budgets[0]
         worth = budget.worth * (1.0 + known)
-        # What both know is mostly the same.
+        # What both know is mostly the same; and nothing of it need be verified.
         gains = [
             (
                 share * max(source.expected(size) - 0.7 * known, 0.2 * source.expected(size)),
                 budget.seconds(size) - budget.seconds(0) + drafting,
             )
             for size in budget.sizes
-            if size
         ]
-        best = max(gains, key=lambda gain: gain[0] - worth * gain[1], default=(0.0, drafting))
-        return Bandit([(0.0, 0.0), best], self.allowance)
+        gains.append((0.0, drafting))
+        best = max(gains, key=lambda gain: gain[0] - worth * gain[1])
+        return Bandit([(0.0, 0.0), best], allowance)
 
 
 @dataclass

@@ -171,7 +171,7 @@ class BlendedDrafter(Drafter):
         seconds = self._clock.step(verified) + step.drafting
         # What was expected says more of what a second is worth than what one step happened to give.
         situation.budgets[step.place].learn(1.0 + step.expected, seconds)
-        situation.allowance.grow(seconds)
+        situation.grow(seconds)
         if self._lessons is not None:
             self._lessons.count()
 
