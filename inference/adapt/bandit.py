@@ -20,11 +20,12 @@ class Allowance:
     """Seconds that may be lost on trials.
 
     Args:
-        step: seconds of a plain step; a few of them are there to begin with.
+        step: seconds of a plain step.
+        saved: how many of them are there to begin with.
     """
 
-    def __init__(self, step: float) -> None:
-        self._left, self._most = 3 * step, _MOST_SAVED * step
+    def __init__(self, step: float, saved: float = 3.0) -> None:
+        self._left, self._most = saved * step, _MOST_SAVED * step
 
     def grow(self, seconds: float) -> None:
         """So much time has passed."""

@@ -59,10 +59,10 @@ class Situation:
             [(0.0, 0.0), (0.5, 0.0)], self.allowance
         )  # not at the text, and at it
         # Each source pays for its own trials: a dear one would leave nothing to a cheap one.
-        self._allowances = [Allowance(clock.step(rows)) for _ in sources]
+        self.allowances = [Allowance(clock.step(rows), 1.0) for _ in sources]
         self.gains = [
             [self._first(clock, source, known, drawn, own) for known in _TYPICAL]
-            for source, own in zip(sources, self._allowances, strict=True)
+            for source, own in zip(sources, self.allowances, strict=True)
         ]
 
     def move_to(self, rows: int, again: int = 0) -> None:
@@ -102,7 +102,7 @@ class Situation:
 
     def grow(self, seconds: float) -> None:
         """So much time has passed."""
-        for allowance in (self.allowance, *self._allowances):
+        for allowance in (self.allowance, *self.allowances):
             allowance.grow(seconds)
 
     def _first(

@@ -109,7 +109,8 @@ class BlendedDrafter(Drafter):
                 own.append(drafted)
             asked |= 1 << i
             before, draft = draft, self._grow(state, situation, place, offered, asked)
-            if not usual:
+            if not usual:  # part of what finding out costs
+                situation.allowances[i].owe(time.perf_counter() - began)
                 continue
             name = f"{source.name} of {situation.group}"
             self._clock.learn_drafting(name, time.perf_counter() - began)
