@@ -20,11 +20,12 @@ class Allowance:
     """Seconds that may be lost on trials.
 
     Args:
-        step: seconds of a plain step; a few of them are there to begin with.
+        step: seconds of a plain step.
+        saved: how many of them are there to begin with.
     """
 
-    def __init__(self, step: float) -> None:
-        self._left, self._most = 3 * step, _MOST_SAVED * step
+    def __init__(self, step: float, saved: float = 3.0) -> None:
+        self._left, self._most = saved * step, _MOST_SAVED * step
 
     def grow(self, seconds: float) -> None:
         """So much time has passed."""
@@ -50,6 +51,9 @@ class Bandit:
             to take.
         allowance: pays for the trials.
         weight: steps for which a prior counts.
+
+    Attributes:
+        columns: what is known, as `Lessons` keeps it.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Bandit:
         self._tokens = [weight * tokens for tokens, _ in priors]
         self._seconds = [weight * seconds for _, seconds in priors]
         self._steps = [weight] * len(priors)
+        self.columns = self._tokens, self._steps, self._seconds
         self._allowance = allowance
 
     def pick(self, worth: float, prices: Sequence[float] | None = None, steps: float = 1.0) -> int:
@@ -104,6 +109,5 @@ class Bandit:
         self._steps[way] += 1.0
 
     def _scale(self, way: int, kept: float) -> None:
-        self._tokens[way] *= kept
-        self._seconds[way] *= kept
-        self._steps[way] *= kept
+        for column in self.columns:
+            column[way] *= kept

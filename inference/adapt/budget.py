@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from medusa_heads.inference.adapt.bandit import Allowance
 from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.machine.measurements import MOMENT
 
 _KEPT = 1.0 - 1 / 48  # steps for which a second's worth is remembered
 _LEAST = 0.008  # a chance below which no node is thought about
@@ -30,6 +31,9 @@ class Budget:
         allowance: pays for trials of sizes that nothing is known of; None for none.
         padded: trees have exactly these sizes, spare nodes included: each is a graph of its own
             where the target is compiled.
+
+    Attributes:
+        columns: what is known of a second's worth, as `Lessons` keeps it.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class Budget:
         self.again = 0  # tokens read again in front of the trees
         self._allowance = allowance
         plain = clock.step(rows)
-        self._tokens, self._seconds = 12.0, 12.0 * plain
+        self.columns = [12.0], [12.0], [12.0 * plain]  # tokens, steps, seconds
         self._read, self._known = (-1, 0, 0), [0.0]
 
     @property
@@ -63,12 +67,13 @@ class Budget:
     @property
     def worth(self) -> float:
         """Tokens a row that a second is worth; never less than plain decoding makes of it."""
-        return max(self._tokens / self._seconds, 1.0 / self._clock.step(self.rows))
+        (tokens,), _, (seconds,) = self.columns
+        return max(tokens / max(seconds, MOMENT), 1.0 / self._clock.step(self.rows))
 
     def learn(self, tokens: float, seconds: float) -> None:
         """A step gave a row so many tokens on average, and took so long, drafting included."""
-        self._tokens = _KEPT * self._tokens + tokens
-        self._seconds = _KEPT * self._seconds + seconds
+        for column, new in zip(self.columns, (tokens, 1.0, seconds), strict=True):
+            column[0] = _KEPT * column[0] + new
 
     def seconds(self, drafted: int) -> float:
         """Of a step that verifies so many drafted nodes a row, its drafting left out."""

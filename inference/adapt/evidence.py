@@ -24,6 +24,9 @@ class Evidence:
         priors: what is accepted over what is expected, by group.
         weight: expected tokens for which a prior counts.
         memory: drafts after which one counts a third of a new one.
+
+    Attributes:
+        columns: what is known, as `Lessons` keeps it.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class Evidence:
     ) -> None:
         self._accepted = [weight * prior for prior in priors]
         self._expected = [weight] * len(priors)
+        self.columns = self._accepted, self._expected
         self._kept = 1.0 - 1.0 / memory
 
     def rate(self, group: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from medusa_heads.inference.adapt.bandit import Allowance, Bandit
 from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import Evidence
+from medusa_heads.inference.adapt.lessons import Columns
 
 if TYPE_CHECKING:
     from medusa_heads.inference.drafters.growing import Proposal, Source
@@ -57,8 +58,11 @@ class Situation:
         self.looking = Bandit(
             [(0.0, 0.0), (0.5, 0.0)], self.allowance
         )  # not at the text, and at it
+        # Each source pays for its own trials: a dear one would leave nothing to a cheap one.
+        self.allowances = [Allowance(clock.step(rows), 1.0) for _ in sources]
         self.gains = [
-            [self._first(clock, source, known, drawn) for known in _TYPICAL] for source in sources
+            [self._first(clock, source, known, drawn, own) for known in _TYPICAL]
+            for source, own in zip(sources, self.allowances, strict=True)
         ]
 
     def move_to(self, rows: int, again: int = 0) -> None:
@@ -66,6 +70,17 @@ class Situation:
         self.rows = rows
         for budget in self.budgets:
             budget.rows, budget.again = rows, again
+
+    def learning(self) -> Iterator[tuple[str, Columns]]:
+        """Everything in it that learns, by names that stay."""
+        yield "places", self._by_place.columns
+        yield "sources", self._by_sources.columns
+        yield "looking", self.looking.columns
+        for known, budget in enumerate(self.budgets):
+            yield f"worth {known}", budget.columns
+        for source, gains in enumerate(self.gains):
+            for known, gain in enumerate(gains):
+                yield f"gains {source} {known}", gain.columns
 
     @property
     def share(self) -> float:
@@ -85,23 +100,30 @@ class Situation:
         self._by_place.learn(place, accepted, uncorrected * by_sources)
         self._by_sources.learn(asked, accepted, uncorrected * by_place)
 
-    def _first(self, clock: Clock, source: Source, known: float, drawn: bool) -> Bandit:
+    def grow(self, seconds: float) -> None:
+        """So much time has passed."""
+        for allowance in (self.allowance, *self.allowances):
+            allowance.grow(seconds)
+
+    def _first(
+        self, clock: Clock, source: Source, known: float, drawn: bool, allowance: Allowance
+    ) -> Bandit:
         """Whether to ask a source where so many tokens are known without it, before any of it was
         seen: the two ways are not to, and to."""
         drafting = clock.drafting(source.name) * (1 + _BESIDE * (self.group - 1))
         share, budget = self.share * (_DRAWN if drawn else 1.0), self.budgets[0]
         worth = budget.worth * (1.0 + known)
-        # What both know is mostly the same.
+        # What both know is mostly the same; and nothing of it need be verified.
         gains = [
             (
                 share * max(source.expected(size) - 0.7 * known, 0.2 * source.expected(size)),
                 budget.seconds(size) - budget.seconds(0) + drafting,
             )
             for size in budget.sizes
-            if size
         ]
-        best = max(gains, key=lambda gain: gain[0] - worth * gain[1], default=(0.0, drafting))
-        return Bandit([(0.0, 0.0), best], self.allowance)
+        gains.append((0.0, drafting))
+        best = max(gains, key=lambda gain: gain[0] - worth * gain[1])
+        return Bandit([(0.0, 0.0), best], allowance)
 
 
 @dataclass

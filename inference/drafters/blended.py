@@ -6,13 +6,16 @@ Shapes: B active rows, N tree nodes (root included), V vocabulary.
 from __future__ import annotations
 
 import time
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from medusa_heads.inference.adapt.clock import Clock, most_again
+from medusa_heads.inference.adapt.lessons import Lessons
 from medusa_heads.inference.adapt.situation import BOUNDS, Situation, Step
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.growing import Proposal, Source, grow
@@ -42,6 +45,8 @@ class BlendedDrafter(Drafter):
         chain_only: never more than one token behind another.
         padded: every tree has exactly one of the sizes, spare nodes included: each is a graph of
             its own where the target is compiled.
+        lessons: where this begins with what was learnt before, and keeps what it learns; None for
+            nowhere.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class BlendedDrafter(Drafter):
         always: bool = False,
         chain_only: bool = False,
         padded: bool = False,
+        lessons: Lessons | None = None,
     ) -> None:
         self._clock, self._sizes = clock, list(sizes)
         self._text, self._sources = text, list(sources)
@@ -66,6 +72,13 @@ class BlendedDrafter(Drafter):
         self.num_nodes = max(self._sizes) + 1
         self.most_again = most_again(clock)
         self.reads_prompt = any(source.reads_prompt for source in self._sources)
+        self._lessons = lessons
+        if lessons is not None:
+            learning: list[Source | TextSource] = [*self._sources, *([text] if text else [])]
+            for each in learning:
+                for drawn, evidence in each.evidence.items():
+                    lessons.go_on(f"{each.name} {drawn}", evidence.columns)
+            weakref.finalize(self, lessons.write)  # when nobody drafts with it any more
 
     def propose(self, state: DecodingState) -> TokenTree:
         started = time.perf_counter()
@@ -96,7 +109,8 @@ class BlendedDrafter(Drafter):
                 own.append(drafted)
             asked |= 1 << i
             before, draft = draft, self._grow(state, situation, place, offered, asked)
-            if not usual:
+            if not usual:  # part of what finding out costs
+                situation.allowances[i].owe(time.perf_counter() - began)
                 continue
             name = f"{source.name} of {situation.group}"
             self._clock.learn_drafting(name, time.perf_counter() - began)
@@ -158,7 +172,9 @@ class BlendedDrafter(Drafter):
         seconds = self._clock.step(verified) + step.drafting
         # What was expected says more of what a second is worth than what one step happened to give.
         situation.budgets[step.place].learn(1.0 + step.expected, seconds)
-        situation.allowance.grow(seconds)
+        situation.grow(seconds)
+        if self._lessons is not None:
+            self._lessons.count()
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
         for i, source in enumerate(self._sources):
@@ -225,6 +241,10 @@ class BlendedDrafter(Drafter):
                 drawn=drawn,
                 padded=self.padded,
             )
+            if self._lessons is not None:
+                plain = partial(self._clock.step, group)
+                for name, columns in situation.learning():
+                    self._lessons.go_on(f"{drawn} {group} {name}", columns, plain)
         situation.move_to(rows, len(state.again))
         return situation
 

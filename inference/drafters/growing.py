@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -72,9 +72,13 @@ class Source(ABC):
         reads_prompt: whether the first drafts need the hidden states of the whole prompt.
         reads_on: whether it reads all of the text, also what was written while it was not asked.
         observes: whether it learns from what the target says.
+        evidence: by whether the target's tokens are drawn; of some sources there is none.
+        facts: what its evidence is of, besides the target.
     """
 
     name: str
+    evidence: Mapping[bool, Evidence] = {}
+    facts: Mapping[str, Any] = {}
     reads_prompt = reads_on = False
     observes = False
 

@@ -5,6 +5,8 @@ Shapes: B active rows, K heads, R ranks, N nodes of a tree (root included).
 
 from __future__ import annotations
 
+import hashlib
+import json
 from functools import partial
 from typing import Any
 
@@ -30,8 +32,10 @@ class _HeadsOffers(Source):
 
     def __init__(self, statistics: HeadStatistics) -> None:
         self._statistics = statistics
+        measured = json.dumps(statistics.to_dict(), sort_keys=True)
+        self.facts = {"heads": hashlib.sha256(measured.encode()).hexdigest()}
         groups = statistics.num_heads * LEVELS
-        self._evidence = by_drawn(lambda: Evidence([1.0] * groups, weight=_WEIGHT))
+        self.evidence = by_drawn(lambda: Evidence([1.0] * groups, weight=_WEIGHT))
 
     def expected(self, nodes: int) -> float:
         if not nodes:
@@ -56,7 +60,7 @@ class HeadsSource(_HeadsOffers):
             self._heads, hidden_BD, self._ranks, self._temperatures
         )
         tables = zip(tokens_BKR.tolist(), log_probs_BKR.exp().tolist(), strict=True)
-        evidence = self._evidence[state.warpers is not None]
+        evidence = self.evidence[state.warpers is not None]
         return [Proposal(evidence, 0, partial(_of_table, *table)) for table in tables]
 
 
@@ -86,7 +90,7 @@ class TreeSource(_HeadsOffers):
         assert tree.log_probs_BN is not None
         tensors = (tree.tokens_BN, tree.parents_BN, tree.depth_BN, tree.log_probs_BN.exp())
         rows = zip(*(each.tolist() for each in tensors), strict=True)
-        evidence = self._evidence[state.warpers is not None]
+        evidence = self.evidence[state.warpers is not None]
         return [Proposal(evidence, 0, _children(*row).__getitem__) for row in rows]
 
 

@@ -34,7 +34,7 @@ class RecyclingSource(Source):
     def __init__(self, vocab_size: int) -> None:
         self._successors_VR = np.full((vocab_size, RANKS), _UNKNOWN, dtype=np.int64)
         self._chances_VR = np.zeros((vocab_size, RANKS), dtype=np.float32)
-        self._evidence = by_drawn(lambda: Evidence([_PRIOR] * (2 * LEVELS)))
+        self.evidence = by_drawn(lambda: Evidence([_PRIOR] * (2 * LEVELS)))
         self._seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def draft(self, state: DecodingState) -> list[Proposal]:
@@ -44,7 +44,7 @@ class RecyclingSource(Source):
             self._successors_VR[tokens_BN, :ranks] = successors_BNR
             self._chances_VR[tokens_BN, :ranks] = chances_BNR
         self._seen.clear()
-        evidence = self._evidence[state.warpers is not None]
+        evidence = self.evidence[state.warpers is not None]
         return [Proposal(evidence, row.tokens[-1], self._behind) for row in state.rows]
 
     def _behind(self, place: Any) -> list[tuple[int, float, int, Any]]:

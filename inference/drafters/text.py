@@ -51,9 +51,11 @@ class TextSource:
     """Where the end of a text may have occurred before: in the text itself, and in a corpus. Of
     either a continuation has at `most` so many tokens."""
 
+    name = "text"
+
     def __init__(self, most: int, corpus: CorpusIndex | None = None) -> None:
         self._most, self._corpus = most, corpus
-        self._of_text = by_drawn(lambda: Evidence(_PRIOR))
+        self.evidence = by_drawn(lambda: Evidence(_PRIOR))
         self._of_corpus = by_drawn(lambda: Evidence(_PRIOR))
         self._usual = 1.0  # accepted tokens expected of a search of the corpus: a running mean
         self._passed_by = 0  # searches since the last that was made
@@ -65,7 +67,7 @@ class TextSource:
         drafts = []
         for row, padding in zip(state.rows, state.padding, strict=True):
             automaton = _read(automata, row, padding)
-            found = [TextProposal(self._of_text[drawn], automaton.continuation(self._most))]
+            found = [TextProposal(self.evidence[drawn], automaton.continuation(self._most))]
             if self._corpus is not None and self._worth_looking():
                 continuation = self._corpus.continuation(automaton.text, self._most)
                 found.append(TextProposal(self._of_corpus[drawn], continuation))

@@ -12,7 +12,8 @@ from functools import partial
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.adapt.clock import Clock
-from medusa_heads.inference.adapt.measure import room, target_clock
+from medusa_heads.inference.adapt.lessons import Lessons
+from medusa_heads.inference.adapt.measure import room, target_clock, target_facts
 from medusa_heads.inference.adapt.step_bench import SIZES
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
@@ -72,13 +73,16 @@ def blended(
             makes the same steps. It learns while it drafts, so that every text needs a new one.
         nodes: how many these are; by default a number that usually pays.
     """
-    compiled = isinstance(target, CompiledTarget)
+    compiled, lessons = isinstance(target, CompiledTarget), None
     if deterministic:
         clock, sizes = Clock.flat(), [nodes or min(_UNVARYING, room(target) - 1)]
     else:
         clock, sizes = clock or target_clock(target), sizes_for(target)
         if compiled:  # every number of nodes is another graph
             sizes = [0, _best_fixed(clock, sizes, sources)]
+        facts = {"name": target.name_or_path, "text": [text, corpus is not None], "sizes": sizes}
+        facts |= {"sources": [[source.name, dict(source.facts)] for source in sources]}
+        lessons = Lessons(target_facts(target) | facts)
     return BlendedDrafter(
         clock,
         sizes,
@@ -87,6 +91,7 @@ def blended(
         always=deterministic,
         chain_only=chain_only,
         padded=deterministic or compiled,
+        lessons=lessons,
     )
 
 

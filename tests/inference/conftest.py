@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads.inference.adapt import lessons
 from tests.conftest import TinyLlama
 
 INPUTS: dict[str, Any] = {
     "input_ids": torch.arange(3, 15)[None],
     "attention_mask": torch.ones(1, 12).long(),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_lessons(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No drafter begins with what another test's drafters learnt."""
+    anew = partial(tmp_path_factory.mktemp, "lessons")
+    monkeypatch.setattr(lessons, "measurement_folder", anew)
 
 
 @pytest.fixture(scope="module")

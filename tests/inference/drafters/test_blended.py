@@ -169,7 +169,7 @@ class Promising(Source):
     name = "promises"
 
     def __init__(self) -> None:
-        self.evidence, self.learnt = Evidence([1.0]), 0
+        self.seen, self.learnt = Evidence([1.0]), 0
 
     def draft(self, state: DecodingState) -> list[Proposal]:
         source = self
@@ -180,7 +180,7 @@ class Promising(Source):
                 source.learnt += 1
                 super().learn(committed)
 
-        return [Noted(self.evidence) for _ in state.rows]
+        return [Noted(self.seen) for _ in state.rows]
 
     def expected(self, nodes: int) -> float:
         return float(nodes)
