@@ -9,7 +9,7 @@ again (inference/engine/recurrent.py). The copy is of one size, however long the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,11 @@ class StateLayer(LinearAttentionLayer):
         """Those that the target has made so far."""
         made = (*self.conv_states.values(), *self.recurrent_states.values())
         return [state for state in made if state is not None]
+
+    def select_batch(self, rows: Sequence[int]) -> None:
+        """Keep only the states of these rows."""
+        for by_name in (self.conv_states, self.recurrent_states):
+            by_name.update({i: s[list(rows)] for i, s in by_name.items() if s is not None})
 
 
 class StateAndRowLayer(StateLayer, RowLayer):  # type: ignore[misc, override]
@@ -109,6 +114,7 @@ class RecurrentCache(RowCache):
         self._held: list[Tensor] = []
         self._length = 0
         super().__init__(config, slots)
+        self.rows_stand_alone = not self._compressed()
 
     def make_layer(self, layer: Any) -> Any:
         if _is_compressed(layer):
@@ -149,12 +155,17 @@ class RecurrentCache(RowCache):
             self.is_held = True
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """The states as they were held; rows of attention layers stay."""
+    def put_back(self, batch: Sequence[int] | None = None) -> None:
+        """The states as they were held, of all rows of the batch or of these; what attention
+        layers keep of tokens stays."""
         assert self.is_held
-        _copy(self.states(), self._held)
-        for layer in self._compressed():
-            layer.put_back()
+        if batch is None:
+            _copy(self.states(), self._held)
+            for layer in self._compressed():
+                layer.put_back()
+            return
+        for state, held in zip(self.states(), self._held, strict=True):
+            state[batch] = held[batch]
 
     def move_on(self) -> None:
         """What was read since the states were held is part of the text."""
@@ -185,8 +196,15 @@ class RecurrentCache(RowCache):
             "caches alone: pass the whole text without a cache"
         )
 
-    def select_batch(self, rows: Any) -> None:
-        raise AssertionError("a batch of recurrent states is refused before it is decoded")
+    @torch.inference_mode(False)
+    def select_batch(self, rows: Sequence[int]) -> None:
+        assert self.rows_stand_alone
+        super().select_batch(rows)
+        for layer in self.layers:
+            if isinstance(layer, StateLayer):
+                layer.select_batch(rows)
+        self._held = []
+        self.move_on()
 
 
 def _copy(to: list[Tensor], states: list[Tensor]) -> None:

@@ -12,6 +12,7 @@ from transformers import DynamicCache, LogitsProcessor, RepetitionPenaltyLogitsP
 from medusa_heads import DraftedModel, HeadsConfig, MedusaHeads, MedusaModel, TrainingFreeModel
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.adapt import measure
+from tests.inference.padded import padded
 from tests.inference.processor_kinds import Matcher
 from tests.inference.recurrent import prompt, repeating, tiny_target, written
 from tests.inference.speaking import make_tokenizer
@@ -52,6 +53,12 @@ def test_every_drafter_is_token_equal(way: str, kind: str, cache: Any) -> None:
             assert torch.equal(
                 written(model, inputs, **drawn), written(model.target.model, inputs, **drawn)
             )
+
+
+@pytest.mark.parametrize(("way", "kind"), [("heads and text", "lfm2"), ("drawn", "qwen3_next")])
+def test_batches_are_token_equal(way: str, kind: str, cache: Any) -> None:
+    model, inputs = WAYS[way](kind), padded((4, 0, 7), 24)
+    assert torch.equal(written(model, inputs), written(model.target.model, inputs))
 
 
 class GoesOn(LogitsProcessor):
@@ -135,13 +142,7 @@ def test_steps_are_measured_with_what_states_take(cache: Any) -> None:
 
 
 def test_what_is_not_offered_is_one_sentence(cache: Any) -> None:
-    model, inputs = with_heads("qwen3_next"), prompt()
-    batch = {name: tensor.repeat(2, 1) for name, tensor in inputs.items()}
-    with pytest.raises(UnsupportedArchitecture, match="decode one unpadded sequence at a time"):
-        written(model, batch)
-    inputs["attention_mask"][0, :3] = 0
-    with pytest.raises(UnsupportedArchitecture, match="decode one unpadded sequence at a time"):
-        written(model, inputs)
+    model = with_heads("qwen3_next")
     foreign = DynamicCache(config=model.target.model.config)
     text = prompt()
     model.target.model(text["input_ids"][:, :12], past_key_values=foreign, use_cache=True)
