@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from medusa_heads.inference.acceptance import AcceptanceRule, make_rule
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.engine.capability import check_batch
+from medusa_heads.inference.engine.capability import capability, check_batch
 from medusa_heads.inference.engine.exchange import Exchange
 from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
@@ -60,6 +60,7 @@ def decode(
     _refuse_unsupported(generation_config, model_kwargs)
     padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
     _check_positions(model_kwargs.get("position_ids"), padding)
+    trusted = capability(target)
     check_batch(target, padding)
     batch = input_ids_BT.shape[0]
     stop = StopCheck(stopping_criteria, batch)
@@ -76,6 +77,8 @@ def decode(
         streamer.put(input_ids_BT.cpu())
 
     slots = int(generation_config.max_length or 0) + drafter.num_nodes
+    if trusted == "recurrent":  # which reads tokens again behind the longest row
+        slots += drafter.num_nodes + drafter.most_again(batch)
     cache = _own_cache(target, model_kwargs, batch, slots)
     state = decoding_state(
         rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt

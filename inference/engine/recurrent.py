@@ -43,8 +43,9 @@ class RecurrentState(DecodingState):
         super().__init__(rows, cache, *options, **more)
         cache.move_on()  # what an earlier text held is not where this one begins
         self._most: dict[int, int] = {}  # tokens read again in front of trees, by rows
-        # Of the last forward: each row's root, counted from its end, and the nodes behind it.
-        self._roots: list[int] = []
+        self._sizes: list[int] = []  # tokens of a row in a forward, where shapes are fixed
+        self._tokens = 0  # of each row in the last forward
+        self._roots: list[int] = []  # where the roots stood there, counted from its end
 
     def _front(self) -> list[list[int]]:
         """What is committed and not in the states, by row, but for the next tree's root."""
@@ -57,11 +58,15 @@ class RecurrentState(DecodingState):
 
     def draft(self, drafter: Drafter) -> TokenTree | None:
         lengths, batch = [len(tokens) for tokens in self._front()], len(self.rows)
+        longest = max(lengths)
         if batch not in self._most:
             self._most[batch] = drafter.most_again(batch)
-        self.room = None
-        if max(lengths) > self._most[batch]:
-            self.room = [max(lengths) - length + 1 for length in lengths]
+        self.room, most = None, longest + 1 if longest > self._most[batch] else None
+        if self.cache.fixed_capacity is not None:
+            self._sizes = self._sizes or graph_sizes(drafter, batch)
+            most = self._sizes[-1]
+        if most is not None and longest + drafter.num_nodes > most:
+            self.room = [most - length for length in lengths]
             if max(self.room) == 1:
                 drafter.rest(self)
                 return None
@@ -72,6 +77,7 @@ class RecurrentState(DecodingState):
         longest, shortest = max(map(len, front)), min(map(len, front))
         each = zip(front, tree.chain_lengths(), strict=True)
         self._tokens = max(len(ids) + nodes for ids, nodes in each)
+        self._tokens = next((size for size in self._sizes if size >= self._tokens), self._tokens)
         self._roots = [len(ids) - self._tokens for ids in front]
         # What is read without drafts is kept; of rows that have ended nothing is.
         if min(self._roots) < -1 or any(row.done for row in self.rows):
@@ -107,6 +113,13 @@ class RecurrentState(DecodingState):
         if self.cache.is_held:
             self.cache.put_back()
         self.cache.set_length(max(self.lengths))
+
+
+def graph_sizes(drafter: Drafter, rows: int) -> list[int]:
+    """How many tokens of each of so many rows a compiled forward reads: a root alone, a tree, or
+    one with as much in front of it as there ever is. Each is a graph of its own."""
+    tree = drafter.num_nodes
+    return sorted({1, tree, tree + drafter.most_again(rows)})
 
 
 def _columns(of_tokens: Tensor, starts: Sequence[int], count: int) -> Tensor:

@@ -148,8 +148,10 @@ def test_what_is_not_offered_is_one_sentence(cache: Any) -> None:
     model.target.model(text["input_ids"][:, :12], past_key_values=foreign, use_cache=True)
     with pytest.raises(ValueError, match="holds recurrent states, which are taken on from this"):
         written(model, text, past_key_values=foreign)
-    with pytest.raises(UnsupportedArchitecture, match="a recurrent state, which is not compiled"):
-        with_heads("qwen3_next", compile=True)
+    with pytest.raises(
+        UnsupportedArchitecture, match="compressed tokens, which grow with the text"
+    ):
+        TrainingFreeModel(tiny_target("deepseek_v4"), "suffix", compile=True)
     with pytest.raises(UnsupportedArchitecture, match="drafts would change before"):
         TrainingFreeModel(tiny_target("qwen3_next"), "early_exit:2")
     with pytest.raises(UnsupportedArchitecture, match="draft with a model of attention layers"):
