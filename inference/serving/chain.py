@@ -81,9 +81,13 @@ def simulate_chain(
         ends = [n for n, token in enumerate(new[:max_new_tokens], start=1) if token in end_tokens]
         length = min([*ends, max_new_tokens])
         texts.append(new[:length])
-        # What each head would draft at each position.
-        hidden_TD = target.hidden(tokens_T[None].to(target.device))[0]
-        chains_TK = heads.token_ids(heads(hidden_TD).argmax(dim=-1))[:, :draft_tokens].tolist()
+        # What each head would draft at each position, behind the token that follows there.
+        ids_T = tokens_T.to(target.device)
+        after, chain = heads.after_paths(target.hidden(ids_T[None])[0]), [ids_T.roll(-1)]
+        for i in range(draft_tokens):
+            paths_T1J = torch.stack(chain, dim=1)[:, None]
+            chain.append(heads.token_ids(after(i, paths_T1J)[:, 0].argmax(dim=-1)))
+        chains_TK = torch.stack(chain[1:], dim=1).tolist()
         made = 1
         while made < length:
             drafted = chains_TK[len(prompt) + made - 2]  # by the state that chose the last token

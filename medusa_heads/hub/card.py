@@ -86,11 +86,13 @@ def _summary(config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool)
     )
     matrix = "the target's own" if config.vocab_matrix == "shared" else "one for each head"
     prefix = ", with a layer that attends over the text so far" if config.prefix_attention else ""
+    rank = config.correction_rank
+    correction = f", corrected by the token before with rank {rank}" if rank else ""
     lines = [
         f"{config.num_heads} draft heads, with which {link}{at} writes several tokens a forward "
         "pass. The text stays what the model alone would write: every token is its own choice.",
         "",
-        f"- heads: {config.num_heads} of {layers}, kind `{config.kind}`{prefix}",
+        f"- heads: {config.num_heads} of {layers}, kind `{config.kind}`{prefix}{correction}",
         f"- vocabulary matrix: {matrix}; drafts {candidates}",
     ]
     if sidecar.get("adapter"):
@@ -260,6 +262,8 @@ vllm serve {base_model} --speculative-config '{{"method": "custom_class", \
     ]
     if config.draft_vocab_size is not None:
         return [*plugin, "TGI cannot hold them: they draft from a part of the vocabulary."]
+    if config.correction_rank is not None:
+        return [*plugin, "TGI cannot hold them: the token before corrects what they say."]
     own = config.vocab_matrix == "own"
     as_it_is = own or with_matrix
     export = "" if as_it_is else f"medusa-heads export {repo_id} heads-vllm --to vllm\n"
