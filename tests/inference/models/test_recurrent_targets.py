@@ -12,6 +12,8 @@ from transformers import DynamicCache, LogitsProcessor, RepetitionPenaltyLogitsP
 from medusa_heads import DraftedModel, HeadsConfig, MedusaHeads, MedusaModel, TrainingFreeModel
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.adapt import measure
+from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
+from medusa_heads.target import recurrent
 from tests.inference.padded import padded
 from tests.inference.processor_kinds import Matcher
 from tests.inference.recurrent import prompt, repeating, tiny_target, written
@@ -139,6 +141,20 @@ def test_steps_are_measured_with_what_states_take(cache: Any) -> None:
     target = tiny_target("qwen3_next")
     clock = measure.target_clock(target)
     assert min(clock.step(tokens) for tokens in clock.sizes) > 0
+
+
+def test_a_measured_step_makes_the_copies_that_a_step_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One where drafts are refused, or accepted before; none where nothing is drafted."""
+    copies, bench = [], StepBench(tiny_target("lfm2"), 8, 1)
+    monkeypatch.setattr(recurrent, "_copy", lambda *_: copies.append(len(copies)))
+    counts = []
+    for drafted in (3, 3, 0, 0):
+        before = len(copies)
+        bench.time(RandomChain(drafted, 199))
+        counts.append(len(copies) - before)
+    assert counts == [2, 1, 0, 0]  # the first of its kind warms up
 
 
 def test_what_is_not_offered_is_one_sentence(cache: Any) -> None:
