@@ -64,7 +64,8 @@ class RecurrentState(DecodingState):
         self.room, most = None, longest + 1 if longest > self._most[batch] else None
         if self.cache.fixed_capacity is not None:
             self._sizes = self._sizes or graph_sizes(drafter, batch)
-            most = self._sizes[-1]
+            # A text that was begun without a graph may have more to read once.
+            most = max(self._sizes[-1], longest + 1)
         if most is not None and longest + drafter.num_nodes > most:
             self.room = [most - length for length in lengths]
             if max(self.room) == 1:
