@@ -16,7 +16,7 @@ from typing import Any
 
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 
-_SIZE = {
+_SIZE: dict[str, Any] = {
     "vocab_size": 16384,
     "hidden_size": 512,
     "intermediate_size": 1536,

@@ -147,7 +147,8 @@ def test_a_measured_step_makes_the_copies_that_a_step_makes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One where drafts are refused, or accepted before; none where nothing is drafted."""
-    copies, bench = [], StepBench(tiny_target("lfm2"), 8, 1)
+    copies: list[int] = []
+    bench = StepBench(tiny_target("lfm2"), 8, 1)
     monkeypatch.setattr(recurrent, "_copy", lambda *_: copies.append(len(copies)))
     counts = []
     for drafted in (3, 3, 0, 0):
