@@ -16,7 +16,7 @@ _OWN_PRIOR = 2.0  # steps for which a measured size counts
 _OWN_KEPT = 0.96
 _SURPRISE = 0.6  # in logarithms: an interrupted step says no more than this
 _ALL_OF, _ONE_IN = 64, 3  # steps that are learnt from: all of the first ones, then one in so many
-_USUAL_AGAIN, _LONGEST_AGAIN = 12, 64  # tokens read again
+USUAL_AGAIN, _LONGEST_AGAIN = 12, 64  # tokens read again
 _USUAL_DRAFT, _KEPT_OF_DRAFT = 5, 2  # tokens of a step, the root included, and those it commits
 _DRAFTING = 1 / 16  # the share of a source's seconds that a new draft makes up
 
@@ -144,21 +144,21 @@ class Clock:
         return self._seconds[above] + (tokens - high) * slope
 
 
-def most_again(clock: Clock) -> int:
-    """How many tokens a target with a recurrent state best reads again in front of drafts, before
-    it reads them in a step without any, which then commits a single token.
+def most_again(clock: Clock, rows: int = 1) -> int:
+    """How many tokens of each of so many rows a target with a recurrent state best reads again in
+    front of drafts, before it reads them in a step without any, which then commits a single token.
 
     The tokens a second of steps that all have a draft refused, from one step without drafts to the
     next, decide: the longer they are put off, the more is read again; the sooner they come, the
     more often nothing is drafted. Where the clock tells no sizes apart, a number that usually pays.
     """
     if len(clock.sizes) == 1:
-        return _USUAL_AGAIN
+        return USUAL_AGAIN
     most, fastest, seconds = 0, 0.0, 0.0
     for steps in range(1, _LONGEST_AGAIN // _KEPT_OF_DRAFT + 1):
-        seconds += clock.step((steps - 1) * _KEPT_OF_DRAFT + _USUAL_DRAFT)
+        seconds += clock.step(rows * ((steps - 1) * _KEPT_OF_DRAFT + _USUAL_DRAFT))
         again = steps * _KEPT_OF_DRAFT
-        speed = (again + 1) / (seconds + clock.step(again + 1))
+        speed = (again + 1) / (seconds + clock.step(rows * (again + 1)))
         if speed > fastest:
             most, fastest = again - 1, speed
     return most

@@ -82,12 +82,14 @@ class StepBench:
         cache = target.new_cache(batch_size, text[1] if text else context + max(SIZES) + 1)
         if text:
             cache.take_over(text[0])
+        elif (
+            not cache.can_go_back
+        ):  # states are made by a token, and read as long whatever they say
+            target.hidden(ids_BT[:, :1], cache=cache)
         stop = StopCheck(StoppingCriteriaList())
         rows = [Row(i, batch_size, ids_T, stop) for i, ids_T in enumerate(ids_BT)]
         for row, ids in zip(rows, ids_BT.tolist(), strict=True):
             row.tokens.append(ids[-1])  # as if the last token had just been committed
-        if not cache.can_go_back:  # states are made by a token, and read as long whatever they say
-            target.hidden(ids_BT[:, :1], cache=cache)
         self._state = decoding_state(rows, cache, [0] * batch_size)
         self._state.lengths = [context] * batch_size
         self._state.hidden_BD = hidden_BTD[:, -1].clone()
@@ -112,13 +114,17 @@ class StepBench:
     @torch.inference_mode()
     def time(self, drafter: Drafter) -> StepSeconds:
         state = self._state
-        before = [len(row.tokens) for row in state.rows]
+        before, lengths = [len(row.tokens) for row in state.rows], state.lengths
         started = self._now()
         tree = drafter.propose(state)
         drafted = self._now()
         logits_BNV = state.verify(self._target, tree)
         self._rule(tree, logits_BNV, state.rows)  # waits for the device
-        state.forget()
+        if tree.num_nodes > 1:
+            state.forget()
+        else:  # what was not drafted is always kept
+            state.keep([[0]] * len(state.rows))
+            state.lengths = lengths
         ended = time.perf_counter()
         for row, length in zip(state.rows, before, strict=True):
             del row.tokens[length:]

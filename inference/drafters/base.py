@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from medusa_heads.inference.adapt.clock import USUAL_AGAIN
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
 
@@ -17,17 +18,19 @@ class Drafter:
     Attributes:
         num_nodes: the most nodes that a proposed tree has, the root included.
         reads_prompt: whether the first proposal needs the hidden states of the whole prompt.
-        most_again: tokens that a target with a recurrent state reads again in front of a tree;
-            where there are more, it reads them in a step without drafts.
     """
 
     num_nodes: int
     reads_prompt = False
-    most_again = 12
 
     def propose(self, state: DecodingState) -> TokenTree:
         """A tree for every active row; node 0 holds `state.roots_B`."""
         raise NotImplementedError
+
+    def most_again(self, rows: int) -> int:
+        """How many tokens of each of so many rows a target with a recurrent state reads again in
+        front of a tree; where there are more, the row reads them in a step without drafts."""
+        return USUAL_AGAIN
 
     def rest(self, state: DecodingState) -> None:
         """The next step goes without drafts, and nothing is observed or learnt of it."""

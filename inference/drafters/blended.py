@@ -70,7 +70,6 @@ class BlendedDrafter(Drafter):
         self._rested = [0] * len(self._sources)  # steps since each was asked
         self._again = [0] * len(self._sources)  # steps for which each is asked whatever it gains
         self.num_nodes = max(self._sizes) + 1
-        self.most_again = most_again(clock)
         self.reads_prompt = any(source.reads_prompt for source in self._sources)
         self._lessons = lessons
         if lessons is not None:
@@ -142,10 +141,13 @@ class BlendedDrafter(Drafter):
             expected=draft.expected[min(size, len(draft.expected) - 1)],
             share=situation.share,
             nodes=tree.num_nodes,
-            again=len(state.again),
+            again=state.again,
             drafting=time.perf_counter() - started,
         )
         return tree
+
+    def most_again(self, rows: int) -> int:
+        return most_again(self._clock, rows)
 
     def rest(self, state: DecodingState) -> None:
         self.learn(state)
@@ -213,12 +215,14 @@ class BlendedDrafter(Drafter):
         if not any(offered):
             return _Draft([], [0.0], 0)
         budget = situation.budgets[place]
-        least = budget.least()
+        least, most_B = budget.least(), [budget.most] * len(state.rows)
+        if state.room is not None:
+            most_B = [min(budget.most, nodes - 1) for nodes in state.room]
         trees = [
             PrefixTree(row.tokens[-1])
             if row.done
-            else grow(row.tokens[-1], own, budget.most, least, chain_only=self._chain_only)
-            for row, own in zip(state.rows, offered, strict=True)
+            else grow(row.tokens[-1], own, most, least, chain_only=self._chain_only)
+            for row, own, most in zip(state.rows, offered, most_B, strict=True)
         ]
         active = zip(trees, state.rows, strict=True)
         expected = _mean(
@@ -245,7 +249,7 @@ class BlendedDrafter(Drafter):
                 plain = partial(self._clock.step, group)
                 for name, columns in situation.learning():
                     self._lessons.go_on(f"{drawn} {group} {name}", columns, plain)
-        situation.move_to(rows, len(state.again))
+        situation.move_to(rows, state.again)
         return situation
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from medusa_heads.inference.engine.probe import (
     indexers,
     takes_positions,
 )
-from medusa_heads.inference.engine.recurrent_probe import RecurrentProber
+from medusa_heads.inference.engine.recurrent_probe import BatchProber, RecurrentProber
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.recurrent import RecurrentCache
 from medusa_heads.target.target import TargetModel
@@ -35,6 +35,8 @@ from medusa_heads.target.target import TargetModel
 Capability = Literal["tree", "chain", "recurrent"]
 
 _known: weakref.WeakKeyDictionary[Any, dict[type, Capability]] = weakref.WeakKeyDictionary()
+# Models whose rows, padded ones or not, are each decoded as if it were alone.
+_known_batches: weakref.WeakKeyDictionary[Any, set[tuple[type, bool]]] = weakref.WeakKeyDictionary()
 
 
 def capability(target: TargetModel) -> Capability:
@@ -46,21 +48,60 @@ def capability(target: TargetModel) -> Capability:
     """
     known = _known.setdefault(target.model, {})
     if type(target) not in known:
-        try:
-            with target.uncompiled() if isinstance(target, CompiledTarget) else nullcontext():
-                known[type(target)] = _examine(target)
-        except (UnsupportedArchitecture, torch.OutOfMemoryError):
-            raise
-        # Whatever a model's own code objects to when it is asked for several tokens over a cache.
-        except (
-            *(AssertionError, AttributeError, LookupError),
-            *(RuntimeError, TypeError, ValueError),
-        ) as error:
-            raise UnsupportedArchitecture(
-                f"{target.config.model_type} fails on several new tokens over a cache "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:120]})"
-            ) from error
+        with _trying(target, "several new tokens over a cache"):
+            known[type(target)] = _examine(target)
     return known[type(target)]
+
+
+def check_batch(target: TargetModel, padding: Sequence[int]) -> None:
+    """Whether rows with so many slots of left padding are each decoded as if it were alone; tried
+    once a model, where there is a recurrent state.
+
+    Raises:
+        UnsupportedArchitecture: they are not, and why.
+    """
+    trusted, kind, padded = capability(target), target.config.model_type, any(padding)
+    if trusted == "tree" or (len(padding) == 1 and not padded):
+        return
+    alone = "decode one unpadded sequence at a time"
+    if trusted == "chain":
+        why = "goes by cache slots, which a batch does not keep in step"
+        raise UnsupportedArchitecture(f"{kind} {why}", alone)
+    known = _known_batches.setdefault(target.model, set())
+    if (type(target), padded) in known:
+        return
+    if len(padding) > 1 and not target.new_cache().rows_stand_alone:
+        why = "compresses tokens of all rows of a batch together, however far each of them is"
+        raise UnsupportedArchitecture(f"{kind} {why}", alone)
+    with _trying(target, "a batch of texts"):
+        fault = BatchProber(target, padded=padded).probe().fault(target.dtype)
+    if fault is not None:
+        why = "padding leaves traces in" if padded else "rows of a batch change each other in"
+        raise UnsupportedArchitecture(f"{why} the recurrent state of {kind} ({fault})", alone)
+    known.add((type(target), padded))
+
+
+@contextmanager
+def _trying(target: TargetModel, what: str) -> Iterator[None]:
+    """Within the block the target is read uncompiled; what it fails on is no architecture for us.
+
+    Raises:
+        UnsupportedArchitecture: it fails.
+    """
+    try:
+        with target.uncompiled() if isinstance(target, CompiledTarget) else nullcontext():
+            yield
+    except (UnsupportedArchitecture, torch.OutOfMemoryError):
+        raise
+    # Whatever a model's own code objects to.
+    except (
+        *(AssertionError, AttributeError, LookupError),
+        *(RuntimeError, TypeError, ValueError),
+    ) as error:
+        raise UnsupportedArchitecture(
+            f"{target.config.model_type} fails on {what} "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+        ) from error
 
 
 def _is_sharded(target: TargetModel) -> bool:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, make_rule
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.capability import capability, check_batch
 from medusa_heads.inference.engine.exchange import Exchange
 from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
@@ -62,14 +61,7 @@ def decode(
     padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
     _check_positions(model_kwargs.get("position_ids"), padding)
     trusted = capability(target)
-    if trusted != "tree" and (len(padding) > 1 or any(padding)):
-        why = {
-            "chain": "goes by cache slots, which a batch does not keep in step",
-            "recurrent": "keeps a recurrent state, which is not put back row by row",
-        }
-        raise UnsupportedArchitecture(
-            f"{target.config.model_type} {why[trusted]}", "decode one unpadded sequence at a time"
-        )
+    check_batch(target, padding)
     batch = input_ids_BT.shape[0]
     stop = StopCheck(stopping_criteria, batch)
     recorder = _recorder(generation_config, batch, acceptance)
@@ -85,6 +77,8 @@ def decode(
         streamer.put(input_ids_BT.cpu())
 
     slots = int(generation_config.max_length or 0) + drafter.num_nodes
+    if trusted == "recurrent":  # which reads tokens again behind the longest row
+        slots += drafter.num_nodes + drafter.most_again(batch)
     cache = _own_cache(target, model_kwargs, batch, slots)
     state = decoding_state(
         rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt
@@ -176,7 +170,7 @@ def _step(
     started = time.perf_counter()
     with stats.phase("target"):
         logits_BNV = state.verify(target, tree)
-        hidden_BND = last_hidden()[:, -tree.num_nodes :]
+        hidden_BND = state.of_nodes(last_hidden(), tree.num_nodes)
     verified = time.perf_counter()
     with stats.phase("walk"):
         paths = rule(tree, logits_BNV, state.rows)
@@ -186,7 +180,7 @@ def _step(
     with stats.phase("cache"):
         state.keep(paths)
         _finish_step(state, paths, hidden_BND, stats)
-    if stats.forwards > _WARM_UP and drafted is not None:
+    if stats.forwards > _WARM_UP and drafted is not None and state.room is None:
         seconds = time.perf_counter() - started
         if logits_BNV.device.type == "cpu":  # elsewhere the walk also waits for the target
             # What every token takes is no reason to commit fewer of them.

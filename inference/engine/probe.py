@@ -22,15 +22,12 @@ from medusa_heads.config import RankPath
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, StopCheck
+from medusa_heads.target.numbers import TOLERANCE, is_half, relative_error
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TreeShape
 
 _PROMPT = 24
 _LARGEST_WINDOW_PROBED = 128
-# In whole and in half precision: root mean square over the vocabulary, in standard deviations of
-# the logits. Forwards of unlike shapes round differently: by 1e-6 in fp32, by hundredths in half
-# precision, and by tenths where another expert is chosen.
-_TOLERANCE = (1e-3, 0.2)
 # Forwards of one shape do not even round differently, in any dtype: what a node must not see
 # changes nothing of it, or 1e-6 where an expert is handed another number of tokens. One scale for
 # all activations in 8 bits shifts even tiny narrow models by 5e-3, a mask not followed by 0.1.
@@ -71,8 +68,8 @@ class Probe:
 
     def fault(self, dtype: torch.dtype) -> str | None:
         """What speaks against verifying such trees; None if nothing does."""
-        half = dtype not in (torch.float32, torch.float64)
-        if not self.error <= _TOLERANCE[half]:  # NaN is no agreement
+        half = is_half(dtype)
+        if not self.error <= TOLERANCE[half]:  # NaN is no agreement
             return f"its logits differ from plain decoding by {self.error:.2g} standard deviations"
         if not self.leak <= _LEAK_TOLERANCE[half]:
             return (
@@ -214,11 +211,3 @@ def _positions(target: TargetModel, ids_PT: Tensor) -> dict[str, Tensor]:
         return {}
     positions_T = torch.arange(ids_PT.shape[1], device=target.device)
     return {"position_ids": positions_T.expand(ids_PT.shape)}
-
-
-def relative_error(got_TV: Tensor, expected_TV: Tensor) -> float:
-    """The worst token's difference, in standard deviations of the logits."""
-    rms_T = (got_TV - expected_TV).square().mean(dim=-1).sqrt()
-    scale_T = expected_TV.std(dim=-1).clamp_min(1e-6)
-    error = float((rms_T / scale_T).max())
-    return error if error == error else float("inf")  # NaN is no agreement

@@ -50,6 +50,8 @@ class DecodingState:
         self.memories: dict[Any, Any] = {}
         # What the target's logits go through before a token is drawn; None where none is drawn.
         self.warpers: LogitsProcessorList | None = None
+        # The most nodes that each row's next tree may have; None where nothing limits them.
+        self.room: list[int] | None = None
         self._fresh: list[tuple[Tensor, list[list[int]]]] = []
         self._fresh_was_read = True
         self._keeps_fresh = keeps_fresh
@@ -65,9 +67,9 @@ class DecodingState:
         self.cache = cache
 
     @property
-    def again(self) -> list[int]:
-        """Committed tokens that the target reads again in front of the next tree."""
-        return []
+    def again(self) -> int:
+        """Tokens that the target reads besides the next trees, in front of them."""
+        return 0
 
     def draft(self, drafter: Drafter) -> TokenTree | None:
         """The tree to verify next; None where the target has to read what is committed first."""
@@ -76,6 +78,11 @@ class DecodingState:
     def verify(self, target: TargetModel, tree: TokenTree) -> Tensor:
         """Logits [B, N, V] of every node, in one forward; `keep` says what becomes of them."""
         return target.verify(tree, self.cache, self.tree_mask(tree))
+
+    def of_nodes(self, of_tokens: Tensor, num_nodes: int) -> Tensor:
+        """Of what the last verification says of its last tokens [B, T, ..] what it says of so many
+        nodes."""
+        return of_tokens
 
     def tree_mask(self, tree: TokenTree) -> TreeMask:
         """What the tree's nodes see, once they are appended at the common slot."""

@@ -19,6 +19,7 @@ from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.engine.exchange import Exchange
+from medusa_heads.inference.engine.recurrent import graph_sizes
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.machine import Measurements, as_seconds
 from medusa_heads.target.compiled import CompiledTarget
@@ -109,6 +110,9 @@ class LateCompiling:
         ]
         try:
             seconds = benches[0].time(chain).step
+            if not state.cache.can_go_back:  # what a tree has in front of it is another graph
+                longest = graph_sizes(drafter, len(state.rows))[-1]
+                seconds += benches[0].time(RandomChain(longest - 1, compiled.vocab_size)).step
         except (RuntimeError, UnsupportedArchitecture) as error:
             from torch._dynamo.exc import TorchDynamoException  # heavy to import
 

@@ -28,6 +28,10 @@ SUPPORTED_ATTENTION = ("sdpa", "eager")
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
 
 
+_ROWS_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+_WITHOUT_ROWS = {"linear_attention", "conv", "moe", "mlp"}
+
+
 @dataclass(frozen=True)
 class TreeMask:
     """What each tree node may attend to."""
@@ -98,15 +102,21 @@ def explicit_masks(config: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor | 
             int(chunk or 0), torch.zeros_like(tree.query_positions_BN[:, 0])
         ),
     }
-    masks = {}
-    for kind in set(getattr(config, "layer_types", None) or [usual]):
+    masks: dict[str, Any] = {}
+    kinds = set(getattr(config, "layer_types", None) or [usual])
+    # A layer that keeps rows and a state takes the mask of its rows; one that keeps a state alone
+    # takes what says of tokens that they are padding, which none of these is.
+    with_rows = {_ROWS_OF.get(kind, kind) for kind in kinds} - _WITHOUT_ROWS
+    for kind in with_rows:
         if kind not in rules:
             raise UnsupportedArchitecture(
                 f"{config.model_type} has {kind} layers, whose mask is not known",
                 "leave compile out",
             )
         masks[kind] = _bias(rules[kind](), tree, dtype)
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    if len(masks) > 1:
+        return masks | dict.fromkeys(kinds & _WITHOUT_ROWS)
+    return next(iter(masks.values()))
 
 
 def _with_tree(build_mask: Callable[..., Any]) -> Callable[..., Any]:

@@ -181,6 +181,7 @@ class RowCache(Cache):
 
     fixed_capacity: int | None = None  # slots of a cache that cannot grow
     can_go_back = True  # whether `set_length` may take back what was written
+    rows_stand_alone = True  # whether rows of a batch may be kept and dropped each for itself
     layer_kind = RowLayer
 
     def __init__(self, config: Any, slots: int = 0, stacks: Stacks | None = None) -> None:
@@ -260,7 +261,7 @@ class RowCache(Cache):
             moves += [moves[-1]] * (longest - len(moves))
             source.append([move[0] for move in moves])
             destination.append([move[1] for move in moves])
-        if source != destination:
+        if source != destination and self.row_layers:
             device = next(layer.device for layer in self.row_layers)
             self.move_rows(
                 torch.tensor(source, device=device), torch.tensor(destination, device=device)

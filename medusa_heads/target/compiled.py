@@ -10,7 +10,7 @@ Shapes: B batch, N tree nodes, C capacity in slots, H key-value heads, X head di
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.attention import TreeMask, explicit_masks
-from medusa_heads.target.cache import RowCache, RowLayer
-from medusa_heads.target.stacks import Member, Stacks
+from medusa_heads.target.cache import RowCache
+from medusa_heads.target.numbers import TOLERANCE, is_half, relative_error
+from medusa_heads.target.recurrent import is_recurrent
+from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.target.target import TargetModel
-from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,109 +32,6 @@ _CAPACITY_STEP = 512  # capacities are rounded up, so that few of them, and few 
 # What caches of other shapes than the last one may hold together. Each belongs to a graph that
 # would have to be compiled anew.
 _BYTES_KEPT = 2 << 30
-
-
-class StaticStacks(Stacks):
-    """A buffer [B, H, C, X] for the keys and one for the values of each layer, which never grow.
-
-    Attributes:
-        nodes_N: where the nodes of the tree being verified are written; None outside of that.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self.capacity = capacity
-        self.nodes_N: Tensor | None = None
-
-    def buffer(self, member: Member) -> Tensor:
-        return self.stacks[member[0]]
-
-    def _place(self, like: Tensor, room: int) -> Member:
-        batch, heads, _, width = like.shape
-        with torch.inference_mode(False):  # whoever comes first, all may write to it
-            self.stacks.append(like.new_zeros(batch, heads, self.capacity, width))
-        # CUDA graphs then read and write it where it lies.
-        torch._dynamo.mark_static_address(self.stacks[-1])
-        return len(self.stacks) - 1, 0
-
-    def reserve(self, slots: int) -> None:
-        raise AssertionError("no text is longer than was announced")
-
-    def move_rows(self, source_BA: Tensor, destination_BA: Tensor) -> None:
-        rows_B1 = torch.arange(len(source_BA), device=source_BA.device)[:, None]
-        for buffer_BHCX in self.stacks:
-            buffer_BHCX[rows_B1, :, destination_BA] = buffer_BHCX[rows_B1, :, source_BA]
-
-    def select_batch(self, rows: Sequence[int]) -> None:
-        raise AssertionError("rows stay: another batch size would be another graph")
-
-
-class StaticRowLayer(RowLayer):
-    """One layer's keys and values, in buffers that never grow."""
-
-    is_compileable = True
-    _stacks: StaticStacks
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write rows in place. A tree's forward gets whole buffers, a prefill what is in use."""
-        nodes_N = self._stacks.nodes_N
-        if nodes_N is None:
-            return super().update(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        keys_BHCX, values_BHCX = self.buffers()
-        keys_BHCX.index_copy_(2, nodes_N, key_states)
-        values_BHCX.index_copy_(2, nodes_N, value_states)
-        return keys_BHCX, values_BHCX
-
-    def get_seq_length(self) -> int:
-        # A length that changes would be compiled into the graph: positions are explicit there.
-        return self.length if self._stacks.nodes_N is None else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self._stacks.nodes_N is not None:
-            return self._stacks.capacity, 0
-        return self.length + query_length, 0
-
-
-class StaticRowCache(RowCache):
-    """A RowCache of so many slots for every row, and no more."""
-
-    layer_kind = StaticRowLayer
-    _stacks: StaticStacks
-
-    def __init__(self, config: Any, capacity: int) -> None:
-        super().__init__(config, stacks=StaticStacks(capacity))
-        self.fixed_capacity = capacity
-        # One buffer for each size of tree, for good: graphs know where it lies.
-        self._nodes: dict[int, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers; 0 before the first forward."""
-        return sum(buffer.nbytes for buffer in self._stacks.stacks)
-
-    @contextmanager
-    def tree_slots(self, first: int, nodes: int, device: torch.device) -> Iterator[None]:
-        """Within the block, forwards write `nodes` rows from slot `first` on."""
-        if nodes not in self._nodes:
-            with torch.inference_mode(False):
-                self._nodes[nodes] = torch.empty(nodes, dtype=torch.long, device=device)
-            torch._dynamo.mark_static_address(self._nodes[nodes])
-        try:
-            self._stacks.nodes_N = self._nodes[nodes]
-            torch.arange(first, first + nodes, out=self._stacks.nodes_N)
-            yield
-        finally:
-            self._stacks.nodes_N = None
-
-    def handed_out(self, config: Any) -> RowCache:
-        """A copy of the rows in use: this cache serves the next text."""
-        copy = RowCache(config)
-        copy.take_over(self)
-        return copy
 
 
 class _Captured:
@@ -158,11 +56,12 @@ class CompiledTarget(TargetModel):
     ) -> None:
         super().__init__(model)
         self._caches: dict[tuple[int, int], StaticRowCache] = {}
+        self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
         self._captured = _Captured()
         # One hook for all texts: registering it anew for each would invalidate the graph.
         hook = self.get_output_embeddings().register_forward_pre_hook(self._captured.take)
         weakref.finalize(self, hook.remove)
-        self._forward: Callable[..., Any] = torch.compile(
+        self._forward = self._compiled = torch.compile(
             self.model.forward,
             fullgraph=True,
             dynamic=False,
@@ -176,11 +75,11 @@ class CompiledTarget(TargetModel):
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
         """Within the block, the same forward with the same masks and cache, without the graph."""
-        compiled, self._forward = self._forward, self.model.forward
+        before, self._forward = self._forward, self.model.forward
         try:
             yield
         finally:
-            self._forward = compiled
+            self._forward = before
 
     @contextmanager
     def capture_hidden(self) -> Iterator[Callable[[], Tensor]]:
@@ -201,11 +100,7 @@ class CompiledTarget(TargetModel):
 
     def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
         """An empty cache with room for `slots`; kept and used again, since the graph knows it."""
-        if not super().new_cache().can_go_back:
-            raise UnsupportedArchitecture(
-                f"{self.config.model_type} keeps a recurrent state, which is not compiled",
-                "leave compile out",
-            )
+        super().new_cache()  # refuses what no cache is for
         capacity = self.capacity(slots)
         cache = self._caches.pop((batch_size, capacity), None)
         room = _BYTES_KEPT
@@ -216,22 +111,52 @@ class CompiledTarget(TargetModel):
             else:
                 room -= weight
         if cache is None:
-            cache = StaticRowCache(self.config, capacity)
+            kind = StaticRecurrentCache if is_recurrent(self.config) else StaticRowCache
+            cache = kind(self.config, capacity)
         self._caches[batch_size, capacity] = cache
-        cache.set_length(0)
+        cache.reset()
         return cache
 
-    def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
-        """As TargetModel.verify, through the graph."""
+    def read(
+        self, tokens_BN: Tensor, cache: RowCache, mask: TreeMask, last: int | None = None
+    ) -> Tensor:
+        """As TargetModel.read, through the graph."""
         assert isinstance(cache, StaticRowCache)
+        graph = (*tokens_BN.shape, cache.fixed_capacity)
+        compiled = self._forward is self._compiled
+        if compiled and isinstance(cache, StaticRecurrentCache) and graph not in self._compared:
+            logits_BNV = self._compare(tokens_BN, cache, mask)
+            self._compared.add(graph)
+        else:
+            logits_BNV = self._run(tokens_BN, cache, mask)
+        return logits_BNV if last is None else logits_BNV[:, -last:]
+
+    def _compare(self, tokens_BN: Tensor, cache: StaticRecurrentCache, mask: TreeMask) -> Tensor:
+        """The same, once without the graph before: there is more in these layers that a compiler
+        may take for something else, and what it does to a state nobody sees at once."""
+        cache.hold()
+        with self.uncompiled():
+            expected_BNV = self._run(tokens_BN, cache, mask).flatten(0, 1).float()
+        cache.put_back()
+        logits_BNV = self._run(tokens_BN, cache, mask)
+        error = relative_error(logits_BNV.flatten(0, 1).float(), expected_BNV)
+        if error > TOLERANCE[is_half(self.dtype)]:
+            raise UnsupportedArchitecture(
+                f"the logits of {self.config.model_type} differ by {error:.2g} standard deviations "
+                "where it is compiled",
+                "leave compile out",
+            )
+        return logits_BNV
+
+    def _run(self, tokens_BN: Tensor, cache: StaticRowCache, mask: TreeMask) -> Tensor:
         if self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        with cache.tree_slots(mask.first_slot, tree.num_nodes, tree.tokens_BN.device):
+        with cache.tree_slots(mask.first_slot, tokens_BN.shape[1], tokens_BN.device):
             # Batch sizes, capacities and tree sizes are graphs of their own, and all wanted.
             many = torch._dynamo.config.patch(recompile_limit=256)
             try:
                 logits_BNV: Tensor = many(self._forward)(
-                    input_ids=tree.tokens_BN.contiguous(),
+                    input_ids=tokens_BN.contiguous(),
                     position_ids=mask.query_positions_BN,
                     attention_mask=explicit_masks(self.config, mask, self.dtype),
                     past_key_values=cache,

@@ -9,7 +9,7 @@ again (inference/engine/recurrent.py). The copy is of one size, however long the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,25 @@ class StateLayer(LinearAttentionLayer):
         made = (*self.conv_states.values(), *self.recurrent_states.values())
         return [state for state in made if state is not None]
 
+    @torch.inference_mode(False)  # whoever comes first, all may write to it
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        super().lazy_initialization(*args, **kwargs)
+
+    def take_states(self, layer: StateLayer) -> None:
+        """Copy those of another cache's layer into this empty one."""
+        for i, conv in layer.conv_states.items():
+            if conv is not None:
+                self.update_conv_state(conv, i)
+        for i, recurrent in layer.recurrent_states.items():
+            if recurrent is not None:
+                self.update_recurrent_state(recurrent, i)
+        self.has_previous_state.update(layer.has_previous_state)
+
+    def select_batch(self, rows: Sequence[int]) -> None:
+        """Keep only the states of these rows."""
+        for by_name in (self.conv_states, self.recurrent_states):
+            by_name.update({i: s[list(rows)] for i, s in by_name.items() if s is not None})
+
 
 class StateAndRowLayer(StateLayer, RowLayer):  # type: ignore[misc, override]
     """One layer's states, and its keys and values, views into the stacks of its RowCache."""
@@ -55,7 +74,10 @@ class StateAndRowLayer(StateLayer, RowLayer):  # type: ignore[misc, override]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         # As transformers tells them apart: keys and values come without names, states with theirs.
-        (RowLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
+        if args:
+            RowLayer.lazy_initialization(self, *args, **kwargs)
+        else:
+            StateLayer.lazy_initialization(self, **kwargs)
 
     def reset(self) -> None:
         StateLayer.reset(self)
@@ -103,12 +125,14 @@ class RecurrentCache(RowCache):
     they were before the drafts that are being verified."""
 
     can_go_back = False
+    state_and_row_kind = StateAndRowLayer
     is_held = False  # whether the states can be put back
 
     def __init__(self, config: Any, slots: int = 0) -> None:
         self._held: list[Tensor] = []
         self._length = 0
         super().__init__(config, slots)
+        self.rows_stand_alone = not self._compressed()
 
     def make_layer(self, layer: Any) -> Any:
         if _is_compressed(layer):
@@ -117,7 +141,7 @@ class RecurrentCache(RowCache):
             return super().make_layer(layer)
         states = layer.number_of_states
         if hasattr(layer, "update"):  # keys and values besides
-            return StateAndRowLayer(self._stacks, states)
+            return self.state_and_row_kind(self._stacks, states)
         return StateLayer(states)
 
     def states(self) -> list[Tensor]:
@@ -142,19 +166,25 @@ class RecurrentCache(RowCache):
         if not self.is_held:
             states = self.states()
             if not self._held:
-                self._held = [torch.empty_like(state) for state in states]
+                with torch.inference_mode(False):  # it may outlive the loop
+                    self._held = [torch.empty_like(state) for state in states]
             _copy(self._held, states)
             for layer in self._compressed():
                 layer.hold()
             self.is_held = True
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """The states as they were held; rows of attention layers stay."""
+    def put_back(self, batch: Sequence[int] | None = None) -> None:
+        """The states as they were held, of all rows of the batch or of these; what attention
+        layers keep of tokens stays."""
         assert self.is_held
-        _copy(self.states(), self._held)
-        for layer in self._compressed():
-            layer.put_back()
+        if batch is None:
+            _copy(self.states(), self._held)
+            for layer in self._compressed():
+                layer.put_back()
+            return
+        for state, held in zip(self.states(), self._held, strict=True):
+            state[batch] = held[batch]
 
     def move_on(self) -> None:
         """What was read since the states were held is part of the text."""
@@ -173,11 +203,19 @@ class RecurrentCache(RowCache):
         return super().get_seq_length(layer_idx) if self.row_layers else self._length
 
     def take_over(self, cache: Cache) -> None:
-        """Nothing, from an empty cache.
+        """Copy rows and states of a cache of this kind into this empty one; nothing, from an empty
+        cache of another.
 
         Raises:
             ValueError: the cache holds states, of which nobody can say what they have read.
         """
+        if isinstance(cache, RecurrentCache):
+            super().take_over(cache)
+            for mine, theirs in zip(self.layers, cache.layers, strict=True):
+                if isinstance(mine, StateLayer) and isinstance(theirs, StateLayer):
+                    mine.take_states(theirs)
+            self._length = cache._length
+            return
         layers: Any = cache.layers
         states = [layer for layer in layers if hasattr(layer, "has_previous_state")]
         has_read = any(any(layer.has_previous_state.values()) for layer in states)
@@ -189,8 +227,15 @@ class RecurrentCache(RowCache):
             "cache"
         )
 
-    def select_batch(self, rows: Any) -> None:
-        raise AssertionError("a batch of recurrent states is refused before it is decoded")
+    @torch.inference_mode(False)
+    def select_batch(self, rows: Sequence[int]) -> None:
+        assert self.rows_stand_alone
+        super().select_batch(rows)
+        for layer in self.layers:
+            if isinstance(layer, StateLayer):
+                layer.select_batch(rows)
+        self._held = []
+        self.move_on()
 
 
 def _copy(to: list[Tensor], states: list[Tensor]) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -62,15 +62,21 @@ class TokenTree:
         certain_B1 = torch.zeros(len(tokens_B), 1, device=tokens_B.device)
         return _WITHOUT_DRAFTS.tree(tokens_B[:, None], certain_B1)
 
-    def leading_chain(self) -> TokenTree:
-        """The first nodes of this tree, as far as each is the child of the one before it in all
-        rows; a chain without spare nodes is itself."""
+    def chain_lengths(self) -> list[int]:
+        """How many of each row's first nodes follow each other, each the child of the one before
+        it; the root is the first."""
         before_N = torch.arange(-1, self.num_nodes - 1, device=self.parents_BN.device)
-        follows_N = (self.parents_BN == before_N).all(dim=0)
-        nodes = int(follows_N.long().cumprod(dim=0).sum())
-        if nodes == self.num_nodes:
-            return self
-        return TokenTree(
+        lengths: list[int] = (self.parents_BN == before_N).long().cumprod(dim=1).sum(dim=1).tolist()
+        return lengths
+
+    def leading_chains(self, most: Sequence[int] | None = None) -> TokenTree:
+        """Of each row the first nodes, as far as they follow each other, and at most so many; what
+        is left of shorter rows are spare nodes. Chains of one length are themselves."""
+        lengths = self.chain_lengths()
+        if most is not None:
+            lengths = [min(each) for each in zip(lengths, most, strict=True)]
+        nodes = max(lengths)
+        chains = TokenTree(
             self.tokens_BN[:, :nodes],
             self.parents_BN[:, :nodes],
             self.depth_BN[:, :nodes],
@@ -78,23 +84,23 @@ class TokenTree:
             None if self.log_probs_BN is None else self.log_probs_BN[:, :nodes],
             {node: probs for node, probs in self.drawn_from.items() if node < nodes},
         )
+        if min(lengths) == nodes:
+            return self if nodes == self.num_nodes else chains
+        lengths_B1 = torch.tensor(lengths, device=self.tokens_BN.device)[:, None]
+        spare_BN = torch.arange(nodes, device=lengths_B1.device) >= lengths_B1
 
-    def behind(self, tokens_BF: Tensor) -> TokenTree:
-        """This tree with a chain of F tokens in front of its root, which is the last one's child.
-        What a drafter says of its nodes is left out."""
-        front = tokens_BF.shape[1]
-        if not front:
-            return self
-        batch, device = len(tokens_BF), tokens_BF.device
-        order_F = torch.arange(front, device=device).expand(batch, -1)
-        ancestors_BNN = F.pad(self.ancestors_BNN, (front, 0, front, 0))
-        ancestors_BNN[:, :, :front] = True
-        ancestors_BNN[:, :front, :front] = torch.ones_like(ancestors_BNN[0, :front, :front]).tril()
-        return TokenTree(
-            torch.cat([tokens_BF, self.tokens_BN], dim=1),
-            torch.cat([order_F - 1, self.parents_BN + front], dim=1),
-            torch.cat([order_F, self.depth_BN + front], dim=1),
-            ancestors_BNN,
+        def as_root(of_nodes_BN: Tensor) -> Tensor:
+            return of_nodes_BN[:, :1].where(spare_BN, of_nodes_BN)
+
+        known = chains.log_probs_BN
+        itself_NN = torch.eye(nodes, dtype=torch.bool, device=lengths_B1.device)
+        return replace(
+            chains,
+            tokens_BN=as_root(chains.tokens_BN),
+            parents_BN=as_root(chains.parents_BN),
+            depth_BN=as_root(chains.depth_BN),
+            ancestors_BNN=itself_NN.where(spare_BN[..., None], chains.ancestors_BNN),
+            log_probs_BN=None if known is None else as_root(known),
         )
 
     def with_spare(self, num_nodes: int) -> TokenTree:
@@ -202,6 +208,12 @@ class TreeShape:
 
 
 _WITHOUT_DRAFTS = TreeShape([])
+
+
+@cache
+def chain_shape(num_nodes: int) -> TreeShape:
+    """A chain of so many nodes, the root included."""
+    return TreeShape([(0,) * depth for depth in range(1, num_nodes)])
 
 
 def cartesian_choices(ranks_per_head: Sequence[int]) -> list[RankPath]:

@@ -67,11 +67,14 @@ def planted(
     expected_BT: Tensor,
     share: float = 0.75,
     choices: Sequence[RankPath] = CHAIN,
+    *,
+    in_step: bool = False,
     **options: Any,
 ) -> tuple[Any, GenerationStats]:
     """The same with the true continuation planted on trees, which are wrong here and there."""
     truth = expected_BT[:, inputs["input_ids"].shape[1] :].tolist()
-    drafter, stats = PlantedDrafter(truth, target.vocab_size, choices, share), GenerationStats()
+    drafter = PlantedDrafter(truth, target.vocab_size, choices, share, in_step=in_step)
+    stats = GenerationStats()
 
     def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
         return decode(target, drafter, input_ids, stats=stats, **kwargs)

@@ -21,7 +21,8 @@ from transformers.masking_utils import create_chunked_causal_mask
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.target.compiled import CompiledTarget, StaticRowCache
+from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.static_cache import StaticRowCache
 from medusa_heads.trees.tree import TokenTree
 from tests.allocations import Allocations
 from tests.conftest import TinyLlama

@@ -119,24 +119,25 @@ def test_the_leading_chain_leaves_branches_and_spare_nodes_out() -> None:
     tokens_BN = torch.tensor([[7, 1, 2, 3, 4, 5, 6]])
     tree = TreeShape.from_choices(SEVEN).tree(tokens_BN, -tokens_BN.float())
     tree = TokenTree(**{**vars(tree), "drawn_from": {0: tokens_BN, 4: tokens_BN}})
-    chain = tree.with_spare(9).leading_chain()
+    chain = tree.with_spare(9).leading_chains()
     assert chain.tokens_BN.tolist() == [[7, 1, 2, 3]] and chain.depth_BN.tolist() == [[0, 1, 2, 3]]
     assert torch.equal(chain.ancestors_BNN[0], torch.ones(4, 4).bool().tril())
     assert chain.log_probs_BN is not None and chain.log_probs_BN.tolist() == [[-7, -1, -2, -3]]
     assert list(chain.drawn_from) == [0]
-    assert chain.leading_chain() is chain
-    other_BN = torch.tensor([[-1, 0, 1, 2], [-1, 0, 0, 2]])  # as far as all rows have one
-    both = TokenTree(tokens_BN[:, :4].expand(2, 4), other_BN, other_BN, torch.ones(2, 4, 4).bool())
-    assert both.leading_chain().num_nodes == 2
+    assert chain.leading_chains() is chain and chain.leading_chains([9]) is chain
+    assert chain.leading_chains([2]).tokens_BN.tolist() == [[7, 1]]
 
 
-def test_a_tree_behind_other_tokens() -> None:
-    tree = TreeShape(SEVEN).tree(torch.arange(7)[None])
-    assert tree.behind(torch.empty(1, 0).long()) is tree
-    behind = tree.behind(torch.tensor([[8, 9]]))
-    assert behind.tokens_BN.tolist() == [[8, 9, 0, 1, 2, 3, 4, 5, 6]]
-    assert behind.parents_BN.tolist() == [[-1, 0, 1, 2, 2, 3, 3, 4, 5]]
-    assert behind.depth_BN.tolist() == [[0, 1, 2, 3, 3, 4, 4, 4, 5]]
-    assert torch.equal(behind.ancestors_BNN[0, :2, :2], torch.ones(2, 2).bool().tril())
-    assert not behind.ancestors_BNN[0, :2, 2:].any() and behind.ancestors_BNN[0, 2:, :2].all()
-    assert torch.equal(behind.ancestors_BNN[0, 2:, 2:], tree.ancestors_BNN[0])
+def test_leading_chains_of_unlike_rows() -> None:
+    tokens_BN = torch.tensor([[7, 1, 2, 3], [8, 4, 5, 6]])
+    parents_BN = torch.tensor([[-1, 0, 1, 2], [-1, 0, 0, 2]])
+    ancestors_BNN = torch.ones(2, 4, 4).bool().tril()
+    tree = TokenTree(tokens_BN, parents_BN, parents_BN + 1, ancestors_BNN, -tokens_BN.float())
+    assert tree.chain_lengths() == [4, 2]
+    chains = tree.leading_chains([3, 9])
+    assert chains.tokens_BN.tolist() == [[7, 1, 2], [8, 4, 8]]
+    assert chains.parents_BN.tolist() == [[-1, 0, 1], [-1, 0, -1]]
+    assert chains.depth_BN.tolist() == [[0, 1, 2], [0, 1, 0]]
+    assert chains.ancestors_BNN[1, 2].tolist() == [False, False, True]
+    assert chains.log_probs_BN is not None and chains.log_probs_BN[1].tolist() == [-8, -4, -8]
+    assert tree.leading_chains([1, 1]).tokens_BN.tolist() == [[7], [8]]

@@ -43,7 +43,6 @@ class ChosenDraftDrafter(Drafter):
     ) -> None:
         self._clock, self._drafters = clock, list(drafters)
         fixed = [each.num_nodes - 1 for each, _ in drafters if not isinstance(each, AdaptiveTree)]
-        self.most_again = most_again(clock)
         self._most, self._rests = max([most, *fixed]), not fixed
         self.num_nodes = self._most + 1
         self.steps = [0] * len(drafters)
@@ -73,10 +72,13 @@ class ChosenDraftDrafter(Drafter):
             self.steps[which] += 1
             text: DraftedText = state.memories[drafter]
             seconds = sum(clock.step(rows * nodes) for nodes in text.reads)
-        nodes = rows * tree.num_nodes + len(state.again)
+        nodes = rows * tree.num_nodes + state.again
         state.memories[self] = _Step(Memory(active), choice, which, rows, nodes, seconds)
         self._took = None
         return tree
+
+    def most_again(self, rows: int) -> int:
+        return most_again(self._clock, rows)
 
     def rest(self, state: DecodingState) -> None:
         self._learn(state)
@@ -115,7 +117,7 @@ class ChosenDraftDrafter(Drafter):
                 self._clock, self._most, rows, priors, rests=self._rests
             )
         budget = self._choices[key].budget
-        budget.rows, budget.again = rows, len(state.again)
+        budget.rows, budget.again = rows, state.again
         return self._choices[key]
 
     def _prior(

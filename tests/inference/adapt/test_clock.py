@@ -105,6 +105,8 @@ def test_the_cheaper_a_token_the_more_are_read_again() -> None:
     most = [most_again(Clock({1: 1.0 + each, 65: 1.0 + 65 * each})) for each in (0.1, 0.01, 0.001)]
     assert most == sorted(most) and most[0] < 4 < most[1] < 20 < most[2]
     assert most_again(Clock.flat()) == 12  # nothing is known
+    few_rows = [most_again(Clock({1: 1.01, 65: 1.65}), rows) for rows in (1, 4, 32)]
+    assert few_rows == sorted(few_rows, reverse=True) and few_rows[0] > few_rows[2]
 
     def speed(steps: int) -> float:
         seconds = sum(1 + 0.01 * (5 + 2 * step) for step in range(steps))

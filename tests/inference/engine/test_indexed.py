@@ -40,7 +40,7 @@ def test_planted_drafts_are_token_equal(kind: str) -> None:
     target, inputs = tiny_target(kind), prompt()
     assert capability(target) == VERIFIES[kind]
     choices = BUSHY if VERIFIES[kind] == "tree" else CHAIN
-    for drawn in ({}, {"do_sample": True, "temperature": 1.3}):
+    for drawn in (dict[str, Any](), {"do_sample": True, "temperature": 1.3}):
         expected = written(target.model, inputs, **drawn)
         got, stats = planted(target, inputs, expected, choices=choices, **drawn)
         assert torch.equal(got, expected)

@@ -18,6 +18,7 @@ from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.padded import padded
+from tests.inference.recurrent import repeating, tiny_target, written
 
 PADDING = [0, 3, 5]
 LATE: Any = {"compile": "auto", "compile_backend": "eager"}
@@ -38,13 +39,13 @@ def steps_by_view(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counts = {"plain": 0, "compiled": 0}
 
     def count(view: type[TargetModel], name: str) -> None:
-        verify = view.verify
+        read = view.read
 
-        def counted(self: Any, *args: Any) -> Any:
+        def counted(self: Any, *args: Any, **options: Any) -> Any:
             counts[name] += 1
-            return verify(self, *args)
+            return read(self, *args, **options)
 
-        monkeypatch.setattr(view, "verify", counted)
+        monkeypatch.setattr(view, "read", counted)
 
     count(TargetModel, "plain")
     count(CompiledTarget, "compiled")
@@ -83,6 +84,17 @@ def test_a_text_goes_on_compiled(
     torch.manual_seed(3)
     assert drafted.generate(**given, **options).tolist() == expected_BT.tolist()
     assert steps_by_view["compiled"] > 10
+
+
+@pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+def test_states_go_on_compiled(steps_by_view: dict[str, int]) -> None:
+    """What a recurrent target holds of its text moves into the cache of fixed shape."""
+    target, inputs = tiny_target("lfm2"), repeating()
+    drafted = TrainingFreeModel(target.model, "suffix", **LATE)
+    expected = written(target.model, inputs)
+    steps_by_view.update(plain=0, compiled=0)
+    assert torch.equal(written(drafted, inputs), expected)
+    assert min(steps_by_view.values()) > 3
 
 
 def test_nothing_is_compiled_before_it_pays(

@@ -12,6 +12,9 @@ from transformers import DynamicCache, LogitsProcessor, RepetitionPenaltyLogitsP
 from medusa_heads import DraftedModel, HeadsConfig, MedusaHeads, MedusaModel, TrainingFreeModel
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.adapt import measure
+from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
+from medusa_heads.target import recurrent
+from tests.inference.padded import padded
 from tests.inference.processor_kinds import Matcher
 from tests.inference.recurrent import prompt, repeating, tiny_target, written
 from tests.inference.speaking import make_tokenizer
@@ -52,6 +55,12 @@ def test_every_drafter_is_token_equal(way: str, kind: str, cache: Any) -> None:
             assert torch.equal(
                 written(model, inputs, **drawn), written(model.target.model, inputs, **drawn)
             )
+
+
+@pytest.mark.parametrize(("way", "kind"), [("heads and text", "lfm2"), ("drawn", "qwen3_next")])
+def test_batches_are_token_equal(way: str, kind: str, cache: Any) -> None:
+    model, inputs = WAYS[way](kind), padded((4, 0, 7), 24)
+    assert torch.equal(written(model, inputs), written(model.target.model, inputs))
 
 
 class GoesOn(LogitsProcessor):
@@ -134,21 +143,32 @@ def test_steps_are_measured_with_what_states_take(cache: Any) -> None:
     assert min(clock.step(tokens) for tokens in clock.sizes) > 0
 
 
+def test_a_measured_step_makes_the_copies_that_a_step_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One where drafts are refused, or accepted before; none where nothing is drafted."""
+    copies: list[int] = []
+    bench = StepBench(tiny_target("lfm2"), 8, 1)
+    monkeypatch.setattr(recurrent, "_copy", lambda *_: copies.append(len(copies)))
+    counts = []
+    for drafted in (3, 3, 0, 0):
+        before = len(copies)
+        bench.time(RandomChain(drafted, 199))
+        counts.append(len(copies) - before)
+    assert counts == [2, 1, 0, 0]  # the first of its kind warms up
+
+
 def test_what_is_not_offered_is_one_sentence(cache: Any) -> None:
-    model, inputs = with_heads("qwen3_next"), prompt()
-    batch = {name: tensor.repeat(2, 1) for name, tensor in inputs.items()}
-    with pytest.raises(UnsupportedArchitecture, match="decode one unpadded sequence at a time"):
-        written(model, batch)
-    inputs["attention_mask"][0, :3] = 0
-    with pytest.raises(UnsupportedArchitecture, match="decode one unpadded sequence at a time"):
-        written(model, inputs)
+    model = with_heads("qwen3_next")
     foreign = DynamicCache(config=model.target.model.config)
     text = prompt()
     model.target.model(text["input_ids"][:, :12], past_key_values=foreign, use_cache=True)
     with pytest.raises(ValueError, match="holds recurrent states, which are taken on from this"):
         written(model, text, past_key_values=foreign)
-    with pytest.raises(UnsupportedArchitecture, match="a recurrent state, which is not compiled"):
-        with_heads("qwen3_next", compile=True)
+    with pytest.raises(
+        UnsupportedArchitecture, match="compressed tokens, which grow with the text"
+    ):
+        TrainingFreeModel(tiny_target("deepseek_v4"), "suffix", compile=True)
     with pytest.raises(UnsupportedArchitecture, match="drafts would change before"):
         TrainingFreeModel(tiny_target("qwen3_next"), "early_exit:2")
     with pytest.raises(UnsupportedArchitecture, match="draft with a model of attention layers"):

@@ -1,0 +1,142 @@
+"""Caches of fixed capacity, whose content alone changes from step to step.
+
+Shapes: B batch, N tokens of a forward, C capacity in slots, H key-value heads, X head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.target.cache import IndexedRowLayer, RowCache, RowLayer
+from medusa_heads.target.recurrent import CompressedRowLayer, RecurrentCache, StateAndRowLayer
+from medusa_heads.target.stacks import Member, Stacks
+
+
+class StaticStacks(Stacks):
+    """A buffer [B, H, C, X] for the keys and one for the values of each layer, which never grow.
+
+    Attributes:
+        nodes_N: where the nodes of the tree being verified are written; None outside of that.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.nodes_N: Tensor | None = None
+
+    def buffer(self, member: Member) -> Tensor:
+        return self.stacks[member[0]]
+
+    def _place(self, like: Tensor, room: int) -> Member:
+        batch, heads, _, width = like.shape
+        with torch.inference_mode(False):  # whoever comes first, all may write to it
+            self.stacks.append(like.new_zeros(batch, heads, self.capacity, width))
+        # CUDA graphs then read and write it where it lies.
+        torch._dynamo.mark_static_address(self.stacks[-1])
+        return len(self.stacks) - 1, 0
+
+    def reserve(self, slots: int) -> None:
+        raise AssertionError("no text is longer than was announced")
+
+    def move_rows(self, source_BA: Tensor, destination_BA: Tensor) -> None:
+        rows_B1 = torch.arange(len(source_BA), device=source_BA.device)[:, None]
+        for buffer_BHCX in self.stacks:
+            buffer_BHCX[rows_B1, :, destination_BA] = buffer_BHCX[rows_B1, :, source_BA]
+
+    def select_batch(self, rows: Sequence[int]) -> None:
+        raise AssertionError("rows stay: another batch size would be another graph")
+
+
+class StaticRowLayer(RowLayer):
+    """One layer's keys and values, in buffers that never grow."""
+
+    is_compileable = True
+    _stacks: StaticStacks
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write rows in place. A tree's forward gets whole buffers, a prefill what is in use."""
+        nodes_N = self._stacks.nodes_N
+        if nodes_N is None:
+            return super().update(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys_BHCX, values_BHCX = self.buffers()
+        keys_BHCX.index_copy_(2, nodes_N, key_states)
+        values_BHCX.index_copy_(2, nodes_N, value_states)
+        return keys_BHCX, values_BHCX
+
+    def get_seq_length(self) -> int:
+        # A length that changes would be compiled into the graph: positions are explicit there.
+        return self.length if self._stacks.nodes_N is None else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self._stacks.nodes_N is not None:
+            return self._stacks.capacity, 0
+        return self.length + query_length, 0
+
+
+class StaticRowCache(RowCache):
+    """A RowCache of so many slots for every row, and no more."""
+
+    layer_kind = StaticRowLayer
+    _stacks: StaticStacks
+
+    def __init__(self, config: Any, capacity: int) -> None:
+        super().__init__(config, stacks=StaticStacks(capacity))
+        self.fixed_capacity = capacity
+        # One buffer for each size of tree, for good: graphs know where it lies.
+        self._nodes: dict[int, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers; 0 before the first forward."""
+        return sum(buffer.nbytes for buffer in self._stacks.stacks)
+
+    @contextmanager
+    def tree_slots(self, first: int, nodes: int, device: torch.device) -> Iterator[None]:
+        """Within the block, forwards write `nodes` rows from slot `first` on."""
+        if nodes not in self._nodes:
+            with torch.inference_mode(False):
+                self._nodes[nodes] = torch.empty(nodes, dtype=torch.long, device=device)
+            torch._dynamo.mark_static_address(self._nodes[nodes])
+        try:
+            self._stacks.nodes_N = self._nodes[nodes]
+            torch.arange(first, first + nodes, out=self._stacks.nodes_N)
+            yield
+        finally:
+            self._stacks.nodes_N = None
+
+    def handed_out(self, config: Any) -> RowCache:
+        """A copy of the rows in use: this cache serves the next text."""
+        copy = (RowCache if self.can_go_back else RecurrentCache)(config)
+        copy.take_over(self)
+        return copy
+
+
+class StaticStateAndRowLayer(StateAndRowLayer, StaticRowLayer):  # type: ignore[misc, override]
+    """One layer's states, and its keys and values, in buffers that never grow."""
+
+    is_compileable = True
+
+
+class StaticRecurrentCache(RecurrentCache, StaticRowCache):
+    """A RecurrentCache of so many slots for every row, and no more."""
+
+    state_and_row_kind = StaticStateAndRowLayer
+
+    def make_layer(self, layer: Any) -> Any:
+        made = super().make_layer(layer)
+        if isinstance(made, (CompressedRowLayer, IndexedRowLayer)):
+            raise UnsupportedArchitecture(
+                f"{self._model_type} keeps an index or compressed tokens, which grow with the text",
+                "leave compile out",
+            )
+        return made

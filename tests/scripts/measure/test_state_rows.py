@@ -1,0 +1,27 @@
+"""The measurement of chains as rows over copies of a state runs, and knows its targets."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from scripts.measure import state_rows
+
+
+def test_every_kind_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"vocab_size": 64, "intermediate_size": 64}
+    monkeypatch.setattr(state_rows, "_SIZE", state_rows._SIZE | small)
+    flags = ["--rounds", "1", "--tokens", "2", "--context", "8"]
+    assert state_rows.main(flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == list(state_rows._OWN)
+    for line in lines:
+        assert re.search(r"2 tokens a row: 1 rows \d+ ms, 2 rows \d+ ms, 4 rows \d+ ms$", line)
+
+
+def test_other_kinds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert state_rows.main(["--kinds", "llama"]) != 0
+    assert "kinds are of qwen3_5_text, lfm2, falcon_h1, got llama" in capsys.readouterr().err
