@@ -62,7 +62,7 @@ dropped), and that has to be noticed.
 *Keeps* is what its cache holds of a text: rows, one a token; the rows of an index, by which its
 attention chooses what it reads; tokens compressed into common entries; a recurrent or convolution
 state. *Year* is the latest in the copyright lines of its modeling file in transformers (of its
-configuration file where that has none), which is when it was added."""
+configuration file where that has none): about when it was added."""
 
 
 @dataclass
