@@ -8,15 +8,13 @@ import shutil
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from medusa_heads.checkpoint.mtp_checkpoint import MTP_WEIGHTS, read_mtp_sidecar, save_mtp
 from medusa_heads.cli.train_heads import main
@@ -28,18 +26,15 @@ from medusa_heads.target.mtp import load_mtp
 from medusa_heads.target.target import TargetModel
 from tests.cli.conftest import Talk
 from tests.conftest import TinyLlama
-from tests.inference.native_modules import needs_modules, read_target, write_checkpoint
+from tests.inference.native_modules import (
+    needs_modules,
+    read_target,
+    with_tokenizer,
+    write_checkpoint,
+)
 
 pytestmark = needs_modules
 PROMPT = " ".join(f"w{i}" for i in range(20, 32))
-
-
-def with_tokenizer(folder: Path) -> Path:
-    words = {f"w{i}": i for i in range(read_target(folder).vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
 
 
 def prompts(count: int) -> Tensor:
@@ -87,8 +82,7 @@ def tokens_per_step(target: TargetModel, modules: Path | None) -> float:
     """Over texts that stay what the target alone writes."""
     drafting: Any = TrainingFreeModel(target, "mtp", modules=modules, deterministic=True)
     ids_BT = prompts(80)[72:]
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
-    model: Any = target.model
+    model, options = cast(Any, target.model), {"max_new_tokens": 40, "do_sample": False}
     expected_BT = model.generate(ids_BT, **options)
     assert torch.equal(drafting.generate(ids_BT, **options), expected_BT)
     return float(drafting.last_stats.tokens_per_step)
@@ -209,9 +203,8 @@ def other_target(base: Path, tmp_path: Path) -> Path:
 
 
 def _lacks_a_tensor(folder: Path) -> None:
-    weights = load_file(folder / MTP_WEIGHTS)
-    weights.pop(next(iter(weights)))
-    save_file(weights, folder / MTP_WEIGHTS, metadata={"format": "pt"})
+    weights = list(load_file(folder / MTP_WEIGHTS).items())
+    save_file(dict(weights[1:]), folder / MTP_WEIGHTS, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
@@ -238,8 +231,7 @@ def test_damaged_modules(
 ) -> None:
     damaged = shutil.copytree(trained, tmp_path / "damaged")
     damage(damaged)
-    out = tmp_path / "out"
-    more = ["--mtp_from", str(damaged)]
+    out, more = tmp_path / "out", ["--mtp_from", str(damaged)]
     refused(lambda: generate([str(damaged), "--prompt", "w5"]), reason, capsys)
     refused(lambda: export([str(damaged), str(out), "--to", "transformers"]), reason, capsys)
     refused(lambda: main(flags(base, corpus, out, *more)), reason, capsys)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, modeling_layers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, modeling_layers
 
 from medusa_heads.target.target import TargetModel
 from scripts.prove.tiny_configs import tiny_config
@@ -75,6 +76,15 @@ def read_target(folder: Path) -> TargetModel:
     view.model.generation_config.eos_token_id = None
     view.model.generation_config.pad_token_id = 0
     return view
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """The checkpoint, with a word for each of its tokens: `w3`, `w4`, ..."""
+    words = {f"w{i}": i for i in range(read_target(folder).vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
 
 
 _BY_LAYER = ("layer_types", "mlp_layer_types")
