@@ -46,6 +46,8 @@ class HeadsConfig:
         draft_vocab_size: how many tokens the heads can draft; None for all of the target's. Which
             ones is stored with the heads.
         prefix_attention: a layer of the heads' own attends over the text so far (prefix.py).
+        correction_rank: of the product by which the token before corrects each head's logits
+            (correction.py); None for none.
         raw_embeddings: token embeddings are read as the target has them, as the heads of Hydra's
             authors do, and not brought to unit scale.
         hidden_size: D of the target; filled in by `from_target`.
@@ -87,15 +89,23 @@ class HeadsConfig:
             "and no other engine can serve them."
         ),
     )
+    correction_rank: int | None = field(
+        default=None,
+        metadata=as_flag(
+            "Correct what each head says by the token before its own, with a product of this rank "
+            "(128 to 256). Drafts stay one pass of the heads. Default: no correction."
+        ),
+    )
     raw_embeddings: bool = field(default=False, metadata=NO_FLAG)
     hidden_size: int | None = field(default=None, metadata=NO_FLAG)
     vocab_size: int | None = field(default=None, metadata=NO_FLAG)
 
     def __post_init__(self) -> None:
-        sizes = ("num_heads", "num_layers", "draft_vocab_size", "hidden_size", "vocab_size")
+        optional = ("draft_vocab_size", "correction_rank", "hidden_size", "vocab_size")
+        sizes = ("num_heads", "num_layers", *optional)
         for name in sizes:
             value = getattr(self, name)
-            if value is None and name not in sizes[:2]:
+            if value is None and name in optional:
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -129,13 +139,15 @@ class HeadsConfig:
         return replace(self, hidden_size=hidden_size, vocab_size=vocab_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as they are written to a checkpoint."""
-        return asdict(self)
+        """Plain values, as they are written to a checkpoint. Versions that know of no correction
+        still read heads that have none."""
+        return {k: v for k, v in asdict(self).items() if k != "correction_rank" or v is not None}
 
     @property
     def is_plain_medusa(self) -> bool:
         """Whether these are heads as Medusa's paper has them, which other engines can hold."""
-        return self.kind == "medusa" and self.draft_vocab_size is None and not self.prefix_attention
+        extras = self.draft_vocab_size or self.prefix_attention or self.correction_rank
+        return self.kind == "medusa" and not extras
 
     @property
     def num_candidates(self) -> int:

@@ -158,7 +158,7 @@ class _Level(NamedTuple):
     places_N: Tensor
 
 
-class HydraDrafter(StaticDrafter):
+class SequentialDrafter(StaticDrafter):
     """Sequential heads: node (r_0, .., r_d) takes the r_d-th best token that head d names after the
     tokens of its own path."""
 
@@ -183,10 +183,10 @@ class HydraDrafter(StaticDrafter):
         tokens_BN = roots_B.new_empty(len(roots_B), self.num_nodes)
         tokens_BN[:, 0] = roots_B
         log_probs_BN = torch.zeros(tokens_BN.shape, device=roots_B.device)  # the root is certain
-        paths_BFJ = roots_B[:, None, None]
+        paths_BFJ, after = roots_B[:, None, None], self._heads.after_paths(hidden_BD)
         for depth, level in enumerate(places):
             paths_BFJ = paths_BFJ.index_select(1, level.going_on_F)
-            logits_BFV = self._heads.after_paths(depth, hidden_BD, paths_BFJ)
+            logits_BFV = after(depth, paths_BFJ)
             if self._with_log_probs:
                 tokens_BFR, log_probs_BFR = best(
                     self._heads, logits_BFV, level.num_ranks, 1 / self._temperatures[depth]

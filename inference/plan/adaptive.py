@@ -176,13 +176,15 @@ def _own_source(
 def _sequential(
     heads: DraftHeads, statistics: HeadStatistics, clock: Clock, sizes: Sequence[int]
 ) -> Drafter:
-    """Heads that see each other draft a tree level by level: one of a size that may pay here."""
+    """Heads that see each other draft a tree level by level: one of a size that may pay here. Where
+    only a correction does, more nodes cost next to nothing, and the likeliest are verified."""
     speeds = {
         nodes: statistics.expected_tokens_per_step(nodes) / clock.step(nodes + 1)
         for nodes in sizes
         if nodes <= len(statistics.paths)
     }
-    nodes = max(speeds, key=speeds.__getitem__, default=1)
+    pays = speeds.__getitem__ if heads.reads_drafts else None
+    nodes = max(speeds, key=pays, default=1)
     return make_drafter(f"static:{nodes}", heads, statistics, with_log_probs=True)
 
 

@@ -21,7 +21,11 @@ from medusa_heads.files import parse_json, replace_file
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import text_drafter
-from medusa_heads.inference.drafters.head_trees import DynamicDrafter, HydraDrafter, MedusaDrafter
+from medusa_heads.inference.drafters.head_trees import (
+    DynamicDrafter,
+    MedusaDrafter,
+    SequentialDrafter,
+)
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.trees.statistics import HeadStatistics
 from medusa_heads.trees.tree import TreeShape, cartesian_choices
@@ -57,7 +61,7 @@ def make_drafter(
     if kind == "suffix":
         return text_drafter(_count(tree, argument) if argument else SUFFIX_TOKENS, corpus)
     shape = TreeShape.from_choices(_choices(tree, kind, argument, heads, statistics))
-    static = HydraDrafter if heads.sequential else MedusaDrafter
+    static = SequentialDrafter if heads.sequential else MedusaDrafter
     return static(
         heads,
         shape.chain() if chain_only else shape,

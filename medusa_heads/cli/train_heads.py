@@ -19,6 +19,7 @@ from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
+from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.hidden.launched import Sharding, launched_sharding
@@ -38,6 +39,7 @@ class CheckpointArguments(MatrixFlag):
 ARGUMENTS = (
     TargetArguments,
     DataArguments,
+    RecipeArguments,
     HeadsConfig,
     LossConfig,
     DistillArguments,
@@ -51,6 +53,7 @@ ARGUMENTS = (
 def train(
     to_target: TargetArguments,
     to_data: DataArguments,
+    _: RecipeArguments,
     config: HeadsConfig,
     objective: LossConfig,
     to_distill: DistillArguments,
@@ -131,7 +134,7 @@ def _report(folder: Path) -> None:
     print(f"Checkpoint: {folder}")
 
 
-main = command("train-heads", train, ARGUMENTS, train.__doc__)
+main = command("train-heads", train, ARGUMENTS, train.__doc__, presets={"recipe": RECIPES})
 
 if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.train_heads
     raise SystemExit(main())

@@ -1,13 +1,13 @@
 """What all kinds of heads have in common: their target's vocabulary, whole or reduced.
 
-Shapes: R rows (any leading dimensions), B batch, T tokens, K heads, D hidden, V vocabulary (of the
-heads, which may be smaller than the target's).
+Shapes: R rows (any leading dimensions), B batch, T tokens, F paths, J tokens of a path, K heads, D
+hidden, V vocabulary (of the heads, which may be smaller than the target's).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_heads.config import IGNORED, HeadsConfig
+from medusa_heads.heads.correction import Correction
 from medusa_heads.heads.prefix import PrefixLayer
 from medusa_heads.heads.vocabulary import HasVocabulary, embeddings, vocabulary
 
@@ -51,7 +52,8 @@ class DraftHeads(nn.Module, ABC):
     Fresh heads predict exactly what the target's lm_head does. The state dict holds what is trained
     and nothing of the target: `{i}.{l}...` of each head's blocks, with own vocabulary matrices
     `{i}.{L}.weight` [V, D] (and `{i}.{L}.bias` [V] where the target's lm_head has one), with a
-    prefix layer `prefix.*`, and with a reduced vocabulary `draft_tokens` [V].
+    prefix layer `prefix.*`, with a correction `correction.*`, and with a reduced vocabulary
+    `draft_tokens` [V].
 
     Where heads read tokens, they read the target's own embeddings, brought to unit scale: beside a
     normalised hidden state the often tiny vectors would be learnt from far too slowly.
@@ -63,7 +65,7 @@ class DraftHeads(nn.Module, ABC):
 
     kind: str
     previews: Sequence[VocabularyPreview] | None = None  # of each vocabulary matrix, for drafting
-    sequential = False  # whether a head also sees the tokens drafted before its own
+    reads_drafts = False  # whether the blocks of a head read the tokens drafted before its own
     draft_tokens: Tensor | None
 
     def __init__(self, config: HeadsConfig) -> None:
@@ -88,6 +90,15 @@ class DraftHeads(nn.Module, ABC):
             # Named "0", "1", ... as in FasterDecoding's checkpoints.
             self.add_module(str(i), nn.Sequential(*blocks))
         self.prefix = PrefixLayer(config.hidden_size) if config.prefix_attention else None
+        self.correction = None
+        if config.correction_rank is not None:
+            sizes = (config.vocab_size, config.num_candidates, config.correction_rank)
+            self.correction = Correction(*sizes)
+
+    @property
+    def sequential(self) -> bool:
+        """Whether what a head says depends on the tokens drafted before its own."""
+        return self.reads_drafts or self.correction is not None
 
     @abstractmethod
     def _blocks(self, head: int) -> list[nn.Module]:
@@ -152,7 +163,7 @@ class DraftHeads(nn.Module, ABC):
         if self.config.vocab_matrix == "shared":
             shared_V = None if bias_V is None else self._drafted(bias_V)
             self._shared = (self._drafted(weight_VD), shared_V)
-        if self.sequential or self.prefix is not None:
+        if self.reads_drafts or self.prefix is not None:
             self._embeddings_VD = embeddings(target, hidden_size)
             if not self.config.raw_embeddings:
                 norm = torch.linalg.vector_norm(self._embeddings_VD, dtype=torch.float32)
@@ -195,8 +206,32 @@ class DraftHeads(nn.Module, ABC):
         j = i."""
 
     def forward(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
-        """Logits of every head over its own vocabulary: (..., D) -> (..., K, V)."""
-        features_RKD = self.features(hidden_RD, tokens_RK)
+        """Logits of every head over its own vocabulary: (..., D) -> (..., K, V).
+
+        Raises:
+            ValueError: sequential heads, and no `tokens_RK`.
+        """
+        if self.sequential and tokens_RK is None:
+            raise ValueError(f"{self.kind} heads see the tokens between: pass tokens_RK")
+        logits_RKV = self._project_all(self.features(hidden_RD, tokens_RK))
+        return logits_RKV if tokens_RK is None else self.corrected(logits_RKV, tokens_RK)
+
+    def after_paths(self, hidden_BD: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """Logits [B, F, V] of a head after each of F drafted paths, roots included: a function of
+        the head's number i and paths_BFJ of J = i + 1 tokens."""
+        logits_BKV = self._project_all(self.features(hidden_BD))
+
+        def after(head: int, paths_BFJ: Tensor) -> Tensor:
+            logits_BFV = logits_BKV[:, head, None].expand(-1, paths_BFJ.shape[1], -1)
+            return self.corrected(logits_BFV, paths_BFJ[..., -1])
+
+        return after
+
+    def corrected(self, logits_RV: Tensor, before_R: Tensor) -> Tensor:
+        """Logits after the token that stands before each, t + 1 + i for head i."""
+        return logits_RV if self.correction is None else self.correction.add_to(logits_RV, before_R)
+
+    def _project_all(self, features_RKD: Tensor) -> Tensor:
         if self.config.vocab_matrix == "shared":
             return self.project(0, features_RKD)
         return torch.stack(
@@ -204,7 +239,7 @@ class DraftHeads(nn.Module, ABC):
         )
 
     def project(self, head: int, features_RD: Tensor) -> Tensor:
-        """Logits of head `head` from its features: (..., D) -> (..., V)."""
+        """Logits of head `head` from its features, not corrected: (..., D) -> (..., V)."""
         if self.previews is not None:
             own = self.config.vocab_matrix == "own"
             preview = self.previews[head if own else 0]

@@ -8,6 +8,7 @@ arXiv:2402.05109, sections 3 and 4.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -46,7 +47,7 @@ class HydraHeads(DraftHeads):
     """
 
     kind = "hydra"
-    sequential = True
+    reads_drafts = True
 
     def _blocks(self, head: int) -> list[nn.Module]:
         assert self.config.hidden_size is not None
@@ -72,7 +73,12 @@ class HydraHeads(DraftHeads):
             x = block(x)
         return x
 
-    def after_paths(self, head: int, hidden_BD: Tensor, paths_BFJ: Tensor) -> Tensor:
-        """Logits [B, F, V] of one head after each of F drafted paths, roots included."""
-        hidden_BFD = hidden_BD[:, None].expand(-1, paths_BFJ.shape[1], -1)
-        return self.project(head, self.head_features(head, hidden_BFD, paths_BFJ))
+    def after_paths(self, hidden_BD: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """See DraftHeads."""
+
+        def after(head: int, paths_BFJ: Tensor) -> Tensor:
+            hidden_BFD = hidden_BD[:, None].expand(-1, paths_BFJ.shape[1], -1)
+            logits_BFV = self.project(head, self.head_features(head, hidden_BFD, paths_BFJ))
+            return self.corrected(logits_BFV, paths_BFJ[..., -1])
+
+        return after

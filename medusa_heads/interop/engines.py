@@ -61,6 +61,10 @@ class Outgoing:
             raise ValueError(f"{engine} holds no {config.kind} heads: train kind 'medusa' for it")
         if config.prefix_attention:
             raise ValueError(f"{engine} holds no prefix layer: train without prefix_attention")
+        if config.correction_rank is not None:
+            raise ValueError(
+                f"{engine} holds no correction by the token before: train without correction_rank"
+            )
         if f"0.{config.num_layers}.bias" in self.stored.tensors:
             raise ValueError(f"{engine} holds no bias in the heads' vocabulary matrices")
         if config.draft_vocab_size is not None and not (to == "vllm" and self.shared):

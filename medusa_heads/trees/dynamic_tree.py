@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from medusa_heads.heads import DraftHeads, HydraHeads
+from medusa_heads.heads import DraftHeads
 from medusa_heads.trees.tree import TokenTree
 
 DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
@@ -36,11 +36,11 @@ def guesses(
     temperature.
     """
     temperatures = temperatures or [1.0] * heads.config.num_heads
-    if isinstance(heads, HydraHeads):
+    if heads.sequential:
+        after = heads.after_paths(hidden_BD)
 
         def after_path(level: int, paths_BFJ: Tensor) -> tuple[Tensor, Tensor]:
-            logits_BFV = heads.after_paths(level, hidden_BD, paths_BFJ)
-            return best(heads, logits_BFV, num_ranks, 1 / temperatures[level])
+            return best(heads, after(level, paths_BFJ), num_ranks, 1 / temperatures[level])
 
         return after_path
     tokens_BKR, log_probs_BKR = candidates(heads, hidden_BD, num_ranks, temperatures)
@@ -65,9 +65,9 @@ def best(
     heads: DraftHeads, logits_V: Tensor, num_ranks: int, inverse_temperature: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Token ids and log-probabilities of the largest logits, (..., V) -> (..., R)."""
-    best_R, ids_R = logits_V.topk(num_ranks, dim=-1)
-    total_1 = (logits_V.float() * inverse_temperature).logsumexp(dim=-1, keepdim=True)
-    return heads.token_ids(ids_R), best_R.float() * inverse_temperature - total_1
+    log_probs_V = (logits_V.float() * inverse_temperature).log_softmax(dim=-1)
+    best_R, ids_R = log_probs_V.topk(num_ranks, dim=-1)
+    return heads.token_ids(ids_R), best_R
 
 
 def best_first_tree(

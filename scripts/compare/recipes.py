@@ -62,6 +62,7 @@ class Recipe:
 
 FORWARD_KL = {"forward_kl": 1.0}
 TOGETHER = {"kind": "hydra", "num_heads": 5, "prefix_attention": True}
+CORRECTED = {"num_heads": 5, "correction_rank": 128}
 RECIPES = {
     "plain-own": Recipe("plain: corpus text, own matrices", {"vocab_matrix": "own"}, False),
     "plain": Recipe("plain: corpus text, shared matrix", {}),
@@ -70,6 +71,13 @@ RECIPES = {
     "sequential": Recipe("plain + sequential heads", {"kind": "hydra"}, False, learning_rate=3e-3),
     "prefix": Recipe(
         "plain + prefix attention", {"prefix_attention": True}, False, learning_rate=3e-3
+    ),
+    "corrected": Recipe("self-distilled, 5 corrected heads", CORRECTED, True, learning_rate=3e-3),
+    "prefix-corrected": Recipe(
+        "self-distilled, 5 corrected heads, prefix attention",
+        CORRECTED | {"prefix_attention": True},
+        True,
+        learning_rate=3e-3,
     ),
     "together": Recipe("all together, cross-entropy", TOGETHER, True, learning_rate=3e-3),
     "together-kl": Recipe("all together, KL", TOGETHER, True, FORWARD_KL, learning_rate=3e-3),

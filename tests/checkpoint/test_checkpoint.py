@@ -46,6 +46,7 @@ def trained(target: TargetModel, **config: object) -> DraftHeads:
         {"vocab_matrix": "own", "draft_vocab_size": 20},
         {"kind": "hydra", "draft_vocab_size": 20},
         {"kind": "hydra", "prefix_attention": True},
+        {"correction_rank": 4, "draft_vocab_size": 20},
     ],
     ids=str,
 )
@@ -104,7 +105,14 @@ def test_a_matrix_that_no_engine_would_read_is_refused(target: TargetModel, tmp_
 
 
 @pytest.mark.parametrize(
-    "config", [{"kind": "hydra"}, {"draft_vocab_size": 20}, {"prefix_attention": True}], ids=str
+    "config",
+    [
+        {"kind": "hydra"},
+        {"draft_vocab_size": 20},
+        {"prefix_attention": True},
+        {"correction_rank": 4},
+    ],
+    ids=str,
 )
 def test_heads_that_other_engines_cannot_hold_do_not_pose_as_medusas(
     target: TargetModel, tmp_path: Path, config: dict[str, object]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.cli.train_heads import ARGUMENTS, main
 from medusa_heads.cli.verbs import generate
+from medusa_heads.config import HeadsConfig
 from medusa_heads.machine import Shape
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.recipe import RECIPES
 from tests.conftest import Refused
 from tests.measured import keep_products
 
@@ -226,6 +229,16 @@ def test_help_answers_without_the_heavy_imports(tmp_path: Path) -> None:
 def test_every_shipped_config_is_read(path: Path) -> None:
     read = parse_arguments(ARGUMENTS, ["--config", str(path)], prog="train-heads", description="")
     assert tuple(map(type, read)) == ARGUMENTS and read[0].model_name_or_path
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_stands_for_flags_that_exist(recipe: str) -> None:
+    argv = ["--recipe", recipe, "--num_heads", "7"]
+    told: dict[str, Any] = {"prog": "train-heads", "description": ""}
+    needed = ["--model_name_or_path", "x", "--dataset", "stdlib"]
+    read = parse_arguments(ARGUMENTS, argv + needed, presets={"recipe": RECIPES}, **told)
+    (config,) = (each for each in read if isinstance(each, HeadsConfig))
+    assert config == HeadsConfig(**RECIPES[recipe] | {"num_heads": 7})
 
 
 def test_a_vocabulary_matrix_for_heads_that_take_none_is_refused_at_once(refused: Refused) -> None:

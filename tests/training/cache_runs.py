@@ -21,6 +21,7 @@ SHAPES = {
     "medusa": HeadsConfig(num_heads=2),
     "own matrices": HeadsConfig(num_heads=2, vocab_matrix="own"),
     "hydra": HeadsConfig(kind="hydra", num_heads=2),
+    "corrected": HeadsConfig(num_heads=2, correction_rank=4),
     "prefix": HeadsConfig(kind="hydra", num_heads=2, prefix_attention=True),
 }
 

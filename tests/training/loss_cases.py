@@ -44,6 +44,7 @@ def random_heads(
     hidden: int = D,
     bias: bool = False,
     draft_tokens: Tensor | None = None,
+    correction_rank: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> DraftHeads:
     """Heads whose every weight matters, on a random lm_head."""
@@ -53,9 +54,12 @@ def random_heads(
         torch.randn(vocab, generator=generator).to(dtype) if bias else None,
     )
     settings: dict[str, Any] = {"kind": kind, "vocab_matrix": vocab_matrix}
+    settings["correction_rank"] = correction_rank
     if draft_tokens is not None:
         settings["draft_vocab_size"] = len(draft_tokens)
-    heads = new_heads(lm_head, HeadsConfig(num_heads=num_heads, **settings), draft_tokens)
+    with torch.random.fork_rng():
+        torch.manual_seed(num_heads)  # fresh corrections are drawn
+        heads = new_heads(lm_head, HeadsConfig(num_heads=num_heads, **settings), draft_tokens)
     heads.to(dtype)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -105,6 +109,9 @@ def plain_loss(
                 continue
             weight_VD, bias_V = heads.vocab_matrix(i)
             z_V = F.linear(features_RKD[r, i], weight_VD, bias_V)
+            if heads.correction is not None:
+                before_W = heads.correction.before.weight[rows.tokens_RK[r, i]]
+                z_V = z_V + heads.correction.after.weight @ before_W
             losses[i] = z_V.new_zeros(())
             tokens = range(W) if heads.draft_tokens is None else heads.draft_tokens.tolist()
             confidences[i] = 0.0

@@ -6,7 +6,8 @@ gradient is taken while they do, as in Liger Kernel (Hsu et al. 2024, arXiv:2410
 want many pairs at a time; what is computed between them in fp32 is quickest on one thread over so
 few that all of it stays in the processor's cache: strips.
 
-Shapes: N pairs of a position and a head, C of a chunk, S of a strip, D hidden, V vocabulary.
+Shapes: N pairs of a position and a head, C of a chunk, S of a strip, D hidden, V vocabulary, W rank
+of a correction.
 """
 
 from __future__ import annotations
@@ -103,19 +104,29 @@ def matrix_losses(
     pairs: Pairs,
     recipe: Recipe,
     weights_N: Tensor | None = None,
+    correction: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """losses_N, log_true_N (the log-probability of the label), and `sum(weights * losses)`.
 
+    Of a `correction`, before_NW and after_VW, the product is added to the logits.
+
     Without weights, gradients flow from the losses to the features alone. With them, they flow from
-    the sum, to matrix and bias too, whose gradients can only be taken while the logits exist. Both
-    once (no second derivatives). Where cross-entropy is the only term, pairs without a label must
-    be given the weight 0.
+    the sum, to matrix, bias and correction too, whose gradients can only be taken while the logits
+    exist. Both once (no second derivatives). Where cross-entropy is the only term, pairs without a
+    label must be given the weight 0.
     """
     learning = torch.is_grad_enabled()  # which autograd's functions do not know
     # Left on, autocast would cast the whole matrix anew for every chunk.
     with torch.autocast(features_ND.device.type, enabled=False):
         losses: tuple[Tensor, Tensor, Tensor] = _MatrixLosses.apply(
-            features_ND, matrix_VD, bias_V, pairs, recipe, weights_N, learning
+            features_ND,
+            matrix_VD,
+            bias_V,
+            *(correction or (None, None)),
+            pairs,
+            recipe,
+            weights_N,
+            learning,
         )
     return losses
 
@@ -127,6 +138,8 @@ class _MatrixLosses(torch.autograd.Function):
         features_ND: Tensor,
         matrix_VD: Tensor,
         bias_V: Tensor | None,
+        before_NW: Tensor | None,
+        after_VW: Tensor | None,
         pairs: Pairs,
         recipe: Recipe,
         weights_N: Tensor | None,
@@ -134,14 +147,19 @@ class _MatrixLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         exact, compute, lessons = recipe.exact, recipe.compute, recipe.lessons
         (count, _), width, device = features_ND.shape, len(matrix_VD), features_ND.device
-        wanted = [need and learning for need in ctx.needs_input_grad[:3]]
+        wanted = [need and learning for need in ctx.needs_input_grad[:5]]
         rounded_VD = matrix_VD.to(compute)
+        rounded_VW = None if after_VW is None else after_VW.to(compute)
         losses_N = features_ND.new_empty(count, dtype=exact)
         log_true_N = torch.empty_like(losses_N)
         # As the products leave them: weights go on the D features, not on the V slopes.
         grad_ND = torch.empty_like(features_ND, dtype=compute) if wanted[0] else None
         grad_VD = torch.zeros_like(matrix_VD, dtype=exact) if wanted[1] else None
         grad_V = losses_N.new_zeros(width) if wanted[2] else None
+        grad_NW = grad_VW = before_CW = None
+        if before_NW is not None and after_VW is not None:
+            grad_NW = torch.empty_like(before_NW, dtype=compute) if wanted[3] else None
+            grad_VW = torch.zeros_like(after_VW, dtype=exact) if wanted[4] else None
         size = chunk_pairs(width, device.type, compute)
         if lessons is not None:  # the target's distributions stand beside the logits, exact
             size = chunk_pairs(max(width, lessons.width), device.type, exact)
@@ -151,6 +169,9 @@ class _MatrixLosses(torch.autograd.Function):
             chunk = slice(start, start + size)
             x_CD = features_ND[chunk].to(compute)
             z_CV = torch.mm(x_CD, rounded_VD.T, out=products_CV[: len(x_CD)])
+            if before_NW is not None and rounded_VW is not None:
+                before_CW = before_NW[chunk].to(compute)
+                z_CV.addmm_(before_CW, rounded_VW.T)
             lesson = None if lessons is None else lessons.of(pairs.positions_N[chunk])
             labels_C, losses_C = pairs.labels_N[chunk], losses_N[chunk]
             for strip in strips(len(x_CD), width, device.type):
@@ -161,22 +182,26 @@ class _MatrixLosses(torch.autograd.Function):
             # The slopes have taken the place of the products.
             if grad_ND is not None:
                 torch.mm(z_CV, rounded_VD, out=grad_ND[chunk])
+            if grad_NW is not None and rounded_VW is not None:
+                torch.mm(z_CV, rounded_VW, out=grad_NW[chunk])
             if weights_N is None:
                 continue
-            weighted_CD = (x_CD * weights_N[chunk, None]).to(compute)
-            if grad_VD is not None and compute == exact:
-                grad_VD.addmm_(z_CV.T, weighted_CD)
-            elif grad_VD is not None:
-                grad_VD += z_CV.T @ weighted_CD
+            weights_C1 = weights_N[chunk, None]
+            if grad_VD is not None:
+                _add_product(grad_VD, z_CV, (x_CD * weights_C1).to(compute))
+            if grad_VW is not None and before_CW is not None:
+                _add_product(grad_VW, z_CV, (before_CW * weights_C1).to(compute))
             if grad_V is not None:
                 grad_V += weights_N[chunk] @ z_CV.to(exact)
+        # Those of the rows, which the weights still go on, and those of the whole.
+        wholes = zip((grad_VD, grad_V, grad_VW), (matrix_VD, bias_V, after_VW), strict=True)
         ctx.save_for_backward(
             grad_ND,
-            None if grad_VD is None else grad_VD.to(matrix_VD.dtype),
-            None if grad_V is None or bias_V is None else grad_V.to(bias_V.dtype),
+            grad_NW,
+            *(None if g is None or of is None else g.to(of.dtype) for g, of in wholes),
             weights_N,
         )
-        ctx.dtype = features_ND.dtype
+        ctx.dtypes = [features_ND.dtype, None if before_NW is None else before_NW.dtype]
         total = losses_N.new_zeros(()) if weights_N is None else losses_N @ weights_N
         ctx.mark_non_differentiable(log_true_N, total if weights_N is None else losses_N)
         return losses_N, log_true_N, total
@@ -184,15 +209,30 @@ class _MatrixLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_ND, *of_matrix, weights_N = ctx.saved_tensors
-        if grad_ND is not None:
-            grad_ND = grad_ND.to(ctx.dtype)
-            grad_N = grad_N if weights_N is None else weights_N * grad
-            # In strips, because bf16 times fp32 goes through copies of both in fp32.
-            for strip in strips(len(grad_ND), grad_ND.shape[1], grad_ND.device.type):
-                grad_ND[strip].mul_(grad_N[strip, None])
-        scaled = (None if saved is None else saved * grad.to(saved.dtype) for saved in of_matrix)
-        return (grad_ND, *scaled, None, None, None, None)
+        *of_rows, grad_VD, grad_V, grad_VW, weights_N = ctx.saved_tensors
+        grad_N = grad_N if weights_N is None else weights_N * grad
+        rows = [
+            None if of is None else _scaled(of.to(dtype), grad_N)
+            for of, dtype in zip(of_rows, ctx.dtypes, strict=True)
+        ]
+        wholes = [
+            None if of is None else of * grad.to(of.dtype) for of in (grad_VD, grad_V, grad_VW)
+        ]
+        return (rows[0], *wholes[:2], rows[1], wholes[2], None, None, None, None)
+
+
+def _add_product(sum_VX: Tensor, z_CV: Tensor, x_CX: Tensor) -> None:
+    if sum_VX.dtype == z_CV.dtype:
+        sum_VX.addmm_(z_CV.T, x_CX)
+    else:
+        sum_VX += z_CV.T @ x_CX
+
+
+def _scaled(grad_NX: Tensor, by_N: Tensor) -> Tensor:
+    """In strips, because bf16 times fp32 goes through copies of both in fp32."""
+    for strip in strips(len(grad_NX), grad_NX.shape[1], grad_NX.device.type):
+        grad_NX[strip].mul_(by_N[strip, None])
+    return grad_NX
 
 
 def _measure_strip(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -181,8 +181,8 @@ def heads_loss(
     """
     objective = objective or LossConfig()
     labels_RK = heads.draft_ids(rows.labels_RK)
-    matrix_VD, bias_V = heads.vocab_matrix(0)
-    recipe = Recipe(objective, product_dtype(matrix_VD), workspace=workspace or Workspace())
+    compute = product_dtype(heads.vocab_matrix(0)[0])
+    recipe = Recipe(objective, compute, workspace=workspace or Workspace())
     supervised_RK = labels_RK != IGNORED  # tokens that cannot be drafted teach nothing here
     if objective.needs_teacher:
         if teacher is None:
@@ -195,31 +195,48 @@ def heads_loss(
         supervised_RK = rows.labels_RK != IGNORED
     offsets_K = 1 + torch.arange(labels_RK.shape[1], device=labels_RK.device)
     positions_RK = rows.positions_R[:, None] + offsets_K
-    if heads.config.vocab_matrix == "shared":
-        # One matrix: the rows of all heads go through it together.
-        pairs, features_ND = (
-            Pairs(labels_RK.flatten(), positions_RK.flatten()),
-            features_RKD.flatten(0, 1),
+    own, correction = heads.config.vocab_matrix == "own", heads.correction
+    # The rows of all heads go through one matrix together. Of own ones, head after head takes all
+    # rows: each matrix and its gradient are large, and read once a chunk.
+    columns = [slice(i, i + 1) for i in range(labels_RK.shape[1])] if own else [slice(None)]
+    parts = [
+        _Part(
+            features_RKD[:, of].flatten(0, 1),
+            *heads.vocab_matrix(of.start or 0),
+            Pairs(labels_RK[:, of].flatten(), positions_RK[:, of].flatten()),
+            None if correction is None else correction.factors(rows.tokens_RK[:, of].flatten()),
         )
-        losses_N, log_true_N, _ = matrix_losses(features_ND, matrix_VD, bias_V, pairs, recipe)
+        for of in columns
+    ]
+    if not own and correction is None:
+        losses_N, log_true_N, _ = parts[0].losses(recipe)
         weights_RK = _weights(objective, log_true_N.view_as(labels_RK), supervised_RK)
         return per_item((losses_N * weights_RK.flatten()).sum(), num_items)
-    # Head after head over all rows: each matrix and its gradient are large, and read once a chunk.
-    of_heads = [
-        (x_RD, *heads.vocab_matrix(i), Pairs(labels_RK[:, i], positions_RK[:, i]))
-        for i, x_RD in enumerate(features_RKD.unbind(dim=1))
-    ]
     log_true_RK = features_RKD.new_empty(labels_RK.shape, dtype=recipe.exact)
     if objective.head_weights == "acceptance":
         # A pair's weight hangs on all heads, so it takes a pass of its own to know them first.
         plain = replace(recipe, objective=LossConfig(), lessons=None)
         with torch.no_grad():
-            for i, of_head in enumerate(of_heads):
-                log_true_RK[:, i] = matrix_losses(*of_head, plain)[1]
+            for of, part in zip(columns, parts, strict=True):
+                log_true_RK[:, of] = part.losses(plain)[1].view_as(log_true_RK[:, of])
     weights_RK = _weights(objective, log_true_RK, supervised_RK)
-    weights = weights_RK.unbind(dim=1)
-    parts = [matrix_losses(*h, recipe, w_R)[2] for h, w_R in zip(of_heads, weights, strict=True)]
-    return per_item(torch.stack(parts).sum(), num_items)
+    weights = [weights_RK[:, of].flatten() for of in columns]
+    sums = [part.losses(recipe, w_N)[2] for part, w_N in zip(parts, weights, strict=True)]
+    return per_item(torch.stack(sums).sum(), num_items)
+
+
+class _Part(NamedTuple):
+    """Pairs whose logits one matrix makes."""
+
+    features_ND: Tensor
+    matrix_VD: Tensor
+    bias_V: Tensor | None
+    pairs: Pairs
+    correction: tuple[Tensor, Tensor] | None
+
+    def losses(self, recipe: Recipe, weights_N: Tensor | None = None) -> tuple[Tensor, ...]:
+        """See `matrix_losses`."""
+        return matrix_losses(*self[:4], recipe, weights_N, self.correction)
 
 
 def _weights(objective: LossConfig, log_true_RK: Tensor, supervised_RK: Tensor) -> Tensor:

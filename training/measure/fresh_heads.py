@@ -27,8 +27,8 @@ class FreshHeads(MedusaHeads):
     @classmethod
     def like(cls, heads: DraftHeads, target: TargetModel) -> FreshHeads:
         """What `heads` were when they were made."""
-        config = replace(heads.config, kind="medusa", vocab_matrix="shared", prefix_attention=False)
-        fresh = cls(config)
+        config = replace(heads.config, kind="medusa", vocab_matrix="shared")
+        fresh = cls(replace(config, prefix_attention=False, correction_rank=None))
         fresh.draft_tokens = heads.draft_tokens
         if heads.config.vocab_matrix == "shared":
             fresh._shared = heads.vocab_matrix(0)  # no second copy of a reduced one

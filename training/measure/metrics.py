@@ -42,7 +42,9 @@ def head_ranks(heads: DraftHeads, hidden_RD: Tensor, rows: SupervisedRows, max_r
         chunk = slice(start, start + size)
         features_CKD = heads.features(hidden_RD[chunk], rows.tokens_RK[chunk])
         for i in range(labels_RK.shape[1]):
-            rank_C = _ranks(heads.project(i, features_CKD[:, i]), drafted_RK[chunk, i], max_rank)
+            logits_CV = heads.project(i, features_CKD[:, i])
+            logits_CV = heads.corrected(logits_CV, rows.tokens_RK[chunk, i])
+            rank_C = _ranks(logits_CV, drafted_RK[chunk, i], max_rank)
             ranks_RK[chunk, i] = rank_C.where(labels_RK[chunk, i] != IGNORED, IGNORED)
     return ranks_RK
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.target.layers import layer_lists
 from medusa_heads.target.target import TargetModel
 
 
@@ -118,24 +119,14 @@ def _refusal(sentence: str) -> UnsupportedArchitecture:
 def _decoder_layers(target: TargetModel) -> list[nn.Module]:
     """The list of as many modules as the configuration counts layers."""
     model: Any = target.model
-    decoder = model.get_decoder() or model
-    count = getattr(target.config, "num_hidden_layers", None)
-    lists = {
-        name: module
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    }
-    outermost = [
-        module
-        for name, module in lists.items()
-        if not any(name.startswith(f"{other}.") for other in lists)
-    ]
-    if len(outermost) != 1:
+    count = target.config.get_text_config(decoder=True).num_hidden_layers
+    found = list(layer_lists(model.get_decoder() or model).values())
+    if len(found) != 1:
         raise _refusal(
-            f"{target.config.model_type} has {len(outermost) or 'no'} lists of {count} modules "
-            "that could be its layers, expected one"
+            f"{target.config.model_type} has {len(found) or 'no'} lists of {count} modules that "
+            "could be its layers, expected one"
         )
-    return list(outermost[0])
+    return list(found[0])
 
 
 def _hand_on(more: int | None, *args: Any, **kwargs: Any) -> Any:

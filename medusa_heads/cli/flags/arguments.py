@@ -14,10 +14,10 @@ import sys
 import threading
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from medusa_heads.cli.choices import forget_choices
@@ -29,6 +29,7 @@ from medusa_heads.masking import masked
 from medusa_heads.settings import flag_name
 
 TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
+Presets = Mapping[str, Mapping[str, Mapping[str, Any]]]
 _LONGEST = 1200  # characters of a sentence
 # In the system's words, which safetensors repeats, and in those of torch.save.
 _FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos")
@@ -135,12 +136,15 @@ def parse_arguments(
     prog: str,
     description: str,
     positional: Sequence[str] = (),
+    presets: Presets = MappingProxyType({}),
 ) -> tuple[Any, ...]:
     """Read one instance of each dataclass from flags and, underneath them, `--config FILE.yaml`.
 
     Flags are transformers' (`--num_heads` or `--num-heads`); a flag beats the file, the file beats
-    the default. The flags named by `positional` may also be given first, without their names. What
-    is unknown or does not fit is a ValueError, in one sentence that names the nearest known flag.
+    a preset, a preset beats the default. `presets` are flags by name; each of their values stands
+    for values of other flags. The flags named by `positional` may also be given first, without
+    their names. What is unknown or does not fit is a ValueError, in one sentence that names the
+    nearest known flag.
     """
     parser = make_parser(types, prog, description, positional)
     given = list(sys.argv[1:] if argv is None else argv)
@@ -149,10 +153,16 @@ def parse_arguments(
             break
         given.insert(2 * place, f"--{name}")
     before = ArgumentParser(add_help=False, allow_abbrev=False)
-    before.add_argument("--config", nargs="?")
-    path = before.parse_known_args(given)[0].config
+    for name in ("config", *presets):
+        before.add_argument(f"--{name}", nargs="?")
+    said = vars(before.parse_known_args(given)[0])
+    path = said.pop("config")
+    of_file: dict[str, Any] = {}
     if path is not None and not {"-h", "--help"} & set(given):
-        parser.set_defaults(**read_config(path, types))
+        of_file = read_config(path, types)
+    for name, choices in presets.items():
+        parser.set_defaults(**choices.get(said[name] or of_file.get(name) or "", {}))
+    parser.set_defaults(**of_file)
     # argparse would ask for a required flag even where the file has it, and before it names a
     # misspelt one.
     required = [action for action in parser._actions if action.required]
@@ -199,13 +209,16 @@ def command(
     types: Sequence[type],
     description: str | None,
     *positional: str,
+    presets: Presets = MappingProxyType({}),
 ) -> Callable[..., int]:
-    """The entry point of a command: does the work with these dataclasses of its arguments."""
+    """The entry point of a command: does the work with these dataclasses of its arguments. See
+    `parse_arguments`."""
 
     def main(argv: Sequence[str] | None = None) -> int:
         def parse_and_work() -> None:
-            said = description or ""
-            work(*parse_arguments(types, argv, prog=prog, description=said, positional=positional))
+            told: dict[str, Any] = {"prog": prog, "description": description or ""}
+            told |= {"positional": positional, "presets": presets}
+            work(*parse_arguments(types, argv, **told))
 
         return run_command(parse_and_work, prog=prog.split()[0])
 

@@ -61,6 +61,25 @@ def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path: Path) -> None:
     assert run == Run(1e-4, 3, True, ["x", "y"], '{"deep": 1}')
 
 
+def test_a_preset_stands_under_flags_and_file(tmp_path: Path) -> None:
+    presets = {"kind": {"large": {"num_steps": 7, "learning_rate": 1e-3}}}
+
+    def run_of(*argv: str) -> Run:
+        types = (Model, Run)
+        read = parse_arguments(types, argv, prog="tool", description="", presets=presets)
+        assert isinstance(read[1], Run)
+        return read[1]
+
+    assert run_of("--name", "a") == run_of("--name", "a", "--kind", "small") == Run()
+    assert run_of("--name", "a", "--kind", "large") == Run(1e-3, 7)
+    assert run_of("--name", "a", "--kind=large", "--num_steps", "2") == Run(1e-3, 2)
+    config = write(tmp_path, "name: b\nkind: large\nnum_steps: 9\n")
+    assert run_of("--config", config) == Run(1e-3, 9)
+    assert run_of("--config", config, "--kind", "small") == Run(None, 9)
+    with pytest.raises(ValueError, match="invalid choice: 'huge'"):
+        run_of("--name", "a", "--kind", "huge")
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert parse("--config", write(tmp_path, ""), "--name", "a") == (Model("a"), Run())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from medusa_heads import MedusaModel, TargetModel
-from medusa_heads.heads import DraftHeads, HydraHeads
-from medusa_heads.inference.drafters.head_trees import DynamicDrafter, HydraDrafter
+from medusa_heads.heads import DraftHeads
+from medusa_heads.inference.drafters.head_trees import DynamicDrafter, SequentialDrafter
 from medusa_heads.inference.plan.trees import make_drafter
 from medusa_heads.trees.tree import TreeShape, cartesian_choices
 from tests.conftest import DEVICE, TinyLlama
@@ -27,6 +28,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra", "num_layers": 2},
     "hydra, 50 tokens": {"kind": "hydra", "draft_vocab_size": 50},
     "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
+    "medusa, corrected": {"correction_rank": 8},
+    "medusa, prefix, corrected, 50 tokens": {
+        "prefix_attention": True,
+        "correction_rank": 8,
+        "draft_vocab_size": 50,
+    },
+}
+SEQUENTIAL: dict[str, dict[str, Any]] = {
+    "hydra": {"kind": "hydra"},
+    "hydra, corrected": {"kind": "hydra", "correction_rank": 8},
+    "medusa, corrected": {"correction_rank": 8},
+    "medusa, corrected, own matrix": {"correction_rank": 8, "vocab_matrix": "own"},
 }
 
 
@@ -41,33 +54,45 @@ def state_at(hidden_BD: Tensor, roots_B: Tensor) -> Any:
     return SimpleNamespace(hidden_BD=hidden_BD, roots_B=roots_B)
 
 
+def log_probs_after(heads: DraftHeads, hidden_D: Tensor, path: Sequence[int]) -> Tensor:
+    """What the head behind a path says, by what all heads say of a text that begins so [V]."""
+    tokens_K = torch.tensor([*path, *[0] * (heads.config.num_heads - len(path))])
+    return heads(hidden_D[None], tokens_K[None])[0, len(path) - 1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", SEQUENTIAL)
 @torch.no_grad()
-def test_a_static_hydra_tree_follows_each_path(tiny_llama: TinyLlama) -> None:
-    heads = random_heads(tiny_llama(), kind="hydra")
-    assert isinstance(heads, HydraHeads)
+def test_a_static_tree_of_sequential_heads_follows_each_path(
+    tiny_llama: TinyLlama, kind: str
+) -> None:
+    heads = random_heads(tiny_llama(), **SEQUENTIAL[kind])
+    assert heads.sequential
     shape = TreeShape.from_choices([*cartesian_choices([3, 2, 2]), (3,), (4,), (4, 5)])
     hidden_BD = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
     roots_B = torch.tensor([17, 99])
-    tree = HydraDrafter(heads, shape, with_log_probs=True).propose(state_at(hidden_BD, roots_B))
-    plain = HydraDrafter(heads, shape).propose(state_at(hidden_BD, roots_B))
+    tree = SequentialDrafter(heads, shape, with_log_probs=True).propose(
+        state_at(hidden_BD, roots_B)
+    )
+    plain = SequentialDrafter(heads, shape).propose(state_at(hidden_BD, roots_B))
     assert torch.equal(plain.tokens_BN, tree.tokens_BN)
     for b in range(2):
         for node, choice in enumerate(shape.choices, start=1):
             path = [int(roots_B[b])]
-            for depth, rank in enumerate(choice):
-                features_D = heads.head_features(depth, hidden_BD[b], torch.tensor(path))
-                logits_V = heads.project(depth, features_D[None])[0]
-                path.append(int(logits_V.topk(rank + 1).indices[-1]))
-                log_prob = float(logits_V.log_softmax(-1)[path[-1]])
+            for rank in choice:
+                log_probs_V = log_probs_after(heads, hidden_BD[b], path)
+                path.append(int(log_probs_V.topk(rank + 1).indices[-1]))
+                log_prob = float(log_probs_V[path[-1]])
             assert int(tree.tokens_BN[b, node]) == path[-1]
             assert tree.log_probs_BN is not None
             assert float(tree.log_probs_BN[b, node]) == pytest.approx(log_prob, abs=1e-4)
 
 
+@pytest.mark.parametrize("kind", SEQUENTIAL)
 @torch.no_grad()
-def test_a_dynamic_hydra_tree_holds_the_likeliest_paths(tiny_llama: TinyLlama) -> None:
-    heads = random_heads(tiny_llama(), kind="hydra", draft_vocab_size=9)
-    assert isinstance(heads, HydraHeads)
+def test_a_dynamic_tree_of_sequential_heads_holds_the_likeliest_paths(
+    tiny_llama: TinyLlama, kind: str
+) -> None:
+    heads = random_heads(tiny_llama(), **SEQUENTIAL[kind], draft_vocab_size=9)
     hidden_1D = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
     tree = DynamicDrafter(heads, 8).propose(state_at(hidden_1D, torch.tensor([17])))
     assert heads.draft_tokens is not None
@@ -75,14 +100,11 @@ def test_a_dynamic_hydra_tree_holds_the_likeliest_paths(tiny_llama: TinyLlama) -
     scores = {}
     for depth in (1, 2, 3):
         for path in product(vocabulary, repeat=depth):
-            score = 0.0
-            for level, token in enumerate(path):
-                seen = torch.tensor([17, *path[:level]])
-                logits_V = heads.project(
-                    level, heads.head_features(level, hidden_1D[0], seen)[None]
-                )
-                score += float(logits_V[0].log_softmax(-1)[vocabulary.index(token)])
-            scores[path] = score
+            said = (
+                log_probs_after(heads, hidden_1D[0], (17, *path[:level]))[vocabulary.index(token)]
+                for level, token in enumerate(path)
+            )
+            scores[path] = float(sum(said))
     likeliest = sorted(scores, key=scores.__getitem__, reverse=True)[:8]
     paths: list[tuple[int, ...]] = [()]
     for parent, token in zip(
@@ -92,13 +114,13 @@ def test_a_dynamic_hydra_tree_holds_the_likeliest_paths(tiny_llama: TinyLlama) -
     assert sorted(paths[1:]) == sorted(likeliest)
 
 
-@pytest.mark.parametrize("tree", ["chain", "cartesian:3,2,1", "dynamic:9", "none"])
+@pytest.mark.parametrize("tree", ["chain", "cartesian:3,2,1", "dynamic:9", "auto", "none"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_text_is_the_targets_own(
     heads: DraftHeads, tiny_llama: TinyLlama, tree: str, do_sample: bool
 ) -> None:
     target = tiny_llama().to(DEVICE)
-    model = MedusaModel(target, heads, tree=tree)
+    model = MedusaModel(target, heads, tree=tree, deterministic=tree == "auto")
     ids_BT = torch.randint(199, (1, 9), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": do_sample, "pad_token_id": 0}
     torch.manual_seed(1)

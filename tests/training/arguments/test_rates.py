@@ -23,7 +23,7 @@ from medusa_heads.training.arguments.draft import (
     draft_training_arguments,
 )
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.arguments.rates import RunArguments, fit_rate
+from medusa_heads.training.arguments.rates import RunArguments, fit_rate, rate_shares
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.measure.fresh_heads import FreshHeads
 from medusa_heads.training.runs.draft import DraftTrainer, train_draft
@@ -33,6 +33,7 @@ from medusa_heads.training.runs.pruned_target import begin_draft
 from medusa_heads.training.runs.resumable import last_checkpoint
 from medusa_heads.training.runs.trainer import TaughtTrainer
 from tests.training.joint_cases import SMALL
+from tests.training.loss_cases import random_heads
 
 Rows = Callable[..., Dataset]
 
@@ -76,7 +77,9 @@ def test_a_wide_target_gets_a_lower_rate_unless_one_is_given(
 def test_parts_that_read_more_get_a_lower_rate_unless_one_is_given(
     target: TargetModel, make_rows: Rows, tmp_path: Path, given: float | None
 ) -> None:
-    config = HeadsConfig(kind="hydra", num_heads=2, num_layers=2, prefix_attention=True)
+    config = HeadsConfig(
+        kind="hydra", num_heads=2, num_layers=2, prefix_attention=True, correction_rank=4
+    )
     heads = new_heads(target, config)
     args = arguments(tmp_path, rate=given)
     trainer = HeadsTrainer(heads, target, args, make_rows(4), make_rows(2))
@@ -87,9 +90,16 @@ def test_parts_that_read_more_get_a_lower_rate_unless_one_is_given(
     }
     by_name = {name: found[id(parameter)] for name, parameter in heads.named_parameters()}
     shares = {"0.0.linear.weight": 1 / 2, "1.0.res_connection.bias": 1 / 3}
-    shares |= {"0.1.linear.weight": 1, "prefix.down.weight": 0.2}
+    shares |= {"0.1.linear.weight": 1, "prefix.down.weight": 0.2, "correction.after.weight": 1}
     for name, share in shares.items():
         assert by_name[name] == pytest.approx(5e-3 * share if given is None else given)
+
+
+def test_the_rate_of_a_correction_does_not_fall_with_the_width() -> None:
+    for width, share in ((96, 1.0), (768, 2.0)):
+        heads = random_heads(1, hidden=width, correction_rank=2)
+        assert rate_shares(heads)["correction.before.weight"] == share
+        assert rate_shares(heads)["0.0.linear.weight"] == 1.0
 
 
 def test_only_a_default_rate_of_a_built_draft_model_is_fitted(tmp_path: Path) -> None:
@@ -111,6 +121,7 @@ def test_fresh_heads_are_what_heads_begin_as(
         num_heads=2,
         vocab_matrix="own" if own else "shared",
         prefix_attention=True,
+        correction_rank=4,
         draft_vocab_size=draft_vocab_size,
     )
     tokens = None if draft_vocab_size is None else torch.arange(1, 41, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -64,24 +65,29 @@ def assert_equal(heads: DraftHeads, rows: SupervisedRows, objective: LossConfig)
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
 @pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("rank", [None, 2])
 def test_the_loss_and_its_gradients_are_those_of_the_definition(
-    name: str, vocab_matrix: str, reduced: bool
+    name: str, vocab_matrix: str, reduced: bool, rank: int | None
 ) -> None:
     draft_tokens = DRAFT_TOKENS if reduced else None
-    heads = random_heads(K, vocab_matrix, bias=True, draft_tokens=draft_tokens)
+    heads = random_heads(
+        K, vocab_matrix, bias=True, draft_tokens=draft_tokens, correction_rank=rank
+    )
     assert_equal(heads, random_rows(R, K), OBJECTIVES[name])
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 7])
 @pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
+@pytest.mark.parametrize("rank", [None, 2])
 def test_chunks_and_strips_of_any_size_give_the_same(
-    chunk: int, vocab_matrix: str, monkeypatch: pytest.MonkeyPatch
+    chunk: int, vocab_matrix: str, rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vocab_loss, "chunk_pairs", lambda *_: chunk)
     for name in ("STRIP_ELEMENTS_THREAD", "STRIP_ELEMENTS_CPU"):
         monkeypatch.setattr(chunks, name, 2 * W)
     for objective in (OBJECTIVES["all"], OBJECTIVES["cross_entropy"]):
-        assert_equal(random_heads(K, vocab_matrix), random_rows(R, K, gap=2), objective)
+        heads = random_heads(K, vocab_matrix, correction_rank=rank)
+        assert_equal(heads, random_rows(R, K, gap=2), objective)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -139,7 +145,10 @@ def test_terms_with_the_target_need_a_teacher() -> None:
 
 @pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
 @pytest.mark.parametrize("terms", [{"cross_entropy": 1.0}, dict.fromkeys(TERMS, 1.0)])
-def test_bf16_stays_within_rounding_of_fp32(vocab_matrix: str, terms: dict[str, float]) -> None:
+@pytest.mark.parametrize("rank", [None, 4])
+def test_bf16_stays_within_rounding_of_fp32(
+    vocab_matrix: str, terms: dict[str, float], rank: int | None
+) -> None:
     # Large enough that a sum kept in bf16 (8 bits) would be off by far more than the tolerance.
     objective = LossConfig(terms)
     rows = random_rows(2000, 2, vocab=300)
@@ -152,11 +161,12 @@ def test_bf16_stays_within_rounding_of_fp32(vocab_matrix: str, terms: dict[str, 
             heads, features_RKD, rows, objective=objective, num_items=2000, teacher=teacher
         )
 
-    heads = random_heads(2, vocab_matrix, vocab=300, hidden=32, dtype=torch.float32)
+    sizes: dict[str, Any] = {"vocab": 300, "hidden": 32, "correction_rank": rank}
+    heads = random_heads(2, vocab_matrix, **sizes, dtype=torch.float32)
     exact = loss_of(heads, hidden_RD, teacher)
     with torch.autocast("cpu", torch.bfloat16):
         autocast = loss_of(heads, hidden_RD, teacher)
-    low = random_heads(2, vocab_matrix, vocab=300, hidden=32, dtype=torch.float32)
+    low = random_heads(2, vocab_matrix, **sizes, dtype=torch.float32)
     low.to(torch.bfloat16).share(LmHead(low.vocab_matrix(0)[0].detach().bfloat16()))
     assert teacher.bias_W is not None and teacher.hidden_PD is not None
     bf16 = loss_of(

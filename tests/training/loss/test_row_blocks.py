@@ -39,8 +39,11 @@ def results(heads: DraftHeads, block_rows: int, dtype: torch.dtype) -> list[Tens
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
 @pytest.mark.parametrize("block_rows", [1, 5])
-def test_blocks_of_any_size_give_the_same(kind: str, vocab_matrix: str, block_rows: int) -> None:
-    heads = random_heads(K, vocab_matrix, kind=kind, bias=True)
+@pytest.mark.parametrize("rank", [None, 2])
+def test_blocks_of_any_size_give_the_same(
+    kind: str, vocab_matrix: str, block_rows: int, rank: int | None
+) -> None:
+    heads = random_heads(K, vocab_matrix, kind=kind, bias=True, correction_rank=rank)
     whole = results(heads, R, torch.float64)
     assert len(whole) == 2 + len(list(heads.parameters()))
     for ours, theirs in zip(results(heads, block_rows, torch.float64), whole, strict=True):

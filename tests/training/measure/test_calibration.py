@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -36,6 +37,38 @@ def test_the_true_temperature_is_found(tiny_llama: TinyLlama, temperature: float
     statistics = HeadStatistics.from_ranks(torch.zeros(4, 1, dtype=torch.long))
     calibrate(statistics, heads, HiddenStates(target), rows)
     assert statistics.temperatures[0] == pytest.approx(temperature, rel=0.12)
+
+
+def test_a_child_that_ignores_its_parent_is_not_calibrated(tiny_llama: TinyLlama) -> None:
+    """Each token says which two may follow it. Heads that know are honest; the same heads, asked
+    without the token before, are not."""
+    target = TargetModel(tiny_llama(vocab_size=32))
+    config = HeadsConfig(num_heads=2, vocab_matrix="own", correction_rank=32)
+    heads = MedusaHeads.from_target(target, config)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(32, (1, 600), generator=generator).expand(8, -1).clone()
+    for t in range(1, ids.shape[1]):
+        other = torch.rand(8, generator=generator) > math.e / (1 + math.e)
+        ids[:, t] = (3 * ids[:, t - 1] + other) % 32
+    rows = Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()})
+    follows_VV = torch.zeros(32, 32)
+    for token in range(32):
+        follows_VV[(3 * token + torch.arange(2)) % 32, token] = torch.tensor([9.0, 8.0])
+    assert heads.correction is not None
+    with torch.no_grad():
+        for head in ("0.1", "1.1"):
+            heads.get_parameter(f"{head}.weight").zero_()
+        heads.correction.before.weight.copy_(torch.eye(32))
+        heads.correction.after.weight.copy_(follows_VV)
+
+    def error() -> float:
+        _, calibrations = measure_heads(heads, HiddenStates(target), rows)
+        return max(honest["after"]["expected_error"] for honest in calibrations)
+
+    assert error() < 0.03
+    with torch.no_grad():  # the same chances, of another token's children
+        heads.correction.before.weight.copy_(torch.eye(32).roll(1, dims=0))
+    assert error() > 0.1
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])

@@ -97,6 +97,8 @@ CHANGES: dict[str, Change] = {
     "raw_embeddings": _set("heads", "raw_embeddings", but=(True,)),
     "draft_vocab_size": _set("heads", "draft_vocab_size",
         value=[0, -1, 3, 10**8, "x", 2.5, [], True]),
+    "correction_rank": _set("heads", "correction_rank",
+        value=[0, -1, 3, 10**8, "x", 2.5, [], True]),
     "an unknown key": lambda sidecar, rng: sidecar["heads"].update({words(rng, 1, 2): 1}),
     "weights_sha256": _set("weights_sha256", value=[*WRONG, "0" * 64]),
     "no weights_sha256": _drop("weights_sha256"),

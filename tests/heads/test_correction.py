@@ -1,0 +1,76 @@
+"""The correction by the token before: what it adds to heads of every kind, and when nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import DraftHeads, new_heads
+from medusa_heads.target.target import TargetModel
+from tests.conftest import TinyLlama
+from tests.training.loss_cases import D, W, random_heads
+
+KINDS = ["medusa", "hydra"]
+MATRICES = ["shared", "own"]
+
+
+def inputs(rows: int, heads: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden_RD = torch.randn(rows, D, generator=generator).double()
+    return hidden_RD, torch.randint(W, (rows, heads), generator=generator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fresh_heads_predict_what_the_target_does(tiny_llama: TinyLlama, kind: str) -> None:
+    target = TargetModel(tiny_llama())
+    heads = new_heads(target, HeadsConfig(kind=kind, num_heads=2, correction_rank=4))  # type: ignore[arg-type]
+    ids_BT = torch.arange(24).view(2, 12)
+    logits_BTKV = heads(target.hidden(ids_BT), ids_BT[:, :, None].expand(-1, -1, 2))
+    expected_BTV = target.model(ids_BT).logits
+    torch.testing.assert_close(logits_BTKV, expected_BTV[:, :, None].expand_as(logits_BTKV))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab_matrix", MATRICES)
+@pytest.mark.parametrize("draft_tokens", [None, torch.tensor([0, 2, 3, 7, 10])])
+def test_it_adds_a_product_of_the_token_before(
+    kind: str, vocab_matrix: str, draft_tokens: Tensor | None
+) -> None:
+    settings = {"kind": kind, "draft_tokens": draft_tokens, "correction_rank": 2}
+    heads = random_heads(3, vocab_matrix, **settings)  # type: ignore[arg-type]
+    hidden_RD, tokens_RK = inputs(5, 3)
+    corrected_RKV = heads(hidden_RD, tokens_RK)
+    assert heads.correction is not None
+    correction, heads.correction = heads.correction, None
+    added_RKV = correction.before.weight[tokens_RK] @ correction.after.weight.T
+    torch.testing.assert_close(corrected_RKV, heads(hidden_RD, tokens_RK) + added_RKV)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab_matrix", MATRICES)
+@pytest.mark.parametrize("rank", [None, 2])
+def test_after_a_path_heads_say_what_they_learnt_to_say_of_it(
+    kind: str, vocab_matrix: str, rank: int | None
+) -> None:
+    heads: DraftHeads = random_heads(3, vocab_matrix, kind=kind, correction_rank=rank)
+    hidden_BD, _ = inputs(2, 3)
+    paths_BFK = torch.randint(W, (2, 4, 3), generator=torch.Generator().manual_seed(2))
+    expected_BFKV = heads(hidden_BD[:, None].expand(-1, 4, -1), paths_BFK)
+    after = heads.after_paths(hidden_BD)
+    for head in (2, 0, 1, 0):  # in any order, and again: nothing is written in place
+        got_BFV = after(head, paths_BFK[:, :, : head + 1])
+        torch.testing.assert_close(got_BFV, expected_BFKV[:, :, head])
+
+
+def test_tokens_are_asked_for() -> None:
+    with pytest.raises(ValueError, match="medusa heads see the tokens between: pass tokens_RK"):
+        random_heads(2, correction_rank=2)(inputs(1, 2)[0])
+
+
+def test_heads_without_one_are_stored_as_ever() -> None:
+    assert "correction_rank" not in HeadsConfig().to_dict()
+    config = HeadsConfig(correction_rank=128)
+    assert HeadsConfig.from_dict(config.to_dict()) == config
+    assert not config.is_plain_medusa

@@ -1,0 +1,39 @@
+"""Heads for those who do not want to choose. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from medusa_heads.settings import flag, one_of
+
+Recipe = Literal["fast", "balanced", "best"]
+
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "fast": {"kind": "medusa", "num_heads": 4},
+    "balanced": {"kind": "medusa", "num_heads": 5, "correction_rank": 128},
+    "best": {
+        "kind": "medusa",
+        "num_heads": 5,
+        "correction_rank": 128,
+        "prefix_attention": True,
+    },
+}
+"""Flags of `train-heads` that each stands for; docs/benchmarks/recipes.md has what they cost and
+bring."""
+
+
+@dataclass
+class RecipeArguments:
+    """Which of them. ValueError: a word that is none."""
+
+    recipe: Recipe | None = flag(
+        None,
+        "A choice of heads: fast (small, what vLLM serves), balanced (corrected by the token "
+        "before), or best (the most tokens per step). Any other flag beats what it stands for.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.recipe is not None:
+            one_of(self, "recipe", get_args(Recipe))
