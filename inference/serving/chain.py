@@ -44,11 +44,6 @@ def check_chain(config: HeadsConfig, draft_tokens: int) -> None:
             "these heads attend over the text so far, for which this engine keeps no cache: serve "
             "heads without prefix_attention"
         )
-    if config.correction_rank is not None:
-        raise ValueError(
-            "these heads correct what they say by the token drafted before, which this engine does "
-            "not hand on: serve heads without correction_rank"
-        )
     if not 1 <= draft_tokens <= config.num_heads:
         raise ValueError(
             f"{config.num_heads} heads draft 1 to {config.num_heads} tokens, not {draft_tokens}: "
@@ -86,9 +81,13 @@ def simulate_chain(
         ends = [n for n, token in enumerate(new[:max_new_tokens], start=1) if token in end_tokens]
         length = min([*ends, max_new_tokens])
         texts.append(new[:length])
-        # What each head would draft at each position.
-        hidden_TD = target.hidden(tokens_T[None].to(target.device))[0]
-        chains_TK = heads.token_ids(heads(hidden_TD).argmax(dim=-1))[:, :draft_tokens].tolist()
+        # What each head would draft at each position, behind the token that follows there.
+        ids_T = tokens_T.to(target.device)
+        after, chain = heads.after_paths(target.hidden(ids_T[None])[0]), [ids_T.roll(-1)]
+        for i in range(draft_tokens):
+            paths_T1J = torch.stack(chain, dim=1)[:, None]
+            chain.append(heads.token_ids(after(i, paths_T1J)[:, 0].argmax(dim=-1)))
+        chains_TK = torch.stack(chain[1:], dim=1).tolist()
         made = 1
         while made < length:
             drafted = chains_TK[len(prompt) + made - 2]  # by the state that chose the last token

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, check_target, read_stored
 from medusa_heads.heads import MedusaHeads
+from medusa_heads.heads.correction import Correction
 from medusa_heads.inference.serving.chain import check_chain
 from medusa_heads.target.fingerprint import lm_head_sha256
 
@@ -95,7 +96,7 @@ class MedusaProposer:
         config, tensors = self._stored.config, self._stored.tensors
         # The blocks of those heads that draft; their vocabulary is looked after here.
         blocks = replace(config, num_heads=self._num_tokens, vocab_matrix="shared")
-        self._blocks = MedusaHeads(replace(blocks, draft_vocab_size=None))
+        self._blocks = MedusaHeads(replace(blocks, draft_vocab_size=None, correction_rank=None))
         self._blocks.load_state_dict({name: tensors[name] for name in self._blocks.state_dict()})
         self._blocks.to(device=device, dtype=self._dtype).eval().requires_grad_(False)
         drafted_V = tensors.get(DRAFT_TOKENS)
@@ -113,6 +114,18 @@ class MedusaProposer:
             for i in range(self._num_tokens)
         ]
         self._own = own if config.vocab_matrix == "own" else []
+        self._correction = None
+        if config.correction_rank is not None:
+            if not self._own:
+                _check_bare_logits(model)
+            rows = slice(self._first_row, end) if self._own else slice(None)
+            with torch.device("meta"):
+                self._correction = Correction(1, 1, config.correction_rank)
+            parts = {"before": tensors["correction.before.weight"]}
+            parts["after"] = tensors["correction.after.weight"][rows]
+            for name, weight in parts.items():
+                held = nn.Parameter(weight.to(device, self._dtype, copy=True), requires_grad=False)
+                self._correction.get_submodule(name).weight = held
         del self._stored  # and with it the other processes' rows
 
     def propose(
@@ -124,42 +137,73 @@ class MedusaProposer:
     ) -> list[list[int]]:
         """Draft tokens of every request, none for those that sampled none; called by vLLM."""
         assert self.hidden_SD is not None, "the runner hands over hidden states first"
+        device = self.hidden_SD.device
         rows = last_rows(sampled_token_ids, self.num_drafted_R)
-        chains = self.draft(self.hidden_SD[torch.tensor(rows, device=self.hidden_SD.device)])
+        last_R = torch.tensor([[0, *sampled][-1] for sampled in sampled_token_ids], device=device)
+        chains = self.draft(self.hidden_SD[torch.tensor(rows, device=device)], last_R)
         self.hidden_SD = None
         pairs = zip(chains.tolist(), sampled_token_ids, strict=True)
         return [chain if sampled else [] for chain, sampled in pairs]
 
     @torch.inference_mode()
-    def draft(self, hidden_RD: Tensor) -> Tensor:
-        """Each head's best token, [R, K], the same in every process."""
+    def draft(self, hidden_RD: Tensor, last_R: Tensor) -> Tensor:
+        """Each head's best token behind the last one and those before its own, [R, K], the same in
+        every process."""
         features_RKD = self._blocks.features(hidden_RD)
+        if self._correction is not None:
+            chain = []
+            for i, features_RD in enumerate(features_RKD.unbind(dim=1)):
+                logits_RV = self._correction.add_to(self._logits(i, features_RD), last_R)
+                last_R = self._token_ids(self._agreed(*self._best(logits_RV)))
+                chain.append(last_R)
+            return torch.stack(chain, dim=1)
         if self._own:
-            drafted_RK = self._draft_with_own(features_RKD)
-        else:
-            parts = []
-            for part_RD in features_RKD.flatten(0, 1).split(self._most_rows):
-                logits_RV = self._compute_logits(part_RD)
-                assert logits_RV is not None, "vLLM gathers logits in every process that samples"
-                if self._draft_tokens_V is not None:
-                    logits_RV = logits_RV[:, self._draft_tokens_V]
-                parts.append(logits_RV.argmax(dim=-1))
-            drafted_RK = torch.cat(parts).view(features_RKD.shape[:2])
-        return drafted_RK if self._draft_tokens_V is None else self._draft_tokens_V[drafted_RK]
+            heads = enumerate(features_RKD.unbind(dim=1))
+            best = [self._best(self._logits(i, features_RD)) for i, features_RD in heads]
+            values_RK, tokens_RK = (torch.stack(part, dim=1) for part in zip(*best, strict=True))
+            return self._token_ids(self._agreed(values_RK, tokens_RK))
+        parts = features_RKD.flatten(0, 1).split(self._most_rows)
+        drafted_N = torch.cat([self._logits(0, part_RD).argmax(dim=-1) for part_RD in parts])
+        return self._token_ids(drafted_N.view(features_RKD.shape[:2]))
 
-    def _draft_with_own(self, features_RKD: Tensor) -> Tensor:
-        best, values = [], []
-        for i, own in enumerate(self._own):
-            logits_RV = nn.functional.linear(features_RKD[:, i], **own)
-            value_R, token_R = logits_RV.max(dim=-1)
-            values.append(value_R)
-            best.append(token_R + self._first_row)
+    def _logits(self, head: int, features_RD: Tensor) -> Tensor:
+        """Over this process's rows of an own matrix, or over all that the heads can draft."""
+        if self._own:
+            return nn.functional.linear(features_RD, **self._own[head])
+        logits_RV = self._compute_logits(features_RD)
+        assert logits_RV is not None, "vLLM gathers logits in every process that samples"
+        return logits_RV if self._draft_tokens_V is None else logits_RV[:, self._draft_tokens_V]
+
+    def _best(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        value_R, token_R = logits_RV.max(dim=-1)
+        return value_R, token_R + self._first_row if self._own else token_R
+
+    def _agreed(self, values: Tensor, tokens: Tensor) -> Tensor:
+        """The tokens with the largest values of all processes."""
+        if not self._own:
+            return tokens
         # One gather of small floats, which hold any token id exactly; of equal values the first
         # process's wins, as the first of equal logits does.
-        pairs_2RK = torch.stack([torch.stack(values, 1).float(), torch.stack(best, 1).float()])
-        pairs_W2RK = _gather(pairs_2RK).view(-1, *pairs_2RK.shape)
-        process_1RK = pairs_W2RK[:, 0].argmax(dim=0, keepdim=True)
-        return pairs_W2RK[:, 1].gather(0, process_1RK)[0].long()
+        pairs = torch.stack([values.float(), tokens.float()])
+        of_all = _gather(pairs).view(-1, *pairs.shape)
+        process = of_all[:, 0].argmax(dim=0, keepdim=True)
+        return of_all[:, 1].gather(0, process)[0].long()
+
+    def _token_ids(self, drafted: Tensor) -> Tensor:
+        return drafted if self._draft_tokens_V is None else self._draft_tokens_V[drafted]
+
+
+def _check_bare_logits(model: Any) -> None:
+    """Raises ValueError where a target does more with its vocabulary matrix's product than heads
+    have learnt to correct."""
+    processor = getattr(model, "logits_processor", None)
+    scale, cap = (getattr(processor, name, None) for name in ("scale", "soft_cap"))
+    if scale not in (None, 1, 1.0) or cap is not None:
+        raise ValueError(
+            f"this target scales its logits by {scale} and caps them at {cap}, which corrected "
+            "heads have not learnt: train heads with vocab_matrix 'own', or without "
+            "correction_rank"
+        )
 
 
 def _folder(vllm_config: VllmConfig) -> str:

@@ -245,8 +245,6 @@ def _engines(
         why = f"their kind is `{config.kind}`, whose heads also see the tokens drafted before"
     elif config.prefix_attention:
         why = "a layer of theirs attends over the text so far"
-    elif config.correction_rank is not None:
-        why = "the token before corrects what they say"
     elif sidecar.get("adapter"):
         why = "they belong to the target with its adapter, which would have to be merged first"
     if why:
@@ -264,6 +262,8 @@ vllm serve {base_model} --speculative-config '{{"method": "custom_class", \
     ]
     if config.draft_vocab_size is not None:
         return [*plugin, "TGI cannot hold them: they draft from a part of the vocabulary."]
+    if config.correction_rank is not None:
+        return [*plugin, "TGI cannot hold them: the token before corrects what they say."]
     own = config.vocab_matrix == "own"
     as_it_is = own or with_matrix
     export = "" if as_it_is else f"medusa-heads export {repo_id} heads-vllm --to vllm\n"

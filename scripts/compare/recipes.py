@@ -72,6 +72,12 @@ RECIPES = {
     "prefix": Recipe(
         "plain + prefix attention", {"prefix_attention": True}, False, learning_rate=3e-3
     ),
+    "prefix-distilled": Recipe(
+        "self-distilled, 5 heads, prefix attention",
+        {"num_heads": 5, "prefix_attention": True},
+        True,
+        learning_rate=3e-3,
+    ),
     "corrected": Recipe("self-distilled, 5 corrected heads", CORRECTED, True, learning_rate=3e-3),
     "prefix-corrected": Recipe(
         "self-distilled, 5 corrected heads, prefix attention",

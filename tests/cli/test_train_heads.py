@@ -238,7 +238,7 @@ def test_a_recipe_stands_for_flags_that_exist(recipe: str) -> None:
     needed = ["--model_name_or_path", "x", "--dataset", "stdlib"]
     read = parse_arguments(ARGUMENTS, argv + needed, presets={"recipe": RECIPES}, **told)
     (config,) = (each for each in read if isinstance(each, HeadsConfig))
-    assert config == HeadsConfig(**RECIPES[recipe] | {"num_heads": 7})
+    assert config == HeadsConfig(**{**RECIPES[recipe], "num_heads": 7})
 
 
 def test_a_vocabulary_matrix_for_heads_that_take_none_is_refused_at_once(refused: Refused) -> None:

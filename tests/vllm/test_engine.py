@@ -40,6 +40,8 @@ def test_counters_tell_good_heads_from_bad_ones(simulated: Simulated, kind: str)
         ("custom_class", "own"),
         ("custom_class", "reduced-shared"),
         ("custom_class", "reduced-own"),
+        ("custom_class", "corrected"),
+        ("custom_class", "corrected-own"),
     ],
 )
 def test_text_and_counters_are_as_simulated(
