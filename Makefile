@@ -27,13 +27,22 @@ TESTS := -m pytest --numprocesses $(WORKERS) --dist worksteal
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-slow test-lowest mutants test-vllm test-vllm-033 lint format clean
+.PHONY: help demo hybrid docs test test-all test-slow test-lowest mutants test-vllm test-vllm-033 lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train heads for the embedded model and measure them (5 to 8 minutes on 2 cores)
 	$(BIN)/python -m scripts.demo
+
+HYBRID := runs/hybrid
+
+hybrid: $(HYBRID)/target/model.safetensors ## train a hybrid target for an hour, heads for it, and measure them
+	$(BIN)/train-heads --config configs/demo.yaml --model_name_or_path $(HYBRID)/target --output_dir $(HYBRID)/heads
+	$(BIN)/medusa-heads benchmark $(HYBRID)/heads --methods plain plain-compiled heads:chain heads:auto --num_prompts 8 --report $(HYBRID)/report
+
+$(HYBRID)/target/model.safetensors: | $(STAMP)
+	$(BIN)/python -m scripts.demo.pretrain_target --output_dir $(HYBRID) --model_type qwen3_5_text --minutes 55 --resume
 
 # Material for MkDocs advertises its successor at every start; the version is pinned.
 docs: export NO_MKDOCS_2_WARNING := true

@@ -2,14 +2,16 @@
 
     python -m scripts.demo.pretrain_target --output_dir runs/demo-target --minutes 55
     python -m scripts.demo.pretrain_target --output_dir runs/demo-target --resume
+    python -m scripts.demo.pretrain_target --output_dir runs/hybrid --model_type qwen3_5_text
     train-heads --config configs/demo.yaml --model_name_or_path runs/demo-target/target
 
-A byte-level BPE tokenizer and a small Llama are trained from scratch on the running interpreter's
-standard library, less the packages held out for evaluation, and on some installed packages. The
-output directory fills with `tokenizer/`, `blocks/`, the Trainer's checkpoints and, at the end,
-`target/`: configuration, bf16 safetensors and tokenizer. Every step is seeded: the same sources,
-versions, arguments (with `--bf16`, which otherwise this machine decides) and number of threads give
-the same weights. All fields of transformers' TrainingArguments are flags here too.
+A byte-level BPE tokenizer and a small Llama, or a hybrid of equal size, are trained from scratch on
+the running interpreter's standard library, less the packages held out for evaluation, and on some
+installed packages. The output directory fills with `tokenizer/`, `blocks/`, the Trainer's
+checkpoints and, at the end, `target/`: configuration, bf16 safetensors and tokenizer. Every step is
+seeded: the same sources, versions, arguments (with `--bf16`, which otherwise this machine decides)
+and number of threads give the same weights. All fields of transformers' TrainingArguments are flags
+here too.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import sysconfig
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset, DatasetDict
@@ -30,8 +32,10 @@ from transformers import (
     AutoModelForCausalLM,
     HfArgumentParser,
     LlamaConfig,
-    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
     Trainer,
     TrainingArguments,
     default_data_collator,
@@ -57,6 +61,10 @@ class TargetArguments:
         metadata={"help": "Installed packages to train on besides the standard library."},
     )
     max_files: int | None = field(default=None, metadata={"help": "Train on that many files only."})
+    model_type: Literal["llama", "qwen3_5_text"] = field(
+        default="llama",
+        metadata={"help": "qwen3_5_text: two gated delta layers to a layer of attention."},
+    )
     vocab_size: int = field(default=4096, metadata={"help": "Tokens in the vocabulary."})
     hidden_size: int = field(default=384, metadata={"help": "Width; heads are 64 wide each."})
     num_layers: int = field(default=6, metadata={"help": "Transformer layers."})
@@ -133,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     tokenizer, blocks = prepare(arguments, folder, training.resume, training.seed)
     set_seed(training.seed)
-    model = LlamaForCausalLM(target_config(arguments, tokenizer))
+    model = AutoModelForCausalLM.from_config(target_config(arguments, tokenizer))
     if checkpoint is not None:
         state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
         training.max_steps = state["max_steps"]  # the learning rate goes on along the same curve
@@ -204,30 +212,47 @@ def held_out_blocks(
     return blocks.take(min(arguments.eval_sequences or blocks.num_rows, blocks.num_rows))
 
 
-def target_config(arguments: TargetArguments, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-    """A Llama with grouped-query attention, three query heads of 64 to a key-value head at 384."""
-    heads = arguments.hidden_size // 64
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=arguments.hidden_size,
-        intermediate_size=arguments.hidden_size * 8 // 3,
-        num_hidden_layers=arguments.num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+def target_config(
+    arguments: TargetArguments, tokenizer: PreTrainedTokenizerFast
+) -> PretrainedConfig:
+    """A Llama with grouped-query attention, three query heads of 64 to a key-value head at 384, or
+    a hybrid of as many parameters: what its layers have more for mixing, their MLPs have less."""
+    width, heads = arguments.hidden_size, arguments.hidden_size // 64
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "num_hidden_layers": arguments.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if arguments.model_type == "llama":
+        return LlamaConfig(**common, intermediate_size=width * 8 // 3)
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    return Qwen3_5TextConfig(
+        **common,
+        intermediate_size=width * 2,
+        layer_types=[kinds[layer % 3] for layer in range(arguments.num_layers)],
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
     )
 
 
 def steps_within(
-    minutes: float, arguments: TargetArguments, training: PretrainArguments, config: LlamaConfig
+    minutes: float,
+    arguments: TargetArguments,
+    training: PretrainArguments,
+    config: PretrainedConfig,
 ) -> int:
     """How many training steps fit, from a few timed on a throw-away model."""
-    model = LlamaForCausalLM(config).to(training.device)  # type: ignore[arg-type]
+    model = AutoModelForCausalLM.from_config(config).to(training.device)
     shape = (training.per_device_train_batch_size, arguments.sequence_length)
     input_ids_BT = torch.randint(config.vocab_size, shape, device=training.device)
     for step in range(TIMED_STEPS + 1):
@@ -256,7 +281,7 @@ def print_held_out_loss(trainer: Trainer) -> None:
     print(f"Held-out loss: {trainer.evaluate()['eval_loss']:.4f} nats per token")
 
 
-def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the finished model in bf16 beside its place, then put it there in one move."""
     with staging(folder.parent) as beside:
         model.bfloat16().save_pretrained(beside / folder.name)

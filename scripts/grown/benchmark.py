@@ -1,4 +1,4 @@
-"""Benchmark a trained small Llama and its heads at a large model's cost, without writing the large
+"""Benchmark a trained small target and its heads at a large model's cost, without writing the large
 model anywhere.
 
 python -m scripts.grown.benchmark --shape 0.1b --report runs/grown
@@ -35,7 +35,7 @@ class Arguments:
 
     heads: str = field(
         default="assets/demo-heads",
-        metadata={"help": "heads checkpoint, which names the small Llama that it belongs to"},
+        metadata={"help": "heads checkpoint, which names the small target that it belongs to"},
     )
     shape: Literal["own", "0.1b", "1b", "7b"] = field(
         default="own", metadata={"help": "what they are grown to; own: measured as they are"}

@@ -39,16 +39,6 @@ class Noise:
         return block.repeat(-(-count // len(block)))[:count].view(size)
 
 
-def check_llama(config: Any, name: str) -> None:
-    """Raises ValueError where such a model cannot be grown."""
-    if config.model_type != "llama":
-        raise ValueError(
-            f"only Llama models can be grown, {name!r} is of type {config.model_type!r}"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{name!r} is quantised: grow the model it was made of")
-
-
 def grow_llama(
     small: LlamaForCausalLM,
     shape: Shape,
@@ -64,10 +54,9 @@ def grow_llama(
     The new model's configuration says what it was in `grown_from`.
 
     Raises:
-        ValueError: not a Llama, or not one that fits into that shape.
+        ValueError: it does not fit into that shape.
     """
     config: Any = small.config
-    check_llama(config, str(config._name_or_path))
     device = small.device if device is None else torch.device(device)
     with device:
         place = Placement(Shape.of(config), shape, config.rms_norm_eps)

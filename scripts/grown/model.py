@@ -1,4 +1,4 @@
-"""A small Llama and its heads grown in memory, compared with what they were."""
+"""A small target and its heads grown in memory, compared with what they were."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from medusa_heads.heads import DraftHeads
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.inference.models.named_target import named_target
 from scripts.grown.heads import grow_heads
-from scripts.grown.llama import check_llama, grow_llama
+from scripts.grown.hybrid import grow_hybrid
+from scripts.grown.llama import grow_llama
 from scripts.grown.rotated import rotate
 from scripts.grown.shape import SHAPES, Placement, Shape
+
+_GROW: dict[str, Any] = {"llama": grow_llama, "qwen3_5_text": grow_hybrid}
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,20 @@ def load_small(name: str, revision: str | None = None) -> TargetModel:
     """The target to grow, of a hub at a revision, without the bars and warnings of loading.
 
     Raises:
-        ValueError: nothing loadable stands there, or it is no Llama.
+        ValueError: nothing loadable stands there, or it is neither a Llama nor a Qwen3.5 hybrid.
     """
     logging.set_verbosity_error()
     disable_progress_bar()
     at: dict[str, Any] = {} if revision is None else {"revision": revision}
     small = TargetModel.from_pretrained(name, dtype=torch.float32, use=None, **at)
-    check_llama(small.model.config, name)
+    config: Any = small.model.config
+    if config.model_type not in _GROW:
+        raise ValueError(
+            f"only Llama models and Qwen3.5 hybrids can be grown, {name!r} is of type "
+            f"{config.model_type!r}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{name!r} is quantised: grow the model it was made of")
     return small
 
 
@@ -111,12 +121,15 @@ def grow(
             "heads cannot be rotated with their target, because their SiLU sees each channel "
             "alone: train heads for the rotated target"
         )
+    old: Any = small.model
+    kind = old.config.model_type
+    if rotation is not None and kind != "llama":
+        raise ValueError(f"only a Llama is given a random basis, the target is of type {kind!r}")
     loaded = None if heads is None else load_heads(find_checkpoint(heads), small)
-    llama: Any = small.model
-    model, place = grow_llama(llama, shape, dtype=dtype, device=device, seed=seed)
+    model, place = _GROW[kind](old, shape, dtype=dtype, device=device, seed=seed)
     if rotation is not None:
         rotate(model, place, rotation)
-    model.generation_config = llama.generation_config
+    model.generation_config = old.generation_config
     target = TargetModel(model)
     target.freeze()
     grown_heads = None

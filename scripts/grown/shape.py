@@ -1,4 +1,4 @@
-"""Where the parts of a small Llama lie within a larger one.
+"""Where the parts of a small model lie within a larger one.
 
 Shapes: D hidden, H attention heads, X their width, L layers, V vocabulary; of the small model, with
 a prime of the large one.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama, as its configuration names them."""
+    """Sizes of a model, as its configuration names them."""
 
     hidden_size: int
     intermediate_size: int
@@ -61,6 +61,7 @@ class Placement:
         small: the shape to grow.
         large: what it grows to.
         epsilon: of the small model's norms.
+        keeps_epsilon: of the norms, by writing what they read so much larger.
 
     Attributes:
         layers: of each layer its place; the others are the identity, spread evenly, so that a share
@@ -70,6 +71,7 @@ class Placement:
             other sizes need several copies of one.
         dims: of each dimension within a head its place, so that it turns with the same frequency.
         norm_scale: of the norms' weights, which see the same squares among more channels.
+        written_scale: of what is written, so that its mean of squares stays where epsilon does.
         query_scale: of the queries, whose products are divided by the root of their width.
         constant: what the last channel holds, 0.0 where the vocabulary does not grow.
         epsilon: of the large model's norms.
@@ -78,7 +80,9 @@ class Placement:
         ValueError: a part would shrink, or has no place.
     """
 
-    def __init__(self, small: Shape, large: Shape, epsilon: float) -> None:
+    def __init__(
+        self, small: Shape, large: Shape, epsilon: float, *, keeps_epsilon: bool = False
+    ) -> None:
         _check(small, large)
         self.small, self.large = small, large
         group = small.num_attention_heads // small.num_key_value_heads
@@ -108,6 +112,7 @@ class Placement:
         half = torch.arange(small.head_dim // 2) * every
         self.dims = torch.cat([half, half + large.head_dim // 2])  # rotary: halves face each other
         self.norm_scale = math.sqrt(small.hidden_size / large.hidden_size)
+        self.written_scale = 1 / self.norm_scale if keeps_epsilon else 1.0
         self.query_scale = math.sqrt(large.head_dim / small.head_dim)
         self.constant = _constant(small, large, epsilon)
         squares = epsilon * small.hidden_size - self.constant**2

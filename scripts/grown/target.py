@@ -1,5 +1,5 @@
-"""Grow a trained small Llama, and heads trained on it, to the size of a large one: the same text at
-a large model's cost.
+"""Grow a trained small Llama or Qwen3.5 hybrid, and heads trained on it, to the size of a large
+model: the same text at its cost.
 
 python -m scripts.grown.target assets/demo-target runs/0.1b --shape 0.1b --heads runs/demo/heads
 python -m scripts.grown.target assets/demo-target runs/grown --shape 1b --num_hidden_layers 12
@@ -35,10 +35,10 @@ from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 class Arguments:
     """What to grow, and to which size."""
 
-    target: str = field(metadata={"help": "hub id or folder of a Llama"})
+    target: str = field(metadata={"help": "hub id or folder of a Llama, or of a Qwen3.5 hybrid"})
     output: str = field(metadata={"help": "folder for target/ and heads/"})
     shape: Literal["0.1b", "1b", "7b"] | None = field(
-        default=None, metadata={"help": "sizes of a Llama; by default the target's own"}
+        default=None, metadata={"help": "sizes of a model; by default the target's own"}
     )
     hidden_size: int | None = field(default=None, metadata={"help": "instead of the shape's"})
     intermediate_size: int | None = field(default=None, metadata={"help": "instead of the shape's"})

@@ -1,13 +1,17 @@
 """Several documents in a row, which do not see each other.
 
 A packed row has `position_ids` that start at 0 with each document. By those, and by the absence of
-an attention mask, transformers keeps the documents apart; whether a target really does is measured
-here, never taken on trust. Shapes: B batch, T tokens, D hidden.
+an attention mask, transformers keeps the documents apart in attention. A recurrent state runs on
+into the next document; to begin it anew within a row takes kernels that few machines have. So where
+a target keeps one, it reads each document in a row of its own. Whether documents really do not see
+each other is measured here, never taken on trust.
+
+Shapes: B batch, T tokens, D hidden, S documents read together, L the tokens of their longest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -15,6 +19,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.tokenise import row_features
 
@@ -90,10 +95,44 @@ def _joined(rows: Mapping[str, Iterable[Sequence[int]]]) -> dict[str, list[int]]
     }
 
 
+def hidden_of(target: TargetModel, inputs: Mapping[str, Any], *, with_grad: bool = False) -> Tensor:
+    """hidden_BTD of a batch that `collate` made, packed or not."""
+    read = target.hidden_with_grad if with_grad else target.hidden
+    ids_BT, positions_BT = inputs["input_ids"], inputs.get("position_ids")
+    if positions_BT is not None and is_recurrent(target.config):
+        return _read_apart(read, ids_BT, positions_BT)
+    return read(ids_BT, inputs.get("attention_mask"), positions_BT)
+
+
+def _read_apart(read: Callable[..., Tensor], ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
+    """The documents in rows of their own, those of like lengths together."""
+    assert not positions_BT[:, 0].any(), "a row begins with a document"
+    ids, starts = ids_BT.flatten(), (positions_BT.flatten() == 0).nonzero().flatten()
+    lengths = starts.diff(append=starts.new_tensor([len(ids)]))
+    parts, places = [], []
+    for group in _of_like_lengths(lengths.tolist()):
+        steps_L = torch.arange(int(lengths[group[0]]), device=ids.device)
+        inside_SL = steps_L < lengths[group, None]
+        place_SL = starts[group, None] + steps_L * inside_SL
+        parts.append(read(ids[place_SL], inside_SL.long())[inside_SL])
+        places.append(place_SL[inside_SL])
+    return torch.cat(parts)[torch.cat(places).argsort()].view(*ids_BT.shape, -1)
+
+
+def _of_like_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Items in groups, the longest first, whose shortest is at least half as long."""
+    groups: list[list[int]] = []
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not groups or 2 * lengths[item] < lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(item)
+    return groups
+
+
 @torch.no_grad()
-def check_packing(target: TargetModel) -> None:
+def check_packing(target: TargetModel, read: Callable[..., Tensor] = hidden_of) -> None:
     """Compare hidden states of packed documents with those of each document alone; a ValueError
-    where the target lets packed documents see each other."""
+    where the target lets packed documents see each other, as it is read."""
     generator = torch.Generator().manual_seed(0)
     documents = [
         [torch.randint(0, target.vocab_size, (n,), generator=generator) for n in lengths]
@@ -102,7 +141,7 @@ def check_packing(target: TargetModel) -> None:
     input_ids_BT = torch.stack([torch.cat(row) for row in documents]).to(target.device)
     positions = [torch.cat([torch.arange(n) for n in lengths]) for lengths in _PROBE_LENGTHS]
     position_ids_BT = torch.stack(positions).to(target.device)
-    together_BTD = target.hidden(input_ids_BT, None, position_ids_BT)
+    together_BTD = read(target, {"input_ids": input_ids_BT, "position_ids": position_ids_BT})
     errors = [
         _relative_error(part_TD, target.hidden(ids[None].to(target.device))[0])
         for row_TD, row in zip(together_BTD, documents, strict=True)

@@ -16,6 +16,7 @@ from torch.utils.data import get_worker_info
 from transformers import TrainerCallback
 
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.hidden.cached_rows import collate_named
 from medusa_heads.training.hidden.store import CacheError, HiddenCache, all_finite
@@ -35,9 +36,7 @@ class HiddenStates:
 
     def of(self, inputs: Mapping[str, Any]) -> Tensor:
         """hidden_BTD of a batch that `collate` made, on the target's device."""
-        return self.target.hidden(
-            inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids")
-        )
+        return hidden_of(self.target, inputs)
 
     def flush(self) -> None:
         """Write down what is only in memory."""

@@ -28,7 +28,7 @@ from medusa_heads.training.arguments.draft import (
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.data.own_text import OwnText
-from medusa_heads.training.data.pack import check_packing
+from medusa_heads.training.data.pack import check_packing, hidden_of
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.loss.fused import Pairs
 from medusa_heads.training.loss.next_token import DraftLoss
@@ -101,7 +101,7 @@ def train_draft(
     model = begin_draft(run.target, **draft.beginning(), trust_remote_code=trust_remote_code)
     fit_rate(run.args, TargetModel(model).hidden_size)
     if run.data.is_packed:
-        check_packing(TargetModel(model))
+        check_packing(TargetModel(model), _at_once)
     run.begin(
         {
             "draft": asdict(draft),
@@ -249,13 +249,16 @@ class DraftTrainer(TaughtTrainer):
     def _supervised(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Pairs, Tensor]:
         """features_RD of the draft where the next token is generated text of the same document,
         these rows, and hidden_BTD of the target."""
-        positions_BT = inputs.get("position_ids")
-        rows = own_rows(inputs["labels"], positions_BT)
-        ids_BT, mask_BT = inputs["input_ids"], inputs.get("attention_mask")
-        read: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": mask_BT}
-        if positions_BT is not None:
-            read["position_ids"] = positions_BT
-        hidden_BTD = self.target.hidden(ids_BT, mask_BT, positions_BT)
+        rows = own_rows(inputs["labels"], inputs.get("position_ids"))
+        names = ("input_ids", "attention_mask", "position_ids")
+        read = {name: inputs[name] for name in names if name in inputs}
+        hidden_BTD = hidden_of(self.target, inputs)
         with self.draft.instead_of_logits() as features:
             model(**read, use_cache=False)  # the wrapped model, so that DDP sees the forward
         return features().flatten(0, 1).index_select(0, rows.positions_N), rows, hidden_BTD
+
+
+def _at_once(draft: TargetModel, inputs: Inputs) -> Tensor:
+    """hidden_BTD as the draft reads packed rows when it learns: in one forward, which all processes
+    join."""
+    return draft.hidden(inputs["input_ids"], None, inputs["position_ids"])

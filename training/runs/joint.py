@@ -26,6 +26,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import rate_groups
+from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.loss.fused import Pairs
 from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.next_token import own_losses
@@ -166,8 +167,7 @@ class JointObjective(nn.Module):
 
     def read_now(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """hidden_BTD of the target with its adapter; gradients flow through it."""
-        mask_BT, positions_BT = inputs.get("attention_mask"), inputs.get("position_ids")
-        return self._beside[0].hidden_with_grad(inputs["input_ids"], mask_BT, positions_BT)
+        return hidden_of(self._beside[0], inputs, with_grad=True)
 
     @torch.no_grad()
     def read_before(self, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.files import check_folder
+from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.target import TargetArguments
@@ -68,6 +69,12 @@ class Run:
         self.data = prepare_sets(
             self.target, dataset, eval_dataset, data_settings, tokenizer, num_heads, self.args
         )
+        if is_sharded(self.target) and is_recurrent(self.target.config) and self.data.is_packed:
+            raise ValueError(
+                "a target with a recurrent state reads packed documents in several forwards, and "
+                "processes that share one must all run it equally often: leave packing or "
+                "shard_target off"
+            )
         self.sets = self.data.rows, self.data.held_out
         self.hooks: dict[str, Any] = {"record": self.story, "callbacks": callbacks}
         set_seed(self.args.seed)

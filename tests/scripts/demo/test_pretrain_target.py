@@ -81,3 +81,19 @@ def test_refuses_to_train_over_a_started_training(recipe: ModuleType, trained: P
 def test_names_a_package_that_is_not_installed(recipe: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Package 'no_such_package' is not installed"):
         recipe.main(["--packages", "no_such_package", "--output_dir", str(tmp_path / "out")])
+
+
+def test_a_hybrid_has_recurrent_layers_and_as_many_parameters(
+    recipe: ModuleType, trained: Path, tmp_path: Path
+) -> None:
+    hybrid = ["--model_type", "qwen3_5_text", "--num_layers", "3"]
+    recipe.main([*TINY, *hybrid, "--output_dir", str(tmp_path)])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype="auto")
+    assert model.config.layer_types == ["linear_attention", "linear_attention", "full_attention"]
+    tokenizer = AutoTokenizer.from_pretrained(trained / "target")
+    sizes = []
+    for kind in ("llama", "qwen3_5_text"):
+        config = recipe.target_config(recipe.TargetArguments(model_type=kind), tokenizer)
+        with torch.device("meta"):
+            sizes.append(AutoModelForCausalLM.from_config(config).num_parameters())
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
