@@ -23,6 +23,7 @@ from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.cache import RowCache
+from medusa_heads.target.recurrent import refuse_states_alone
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 
@@ -249,6 +250,7 @@ def _own_cache(
         cache = given
         cache.announce(slots)
     elif given is not None:
+        refuse_states_alone(given)
         cache.take_over(given)
     model_kwargs[target.cache_argument] = cache
     return cache

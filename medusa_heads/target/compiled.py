@@ -22,6 +22,7 @@ from medusa_heads.target.attention import TreeMask, explicit_masks
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.numbers import TOLERANCE, is_half, relative_error
 from medusa_heads.target.recurrent import is_recurrent
+from medusa_heads.target.scans import has_scans
 from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.target.target import TargetModel
 
@@ -149,6 +150,11 @@ class CompiledTarget(TargetModel):
         return logits_BNV
 
     def _run(self, tokens_BN: Tensor, cache: StaticRowCache, mask: TreeMask) -> Tensor:
+        if has_scans(self.model) or self.cache_argument != "past_key_values":
+            raise UnsupportedArchitecture(
+                f"{self.config.model_type} is a Mamba, whose state is not carried through a graph",
+                "leave compile out",
+            )
         if self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         with cache.tree_slots(mask.first_slot, tokens_BN.shape[1], tokens_BN.device):

@@ -221,11 +221,7 @@ class RecurrentCache(RowCache):
         has_read = any(any(layer.has_previous_state.values()) for layer in states)
         if not has_read and not (any(map(_is_compressed, layers)) and cache.get_seq_length()):
             return
-        raise ValueError(
-            "the given cache holds recurrent states, which are taken on from this decoder's own "
-            "caches alone, if they have attention layers besides: pass the whole text without a "
-            "cache"
-        )
+        raise _other_states()
 
     @torch.inference_mode(False)
     def select_batch(self, rows: Sequence[int]) -> None:
@@ -236,6 +232,20 @@ class RecurrentCache(RowCache):
                 layer.select_batch(rows)
         self._held = []
         self.move_on()
+
+
+def refuse_states_alone(cache: Cache) -> None:
+    """Raises ValueError: a cache of states without attention layers, which say how much was
+    read."""
+    if isinstance(cache, RecurrentCache) and not cache.row_layers and cache.holds_something():
+        raise _other_states()
+
+
+def _other_states() -> ValueError:
+    return ValueError(
+        "the given cache holds recurrent states, which are taken on from this decoder's own "
+        "caches alone, if they have attention layers besides: pass the whole text without a cache"
+    )
 
 
 def _copy(to: list[Tensor], states: list[Tensor]) -> None:

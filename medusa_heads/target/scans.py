@@ -45,6 +45,11 @@ def scans_go_on(model: nn.Module, layers: Sequence[Any]) -> Iterator[None]:
         _STATES.reset(token)
 
 
+def has_scans(model: nn.Module) -> bool:
+    """Whether layers of this model scan as those of Mamba 1."""
+    return bool(_scanning(model))
+
+
 def _scanning(model: nn.Module) -> list[Any]:
     if model not in _mixers:
         found = [each for each in model.modules() if hasattr(each, "A_log")]

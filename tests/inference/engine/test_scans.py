@@ -52,6 +52,15 @@ def test_scans_elsewhere_are_left_alone() -> None:
         assert torch.equal(model(ids_1T).logits, before)
 
 
+@pytest.mark.parametrize("kind", ["jamba", "mamba2"])
+def test_compiled_they_are_refused_by_name(kind: str) -> None:
+    target = tiny_target(kind)
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    with pytest.raises(UnsupportedArchitecture, match=f"{kind} is a Mamba, whose state is not"):
+        model = MedusaModel(target, heads, tree="chain", compile=True, compile_backend="eager")
+        written(model, prompt())
+
+
 def test_states_alone_do_not_say_what_they_have_read() -> None:
     target = tiny_target("mamba")
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
