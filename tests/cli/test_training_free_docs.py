@@ -39,7 +39,9 @@ def test_the_page_is_true(
             exec(python, {})
     assert capsys.readouterr().out.strip()
     ran = set()
-    for line in "".join(blocks["bash"]).splitlines():
+    # Modules learn on a small target in test_train_modules.py.
+    small_enough = [block for block in blocks["bash"] if not block.startswith("train-heads")]
+    for line in "".join(small_enough).splitlines():
         program, verb, *arguments = shlex.split(line)
         monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
         assert program == "medusa-heads"

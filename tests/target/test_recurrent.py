@@ -17,7 +17,6 @@ from medusa_heads.target.recurrent import (
     time_steps_of_one_token,
 )
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.data.pack import check_packing
 from scripts.prove.tiny_models import builder
 from tests.conftest import TinyLlama
 from tests.inference.recurrent import KINDS
@@ -99,10 +98,3 @@ def test_rows_of_a_training_batch_do_not_see_their_padding(kind: str) -> None:
     for row, length in enumerate(lengths):
         alone_1TD = view.hidden(ids_BT[row : row + 1, :length])
         torch.testing.assert_close(together_BTD[row, :length], alone_1TD[0], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_documents_stay_apart_or_are_refused(kind: str) -> None:
-    """Whichever of them transformers does: no state goes from one to the next unnoticed."""
-    with pytest.raises(ValueError, match="packed documents would see each other"):
-        check_packing(target(kind))
