@@ -12,13 +12,13 @@ Recipe = Literal["fast", "balanced", "best"]
 
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "fast": {"kind": "medusa", "num_heads": 4},
-    "balanced": {"kind": "medusa", "num_heads": 5, "correction_rank": 128},
-    "best": {
+    "balanced": {
         "kind": "medusa",
         "num_heads": 5,
         "correction_rank": 128,
         "prefix_attention": True,
     },
+    "best": {"kind": "hydra", "num_heads": 5, "prefix_attention": True},
 }
 """Flags of `train-heads` that each stands for; docs/benchmarks/recipes.md has what they cost and
 bring."""
@@ -30,8 +30,9 @@ class RecipeArguments:
 
     recipe: Recipe | None = flag(
         None,
-        "A choice of heads: fast (small, what vLLM serves), balanced (corrected by the token "
-        "before), or best (the most tokens per step). Any other flag beats what it stands for.",
+        "A choice of heads: fast (small, what vLLM serves), balanced (one pass, a layer over the "
+        "text, corrected by the token before), or best (sequential, the most tokens per step). Any "
+        "other flag beats what it stands for.",
     )
 
     def __post_init__(self) -> None:
