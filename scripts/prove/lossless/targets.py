@@ -145,7 +145,7 @@ def random_target(kind: str, widths: Widths) -> ProofTarget:
 
 
 def _find_batches(target: ProofTarget, alike: Prompts) -> None:
-    """Whether it decodes batches of unlike rows, of equally long ones, or none; it notes why not."""
+    """Whether it takes batches of unlike rows, of equally long ones, or none; it notes why not."""
     for padding in ([0, 1], [0, 0]):
         try:
             check_batch(target.view, padding)
