@@ -24,6 +24,7 @@ from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.recurrent import refuse_states_alone
+from medusa_heads.target.scans import scans_go_on
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 
@@ -92,7 +93,8 @@ def decode(
             if drafter.reads_prompt:
                 reading = target.capture_prompt()
                 model_kwargs.pop("logits_to_keep", None)
-            with reading as prompt_hidden:
+            # A cache that was returned earlier holds states to go on from.
+            with reading as prompt_hidden, scans_go_on(target.model, cache.layers):
                 # transformers' own: chunked, or from a cache.
                 model: Any = target.model
                 prefilled = model._prefill(input_ids_BT, generation_config, model_kwargs)

@@ -70,3 +70,15 @@ def test_states_alone_do_not_say_what_they_have_read() -> None:
     rest = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
     with pytest.raises(ValueError, match="caches alone, if they have attention layers besides"):
         written(model, rest, cache_params=first.past_key_values)
+
+
+@pytest.mark.parametrize("kind", ["jamba", "zamba"])
+def test_a_text_goes_on_from_a_cache_that_was_returned(kind: str) -> None:
+    target, inputs = tiny_target(kind), prompt()
+    expected = written(target.model, inputs)
+    first, _ = planted(target, inputs, expected, return_dict_in_generate=True)
+    longer = torch.cat([first.sequences, prompt(length=9, seed=5)["input_ids"]], dim=1)
+    rest = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+    whole = written(target.model, rest)
+    got, _ = planted(target, rest, whole, past_key_values=first.past_key_values)
+    assert torch.equal(got, whole)
