@@ -20,13 +20,21 @@ from medusa_heads.checkpoint.stored_heads import (
     read_stored,
     read_vocab_matrix,
 )
+from medusa_heads.files import expanded
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.interop import ExportFormat, WrittenFormat
 from medusa_heads.interop.engines import ENGINES, Outgoing
 from medusa_heads.interop.source import open_source
-from medusa_heads.interop.target_files import TargetVocabulary, read_target, write_model
+from medusa_heads.interop.target_files import (
+    TargetVocabulary,
+    empty_model,
+    read_target,
+    write_model,
+)
 from medusa_heads.target.fingerprint import lm_head_sha256
 from medusa_heads.target.loading import refuse_code_of
+from medusa_heads.target.mtp import check_names
+from medusa_heads.target.target import TargetModel
 
 
 @dataclass(frozen=True)
@@ -106,19 +114,24 @@ def export_modules(
             "modules are written into a copy of their target, for transformers and the engines "
             "that run it with them: give --to transformers, and no other option of heads"
         )
-    folder, tensors = empty_folder(out), read_mtp_tensors(checkpoint)
-    named = read_mtp_sidecar(checkpoint)["target"]
+    modules = expanded(checkpoint)
+    folder, tensors = empty_folder(out), read_mtp_tensors(modules)
+    named = read_mtp_sidecar(modules)["target"]
+    name = target or named.get("name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{str(checkpoint)!r} does not name its target: give the target")
     if target is None and trust_remote_code:
         refuse_code_of(named)
     known = read_target(
-        target or named["name_or_path"],
+        name,
         revision=None if target else named.get("revision"),
         trust_remote_code=trust_remote_code,
     )
     check_same_target("modules", named, {key: known.target[key] for key in _COMPARED}, "give")
-    source = open_source(
-        str(known.target["name_or_path"]), revision=known.target["revision"], model=True
-    )
+    name = str(known.target["name_or_path"])
+    source = open_source(name, revision=known.target["revision"], model=True)
+    # They are written in place of what the target has under their names.
+    check_names(TargetModel(empty_model(name, source, trust_remote_code)), tensors)
     with staged(folder) as made:
         rest = [name for name in source.files if name not in tensors]
         write_model(made, source, rest, source.config, tensors)

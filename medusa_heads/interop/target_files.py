@@ -61,7 +61,7 @@ def read_target(
         )
     source = open_source(name_or_path, revision=revision, model=True)
     name = str(path) if path.is_dir() else source.name
-    model = _empty_model(name, source, trust_remote_code)
+    model = empty_model(name, source, trust_remote_code)
     lm_head = TargetModel(model).get_output_embeddings()
     weight, bias = (_stored_name(model, part, source) for part in (lm_head.weight, lm_head.bias))
     if weight is None or (bias is None and lm_head.bias is not None):
@@ -88,7 +88,7 @@ def read_target(
     return TargetVocabulary(target, weight_VD, bias_V)
 
 
-def _empty_model(name: str, source: Source, trust_remote_code: bool) -> Any:
+def empty_model(name: str, source: Source, trust_remote_code: bool) -> Any:
     """A model of its configuration that takes no memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,17 @@ def stored_tensors(
             f"under the names of {place!r}, which has nothing for {unknown[0]}"
         )
     return {names[name]: piece.detach().cpu().contiguous() for name, piece in pieces.items()}
+
+
+def check_names(target: TargetModel, names: Iterable[str]) -> None:
+    """Raises ValueError where a tensor of a checkpoint is none of the target's modules, by its
+    name; or as `load_mtp` does."""
+    pattern = _mtp_model().get_mtp_weights_regex(_as_checkpoint(target))
+    if foreign := [name for name in names if not pattern.search(name)]:
+        raise ValueError(
+            f"{foreign[0]} is no weight of multi-token-prediction modules of "
+            f"{target.config.model_type}: copy the modules anew"
+        )
 
 
 def _stored_names(place: str) -> list[str]:
