@@ -30,6 +30,7 @@ _DECISIVE = {
     "draft": "another draft model, or another way of teaching it",
     "mtp": "other modules, or other depths",
 }
+_LEARNING = ("heads", "draft", "mtp")  # of which a run has one
 # Of transformers' training arguments those that say what was learnt, and how. Not among them, nor
 # any that transformers may add: tokens and names at hubs and trackers, folders, addresses.
 _TOLD = {
@@ -129,7 +130,8 @@ def check_same_run(checkpoint: str | os.PathLike[str], record: Mapping[str, Any]
             f"{str(file)!r} is damaged ({error}): resume from another checkpoint"
         ) from error
     for name, what in _DECISIVE.items():
-        if name in before and name in now and before[name] != now[name]:
+        told = name in now or name in _LEARNING
+        if name in before and told and before[name] != now.get(name):
             raise ValueError(
                 f"{str(checkpoint)!r} was made with {what} ({name} differs from its {RUN_FILE}): "
                 "resume with the settings it was made with, or start anew"

@@ -17,6 +17,7 @@ from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.runs.heads import train_heads
+from medusa_heads.training.runs.record import check_same_run
 from medusa_heads.training.runs.resumable import (
     checkpoints,
     find_checkpoint,
@@ -155,6 +156,19 @@ def test_another_run_is_not_resumed(run: Callable[..., DraftHeads], make_rows: R
         run(config=HeadsConfig(num_heads=3), resume_from_checkpoint="last")
     with pytest.raises(ValueError, match="was made with another loss"):
         run(objective=LossConfig({"forward_kl": 1.0}), resume_from_checkpoint="last")
+
+
+def test_a_run_of_another_command_is_not_resumed(
+    run: Callable[..., DraftHeads], tmp_path: Path
+) -> None:
+    run()
+    checkpoint = tmp_path / "run" / "checkpoint-6"
+    with pytest.raises(ValueError, match="was made with heads of another shape"):
+        check_same_run(checkpoint, {"mtp": {"mtp": True}})
+    for name, what in (("mtp", "other modules"), ("draft", "another draft model")):
+        (checkpoint / "run.yaml").write_text(f"{name}: {{depth: 2}}")
+        with pytest.raises(ValueError, match=f"was made with {what}"):
+            run(resume_from_checkpoint="last")
 
 
 def test_a_story_that_cannot_be_read_is_named(
