@@ -97,7 +97,7 @@ class StaticRowCache(RowCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers; 0 before the first forward."""
+        """Bytes of all that it holds; 0 before the first forward."""
         return sum(buffer.nbytes for buffer in self._stacks.stacks)
 
     @contextmanager
@@ -131,6 +131,10 @@ class StaticRecurrentCache(RecurrentCache, StaticRowCache):
     """A RecurrentCache of so many slots for every row, and no more."""
 
     state_and_row_kind = StaticStateAndRowLayer
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(state.nbytes for state in (*self.states(), *self._held))
 
     def make_layer(self, layer: Any) -> Any:
         made = super().make_layer(layer)

@@ -135,3 +135,15 @@ def test_what_is_not_one_graph_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     model = TrainingFreeModel(tiny_target("lfm2"), "suffix", compile=True, compile_backend="eager")
     with pytest.raises(UnsupportedArchitecture, match="lfm2 cannot be compiled in one graph"):
         written(model, prompt())
+
+
+def test_states_weigh_like_rows() -> None:
+    """A text's states, and the copies of them, count among what caches may hold together."""
+    target, expected = tiny_target("lfm2"), written(tiny_target("lfm2").model, prompt(), **SHORT)
+    compiled = CompiledTarget(target.model, Counting())
+    planted(compiled, prompt(), expected, **SHORT)
+    (cache,) = (each for (batch, _), each in compiled._caches.items() if batch == 1)
+    assert isinstance(cache, StaticRecurrentCache) and cache.states()
+    states = sum(state.nbytes for state in cache.states())
+    rows = sum(buffer.nbytes for buffer in cache._stacks.stacks)
+    assert cache.nbytes == rows + 2 * states
