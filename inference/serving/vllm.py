@@ -82,10 +82,7 @@ class MedusaProposer:
         from vllm import distributed
 
         model: Any = target
-        lm_head = getattr(model, "lm_head", None)
-        if lm_head is None and hasattr(model, "get_language_model"):
-            lm_head = getattr(model.get_language_model(), "lm_head", None)
-        weight_VD = getattr(lm_head, "weight", None)
+        weight_VD = getattr(getattr(_language_model(model), "lm_head", None), "weight", None)
         if weight_VD is None or weight_VD.ndim != 2 or not weight_VD.is_floating_point():
             _log.warning("The target's lm_head cannot be read, so the heads' target is unproved.")
         elif self._stored.target["lm_head_sha256"] is not None:
@@ -117,7 +114,7 @@ class MedusaProposer:
         self._correction = None
         if config.correction_rank is not None:
             if not self._own:
-                _check_bare_logits(model)
+                check_bare_logits(model)
             rows = slice(self._first_row, end) if self._own else slice(None)
             with torch.device("meta"):
                 self._correction = Correction(1, 1, config.correction_rank)
@@ -193,10 +190,17 @@ class MedusaProposer:
         return drafted if self._draft_tokens_V is None else self._draft_tokens_V[drafted]
 
 
-def _check_bare_logits(model: Any) -> None:
+def _language_model(model: Any) -> Any:
+    """Of a multimodal target the part that makes logits."""
+    if getattr(model, "lm_head", None) is None and hasattr(model, "get_language_model"):
+        return model.get_language_model()
+    return model
+
+
+def check_bare_logits(model: Any) -> None:
     """Raises ValueError where a target does more with its vocabulary matrix's product than heads
     have learnt to correct."""
-    processor = getattr(model, "logits_processor", None)
+    processor = getattr(_language_model(model), "logits_processor", None)
     scale, cap = (getattr(processor, name, None) for name in ("scale", "soft_cap"))
     if scale not in (None, 1, 1.0) or cap is not None:
         raise ValueError(

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from medusa_heads.checkpoint.stored_heads import StoredHeads
 from medusa_heads.config import HeadsConfig
-from medusa_heads.inference.serving.vllm import check_target, last_rows
+from medusa_heads.inference.serving.vllm import check_bare_logits, check_target, last_rows
 
 
 def test_importing_the_plugin_needs_no_vllm() -> None:
@@ -50,3 +51,16 @@ def test_another_target_is_refused_with_both_figures(found: dict[str, Any]) -> N
     (name, value) = next(iter(found.items()))
     with pytest.raises(ValueError, match=f"another target.*org/model.*{name}.*{value}"):
         check_target(stored(lm_head_sha256="ab"), found)
+
+
+def test_a_correction_is_refused_where_logits_are_scaled_or_capped() -> None:
+    """Also in the language model of a multimodal target."""
+    for scale, cap in ((0.5, None), (1.0, 30.0), (1.0, None)):
+        processor = SimpleNamespace(scale=scale, soft_cap=cap)
+        text = SimpleNamespace(lm_head=object(), logits_processor=processor)
+        for target in (text, SimpleNamespace(get_language_model=lambda text=text: text)):
+            if (scale, cap) == (1.0, None):
+                check_bare_logits(target)
+                continue
+            with pytest.raises(ValueError, match="which corrected heads have not learnt"):
+                check_bare_logits(target)
