@@ -64,7 +64,8 @@ class Conversation:
                 return_dict_in_generate=True,
                 **options,
             )
-            if isinstance(cache := output.past_key_values, RowCache):
+            # States alone do not say how much they have read, and are taken on by nobody.
+            if isinstance(cache := output.past_key_values, RowCache) and cache.row_layers:
                 self._cache = cache
                 self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
         except KeyboardInterrupt:

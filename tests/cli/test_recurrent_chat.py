@@ -14,11 +14,19 @@ from tests.inference.speaking import FORGETFUL, TEMPLATE, make_tokenizer
 
 
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
-@pytest.mark.parametrize(("template", "keeps"), [(TEMPLATE, True), (FORGETFUL, False)])
+@pytest.mark.parametrize(
+    ("kind", "template", "keeps"),
+    [
+        ("lfm2", TEMPLATE, True),
+        ("lfm2", FORGETFUL, False),
+        ("jamba", TEMPLATE, True),
+        ("mamba", TEMPLATE, False),  # without attention nothing says how much was read
+    ],
+)
 def test_a_state_serves_the_next_turn_where_that_goes_on_from_it(
-    template: str, keeps: bool
+    kind: str, template: str, keeps: bool
 ) -> None:
-    target, tokenizer = tiny_target("lfm2"), make_tokenizer(template)
+    target, tokenizer = tiny_target(kind), make_tokenizer(template)
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
     options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
     options["bad_words_ids"] = [[token] for token in range(90, target.vocab_size)]
