@@ -9,6 +9,7 @@ Shapes: B batch, N tree nodes, C capacity in slots, H key-value heads, X head di
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -185,7 +186,8 @@ class CompiledTarget(TargetModel):
             )
         if self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        with cache.tree_slots(mask.first_slot, tokens_BN.shape[1], tokens_BN.device):
+        slots = cache.tree_slots(mask.first_slot, tokens_BN.shape[1], tokens_BN.device)
+        with slots, _nothing_collected():
             # Batch sizes, capacities and tree sizes are graphs of their own, and all wanted.
             many = torch._dynamo.config.patch(recompile_limit=256)
             try:
@@ -203,3 +205,16 @@ class CompiledTarget(TargetModel):
                     "leave compile out",
                 ) from error
         return logits_BNV
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Within the block no garbage is collected: another target of this model would take its hooks
+    along in the middle of what is traced, to which they belong."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

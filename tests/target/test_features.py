@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -69,7 +70,8 @@ def test_views_of_one_model_do_not_disturb_each_other(model: Any) -> None:
 def test_gradients_flow_through_them(model: Any, checkpointing: bool) -> None:
     model.requires_grad_(True)
     if checkpointing:
-        model.activation_checkpointing_enable()
+        newer = getattr(model, "activation_checkpointing_enable", None)
+        (newer or model.gradient_checkpointing_enable)()
         model.train()
     weight = model.model.layers[0].mlp.down_proj.weight
     target = TargetModel(model).with_features([1])
@@ -111,6 +113,25 @@ def test_compiled_views_of_one_model(model: Any, used_before: bool) -> None:
                 read_1TX = last_hidden()
             expected_1TX = expected(model, view.features, IDS_BT[:1])[:, 6:]
             torch.testing.assert_close(read_1TX, expected_1TX)
+
+
+@torch.no_grad()
+def test_a_target_that_goes_while_another_is_compiled(model: Any) -> None:
+    others: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        others.clear()
+        if gc.isenabled():
+            gc.collect()
+        return graph.forward
+
+    target = CompiledTarget(model, backend, (2,))
+    others.append(CompiledTarget(model, "eager", (2,)))
+    others[0].itself = others[0]  # so that only a collection finds it
+    with target.capture_hidden() as last_hidden:
+        verify(target)
+        torch.testing.assert_close(last_hidden(), expected(model, (2,), IDS_BT[:1])[:, 6:])
+    assert gc.isenabled()
 
 
 def test_layers_that_are_not_there_are_refused(model: Any) -> None:
