@@ -139,7 +139,9 @@ def test_layers_that_are_not_there_are_refused(model: Any) -> None:
         with pytest.raises(ValueError, match="asks for layer 4, and LlamaForCausalLM has the lay"):
             make(model).with_features([1, 4])
     model.model.more = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
-    with pytest.raises(UnsupportedArchitecture, match="2 lists of 4 modules .* leave features out"):
+    with pytest.raises(
+        UnsupportedArchitecture, match=r"2 lists of 4 modules .* leave features out"
+    ):
         TargetModel(model).with_features([1])
     model.config.num_hidden_layers = 5
     with pytest.raises(UnsupportedArchitecture, match="has no lists of 5 modules"):
