@@ -17,7 +17,7 @@ from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE
 from tests.inference.planted import PlantedDrafter
 
-TOLERANCE = {"atol": 1e-5, "rtol": 1e-5} if DEVICE == "cpu" else {"atol": 2e-4, "rtol": 1e-3}
+TOLERANCE: Any = {"atol": 1e-5, "rtol": 1e-5} if DEVICE == "cpu" else {"atol": 2e-4, "rtol": 1e-3}
 
 
 def random_heads(model: Any, **config: Any) -> DraftHeads:

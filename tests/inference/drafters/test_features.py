@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads import MedusaModel, TargetModel, TrainingFreeModel
+from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.target.compiled import CompiledTarget
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.planted import BUSHY
@@ -119,19 +120,21 @@ def test_features_of_another_place_are_noticed(
 @pytest.mark.parametrize("compile", [False, True])
 def test_several_heads_on_one_target(tiny_llama: TinyLlama, compile: bool) -> None:
     """Each reads its own features, in turns, and so do drafters that read none."""
-    target, read = tiny_llama(num_hidden_layers=3).to(DEVICE), ragged((0,))
+    target = tiny_llama(num_hidden_layers=3).to(DEVICE)
+    read: Any = ragged((0,))
     expected_BT = target.generate(**read, **OPTIONS)
     options: dict[str, Any] = {"compile": compile, "compile_backend": "eager"}
     first = MedusaModel(target, random_heads(target, features=[0]), tree=6, **options)
     second = MedusaModel(first.target, random_heads(target, features=[1, 2]), tree=6)
     plain = MedusaModel(second.target, random_heads(target), tree=6)
     free = TrainingFreeModel(first.target, "suffix")
-    views = [each.target for each in (first, second, plain, free)]
+    models: list[AssistedModel] = [first, second, plain, free]
+    views = [each.target for each in models]
     assert [view.features for view in views] == [(0,), (1, 2), (), ()]
     assert len({type(view) for view in views}) == 1  # a compiled one stays so
-    for _ in range(2):
-        for each in (first, second, plain, free):
-            assert torch.equal(each.generate(**read, **OPTIONS), expected_BT)
+    for each in 2 * models:
+        got_BT: Any = each.generate(**read, **OPTIONS)
+        assert torch.equal(got_BT, expected_BT)
 
 
 def test_features_that_a_target_does_not_have_are_refused(tiny_llama: TinyLlama) -> None:
