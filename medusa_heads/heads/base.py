@@ -1,8 +1,7 @@
 """What all kinds of heads have in common: their target's vocabulary, whole or reduced.
 
 Shapes: R rows (any leading dimensions), B batch, T tokens, F paths, J tokens of a path, K heads, D
-hidden, X columns of hidden states with features (D without), V vocabulary (of the heads, which may
-be smaller than the target's).
+hidden, X columns with features (D without), V vocabulary (of the heads, may be the smaller one).
 """
 
 from __future__ import annotations
@@ -91,9 +90,7 @@ class DraftHeads(nn.Module, ABC):
                 blocks.append(nn.Linear(config.hidden_size, config.num_candidates, bias=False))
             # Named "0", "1", ... as in FasterDecoding's checkpoints.
             self.add_module(str(i), nn.Sequential(*blocks))
-        self.fusion = None
-        if config.features is not None:
-            self.fusion = Fusion(config.hidden_size, len(config.features))
+        self.fusion = Fusion(config.hidden_size, len(config.features)) if config.features else None
         self.prefix = PrefixLayer(config.hidden_size) if config.prefix_attention else None
         self.correction = None
         if config.correction_rank is not None:
@@ -191,18 +188,16 @@ class DraftHeads(nn.Module, ABC):
         return F.embedding(tokens, self._embeddings_VD) * self._embedding_scale
 
     def fuse(self, hidden_RX: Tensor) -> Tensor:
-        """What stands for the hidden states alone, once the features beside them are fused into
-        them: (..., X) -> (..., D). Everything else that heads do begins with it."""
+        """Hidden states, and features fused into them: (..., X) -> (..., D). All begins with it."""
         return hidden_RX if self.fusion is None else self.fusion(hidden_RX)
 
     def encode(
         self, hidden_BTX: Tensor, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None
     ) -> Tensor:
-        """What stands for the hidden states of whole texts before heads see them, [B, T, D]: fused
-        with features, and with a prefix layer what that makes of h_t and the embedding of token
-        t + 1. Behind the last token
-        stands none; what is made of that position is of no use. Texts are padded on the right;
-        where several documents are packed in a row, positions count each from 0."""
+        """What stands for the hidden states of whole texts before heads see them, [B, T, D]: fused,
+        and with a prefix layer what that makes of h_t and the embedding of token t + 1. What is
+        made of the last position, with no token behind it, is of no use. Texts are padded on the
+        right; of several documents packed in a row, positions count each from 0."""
         hidden_BTD = self.fuse(hidden_BTX)
         if self.prefix is None:
             return hidden_BTD
