@@ -47,6 +47,7 @@ def trained(target: TargetModel, **config: object) -> DraftHeads:
         {"kind": "hydra", "draft_vocab_size": 20},
         {"kind": "hydra", "prefix_attention": True},
         {"correction_rank": 4, "draft_vocab_size": 20},
+        {"features": [1, 0]},
     ],
     ids=str,
 )
@@ -111,6 +112,7 @@ def test_a_matrix_that_no_engine_would_read_is_refused(target: TargetModel, tmp_
         {"draft_vocab_size": 20},
         {"prefix_attention": True},
         {"correction_rank": 4},
+        {"features": [0]},
     ],
     ids=str,
 )

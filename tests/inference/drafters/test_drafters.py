@@ -34,6 +34,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "correction_rank": 8,
         "draft_vocab_size": 50,
     },
+    "medusa, features": {"features": [1, 0]},
+    "hydra, prefix, features": {"kind": "hydra", "prefix_attention": True, "features": [0]},
 }
 SEQUENTIAL: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra"},
