@@ -85,7 +85,7 @@ def _summary(config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool)
         else f"all {config.vocab_size} tokens"
     )
     matrix = "the target's own" if config.vocab_matrix == "shared" else "one for each head"
-    prefix = ", with a layer that attends over the text so far" if config.prefix_attention else ""
+    prefix = ", with a layer that attends over the text so far" if config.reads_text else ""
     rank = config.correction_rank
     correction = f", corrected by the token before with rank {rank}" if rank else ""
     lines = [
@@ -241,9 +241,9 @@ def _engines(
     repo_id: str, config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool
 ) -> list[str]:
     why = None
-    if config.kind != "medusa":
+    if config.kind == "hydra":
         why = f"their kind is `{config.kind}`, whose heads also see the tokens drafted before"
-    elif config.prefix_attention:
+    elif config.reads_text:
         why = "a layer of theirs attends over the text so far"
     elif sidecar.get("adapter"):
         why = "they belong to the target with its adapter, which would have to be merged first"
