@@ -64,7 +64,7 @@ class HeadsConfig:
         default="medusa",
         metadata=as_flag(
             "Independent heads (medusa), heads that also see the drafts before them (hydra), or "
-            "heads that attend over the text so far together (block). vLLM serves medusa heads only."
+            "a block that attends over the text so far (block). vLLM serves medusa heads only."
         ),
     )
     num_heads: int = field(

@@ -1,9 +1,9 @@
 """Layers of the heads' own over the text so far: attention, then a gated MLP.
 
-Sources: the prefix attention of Hydra++ (Ankner et al. 2024, arXiv:2402.05109, section 4.2). Here it
+Sources: the prefix attention of Hydra++ (Ankner et al. 2024, arXiv:2402.05109, section 4.2). It
 also reads the embedding of the token that follows each position, as EAGLE does (Li et al. 2024,
 arXiv:2401.15077): when heads draft from h_t, token t + 1 is already known. A block of queries over
-keys and values of the target's own states is that of DFlash (arXiv:2602.06036).
+keys and values that are projected from the target's states is DFlash's (arXiv:2602.06036).
 
 Shapes: B batch, T tokens, P positions that are read from, S positions held, L layers, A attention
 heads, E their width, D hidden, Q queries of a position, O = Q * D.
@@ -127,7 +127,9 @@ class PrefixLayer(AttentionLayer):
             slots_S = torch.arange(chunk.stop, device=device)
             seen_BPS = slots_S <= slots_S[chunk, None]
             if document_BT is not None:
-                seen_BPS = seen_BPS & (document_BT[:, chunk, None] == document_BT[:, None, : chunk.stop])
+                seen_BPS = seen_BPS & (
+                    document_BT[:, chunk, None] == document_BT[:, None, : chunk.stop]
+                )
             return seen_BPS.expand(len(x_BTD), -1, -1)
 
         if self.queries is None:
@@ -143,7 +145,13 @@ class PrefixLayer(AttentionLayer):
         count = max(AT_ONCE // (of_position * len(self.layers)), 1)
         chunks = [slice(start, min(start + count, end)) for start in range(0, end, count)]
         parts = [
-            (x_BTD[:, chunk], position_ids_BT[:, chunk], end, held_LBASE[..., : chunk.stop, :], visible(chunk))
+            (
+                x_BTD[:, chunk],
+                position_ids_BT[:, chunk],
+                end,
+                held_LBASE[..., : chunk.stop, :],
+                visible(chunk),
+            )
             for chunk in chunks
         ]
         if len(parts) == 1:
@@ -183,16 +191,22 @@ class PrefixLayer(AttentionLayer):
 
 
 def _of_text_and_block(
-    query: Tensor, keys: Tensor, values: Tensor, text_keys: Tensor, text_values: Tensor,
-    queries: int, visible_BPS: Tensor | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    text_keys: Tensor,
+    text_values: Tensor,
+    queries: int,
+    visible_BPS: Tensor | None,
 ) -> Tensor:
     """What blocks mix [B, A, P * Q, E]: each query sees what its position may see of the text's S
     keys and values, and those of its own block."""
+    query = query * query.shape[-1] ** -0.5
     scores_BAPQS = (query @ text_keys.mT).unflatten(2, (-1, queries))
     if visible_BPS is not None:
         scores_BAPQS = scores_BAPQS.masked_fill(~visible_BPS[:, None, :, None], -torch.inf)
     query, keys, values = (x.unflatten(2, (-1, queries)) for x in (query, keys, values))
-    scores = torch.cat([scores_BAPQS, query @ keys.mT], dim=-1) * query.shape[-1] ** -0.5
+    scores = torch.cat([scores_BAPQS, query @ keys.mT], dim=-1)
     shares = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
     of_text, of_block = shares.split([text_keys.shape[2], queries], dim=-1)
     return of_text.flatten(2, 3) @ text_values + (of_block @ values).flatten(2, 3)

@@ -83,7 +83,9 @@ class _Grown:
             return old
         module, _, kind = name.rpartition(".")
         if module.startswith("prefix."):
-            return self._prefix(module.removeprefix("prefix."), old)
+            return self._prefix(module.rpartition(".")[2], old)
+        if name == "prefix.queries":
+            return self._block(old, shape, quiet=True)
         if kind == "bias":
             return self._block(old[:, None], (shape[0], 1), quiet=True)[:, 0]
         if module.endswith("linear"):

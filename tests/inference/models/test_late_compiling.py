@@ -63,7 +63,7 @@ def heads_for(model: Any, **settings: Any) -> MedusaHeads:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("drafter", ["auto", "suffix", "lookahead", "static:7", "prefix"])
+@pytest.mark.parametrize("drafter", ["auto", "suffix", "lookahead", "static:7", "prefix", "block"])
 def test_a_text_goes_on_compiled(
     tiny_llama: TinyLlama, steps_by_view: dict[str, int], drafter: str, rows: int
 ) -> None:
@@ -72,8 +72,9 @@ def test_a_text_goes_on_compiled(
     options = {"max_new_tokens": 60, "do_sample": rows == 1, "temperature": 0.5}
     torch.manual_seed(3)
     expected_BT = model.generate(**given, **options)
-    if drafter in ("static:7", "prefix"):
-        heads = heads_for(model, prefix_attention=drafter == "prefix")
+    if drafter in ("static:7", "prefix", "block"):
+        kind = "block" if drafter == "block" else "medusa"
+        heads = heads_for(model, kind=kind, prefix_attention=drafter == "prefix")
         drafted: Any = MedusaModel(model, heads, tree="static:7", **LATE)
     else:
         drafted = TrainingFreeModel(model, drafter, **LATE)

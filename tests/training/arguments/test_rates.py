@@ -110,7 +110,7 @@ def test_only_a_default_rate_of_a_built_draft_model_is_fitted(tmp_path: Path) ->
         assert args.learning_rate == pytest.approx(fitted)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "block"])
 @pytest.mark.parametrize("draft_vocab_size", [None, 20])
 def test_fresh_heads_are_what_heads_begin_as(
     target: TargetModel, kind: Any, draft_vocab_size: int | None
@@ -120,15 +120,17 @@ def test_fresh_heads_are_what_heads_begin_as(
         kind=kind,
         num_heads=2,
         vocab_matrix="own" if own else "shared",
-        prefix_attention=True,
+        prefix_attention=kind != "block",
         correction_rank=4,
         draft_vocab_size=draft_vocab_size,
     )
     tokens = None if draft_vocab_size is None else torch.arange(1, 41, 2)
     heads = new_heads(target, config, tokens)
     fresh = FreshHeads.like(heads, target)
-    hidden_RD, tokens_RK = torch.randn(5, 16), torch.randint(0, 61, (5, 2))
-    torch.testing.assert_close(fresh(hidden_RD, tokens_RK), heads(hidden_RD, tokens_RK))
+    hidden_BTD, ids_BT = torch.randn(1, 5, 16), torch.randint(0, 61, (1, 5))
+    tokens_BTK = torch.randint(0, 61, (1, 5, 2))
+    read = heads.encode(hidden_BTD, ids_BT)
+    torch.testing.assert_close(fresh(hidden_BTD, tokens_BTK), heads(read, tokens_BTK))
     assert not list(fresh.parameters())
 
 
