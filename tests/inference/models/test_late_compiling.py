@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads import HeadsConfig, MedusaModel
 from medusa_heads.errors import MedusaWarning
+from medusa_heads.heads import KINDS, DraftHeads
 from medusa_heads.inference.models import late_compiling
 from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.late_compiling import LateCompiling
@@ -52,14 +53,11 @@ def steps_by_view(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-def heads_for(model: Any, **settings: Any) -> MedusaHeads:
-    config = model.config
+def heads_for(model: Any, **settings: Any) -> DraftHeads:
     torch.manual_seed(1)
-    return MedusaHeads(
-        HeadsConfig(
-            hidden_size=config.hidden_size, vocab_size=config.vocab_size, num_heads=3, **settings
-        )
-    )
+    sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
+    config = HeadsConfig(num_heads=3, **sizes, **settings)
+    return KINDS[config.kind](config)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
