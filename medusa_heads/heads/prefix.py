@@ -11,6 +11,9 @@ heads, E their width, D hidden, Q queries of a position, O = Q * D.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +26,8 @@ QUERY, KEYS_AND_VALUES, ALL = slice(0, 1), slice(1, 3), slice(0, 3)
 
 AT_ONCE = 1 << 27
 """Numbers that blocks keep for the backward pass; of longer texts they are computed again."""
+
+_AGAIN: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 class AttentionLayer(nn.Module):
@@ -91,6 +96,8 @@ class PrefixLayer(AttentionLayer):
     `num_layers` of a block project keys and values from the text as the first one reads it.
     """
 
+    queries: nn.Parameter | None
+
     def __init__(
         self, hidden_size: int, num_queries: int | None = None, num_layers: int = 1
     ) -> None:
@@ -104,7 +111,7 @@ class PrefixLayer(AttentionLayer):
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
         """The first, which this is, and what lies behind it."""
-        return (self, *self.further)  # type: ignore[arg-type]
+        return (self, *self.further)
 
     def read(self, hidden_BTD: Tensor, following_BTD: Tensor) -> Tensor:
         """The layer's input [B, T, D]: hidden states, and the embeddings of the tokens behind."""
@@ -117,20 +124,17 @@ class PrefixLayer(AttentionLayer):
         """Whole texts at once, each position seeing itself and what came before: [B, T, O]. Packed
         documents do not see each other."""
         x_BTD, end = self.read(hidden_BTD, following_BTD), hidden_BTD.shape[1]
-        device, document_BT = x_BTD.device, None
+        slots_T, document_BT = torch.arange(end, device=x_BTD.device), None
         if position_ids_BT is None:
-            position_ids_BT = torch.arange(end, device=device).expand(len(x_BTD), -1)
+            position_ids_BT = slots_T.expand(len(x_BTD), -1)
         else:
             document_BT = (position_ids_BT == 0).cumsum(dim=1)
 
         def visible(chunk: slice) -> Tensor:
-            slots_S = torch.arange(chunk.stop, device=device)
-            seen_BPS = slots_S <= slots_S[chunk, None]
-            if document_BT is not None:
-                seen_BPS = seen_BPS & (
-                    document_BT[:, chunk, None] == document_BT[:, None, : chunk.stop]
-                )
-            return seen_BPS.expand(len(x_BTD), -1, -1)
+            seen_BPS = (slots_T[chunk, None] >= slots_T[: chunk.stop])[None]
+            if document_BT is None:
+                return seen_BPS
+            return seen_BPS & (document_BT[:, chunk, None] == document_BT[:, None, : chunk.stop])
 
         if self.queries is None:
             query, keys, values = self.project(x_BTD, position_ids_BT, end)
@@ -140,24 +144,19 @@ class PrefixLayer(AttentionLayer):
             )
             return self.finish(x_BTD, mixed_BATE)
         held_LBASE = self.keys_and_values(x_BTD, position_ids_BT, end)
-        scores = 4 * self.num_attention_heads * (end + len(self.queries))
-        of_position = len(x_BTD) * len(self.queries) * (scores + 16 * x_BTD.shape[-1])
-        count = max(AT_ONCE // (of_position * len(self.layers)), 1)
-        chunks = [slice(start, min(start + count, end)) for start in range(0, end, count)]
-        parts = [
-            (
-                x_BTD[:, chunk],
-                position_ids_BT[:, chunk],
-                end,
+        of_scores = 4 * self.num_attention_heads * (end + len(self.queries))
+        of_position = len(self.queries) * (of_scores + 16 * x_BTD.shape[-1]) * len(self.layers)
+        count = max(AT_ONCE // (len(x_BTD) * of_position), 1)
+        parts = []
+        for start in range(0, end, count):
+            chunk = slice(start, min(start + count, end))
+            at, held = (
+                (x_BTD[:, chunk], position_ids_BT[:, chunk]),
                 held_LBASE[..., : chunk.stop, :],
-                visible(chunk),
             )
-            for chunk in chunks
-        ]
-        if len(parts) == 1:
-            return self.look(*parts[0])
-        again = {"use_reentrant": False, "preserve_rng_state": False}
-        return torch.cat([checkpoint(self.look, *part, **again) for part in parts], dim=1)
+            look: Any = self.look if count >= end else partial(checkpoint, self.look, **_AGAIN)
+            parts.append(look(*at, end, held, visible(chunk)))
+        return torch.cat(parts, dim=1)
 
     def keys_and_values(self, x_BTD: Tensor, positions_BT: Tensor, end: int) -> Tensor:
         """Of all layers, [2 * L, B, A, T, E]."""
@@ -179,33 +178,29 @@ class PrefixLayer(AttentionLayer):
         if self.queries is None:
             (query_BAPE,) = self.project(x_BPD, positions_BP, end, QUERY)
             mask = None if visible_BPS is None else visible_BPS[:, None]
-            mixed_BAPE = F.scaled_dot_product_attention(query_BAPE, *held_LBASE, attn_mask=mask)
+            keys, values = held_LBASE
+            mixed_BAPE = F.scaled_dot_product_attention(query_BAPE, keys, values, attn_mask=mask)
             return self.finish(x_BPD, mixed_BAPE)
         ahead_Q = 1 + torch.arange(len(self.queries), device=x_BPD.device)
         positions_BO = (positions_BP[:, :, None] + ahead_Q).flatten(1)
         x_BOD = (x_BPD[:, :, None] + self.queries).flatten(1, 2)
         for layer, text in zip(self.layers, held_LBASE.split(2), strict=True):
             own = layer.project(x_BOD, positions_BO, end + len(ahead_Q))
-            x_BOD = layer.finish(x_BOD, _of_text_and_block(*own, *text, len(ahead_Q), visible_BPS))
+            x_BOD = layer.finish(x_BOD, _of_text_and_block(own, text, len(ahead_Q), visible_BPS))
         return x_BOD.unflatten(1, (-1, len(ahead_Q))).flatten(2)
 
 
 def _of_text_and_block(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    text_keys: Tensor,
-    text_values: Tensor,
-    queries: int,
-    visible_BPS: Tensor | None,
+    own: list[Tensor], text_LBASE: Tensor, queries: int, visible_BPS: Tensor | None
 ) -> Tensor:
-    """What blocks mix [B, A, P * Q, E]: each query sees what its position may see of the text's S
-    keys and values, and those of its own block."""
+    """What blocks mix [B, A, P * Q, E] by queries, keys and values of their `own`: each query sees
+    what its position may see of the text's S keys and values, and those of its own block."""
+    text_keys, text_values = text_LBASE
+    query, keys, values = (x.unflatten(2, (-1, queries)) for x in own)
     query = query * query.shape[-1] ** -0.5
-    scores_BAPQS = (query @ text_keys.mT).unflatten(2, (-1, queries))
+    scores_BAPQS = (query.flatten(2, 3) @ text_keys.mT).unflatten(2, (-1, queries))
     if visible_BPS is not None:
         scores_BAPQS = scores_BAPQS.masked_fill(~visible_BPS[:, None, :, None], -torch.inf)
-    query, keys, values = (x.unflatten(2, (-1, queries)) for x in (query, keys, values))
     scores = torch.cat([scores_BAPQS, query @ keys.mT], dim=-1)
     shares = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
     of_text, of_block = shares.split([text_keys.shape[2], queries], dim=-1)

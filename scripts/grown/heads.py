@@ -85,7 +85,7 @@ class _Grown:
         if module.startswith("prefix."):
             return self._prefix(module.rpartition(".")[2], old)
         if name == "prefix.queries":
-            return self._block(old, shape, quiet=True)
+            return self._block(old, (shape[0], self._large), quiet=True)
         if kind == "bias":
             return self._block(old[:, None], (shape[0], 1), quiet=True)[:, 0]
         if module.endswith("linear"):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, new_heads, prefix
-from medusa_heads.heads.prefix import PrefixLayer
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.inference.rereading import random_heads
@@ -120,11 +119,11 @@ def test_queries_of_a_block_see_each_other(tiny_llama: TinyLlama) -> None:
     heads = random_heads(tiny_llama(), kind="block")
     hidden_BTD, ids_BT = text(5)
     features_BTKD = heads.features(heads.encode(hidden_BTD, ids_BT))
+    queries_KD = heads.get_parameter("prefix.queries")
     for changed in range(3):
-        assert isinstance(heads.prefix, PrefixLayer) and heads.prefix.queries is not None
-        heads.prefix.queries[changed] += 1.0
+        queries_KD[changed] += 1.0
         other_BTKD = heads.features(heads.encode(hidden_BTD, ids_BT))
-        heads.prefix.queries[changed] -= 1.0
+        queries_KD[changed] -= 1.0
         assert (other_BTKD != features_BTKD).any(-1).all()
 
 

@@ -23,7 +23,12 @@ from medusa_heads.training.arguments.draft import (
     draft_training_arguments,
 )
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.arguments.rates import RunArguments, fit_rate, rate_shares
+from medusa_heads.training.arguments.rates import (
+    PREFIX_SHARE,
+    RunArguments,
+    fit_rate,
+    rate_shares,
+)
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.measure.fresh_heads import FreshHeads
 from medusa_heads.training.runs.draft import DraftTrainer, train_draft
@@ -100,6 +105,8 @@ def test_the_rate_of_a_correction_does_not_fall_with_the_width() -> None:
         heads = random_heads(1, hidden=width, correction_rank=2)
         assert rate_shares(heads)["correction.before.weight"] == share
         assert rate_shares(heads)["0.0.linear.weight"] == 1.0
+        shares = rate_shares(random_heads(1, hidden=width, kind="block"))
+        assert (shares["prefix.queries"], shares["prefix.down.weight"]) == (share, PREFIX_SHARE)
 
 
 def test_only_a_default_rate_of_a_built_draft_model_is_fitted(tmp_path: Path) -> None:
