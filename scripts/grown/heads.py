@@ -41,7 +41,7 @@ def grow_heads(
     )
     heads = new_heads(target, config, loaded.stored.tensors.get(DRAFT_TOKENS))
     _check_prefix(loaded.heads, heads, place)
-    heads.set_vocab_bias(f"0.{config.num_layers}.bias" in loaded.stored.tensors)
+    heads.set_vocab_bias(f"0.{config.num_blocks}.bias" in loaded.stored.tensors)
     # Embeddings are brought to unit scale over all channels and tokens, of which there are more.
     scale = loaded.heads._embedding_scale / heads._embedding_scale / place.written_scale
     grown = _Grown(place, Noise(seed), dtype, scale)
@@ -83,7 +83,9 @@ class _Grown:
             return old
         module, _, kind = name.rpartition(".")
         if module.startswith("prefix."):
-            return self._prefix(module.removeprefix("prefix."), old)
+            return self._prefix(module.rpartition(".")[2], old)
+        if name == "prefix.queries":
+            return self._block(old, (shape[0], self._large), quiet=True)
         if kind == "bias":
             return self._block(old[:, None], (shape[0], 1), quiet=True)[:, 0]
         if module.endswith("linear"):
