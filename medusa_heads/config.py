@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from medusa_heads.settings import NO_FLAG, as_flag, at_least, one_of
 
-HeadsKind = Literal["medusa", "hydra"]
+HeadsKind = Literal["medusa", "hydra", "block"]
 VocabMatrix = Literal["shared", "own"]
 
 RankPath = tuple[int, ...]
@@ -37,10 +37,11 @@ class HeadsConfig:
 
     Args:
         kind: `"medusa"`, heads that predict independently of each other (Cai et al. 2024,
-            arXiv:2401.10774, section 2.1), or `"hydra"`, sequential heads that also see the tokens
-            drafted before theirs (Ankner et al. 2024, arXiv:2402.05109).
+            arXiv:2401.10774, section 2.1); `"hydra"`, sequential heads that also see the tokens
+            drafted before theirs (Ankner et al. 2024, arXiv:2402.05109); or `"block"`, queries that
+            attend over the text so far and to each other (DFlash, arXiv:2602.06036).
         num_heads: K, how many tokens beyond the target's own next token are predicted.
-        num_layers: residual blocks in each head.
+        num_layers: residual blocks in each head; of kind `"block"` the layers that all share.
         vocab_matrix: `"shared"` projects with the target's own frozen lm_head; `"own"` gives each
             head a trainable copy of it.
         draft_vocab_size: how many tokens the heads can draft; None for all of the target's. Which
@@ -64,14 +65,17 @@ class HeadsConfig:
     kind: HeadsKind = field(
         default="medusa",
         metadata=as_flag(
-            "Independent heads (medusa), or heads that also see the drafts before them (hydra). "
-            "vLLM serves medusa heads only."
+            "Independent heads (medusa), heads that also see the drafts before them (hydra), or "
+            "a block that attends over the text so far (block). vLLM serves medusa heads only."
         ),
     )
     num_heads: int = field(
         default=4, metadata=as_flag("Number of heads; each looks one token further ahead.")
     )
-    num_layers: int = field(default=1, metadata=as_flag("Residual blocks in each head."))
+    num_layers: int = field(
+        default=1,
+        metadata=as_flag("Residual blocks in each head, or layers of a block that all share."),
+    )
     vocab_matrix: VocabMatrix = field(
         default="shared",
         metadata=as_flag(
@@ -134,6 +138,12 @@ class HeadsConfig:
                 f"{self.vocab_size} tokens: leave it out to draft all of them"
             )
 
+        if self.kind == "block" and self.prefix_attention:
+            raise ValueError(
+                "heads of kind 'block' attend over the text so far as they are: leave "
+                "prefix_attention out"
+            )
+
     def for_target(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
         """This configuration with the target's sizes filled in.
 
@@ -155,6 +165,16 @@ class HeadsConfig:
         values = asdict(self) | {"features": self.features and list(self.features)}
         later = ("correction_rank", "features")
         return {k: v for k, v in values.items() if k not in later or v is not None}
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether heads need the hidden states of all positions before the one they draft from."""
+        return self.prefix_attention or self.kind == "block"
+
+    @property
+    def num_blocks(self) -> int:
+        """Residual blocks of each head, behind which its own vocabulary matrix stands."""
+        return 0 if self.kind == "block" else self.num_layers
 
     @property
     def is_plain_medusa(self) -> bool:
