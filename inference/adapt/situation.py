@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Accepted tokens that are expected without a source: from each bound on it is another situation.
 BOUNDS = (0.3, 0.9, 2.2)
 _TYPICAL = (0.1, 0.6, 1.4, 4.0)
-_AHEAD = 0.13  # of a token's worth, what it loses in a batch each time that the rows double
+_AHEAD = 0.16  # of a token's worth, what it loses in a batch each time that the rows double
 _DRAWN = 0.7  # of what is expected of a source, where the target's tokens are drawn
 _BESIDE = 0.2  # of what drafting takes for one row, what it takes for each further one
 

@@ -67,7 +67,6 @@ class BlendedDrafter(Drafter):
         # What is learnt of greedy text says little of sampled text.
         self._situations: dict[tuple[bool, int], Situation] = {}
         self._last: Step | None = None
-        self._rested = [0] * len(self._sources)  # steps since each was asked
         self._again = [0] * len(self._sources)  # steps for which each is asked whatever it gains
         self.num_nodes = max(self._sizes) + 1
         self.reads_prompt = any(source.reads_prompt for source in self._sources)
@@ -85,6 +84,10 @@ class BlendedDrafter(Drafter):
         situation = self._situation(state)
         offered, budget = self._look(state, situation)
         draft = self._grow(state, situation, budget, offered)
+        # Steps since each source was asked; it has read nothing of a text that has just begun.
+        rested: list[int] = state.memories.setdefault(
+            (self, "rested"), [_LONG] * len(self._sources)
+        )
         asked: list[Source] = []
         trials: list[Trial] = []
         if draft.trees:
@@ -97,12 +100,12 @@ class BlendedDrafter(Drafter):
                 gains.take(1, budget.worth)
             elif not (self._always or gains.pick(budget.worth)):
                 gains.learn(0, 0.0, 0.0)
-                self._rested[i] += 1
+                rested[i] += 1
                 continue
             # One that first reads what was written since it was last asked makes no usual draft.
-            usual = not source.reads_on or self._rested[i] < _LONG
+            usual = not source.reads_on or rested[i] < _LONG
             self._again[i] = _IN_A_ROW if not usual else max(self._again[i] - 1, 0)
-            self._rested[i] = 0
+            rested[i] = 0
             began = time.perf_counter()
             for own, drafted in zip(offered, source.draft(state), strict=True):
                 own.append(drafted)
