@@ -50,7 +50,7 @@ def written(tokens: int, copied: float, seed: int) -> list[int]:
 
 class Guesses(Source):
     """Two guesses at each of the next four tokens. The first is right as often as it says: a known
-    share of the time that falls with the depth."""
+    share of the time, which falls with the depth and is another in every text."""
 
     name = "guesses"
 
@@ -65,11 +65,12 @@ class Guesses(Source):
     def _behind(self, row: Any) -> Callable[[int], list[tuple[int, float, int, Any]]]:
         ahead = self._texts[row.index][row.length : row.length + 4]
         chance = random.Random(1000 * row.index + row.length)
+        right = self._right * (0.6 + 0.8 * random.Random(row.index).random())
 
         def behind(place: int) -> list[tuple[int, float, int, Any]]:
             if place >= len(ahead):
                 return []
-            first = min(self._right * chance.uniform(0.5, 1.5) * 0.85**place, 0.99)
+            first = min(right * chance.uniform(0.5, 1.5) * 0.85**place, 0.99)
             chances, drawn = (first, 0.3 * (1 - first)), chance.random()
             guessed = [VOCABULARY, VOCABULARY + 1]  # which no text holds
             if drawn < sum(chances):
@@ -129,8 +130,9 @@ def seconds(
             if drafter is not None:
                 tree = drafter.propose(state)
                 nodes = tree.num_nodes
-                each = zip(state.rows, tree.tokens_BN.tolist(), tree.parents_BN.tolist(), strict=True)
-                paths = [_accepted(texts[row.index][row.length :], *drafted) for row, *drafted in each]
+                drafted = zip(tree.tokens_BN.tolist(), tree.parents_BN.tolist(), strict=True)
+                ahead = [texts[row.index][row.length :] for row in state.rows]
+                paths = [_accepted(*each) for each in zip(ahead, *zip(*drafted), strict=True)]
             took = machine.step(nodes * len(state.rows))
             time.work(took)
             for row, path in zip(state.rows, paths, strict=True):

@@ -32,4 +32,5 @@ def test_auto_keeps_up_with_the_best_fixed_way(
         for name, drafter in ways(texts, right, machine, time).items()
     }
     auto, best = took.pop("auto"), min(took, key=took.__getitem__)
-    assert took[best] / auto >= 0.97, (best, took, auto)
+    # Of rows that are decoded together, nobody knows beforehand which one is the last.
+    assert took[best] / auto >= (0.97 if rows == 1 else 0.96), (best, took, auto)
