@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from medusa_heads.config import HeadsConfig
-    from medusa_heads.heads import HydraHeads, MedusaHeads, new_heads
+    from medusa_heads.heads import BlockHeads, HydraHeads, MedusaHeads, new_heads
     from medusa_heads.inference.models.drafted import DraftedModel
     from medusa_heads.inference.models.hub_form import custom_generate
     from medusa_heads.inference.models.medusa import MedusaModel, attach
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "BlockHeads",
     "DraftedModel",
     "HeadsConfig",
     "HydraHeads",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BlockHeads": "medusa_heads.heads",
     "DraftedModel": "medusa_heads.inference.models.drafted",
     "HeadsConfig": "medusa_heads.config",
     "HydraHeads": "medusa_heads.heads",

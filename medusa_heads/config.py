@@ -7,13 +7,13 @@ from the same h_t.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from medusa_heads.settings import NO_FLAG, as_flag, at_least, one_of
 
-HeadsKind = Literal["medusa", "hydra"]
+HeadsKind = Literal["medusa", "hydra", "block"]
 VocabMatrix = Literal["shared", "own"]
 
 RankPath = tuple[int, ...]
@@ -37,10 +37,11 @@ class HeadsConfig:
 
     Args:
         kind: `"medusa"`, heads that predict independently of each other (Cai et al. 2024,
-            arXiv:2401.10774, section 2.1), or `"hydra"`, sequential heads that also see the tokens
-            drafted before theirs (Ankner et al. 2024, arXiv:2402.05109).
+            arXiv:2401.10774, section 2.1); `"hydra"`, sequential heads that also see the tokens
+            drafted before theirs (Ankner et al. 2024, arXiv:2402.05109); or `"block"`, queries that
+            attend over the text so far and to each other (DFlash, arXiv:2602.06036).
         num_heads: K, how many tokens beyond the target's own next token are predicted.
-        num_layers: residual blocks in each head.
+        num_layers: residual blocks in each head; of kind `"block"` the layers that all share.
         vocab_matrix: `"shared"` projects with the target's own frozen lm_head; `"own"` gives each
             head a trainable copy of it.
         draft_vocab_size: how many tokens the heads can draft; None for all of the target's. Which
@@ -48,6 +49,8 @@ class HeadsConfig:
         prefix_attention: a layer of the heads' own attends over the text so far (prefix.py).
         correction_rank: of the product by which the token before corrects each head's logits
             (correction.py); None for none.
+        features: layers of the target, counted from 0, whose outputs the heads read beside its last
+            hidden state (fusion.py), in the order of their weights; None for none.
         raw_embeddings: token embeddings are read as the target has them, as the heads of Hydra's
             authors do, and not brought to unit scale.
         hidden_size: D of the target; filled in by `from_target`.
@@ -62,14 +65,17 @@ class HeadsConfig:
     kind: HeadsKind = field(
         default="medusa",
         metadata=as_flag(
-            "Independent heads (medusa), or heads that also see the drafts before them (hydra). "
-            "vLLM serves medusa heads only."
+            "Independent heads (medusa), heads that also see the drafts before them (hydra), or "
+            "a block that attends over the text so far (block). vLLM serves medusa heads only."
         ),
     )
     num_heads: int = field(
         default=4, metadata=as_flag("Number of heads; each looks one token further ahead.")
     )
-    num_layers: int = field(default=1, metadata=as_flag("Residual blocks in each head."))
+    num_layers: int = field(
+        default=1,
+        metadata=as_flag("Residual blocks in each head, or layers of a block that all share."),
+    )
     vocab_matrix: VocabMatrix = field(
         default="shared",
         metadata=as_flag(
@@ -96,6 +102,13 @@ class HeadsConfig:
             "(128 to 256). Drafts stay one pass of the heads. Default: no correction."
         ),
     )
+    features: Sequence[int] | None = field(
+        default=None,
+        metadata=as_flag(
+            "Layers of the target, counted from 0, that the heads read beside its last hidden "
+            "state: a low, a middle and a high one. Default: none.",
+        ),
+    )
     raw_embeddings: bool = field(default=False, metadata=NO_FLAG)
     hidden_size: int | None = field(default=None, metadata=NO_FLAG)
     vocab_size: int | None = field(default=None, metadata=NO_FLAG)
@@ -115,12 +128,20 @@ class HeadsConfig:
         for name in ("prefix_attention", "raw_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.features is not None:
+            object.__setattr__(self, "features", _layers(self.features))
         one_of(self, "kind", get_args(HeadsKind))
         one_of(self, "vocab_matrix", get_args(VocabMatrix))
         if (self.draft_vocab_size or 0) > (self.vocab_size or MOST):
             raise ValueError(
                 f"draft_vocab_size {self.draft_vocab_size} is more than the target's "
                 f"{self.vocab_size} tokens: leave it out to draft all of them"
+            )
+
+        if self.kind == "block" and self.prefix_attention:
+            raise ValueError(
+                "heads of kind 'block' attend over the text so far as they are: leave "
+                "prefix_attention out"
             )
 
     def for_target(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
@@ -140,14 +161,26 @@ class HeadsConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are written to a checkpoint. Versions that know of no correction
-        still read heads that have none."""
-        return {k: v for k, v in asdict(self).items() if k != "correction_rank" or v is not None}
+        and no features still read heads that have none."""
+        values = asdict(self) | {"features": self.features and list(self.features)}
+        later = ("correction_rank", "features")
+        return {k: v for k, v in values.items() if k not in later or v is not None}
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether heads need the hidden states of all positions before the one they draft from."""
+        return self.prefix_attention or self.kind == "block"
+
+    @property
+    def num_blocks(self) -> int:
+        """Residual blocks of each head, behind which its own vocabulary matrix stands."""
+        return 0 if self.kind == "block" else self.num_layers
 
     @property
     def is_plain_medusa(self) -> bool:
         """Whether these are heads as Medusa's paper has them, which other engines can hold."""
-        extras = self.draft_vocab_size or self.prefix_attention or self.correction_rank
-        return self.kind == "medusa" and not extras
+        extras = (self.draft_vocab_size, self.prefix_attention, self.correction_rank, self.features)
+        return self.kind == "medusa" and not any(extras)
 
     @property
     def num_candidates(self) -> int:
@@ -167,3 +200,15 @@ class HeadsConfig:
         if unknown := sorted(set(values) - known):
             raise ValueError(f"unknown heads configuration keys {unknown}; known: {sorted(known)}")
         return cls(**values)
+
+
+def _layers(given: Any) -> tuple[int, ...]:
+    """Numbers of layers, as they were given."""
+    numbers = given if isinstance(given, list | tuple) else ()
+    plain = all(type(number) is int and 0 <= number <= MOST for number in numbers)
+    if not numbers or not plain or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            "features must be different numbers of layers, counted from 0, such as [2, 4], got "
+            f"{given!r}"
+        )
+    return tuple(numbers)

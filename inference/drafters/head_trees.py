@@ -38,7 +38,7 @@ class HeadsDrafter(Drafter):
         self._heads: Any = heads
         self._depth = heads.config.num_heads
         self._temperatures = list(temperatures or [1.0] * self._depth)
-        self.reads_prompt = heads.config.prefix_attention
+        self.reads_prompt = heads.config.reads_text
 
 
 class DynamicDrafter(HeadsDrafter):

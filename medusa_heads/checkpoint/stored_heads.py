@@ -58,7 +58,7 @@ class StoredHeads:
     @property
     def has_vocab_bias(self) -> bool:
         """Whether own vocabulary matrices have a bias each."""
-        return f"0.{self.config.num_layers}.bias" in self.tensors
+        return f"0.{self.config.num_blocks}.bias" in self.tensors
 
 
 def write_stored(
@@ -199,7 +199,7 @@ def expected_shapes(config: HeadsConfig, *, vocab_bias: bool = False) -> dict[st
     shapes = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
     if vocab_bias:
         for i in range(config.num_heads):
-            shapes[f"{i}.{config.num_layers}.bias"] = (config.num_candidates,)
+            shapes[f"{i}.{config.num_blocks}.bias"] = (config.num_candidates,)
     return shapes
 
 
@@ -208,12 +208,14 @@ def _check_shapes(
 ) -> None:
     unlike = f"{path} does not hold the heads its configuration describes: "
     # A damaged configuration may ask for millions of heads, each of which is built below.
-    if config.num_heads * config.num_layers > len(got):
+    queries = got.get("prefix.queries")
+    of_block = 0 if config.kind != "block" or queries is None else queries.numel()
+    if config.num_layers * (1 if of_block >= config.num_heads else config.num_heads) > len(got):
         raise ValueError(
             f"{unlike}expected {config.num_heads} heads of {config.num_layers} layers, found "
             f"{len(got)} tensors"
         )
-    bias = config.vocab_matrix == "own" and f"0.{config.num_layers}.bias" in got
+    bias = config.vocab_matrix == "own" and f"0.{config.num_blocks}.bias" in got
     expected = expected_shapes(config, vocab_bias=bias)
     missing, surplus = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
     if missing or surplus:
@@ -252,8 +254,8 @@ def check_takes_matrix(config: HeadsConfig, *, bias: bool = False) -> None:
     if config.vocab_matrix != "shared" or not config.is_plain_medusa or bias:
         raise ValueError(
             "with_vocab_matrix is for heads of kind medusa that share the target's whole "
-            "vocabulary matrix, one without a bias, and have neither prefix layer nor correction; "
-            "no engine reads it beside others: leave it out"
+            "vocabulary matrix, one without a bias, and have no prefix layer, no correction and no "
+            "features; no engine reads it beside others: leave it out"
         )
 
 

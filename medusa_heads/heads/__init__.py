@@ -6,12 +6,14 @@ from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads.base import DraftHeads, product_dtype
+from medusa_heads.heads.block import BlockHeads
 from medusa_heads.heads.hydra import HydraHeads
 from medusa_heads.heads.medusa import MedusaHeads
 from medusa_heads.heads.vocabulary import HasVocabulary, frequent_tokens
 
 __all__ = [
     "KINDS",
+    "BlockHeads",
     "DraftHeads",
     "HasVocabulary",
     "HydraHeads",
@@ -21,7 +23,9 @@ __all__ = [
     "product_dtype",
 ]
 
-KINDS: dict[str, type[DraftHeads]] = {cls.kind: cls for cls in (MedusaHeads, HydraHeads)}
+KINDS: dict[str, type[DraftHeads]] = {
+    cls.kind: cls for cls in (MedusaHeads, HydraHeads, BlockHeads)
+}
 
 
 def new_heads(

@@ -46,7 +46,9 @@ def trained(target: TargetModel, **config: object) -> DraftHeads:
         {"vocab_matrix": "own", "draft_vocab_size": 20},
         {"kind": "hydra", "draft_vocab_size": 20},
         {"kind": "hydra", "prefix_attention": True},
+        {"kind": "block", "vocab_matrix": "own", "correction_rank": 4},
         {"correction_rank": 4, "draft_vocab_size": 20},
+        {"features": [1, 0]},
     ],
     ids=str,
 )
@@ -108,9 +110,11 @@ def test_a_matrix_that_no_engine_would_read_is_refused(target: TargetModel, tmp_
     "config",
     [
         {"kind": "hydra"},
+        {"kind": "block"},
         {"draft_vocab_size": 20},
         {"prefix_attention": True},
         {"correction_rank": 4},
+        {"features": [0]},
     ],
     ids=str,
 )

@@ -29,7 +29,13 @@ def made(tiny_llama: TinyLlama, way: str) -> AssistedModel:
 
 
 @pytest.mark.parametrize(
-    "way", [*DRAFTERS, *(f"heads:medusa/{tree}" for tree in TREES), "heads:hydra/auto"]
+    "way",
+    [
+        *DRAFTERS,
+        *(f"heads:medusa/{tree}" for tree in TREES),
+        "heads:hydra/auto",
+        "heads:block/auto",
+    ],
 )
 def test_text_depends_on_nothing_else(
     tiny_llama: TinyLlama, cache: Any, monkeypatch: pytest.MonkeyPatch, way: str

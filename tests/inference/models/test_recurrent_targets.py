@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from medusa_heads import DraftedModel, HeadsConfig, MedusaHeads, MedusaModel, TrainingFreeModel
+from medusa_heads import DraftedModel, HeadsConfig, MedusaModel, TrainingFreeModel, new_heads
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.adapt import measure
 from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
@@ -24,15 +24,16 @@ KINDS = ("qwen3_next", "falcon_h1", "lfm2")
 pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 
 
-def with_heads(kind: str, tree: Any = 8, **options: Any) -> MedusaModel:
+def with_heads(kind: str, tree: Any = 8, heads: Any = "medusa", **options: Any) -> MedusaModel:
     target = tiny_target(kind)
     torch.manual_seed(3)
-    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=3))
+    heads = new_heads(target, HeadsConfig(kind=heads, num_heads=3))
     return MedusaModel(target, heads, tree=tree, **options)
 
 
 WAYS: dict[str, Callable[[str], Any]] = {
     "heads": with_heads,
+    "a block": lambda kind: with_heads(kind, heads="block"),
     "heads and text": lambda kind: with_heads(kind, "auto"),
     "always the same": lambda kind: with_heads(kind, "auto", deterministic=True),
     "text": lambda kind: TrainingFreeModel(tiny_target(kind), "suffix"),

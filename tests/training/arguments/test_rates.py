@@ -23,7 +23,12 @@ from medusa_heads.training.arguments.draft import (
     draft_training_arguments,
 )
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.arguments.rates import RunArguments, fit_rate, rate_shares
+from medusa_heads.training.arguments.rates import (
+    PREFIX_SHARE,
+    RunArguments,
+    fit_rate,
+    rate_shares,
+)
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.measure.fresh_heads import FreshHeads
 from medusa_heads.training.runs.draft import DraftTrainer, train_draft
@@ -78,7 +83,12 @@ def test_parts_that_read_more_get_a_lower_rate_unless_one_is_given(
     target: TargetModel, make_rows: Rows, tmp_path: Path, given: float | None
 ) -> None:
     config = HeadsConfig(
-        kind="hydra", num_heads=2, num_layers=2, prefix_attention=True, correction_rank=4
+        kind="hydra",
+        num_heads=2,
+        num_layers=2,
+        prefix_attention=True,
+        correction_rank=4,
+        features=[0, 1],
     )
     heads = new_heads(target, config)
     args = arguments(tmp_path, rate=given)
@@ -90,7 +100,12 @@ def test_parts_that_read_more_get_a_lower_rate_unless_one_is_given(
     }
     by_name = {name: found[id(parameter)] for name, parameter in heads.named_parameters()}
     shares = {"0.0.linear.weight": 1 / 2, "1.0.res_connection.bias": 1 / 3}
-    shares |= {"0.1.linear.weight": 1, "prefix.down.weight": 0.2, "correction.after.weight": 1}
+    shares |= {
+        "fusion.linear.weight": 1 / 2,
+        "0.1.linear.weight": 1,
+        "prefix.down.weight": 0.2,
+        "correction.after.weight": 1,
+    }
     for name, share in shares.items():
         assert by_name[name] == pytest.approx(5e-3 * share if given is None else given)
 
@@ -100,6 +115,8 @@ def test_the_rate_of_a_correction_does_not_fall_with_the_width() -> None:
         heads = random_heads(1, hidden=width, correction_rank=2)
         assert rate_shares(heads)["correction.before.weight"] == share
         assert rate_shares(heads)["0.0.linear.weight"] == 1.0
+        shares = rate_shares(random_heads(1, hidden=width, kind="block"))
+        assert (shares["prefix.queries"], shares["prefix.down.weight"]) == (share, PREFIX_SHARE)
 
 
 def test_only_a_default_rate_of_a_built_draft_model_is_fitted(tmp_path: Path) -> None:
@@ -110,7 +127,7 @@ def test_only_a_default_rate_of_a_built_draft_model_is_fitted(tmp_path: Path) ->
         assert args.learning_rate == pytest.approx(fitted)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "block"])
 @pytest.mark.parametrize("draft_vocab_size", [None, 20])
 def test_fresh_heads_are_what_heads_begin_as(
     target: TargetModel, kind: Any, draft_vocab_size: int | None
@@ -120,15 +137,19 @@ def test_fresh_heads_are_what_heads_begin_as(
         kind=kind,
         num_heads=2,
         vocab_matrix="own" if own else "shared",
-        prefix_attention=True,
+        prefix_attention=kind != "block",
         correction_rank=4,
+        features=[0],
         draft_vocab_size=draft_vocab_size,
     )
     tokens = None if draft_vocab_size is None else torch.arange(1, 41, 2)
     heads = new_heads(target, config, tokens)
     fresh = FreshHeads.like(heads, target)
-    hidden_RD, tokens_RK = torch.randn(5, 16), torch.randint(0, 61, (5, 2))
-    torch.testing.assert_close(fresh(hidden_RD, tokens_RK), heads(hidden_RD, tokens_RK))
+    hidden_BTX, ids_BT = torch.randn(1, 5, 32), torch.randint(0, 61, (1, 5))
+    tokens_BTK = torch.randint(0, 61, (1, 5, 2))
+    read = heads.encode(hidden_BTX, ids_BT)
+    expected_BTKV = heads(read, tokens_BTK)
+    torch.testing.assert_close(fresh(fresh.fuse(hidden_BTX), tokens_BTK), expected_BTKV)
     assert not list(fresh.parameters())
 
 
