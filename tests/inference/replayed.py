@@ -99,9 +99,7 @@ def ways(
         options: dict[str, Any] = {"sizes": (nodes,), "always": True}
         fixed[f"text {nodes}"] = BlendedDrafter(Clock.flat(), text=TextSource(nodes), **options)
         fixed[f"guesses {nodes}"] = BlendedDrafter(Clock.flat(), sources=[guesses()], **options)
-    return fixed | {
-        "auto": BlendedDrafter(clock, SIZES, text=TextSource(31), sources=[guesses()])
-    }
+    return fixed | {"auto": BlendedDrafter(clock, SIZES, text=TextSource(31), sources=[guesses()])}
 
 
 def seconds(
@@ -126,13 +124,14 @@ def seconds(
             row.tokens.append(texts[row.index][PROMPT])
         while state.rows:
             state.roots_B = torch.tensor([row.tokens[-1] for row in state.rows])
-            paths, nodes = [[] for _ in state.rows], 1
+            nodes = 1
+            paths: list[list[int]] = [[] for _ in state.rows]
             if drafter is not None:
                 tree = drafter.propose(state)
                 nodes = tree.num_nodes
-                drafted = zip(tree.tokens_BN.tolist(), tree.parents_BN.tolist(), strict=True)
                 ahead = [texts[row.index][row.length :] for row in state.rows]
-                paths = [_accepted(*each) for each in zip(ahead, *zip(*drafted), strict=True)]
+                drafted = ahead, tree.tokens_BN.tolist(), tree.parents_BN.tolist()
+                paths = [_accepted(*each) for each in zip(*drafted, strict=True)]
             took = machine.step(nodes * len(state.rows))
             time.work(took)
             for row, path in zip(state.rows, paths, strict=True):
