@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from medusa_heads.inference.adapt.bandit import Allowance
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.machine.measurements import MOMENT
 
@@ -28,7 +27,6 @@ class Budget:
         clock: seconds of a step.
         sizes: drafted nodes a row to choose from; 0 is plain decoding.
         rows: decoded together; may change.
-        allowance: pays for trials of sizes that nothing is known of; None for none.
         padded: trees have exactly these sizes, spare nodes included: each is a graph of its own
             where the target is compiled.
 
@@ -41,7 +39,6 @@ class Budget:
         clock: Clock,
         sizes: Sequence[int],
         rows: int = 1,
-        allowance: Allowance | None = None,
         *,
         padded: bool = False,
     ) -> None:
@@ -49,7 +46,6 @@ class Budget:
         self._clock, self._sizes = clock, sorted(set(sizes))
         self.rows, self.padded = rows, padded
         self.again = 0  # tokens read again in front of the trees
-        self._allowance = allowance
         plain = clock.step(rows)
         self.columns = [12.0], [12.0], [12.0 * plain]  # tokens, steps, seconds
         self._read, self._known = (-1, 0, 0), [0.0]
@@ -125,20 +121,6 @@ class Budget:
             if size >= longest:
                 break
         return best, most
-
-    def unknown(self, expected: Sequence[float]) -> int | None:
-        """A size that no step has been seen of yet, if it can be paid for; None where none is."""
-        if self._allowance is None:
-            return None
-        longest, (_, most) = len(expected) - 1, self.best(expected)
-        for size in self._sizes:
-            if size > longest and not self.padded:
-                break
-            if not self.known(size):
-                lost = most - expected[min(size, longest)] + self.worth * self.seconds(size)
-                if self._allowance.pay(lost / self.worth):
-                    return size
-        return None
 
     def taken(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
         """How many of the first of these to take, so that they gain the most.

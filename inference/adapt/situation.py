@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from medusa_heads.inference.adapt.bandit import Allowance, Bandit
 from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
-from medusa_heads.inference.adapt.evidence import Evidence
 from medusa_heads.inference.adapt.lessons import Columns
+from medusa_heads.trees.prefix_tree import PrefixTree
 
 if TYPE_CHECKING:
     from medusa_heads.inference.drafters.growing import Proposal, Source
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Accepted tokens that are expected without a source: from each bound on it is another situation.
 BOUNDS = (0.3, 0.9, 2.2)
 _TYPICAL = (0.1, 0.6, 1.4, 4.0)
-_AHEAD = 0.13  # of a token's worth, what it loses in a batch each time that the rows double
+_AHEAD = 0.16  # of a token's worth, what it loses in a batch each time that the rows double
 _DRAWN = 0.7  # of what is expected of a source, where the target's tokens are drawn
 _BESIDE = 0.2  # of what drafting takes for one row, what it takes for each further one
 
@@ -50,11 +50,7 @@ class Situation:
         self.graphs = list(sizes) if padded else []
         self.allowance = Allowance(clock.step(rows))
         # Where more is expected of the text, a second is worth more; such passages last.
-        self.budgets = [Budget(clock, sizes, rows, self.allowance, padded=padded) for _ in _TYPICAL]
-        # Several sources may contradict each other, and together expect too much.
-        usual = _DRAWN if drawn else 1.0
-        self._by_place = Evidence([usual] * len(_TYPICAL), weight=12.0, memory=300.0)
-        self._by_sources = Evidence([1.0] * (1 << len(sources)), weight=60.0, memory=1000.0)
+        self.budgets = [Budget(clock, sizes, rows, padded=padded) for _ in _TYPICAL]
         self.looking = Bandit(
             [(0.0, 0.0), (0.5, 0.0)], self.allowance
         )  # not at the text, and at it
@@ -73,8 +69,6 @@ class Situation:
 
     def learning(self) -> Iterator[tuple[str, Columns]]:
         """Everything in it that learns, by names that stay."""
-        yield "places", self._by_place.columns
-        yield "sources", self._by_sources.columns
         yield "looking", self.looking.columns
         for known, budget in enumerate(self.budgets):
             yield f"worth {known}", budget.columns
@@ -87,18 +81,6 @@ class Situation:
         """What a token that one row gains is worth in a batch, which ends with its last row: rows
         that run ahead gain little where fewer rows take almost as long."""
         return max(1.0 - _AHEAD * math.log2(self.rows), 0.3)
-
-    def correction(self, place: int, asked: int) -> float:
-        """Factor for what is expected of these sources together, at a place among the budgets."""
-        both = self._by_place.rate(place) * self._by_sources.rate(asked)
-        return min(max(both, 0.3), 1.5)
-
-    def learn_correction(self, place: int, asked: int, accepted: float, expected: float) -> None:
-        """So many tokens were accepted, and so many expected, the correction included."""
-        uncorrected = expected / self.correction(place, asked)
-        by_place, by_sources = self._by_place.rate(place), self._by_sources.rate(asked)
-        self._by_place.learn(place, accepted, uncorrected * by_sources)
-        self._by_sources.learn(asked, accepted, uncorrected * by_place)
 
     def grow(self, seconds: float) -> None:
         """So much time has passed."""
@@ -126,18 +108,55 @@ class Situation:
         return Bandit([(0.0, 0.0), best], allowance)
 
 
+class Draft(NamedTuple):
+    """What is known before another source is asked.
+
+    Attributes:
+        trees: of every row; none where nothing was offered.
+        expected: accepted tokens of a mean row, by nodes verified, as far as they count in a batch.
+        size: the best of those numbers.
+    """
+
+    trees: Sequence[PrefixTree] = ()
+    expected: Sequence[float] = (0.0,)
+    size: int = 0
+
+    @property
+    def expected_accepted(self) -> float:
+        """Accepted tokens that are expected of a mean row."""
+        return self.expected[min(self.size, len(self.expected) - 1)]
+
+    def accepted(self, committed: Sequence[Sequence[int]]) -> int:
+        """Accepted tokens of all rows, had this been verified, of those that were committed."""
+        each = zip(self.trees, committed, strict=False)
+        return sum(tree.accepted(tokens, self.size) for tree, tokens in each)
+
+
+class Trial(NamedTuple):
+    """A source that was asked, and what was known before and behind.
+
+    What it gained is what the text comes to say of both: each draft promises too much in its own
+    way, so that the difference of two promises says little.
+    """
+
+    gains: Bandit
+    before: Draft
+    behind: Draft
+    seconds: float
+
+
 @dataclass
 class Step:
     """A step that was drafted for.
 
     Attributes:
         situation: of its rows.
-        place: of what was expected of the text, among the budgets.
-        asked: a bit for each source.
-        rows: those that were active.
+        budget: by what was expected of the text.
+        asked: the sources.
+        trials: what is learnt of them.
+        rows: all of them; those that had ended commit nothing.
         offered: what the sources offered for each.
-        expected: drafted tokens of a mean row that were expected to be accepted, as far as they
-            count in a batch.
+        expected: tokens of a mean row that were expected to be accepted, as far as they count.
         share: how far they do.
         nodes: verified in each row, the root and spare ones included.
         again: tokens that were read again in front of them.
@@ -148,8 +167,9 @@ class Step:
     """
 
     situation: Situation
-    place: int
-    asked: int
+    budget: Budget
+    asked: list[Source]
+    trials: list[Trial]
     rows: list[Row]
     offered: list[list[Proposal]]
     expected: float

@@ -10,13 +10,13 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
+from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock, most_again
 from medusa_heads.inference.adapt.lessons import Lessons
-from medusa_heads.inference.adapt.situation import BOUNDS, Situation, Step
+from medusa_heads.inference.adapt.situation import BOUNDS, Draft, Situation, Step, Trial
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.growing import Proposal, Source, grow
 from medusa_heads.inference.drafters.text import TextSource
@@ -67,7 +67,6 @@ class BlendedDrafter(Drafter):
         # What is learnt of greedy text says little of sampled text.
         self._situations: dict[tuple[bool, int], Situation] = {}
         self._last: Step | None = None
-        self._rested = [0] * len(self._sources)  # steps since each was asked
         self._again = [0] * len(self._sources)  # steps for which each is asked whatever it gains
         self.num_nodes = max(self._sizes) + 1
         self.reads_prompt = any(source.reads_prompt for source in self._sources)
@@ -83,11 +82,15 @@ class BlendedDrafter(Drafter):
         started = time.perf_counter()
         self.learn(state)
         situation = self._situation(state)
-        asked = 0
-        offered, place = self._look(state, situation)
-        budget = situation.budgets[place]
-        draft = self._grow(state, situation, place, offered, asked)
-        if self._text is not None and any(offered):
+        offered, budget = self._look(state, situation)
+        draft = self._grow(state, situation, budget, offered)
+        # Steps since each source was asked; it has read nothing of a text that has just begun.
+        rested: list[int] = state.memories.setdefault(
+            (self, "rested"), [_LONG] * len(self._sources)
+        )
+        asked: list[Source] = []
+        trials: list[Trial] = []
+        if draft.trees:
             seconds = time.perf_counter() - started
             seconds += budget.seconds(draft.size) - budget.seconds(0)
             situation.looking.learn(1, draft.expected_accepted, seconds)
@@ -97,48 +100,41 @@ class BlendedDrafter(Drafter):
                 gains.take(1, budget.worth)
             elif not (self._always or gains.pick(budget.worth)):
                 gains.learn(0, 0.0, 0.0)
-                self._rested[i] += 1
+                rested[i] += 1
                 continue
             # One that first reads what was written since it was last asked makes no usual draft.
-            usual = not source.reads_on or self._rested[i] < _LONG
+            usual = not source.reads_on or rested[i] < _LONG
             self._again[i] = _IN_A_ROW if not usual else max(self._again[i] - 1, 0)
-            self._rested[i] = 0
+            rested[i] = 0
             began = time.perf_counter()
             for own, drafted in zip(offered, source.draft(state), strict=True):
                 own.append(drafted)
-            asked |= 1 << i
-            before, draft = draft, self._grow(state, situation, place, offered, asked)
+            asked.append(source)
+            before, draft = draft, self._grow(state, situation, budget, offered)
             if not usual:  # part of what finding out costs
                 situation.allowances[i].owe(time.perf_counter() - began)
                 continue
             name = f"{source.name} of {situation.group}"
             self._clock.learn_drafting(name, time.perf_counter() - began)
-            gains.learn(
-                1,
-                draft.expected_accepted - before.expected_accepted,
-                self._clock.drafting(name)
-                + self._clock.drafting(f"observing {source.name}")
-                + budget.seconds(draft.size)
-                - budget.seconds(before.size),
-            )
+            seconds = self._clock.drafting(name) + self._clock.drafting(f"observing {source.name}")
+            seconds += budget.seconds(draft.size) - budget.seconds(before.size)
+            trials.append(Trial(gains, before, draft, seconds))
         size = draft.size
         if situation.graphs:  # made in the first steps of a text, which nobody times
             size = situation.graphs.pop()
-        elif not self._always and (unknown := budget.unknown(draft.expected)) is not None:
-            size = unknown
         spare = size + 1 if self.padded else 1  # exactly so many nodes where trees are padded
         if size and draft.trees:
             tree = to_token_tree(draft.trees, state.roots_B.device, size, spare)
         else:
             tree = TokenTree.root_only(state.roots_B).with_spare(spare)
-        active = [b for b, row in enumerate(state.rows) if not row.done]
         self._last = state.memories[self] = Step(
             situation,
-            place,
+            budget,
             asked,
-            [state.rows[b] for b in active],
-            [offered[b] for b in active],
-            expected=draft.expected[min(size, len(draft.expected) - 1)],
+            trials,
+            list(state.rows),
+            offered,
+            expected=draft.expected_accepted,
             share=situation.share,
             nodes=tree.num_nodes,
             again=state.again,
@@ -157,30 +153,34 @@ class BlendedDrafter(Drafter):
         """Compare what was drafted last with what was committed since. Before the next proposal
         this is done anyway; whoever lets another drafter propose in between does it before that."""
         step: Step | None = state.memories.pop(self, None)
-        if step is None or not step.rows:
+        if step is None:
             return
-        situation, accepted = step.situation, 0
-        for row, length, own in zip(step.rows, step.lengths, step.offered, strict=True):
-            committed = row.behind(length)
-            accepted += len(committed) - 1
-            for proposal in own:
+        committed_B = [
+            row.behind(length) for row, length in zip(step.rows, step.lengths, strict=True)
+        ]
+        active = sum(map(bool, committed_B))
+        if not active:
+            return
+        for committed, own in zip(committed_B, step.offered, strict=True):
+            for proposal in own if committed else ():
                 proposal.learn(committed)
-        if step.expected:
-            each = accepted / len(step.rows)
-            situation.learn_correction(step.place, step.asked, each, step.expected / step.share)
+        share, situation = step.share / active, step.situation
+        for gains, before, behind, seconds in step.trials:
+            gained = behind.accepted(committed_B) - before.accepted(committed_B)
+            gains.learn(1, share * gained, seconds)
         verified = step.nodes * situation.rows + step.again
         if step.verifying is not None:
             self._clock.learn(verified, max(step.verifying, 1e-9), max(step.lengths))
         seconds = self._clock.step(verified) + step.drafting
         # What was expected says more of what a second is worth than what one step happened to give.
-        situation.budgets[step.place].learn(1.0 + step.expected, seconds)
+        step.budget.learn(1.0 + step.expected, seconds)
         situation.grow(seconds)
         if self._lessons is not None:
             self._lessons.count()
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
-        for i, source in enumerate(self._sources):
-            if source.observes and (self._last is None or self._last.asked >> i & 1):
+        for source in self._sources:
+            if source.observes and (self._last is None or source in self._last.asked):
                 started = time.perf_counter()
                 source.observe(tree, logits_BNV)
                 seconds = time.perf_counter() - started
@@ -192,29 +192,30 @@ class BlendedDrafter(Drafter):
         if self._last is not None:
             self._last.verifying = seconds - self._last.observing
 
-    def _look(self, state: DecodingState, situation: Situation) -> tuple[list[list[Proposal]], int]:
-        """What the text suggests for every row, if that has been worth a look; and how much it
-        is expected of it, as a place among the budgets."""
+    def _look(
+        self, state: DecodingState, situation: Situation
+    ) -> tuple[list[list[Proposal]], Budget]:
+        """What the text suggests for every row, if that has been worth a look; and the budget of
+        texts of which so much is expected."""
         looking = situation.looking
         if self._text is None or not (self._always or looking.pick(situation.budgets[0].worth)):
             looking.learn(0, 0.0, 0.0)
-            return [[] for _ in state.rows], 0
+            return [[] for _ in state.rows], situation.budgets[0]
         found = self._text.draft(state)
         best = [max(proposal.expected() for proposal in own) for own in found]
-        return [list(own) for own in found], bisect_right(BOUNDS, sum(best) / len(best))
+        place = bisect_right(BOUNDS, sum(best) / len(best))
+        return [list(own) for own in found], situation.budgets[place]
 
     def _grow(
         self,
         state: DecodingState,
         situation: Situation,
-        place: int,
+        budget: Budget,
         offered: Sequence[Sequence[Proposal]],
-        asked: int,
-    ) -> _Draft:
+    ) -> Draft:
         """The best trees of what is known so far."""
         if not any(offered):
-            return _Draft([], [0.0], 0)
-        budget = situation.budgets[place]
+            return Draft()
         least, most_B = budget.least(), [budget.most] * len(state.rows)
         if state.room is not None:
             most_B = [min(budget.most, nodes - 1) for nodes in state.room]
@@ -227,9 +228,9 @@ class BlendedDrafter(Drafter):
         active = zip(trees, state.rows, strict=True)
         expected = _mean(
             [tree.expected() for tree, row in active if not row.done],
-            situation.share * situation.correction(place, asked),
+            situation.share,
         )
-        return _Draft(trees, expected, budget.best(expected)[0])
+        return Draft(trees, expected, budget.best(expected)[0])
 
     def _situation(self, state: DecodingState) -> Situation:
         drawn, rows = state.warpers is not None, len(state.rows)
@@ -259,27 +260,8 @@ def text_drafter(most: int, corpus: CorpusIndex | None = None) -> BlendedDrafter
     return BlendedDrafter(Clock.flat(), range(most + 1), text=text, always=True, chain_only=True)
 
 
-class _Draft(NamedTuple):
-    """What is known before another source is asked.
-
-    Attributes:
-        trees: of every row; none where nothing was offered.
-        expected: accepted tokens of a mean row, by nodes verified.
-        size: the best of those numbers.
-    """
-
-    trees: list[PrefixTree]
-    expected: list[float]
-    size: int
-
-    @property
-    def expected_accepted(self) -> float:
-        """Accepted tokens that are expected of a mean row."""
-        return self.expected[min(self.size, len(self.expected) - 1)]
-
-
-def _mean(expected: Sequence[list[float]], correction: float) -> list[float]:
+def _mean(expected: Sequence[list[float]], share: float) -> list[float]:
     """Tokens expected of a mean row by nodes; a shorter tree gains no more than all of it."""
     longest = max(map(len, expected))
     rows = [row + row[-1:] * (longest - len(row)) for row in expected]
-    return [correction * sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    return [share * sum(column) / len(rows) for column in zip(*rows, strict=True)]

@@ -36,6 +36,16 @@ class PrefixTree:
         self.chances.append(min(chance, self.chances[parent]))
         return len(self.tokens) - 1
 
+    def accepted(self, committed: Sequence[int], drafted: int) -> int:
+        """How many of these tokens the first `drafted` nodes besides the root had in store."""
+        node = found = 0
+        for child in range(1, min(drafted + 1, len(self)) if committed else 0):
+            if self.parents[child] == node and self.tokens[child] == committed[found]:
+                node, found = child, found + 1
+                if found == len(committed):
+                    break
+        return found
+
     def expected(self) -> list[float]:
         """How many tokens the first 0, 1, 2, .. nodes besides the root are expected to have
         accepted. No depth promises more than a certainty, though drafters that disagree may."""

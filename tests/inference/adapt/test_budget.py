@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from medusa_heads.inference.adapt.bandit import Allowance
 from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
 
@@ -63,19 +62,3 @@ def test_padded_sizes_take_their_whole_time() -> None:
     assert Budget(clock, [0, 7]).best([0.0, 0.9])[0] == 1
     single = Budget(clock, [7], padded=True)
     assert single.best(EXPECTED)[0] == single.best([0.0])[0] == 7
-
-
-def test_sizes_that_were_never_seen_are_tried_while_it_can_be_paid_for() -> None:
-    clock = Clock({1: 1.0, 8: 1.5})
-    allowance = Allowance(1.0)
-    some = Budget(clock, SIZES, 1, allowance)
-    tried = some.unknown(EXPECTED)
-    assert tried == 0  # the dearest to leave unknown: what drafts are compared with
-    for size in SIZES:
-        for _ in range(3):
-            clock.learn(size + 1, clock.step(size + 1))
-    assert some.unknown(EXPECTED) is None
-    while allowance.pay(0.01):
-        pass
-    poor = Budget(Clock({1: 1.0, 8: 1.5}), SIZES, 1, allowance)
-    assert poor.unknown(EXPECTED) in (None, poor.best(EXPECTED)[0])

@@ -1,0 +1,156 @@
+"""Texts that are known beforehand, decoded on a machine whose seconds are given.
+
+No model runs and no time passes: what `auto` and fixed ways to draft make of the same texts is the
+same on every machine. What is drafted is right as often as it is said to be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from transformers import StoppingCriteriaList
+
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.blended import BlendedDrafter
+from medusa_heads.inference.drafters.growing import Proposal, Source
+from medusa_heads.inference.drafters.text import TextSource
+from medusa_heads.inference.engine.rows import Row, StopCheck
+from medusa_heads.inference.engine.state import DecodingState
+from tests.inference.clock import Clock as Time
+
+SIZES = (0, 1, 3, 7, 15, 31)
+PROMPT, VOCABULARY = 40, 997
+_MEASURED = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Machine(NamedTuple):
+    """What is dear here: seconds of a step by the tokens that it reads, and of asking the guesses
+    for so many rows."""
+
+    step: Callable[[int], float]
+    guess: Callable[[int], float]
+
+
+def written(tokens: int, copied: float, seed: int) -> list[int]:
+    """A text. Passages of it are copied from further up, as large a share as is said."""
+    chance = random.Random(seed)
+    text = [chance.randrange(VOCABULARY) for _ in range(PROMPT)]
+    while len(text) < PROMPT + tokens:
+        length, start = chance.randint(8, 40), chance.randrange(len(text))
+        fresh = [chance.randrange(VOCABULARY) for _ in range(length)]
+        text += text[start : start + length] if chance.random() < copied else fresh
+    return text[: PROMPT + tokens]
+
+
+class Guesses(Source):
+    """Two guesses at each of the next four tokens. The first is right as often as it says: a known
+    share of the time, which falls with the depth and is another in every text."""
+
+    name = "guesses"
+
+    def __init__(self, texts: Sequence[Sequence[int]], right: float, machine: Machine, time: Time):
+        self._texts, self._right, self._machine, self._time = texts, right, machine, time
+        self.evidence = {False: Evidence([1.0] * LEVELS)}
+
+    def draft(self, state: DecodingState) -> list[Proposal]:
+        self._time.work(self._machine.guess(len(state.rows)))
+        return [Proposal(self.evidence[False], 0, self._behind(row)) for row in state.rows]
+
+    def _behind(self, row: Any) -> Callable[[int], list[tuple[int, float, int, Any]]]:
+        ahead = self._texts[row.index][row.length : row.length + 4]
+        chance = random.Random(1000 * row.index + row.length)
+        right = self._right * (0.6 + 0.8 * random.Random(row.index).random())
+
+        def behind(place: int) -> list[tuple[int, float, int, Any]]:
+            if place >= len(ahead):
+                return []
+            first = min(right * chance.uniform(0.5, 1.5) * 0.85**place, 0.99)
+            chances, drawn = (first, 0.3 * (1 - first)), chance.random()
+            guessed = [VOCABULARY, VOCABULARY + 1]  # which no text holds
+            if drawn < sum(chances):
+                guessed[drawn >= first] = ahead[place]
+            each = zip(guessed, chances, strict=True)
+            return [(token, said, level(said), place + 1) for token, said in each]
+
+        return behind
+
+    def expected(self, nodes: int) -> float:
+        return sum((0.85 * self._right) ** depth for depth in range(1, min(nodes, 4) + 1))
+
+
+def ways(
+    texts: Sequence[Sequence[int]], right: float, machine: Machine, time: Time
+) -> dict[str, Drafter | None]:
+    """Plain decoding, fixed ways to draft, and `auto`."""
+
+    def guesses() -> Guesses:
+        return Guesses(texts, right, machine, time)
+
+    clock = Clock({tokens: machine.step(tokens) for tokens in _MEASURED})
+    clock.learn_drafting("guesses", machine.guess(1))
+    fixed: dict[str, Drafter | None] = {"plain": None}
+    for nodes in (3, 7, 15):
+        options: dict[str, Any] = {"sizes": (nodes,), "always": True}
+        fixed[f"text {nodes}"] = BlendedDrafter(Clock.flat(), text=TextSource(nodes), **options)
+        fixed[f"guesses {nodes}"] = BlendedDrafter(Clock.flat(), sources=[guesses()], **options)
+    return fixed | {"auto": BlendedDrafter(clock, SIZES, text=TextSource(31), sources=[guesses()])}
+
+
+def seconds(
+    drafter: Drafter | None,
+    texts: Sequence[Sequence[int]],
+    machine: Machine,
+    time: Time,
+    rows: int = 1,
+) -> float:
+    """How long the texts take, so many at once."""
+    began = time.now
+    stop = StopCheck(StoppingCriteriaList())
+    for first in range(0, len(texts), rows):
+        batch = [
+            Row(first + b, 1, torch.tensor(text[:PROMPT]), stop)
+            for b, text in enumerate(texts[first : first + rows])
+        ]
+        state: Any = SimpleNamespace(
+            rows=batch, padding=[0] * len(batch), memories={}, warpers=None, room=None, again=0
+        )
+        for row in batch:
+            row.tokens.append(texts[row.index][PROMPT])
+        while state.rows:
+            state.roots_B = torch.tensor([row.tokens[-1] for row in state.rows])
+            nodes = 1
+            paths: list[list[int]] = [[] for _ in state.rows]
+            if drafter is not None:
+                tree = drafter.propose(state)
+                nodes = tree.num_nodes
+                ahead = [texts[row.index][row.length :] for row in state.rows]
+                drafted = ahead, tree.tokens_BN.tolist(), tree.parents_BN.tolist()
+                paths = [_accepted(*each) for each in zip(*drafted, strict=True)]
+            took = machine.step(nodes * len(state.rows))
+            time.work(took)
+            for row, path in zip(state.rows, paths, strict=True):
+                text = texts[row.index]
+                row.tokens += text[row.length : row.length + len(path) + 1]
+            if drafter is not None:
+                drafter.learn_seconds(nodes - 1, took)
+            state.rows = [row for row in state.rows if row.length < len(texts[row.index])]
+            state.padding = [0] * len(state.rows)
+    return time.now - began
+
+
+def _accepted(ahead: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The nodes of a tree that hold what comes, one behind the other."""
+    node, path = 0, []
+    for true in ahead:
+        children = [n for n in range(1, len(tokens)) if parents[n] == node and tokens[n] == true]
+        if not children:
+            break
+        node = children[0]
+        path.append(node)
+    return path
