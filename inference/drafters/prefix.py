@@ -1,7 +1,8 @@
 """What heads with a prefix layer read: that layer, run along the text as it grows.
 
 Shapes: B active rows, T tokens, P fresh positions (the most of any row), S positions held, A
-attention heads, E their width, D hidden, O what heads read of a position.
+attention heads, E their width, D hidden, O what heads read of a position, X columns of hidden
+states with features.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from medusa_heads.inference.engine.state import DecodingState
 def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
     """What the heads read at the last committed position of every active row, [B, O]."""
     if heads.prefix is None:
-        return state.hidden_BD
+        return heads.fuse(state.hidden_BD)
     memory = state.memories.get(heads)
     if memory is None:
         memory = state.memories[heads] = PrefixMemory(heads, state.rows)
@@ -52,7 +53,8 @@ class PrefixMemory(Memory):
         # Rows with less to take in repeat their last position; it is written over next time.
         index = [[*path, *[path[-1]] * (longest - len(path))] for path in nodes]
         batch_B1 = torch.arange(len(nodes), device=device)[:, None]
-        hidden_BPD = hidden_BND[batch_B1, torch.tensor(index, device=device)]
+        hidden_BPX = hidden_BND[batch_B1, torch.tensor(index, device=device)]
+        hidden_BPD = self._heads.fuse(hidden_BPX)
         # A row that has ended, and stays in a compiled batch, may have fewer tokens than steps.
         following = [
             (row.last(len(path)) + [0] * longest)[:longest]

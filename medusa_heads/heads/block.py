@@ -15,8 +15,8 @@ from medusa_heads.heads.prefix import PrefixLayer
 
 
 class BlockHeads(MedusaHeads):
-    """K heads of a residual block each, behind `config.num_layers` layers that all share (`prefix.*`):
-    what `encode` makes of a position holds what each head's own query has found."""
+    """K heads of a residual block each, behind `config.num_layers` layers that all share, in
+    `prefix.*`: `encode` makes of a position what each head's own query has found."""
 
     kind = "block"
 

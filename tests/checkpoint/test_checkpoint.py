@@ -48,6 +48,7 @@ def trained(target: TargetModel, **config: object) -> DraftHeads:
         {"kind": "hydra", "prefix_attention": True},
         {"kind": "block", "vocab_matrix": "own", "correction_rank": 4},
         {"correction_rank": 4, "draft_vocab_size": 20},
+        {"features": [1, 0]},
     ],
     ids=str,
 )
@@ -113,6 +114,7 @@ def test_a_matrix_that_no_engine_would_read_is_refused(target: TargetModel, tmp_
         {"draft_vocab_size": 20},
         {"prefix_attention": True},
         {"correction_rank": 4},
+        {"features": [0]},
     ],
     ids=str,
 )

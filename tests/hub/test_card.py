@@ -156,6 +156,7 @@ def test_a_card_that_someone_wrote_is_kept(checkpoint: Path) -> None:
         ({"prefix_attention": True}, False, False, False),
         ({"kind": "block"}, False, False, False),
         ({"correction_rank": 4}, False, True, False),
+        ({"features": [1, 0]}, False, False, False),
     ],
     ids=str,
 )

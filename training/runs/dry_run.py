@@ -77,16 +77,18 @@ def plan_heads(
     activations is an estimate for targets of dense layers, without that of the attention's own
     kernel."""
     config = config.for_target(target.hidden_size, target.vocab_size)
+    target = target.with_features(config.features)
     with torch.device("meta"):
         heads = _size(KINDS[config.kind](config))
     tokens = args.per_device_train_batch_size * text.longest_row
     element, width, wide = _widths(target)
     block = BLOCK_FEATURES_CPU if args.device.type == "cpu" else BLOCK_FEATURES_GPU
     block = min(block, tokens * width * config.num_heads)
-    read = tokens * width
+    read = tokens * target.width
     if config.kind == "block":
-        read *= config.num_heads
-        block += min(AT_ONCE, read * 16 * config.num_layers)
+        queries = tokens * width * config.num_heads
+        read += queries
+        block += min(AT_ONCE, queries * 16 * config.num_layers)
     memory = {
         "target's weights": weight_bytes(target, four_bits=four_bits),
         "heads, gradients, AdamW": heads * _ADAMW_BYTES,
@@ -105,7 +107,7 @@ def plan_heads(
     disk = {"each checkpoint": trained * _SAVED_BYTES}
     if text.learnt is not None:
         kept = text.tokens if config.reads_text else text.learnt
-        disk["hidden states, if cached"] = float(kept or 0) * width * element
+        disk["hidden states, if cached"] = float(kept or 0) * target.width * element
     matrix = f"{config.vocab_matrix} vocabulary matrix"
     parts = "layers" if config.kind == "block" else "blocks"
     kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} {parts}, {matrix}"
@@ -164,7 +166,9 @@ def plan_draft(
 
 def _forward(target: TargetModel, tokens: int) -> float:
     element, width, wide = _widths(target)
-    return tokens * (2 * wide + _LAYER_COPIES * width) * element
+    # Features are held twice: as they came out, and side by side.
+    features = 2 * len(target.features) * width
+    return tokens * (2 * wide + _LAYER_COPIES * width + features) * element
 
 
 def _widths(model: TargetModel) -> tuple[int, int, int]:

@@ -41,6 +41,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "correction_rank": 8,
         "draft_vocab_size": 50,
     },
+    "medusa, features": {"features": [1, 0]},
+    "hydra, prefix, features": {"kind": "hydra", "prefix_attention": True, "features": [0]},
 }
 READERS: dict[str, dict[str, Any]] = {
     "medusa, prefix": {"prefix_attention": True},
