@@ -203,8 +203,8 @@ def cache_bytes_per_token(target: TargetModel) -> int:
 
 
 def _heads_bytes(heads: DraftHeads) -> int:
-    """With the second copy of their blocks that all but sequential heads keep in one piece while they decode,
-    the rows that a reduced vocabulary copies, and the preview of a large one."""
+    """With the second copy of their blocks that all but sequential heads keep in one piece while
+    they decode, the rows that a reduced vocabulary copies, and the preview of a large one."""
     total = _bytes(heads.parameters())
     if isinstance(heads, MedusaHeads):
         total += _bytes(p for name, p in heads.named_parameters() if ".linear." in name)
