@@ -1,8 +1,8 @@
 """What heads with a prefix layer read: that layer, run along the text as it grows.
 
 Shapes: B active rows, T tokens, P fresh positions (the most of any row), S positions held, A
-attention heads, E their width, D hidden, O what heads read of a position, X columns of hidden
-states with features.
+attention heads, E their width, D hidden, X columns of hidden states with features, O what heads
+read of a position.
 """
 
 from __future__ import annotations

@@ -85,15 +85,15 @@ RECIPES = {
         True,
         learning_rate=3e-3,
     ),
-    "block": Recipe(
-        "self-distilled, 5 corrected heads of a block",
-        CORRECTED | {"kind": "block"},
-        True,
-        learning_rate=3e-3,
-    ),
     "prefix-corrected-features": Recipe(
         "self-distilled, 5 corrected heads, prefix attention, features",
         CORRECTED | {"prefix_attention": True, "features": [1, 3]},
+        True,
+        learning_rate=3e-3,
+    ),
+    "block": Recipe(
+        "self-distilled, 5 corrected heads of a block",
+        CORRECTED | {"kind": "block"},
         True,
         learning_rate=3e-3,
     ),

@@ -23,8 +23,8 @@ SHAPES = {
     "hydra": HeadsConfig(kind="hydra", num_heads=2),
     "corrected": HeadsConfig(num_heads=2, correction_rank=4),
     "prefix": HeadsConfig(kind="hydra", num_heads=2, prefix_attention=True),
-    "block": HeadsConfig(kind="block", num_heads=2, correction_rank=4),
     "features": HeadsConfig(num_heads=2, features=[0]),
+    "block": HeadsConfig(kind="block", num_heads=2, correction_rank=4),
 }
 
 

@@ -86,9 +86,8 @@ def plan_heads(
     block = min(block, tokens * width * config.num_heads)
     read = tokens * target.width
     if config.kind == "block":
-        queries = tokens * width * config.num_heads
-        read += queries
-        block += min(AT_ONCE, queries * 16 * config.num_layers)
+        read += tokens * width * (config.num_heads - 1)
+        block += min(AT_ONCE, tokens * width * config.num_heads * 16 * config.num_layers)
     memory = {
         "target's weights": weight_bytes(target, four_bits=four_bits),
         "heads, gradients, AdamW": heads * _ADAMW_BYTES,

@@ -147,7 +147,8 @@ def test_fresh_heads_are_what_heads_begin_as(
     fresh = FreshHeads.like(heads, target)
     hidden_BTX, ids_BT = torch.randn(1, 5, 32), torch.randint(0, 61, (1, 5))
     tokens_BTK = torch.randint(0, 61, (1, 5, 2))
-    expected_BTKV = heads(heads.encode(hidden_BTX, ids_BT), tokens_BTK)
+    read = heads.encode(hidden_BTX, ids_BT)
+    expected_BTKV = heads(read, tokens_BTK)
     torch.testing.assert_close(fresh(fresh.fuse(hidden_BTX), tokens_BTK), expected_BTKV)
     assert not list(fresh.parameters())
 
