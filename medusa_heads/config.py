@@ -174,7 +174,7 @@ class HeadsConfig:
     @property
     def num_blocks(self) -> int:
         """Residual blocks of each head, behind which its own vocabulary matrix stands."""
-        return 0 if self.kind == "block" else self.num_layers
+        return 1 if self.kind == "block" else self.num_layers
 
     @property
     def is_plain_medusa(self) -> bool:

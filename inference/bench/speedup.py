@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_heads.heads import DraftHeads
+from medusa_heads.heads import DraftHeads, MedusaHeads
 from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT
 from medusa_heads.inference.plan.tree_size import TreeSize, measured_sizes, tune
 from medusa_heads.machine import describe_machine
@@ -203,10 +203,10 @@ def cache_bytes_per_token(target: TargetModel) -> int:
 
 
 def _heads_bytes(heads: DraftHeads) -> int:
-    """With the second copy of their blocks that medusa heads keep in one piece while they decode,
-    the rows that a reduced vocabulary copies, and the preview of a large one."""
+    """With the second copy of their blocks that all but sequential heads keep in one piece while
+    they decode, the rows that a reduced vocabulary copies, and the preview of a large one."""
     total = _bytes(heads.parameters())
-    if heads.kind == "medusa":
+    if isinstance(heads, MedusaHeads):
         total += _bytes(p for name, p in heads.named_parameters() if ".linear." in name)
     if heads.draft_tokens is not None and heads.config.vocab_matrix == "shared":
         total += _bytes([heads.vocab_matrix(0)[0]])

@@ -208,9 +208,7 @@ def _check_shapes(
 ) -> None:
     unlike = f"{path} does not hold the heads its configuration describes: "
     # A damaged configuration may ask for millions of heads, each of which is built below.
-    queries = got.get("prefix.queries")
-    of_block = 0 if config.kind != "block" or queries is None else queries.numel()
-    if config.num_layers * (1 if of_block >= config.num_heads else config.num_heads) > len(got):
+    if max(config.num_heads * config.num_blocks, config.num_layers) > len(got):
         raise ValueError(
             f"{unlike}expected {config.num_heads} heads of {config.num_layers} layers, found "
             f"{len(got)} tensors"

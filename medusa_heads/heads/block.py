@@ -7,16 +7,16 @@ the latter with a correction by the token before.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads.base import DraftHeads
+from medusa_heads.heads.medusa import MedusaHeads
 from medusa_heads.heads.prefix import PrefixLayer
 
 
-class BlockHeads(DraftHeads):
-    """K heads without weights but for `prefix.*`, `config.num_layers` layers that all share: what
-    `encode` gives of a position holds the features of all."""
+class BlockHeads(MedusaHeads):
+    """K heads of a residual block each, behind `config.num_layers` layers that all share, in
+    `prefix.*`: `encode` makes of a position what each head's own query has found."""
 
     kind = "block"
 
@@ -25,9 +25,5 @@ class BlockHeads(DraftHeads):
         assert config.hidden_size is not None
         self.prefix = PrefixLayer(config.hidden_size, config.num_heads, config.num_layers)
 
-    def _blocks(self, head: int) -> list[nn.Module]:
-        return []
-
-    def features(self, hidden_RE: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
-        """See DraftHeads: (..., E) -> (..., K, D)."""
+    def _inputs(self, hidden_RE: Tensor) -> Tensor:
         return hidden_RE.unflatten(-1, (self.config.num_heads, -1))

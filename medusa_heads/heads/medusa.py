@@ -29,7 +29,7 @@ class MedusaHeads(DraftHeads):
 
     def _blocks(self, head: int) -> list[nn.Module]:
         assert self.config.hidden_size is not None
-        return [ResBlock(self.config.hidden_size) for _ in range(self.config.num_layers)]
+        return [ResBlock(self.config.hidden_size) for _ in range(self.config.num_blocks)]
 
     def train(self, mode: bool = True) -> MedusaHeads:
         """See nn.Module."""
@@ -40,27 +40,31 @@ class MedusaHeads(DraftHeads):
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """See DraftHeads. `tokens_RK` plays no part: these heads do not see each other."""
         # Any wider, every head would round it for itself.
-        hidden_RD = hidden_RD.to(product_dtype(self._all_parameters[0]))
+        inputs_RKD = self._inputs(hidden_RD.to(product_dtype(self._all_parameters[0])))
         if hidden_RD.ndim == 2 and not torch.is_grad_enabled():
             # One product for the blocks of all heads: while decoding, calls cost more than sums.
-            x_KRD = hidden_RD.expand(self.config.num_heads, -1, -1)
+            x_KRD = inputs_RKD.transpose(0, 1)
             for weight_KDD, bias_K1D in self._stacked():
                 x_KRD = x_KRD + F.silu(torch.baddbmm(bias_K1D, x_KRD, weight_KDD))
             return x_KRD.transpose(0, 1)
         features = []
-        for head in self.heads():
-            x_RD = hidden_RD
-            for block in islice(head, self.config.num_layers):
+        for i, head in enumerate(self.heads()):
+            x_RD = inputs_RKD[..., i, :]
+            for block in islice(head, self.config.num_blocks):
                 x_RD = block(x_RD)
             features.append(x_RD)
         return torch.stack(features, dim=-2)
+
+    def _inputs(self, hidden_RD: Tensor) -> Tensor:
+        """What each head's blocks read: (..., D) -> (..., K, D)."""
+        return hidden_RD[..., None, :].expand(*hidden_RD.shape[:-1], self.config.num_heads, -1)
 
     def _stacked(self) -> list[tuple[Tensor, Tensor]]:
         """Every layer's weights [K, D, D], transposed, and biases [K, 1, D]; made anew when a
         parameter was written to or moved."""
         state = [(tensor.data_ptr(), tensor._version) for tensor in self._all_parameters]
         if self._stack is None or self._stack[0] != state:
-            blocks = [list(islice(head, self.config.num_layers)) for head in self.heads()]
+            blocks = [list(islice(head, self.config.num_blocks)) for head in self.heads()]
             layers = []
             for layer in zip(*blocks, strict=True):
                 weight_KDD = torch.stack([block.linear.weight.T for block in layer]).contiguous()

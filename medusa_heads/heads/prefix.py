@@ -27,6 +27,8 @@ QUERY, KEYS_AND_VALUES, ALL = slice(0, 1), slice(1, 3), slice(0, 3)
 AT_ONCE = 1 << 27
 """Numbers that blocks keep for the backward pass; of longer texts they are computed again."""
 
+_SPREAD = 0.5  # of fresh queries, beside hidden states: alike, they would be slow to part
+
 _AGAIN: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
@@ -92,11 +94,10 @@ class PrefixLayer(AttentionLayer):
     embedding of token t + 1, the identity on h_t while it is fresh.
 
     With `num_queries`, a block of so many at each position: h_t and the embedding with a learnt
-    vector each, at positions t + 1, t + 2, ... They see the text up to t, and each other. All
+    vector each, at positions t + 1, t + 2, ... They see the text up to t, and each other, and leave
+    the vector behind at the end, so that fresh ones are the identity as well. All
     `num_layers` of a block project keys and values from the text as the first one reads it.
     """
-
-    queries: nn.Parameter | None
 
     def __init__(
         self, hidden_size: int, num_queries: int | None = None, num_layers: int = 1
@@ -104,8 +105,9 @@ class PrefixLayer(AttentionLayer):
         super().__init__(hidden_size)
         self.token = nn.Linear(hidden_size, hidden_size, bias=False)
         nn.init.zeros_(self.token.weight)
-        zeros = None if num_queries is None else nn.Parameter(torch.zeros(num_queries, hidden_size))
-        self.register_parameter("queries", zeros)
+        self.queries = None
+        if num_queries is not None:
+            self.queries = nn.Parameter(torch.randn(num_queries, hidden_size) * _SPREAD)
         self.further = nn.ModuleList(AttentionLayer(hidden_size) for _ in range(num_layers - 1))
 
     @property
@@ -187,7 +189,7 @@ class PrefixLayer(AttentionLayer):
         for layer, text in zip(self.layers, held_LBASE.split(2), strict=True):
             own = layer.project(x_BOD, positions_BO, end + len(ahead_Q))
             x_BOD = layer.finish(x_BOD, _of_text_and_block(own, text, len(ahead_Q), visible_BPS))
-        return x_BOD.unflatten(1, (-1, len(ahead_Q))).flatten(2)
+        return (x_BOD.unflatten(1, (-1, len(ahead_Q))) - self.queries).flatten(2)
 
 
 def _of_text_and_block(

@@ -39,7 +39,7 @@ class RereadingDrafter(PlantedDrafter):
 
     def __init__(self, heads: DraftHeads, target: TargetModel, *args: Any) -> None:
         super().__init__(*args)
-        self.reads_prompt = heads.config.prefix_attention
+        self.reads_prompt = heads.config.reads_text
         self.heads, self.target = heads, target.with_features(heads.config.features)
         self.compared = 0
 
