@@ -50,7 +50,7 @@ class HeadsSource(_HeadsOffers):
     def __init__(self, heads: DraftHeads, statistics: HeadStatistics) -> None:
         super().__init__(statistics)
         self._heads, self._temperatures = heads, statistics.temperatures
-        self.reads_prompt = self.reads_on = heads.config.prefix_attention
+        self.reads_prompt = self.reads_on = heads.config.reads_text
         self._ranks = min(_RANKS, heads.config.num_candidates)
 
     def draft(self, state: DecodingState) -> list[Proposal]:

@@ -84,9 +84,10 @@ def simulate_chain(
         # What each head would draft at each position, behind the token that follows there.
         ids_T = tokens_T.to(target.device)
         after, chain = heads.after_paths(target.hidden(ids_T[None])[0]), [ids_T.roll(-1)]
+        above_T1 = ids_T.new_zeros(len(ids_T), 1)
         for i in range(draft_tokens):
             paths_T1J = torch.stack(chain, dim=1)[:, None]
-            chain.append(heads.token_ids(after(i, paths_T1J)[:, 0].argmax(dim=-1)))
+            chain.append(heads.token_ids(after(i, paths_T1J, above_T1)[:, 0].argmax(dim=-1)))
         chains_TK = torch.stack(chain[1:], dim=1).tolist()
         made = 1
         while made < length:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads.base import DraftHeads, product_dtype
+from medusa_heads.heads.eagle3 import Eagle3Heads
 from medusa_heads.heads.hydra import HydraHeads
 from medusa_heads.heads.medusa import MedusaHeads
 from medusa_heads.heads.vocabulary import HasVocabulary, frequent_tokens
@@ -13,6 +14,7 @@ from medusa_heads.heads.vocabulary import HasVocabulary, frequent_tokens
 __all__ = [
     "KINDS",
     "DraftHeads",
+    "Eagle3Heads",
     "HasVocabulary",
     "HydraHeads",
     "MedusaHeads",
@@ -21,7 +23,9 @@ __all__ = [
     "product_dtype",
 ]
 
-KINDS: dict[str, type[DraftHeads]] = {cls.kind: cls for cls in (MedusaHeads, HydraHeads)}
+KINDS: dict[str, type[DraftHeads]] = {
+    cls.kind: cls for cls in (MedusaHeads, HydraHeads, Eagle3Heads)
+}
 
 
 def new_heads(

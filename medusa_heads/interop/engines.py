@@ -65,7 +65,7 @@ class Outgoing:
             raise ValueError(
                 f"{engine} holds no correction by the token before: train without correction_rank"
             )
-        if f"0.{config.num_layers}.bias" in self.stored.tensors:
+        if self.stored.has_vocab_bias:
             raise ValueError(f"{engine} holds no bias in the heads' vocabulary matrices")
         if config.draft_vocab_size is not None and not (to == "vllm" and self.shared):
             others = "; --full_vocabulary lets them draft every token" if self.shared else ""

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from medusa_heads.config import MOST, HeadsKind
+from medusa_heads.config import HeadsKind
 from medusa_heads.interop import ReadFormat
 from medusa_heads.interop.source import Source
+from medusa_heads.settings import MOST
 
 _N = "(0|[1-9][0-9]{0,5})"
 _OWN = rf"{_N}\.{_N}\.(.+)"

@@ -53,7 +53,7 @@ def open_hidden_states(
             "a hidden-state cache needs to know all rows, which a stream does not: leave streaming "
             "or hidden_cache off"
         )
-    kept: KeptPositions = "all" if config.prefix_attention else "learnt"
+    kept: KeptPositions = "all" if config.reads_text else "learnt"
     folder = Path(settings.hidden_cache_dir or Path(args.output_dir or ".") / "hidden_states")
     plans: dict[CacheKey, RowPlan] = {}
     expected: dict[CacheKey, float] = {}  # how many rows the run comes to see

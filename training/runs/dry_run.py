@@ -99,7 +99,7 @@ def plan_heads(
         memory["target's backward"] = layers * tokens * (4 * wide + 12 * width) * element
     disk = {"each checkpoint": trained * _SAVED_BYTES}
     if text.learnt is not None:
-        kept = text.tokens if config.prefix_attention else text.learnt
+        kept = text.tokens if config.reads_text else text.learnt
         disk["hidden states, if cached"] = float(kept or 0) * width * element
     matrix = f"{config.vocab_matrix} vocabulary matrix"
     kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} blocks, {matrix}"

@@ -29,7 +29,14 @@ def made(tiny_llama: TinyLlama, way: str) -> AssistedModel:
 
 
 @pytest.mark.parametrize(
-    "way", [*DRAFTERS, *(f"heads:medusa/{tree}" for tree in TREES), "heads:hydra/auto"]
+    "way",
+    [
+        *DRAFTERS,
+        *(f"heads:medusa/{tree}" for tree in TREES),
+        "heads:hydra/auto",
+        "heads:eagle3/auto",
+        "heads:eagle3/dynamic:6",
+    ],
 )
 def test_text_depends_on_nothing_else(
     tiny_llama: TinyLlama, cache: Any, monkeypatch: pytest.MonkeyPatch, way: str

@@ -185,7 +185,7 @@ def test_a_leak_is_not_taken_for_half_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("of", ["llama", "qwen3_5_text"])
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "prefix"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "prefix", "eagle3"])
 def test_training_on_packed_rows_is_training_on_their_documents(
     kind: str, of: str, make_rows: Rows, tmp_path: Path
 ) -> None:
@@ -193,7 +193,7 @@ def test_training_on_packed_rows_is_training_on_their_documents(
     target = small("llama") if of == "llama" else tiny_target(of)
     rows = uneven_rows(make_rows)
     config = HeadsConfig(
-        kind="medusa" if kind == "medusa" else "hydra",
+        kind="hydra" if kind == "prefix" else kind,  # type: ignore[arg-type]
         num_heads=3,
         vocab_matrix="own",
         prefix_attention=kind == "prefix",

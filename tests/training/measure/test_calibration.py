@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from transformers import TrainingArguments
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel, train_heads
 from medusa_heads.checkpoint.stored_heads import read_sidecar
+from medusa_heads.config import HeadsKind
 from medusa_heads.training.hidden.states import HiddenStates
 from medusa_heads.training.measure.calibration import calibrate, measure_heads
 from medusa_heads.trees.statistics import HeadStatistics
@@ -71,9 +71,9 @@ def test_a_child_that_ignores_its_parent_is_not_calibrated(tiny_llama: TinyLlama
     assert error() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])
 def test_measured_from_anywhere_as_after_training(
-    tiny_llama: TinyLlama, kind: Literal["medusa", "hydra"], tmp_path: Path
+    tiny_llama: TinyLlama, kind: HeadsKind, tmp_path: Path
 ) -> None:
     """`measure_heads` finds what a run of training stores for the same held-out rows."""
     target = TargetModel(tiny_llama())
