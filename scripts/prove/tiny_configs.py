@@ -184,6 +184,7 @@ FIXTURES: dict[str, dict[str, Any]] = {
         ],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
+    "doge": {"keep_window_size": WINDOW},
     "dots1": {**_MIXED, "n_shared_experts": 1},
     "dots3_note": {
         "text_config": _DOTS,

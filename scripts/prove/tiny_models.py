@@ -30,14 +30,20 @@ def _random_model(config: Any, widths: Widths, **options: Any) -> Any:
     return random_weights(AutoModelForCausalLM.from_config(config, **options), widths)
 
 
+# Of zaya, doge and inkling2: zeros in fresh models, which switch off what they scale.
+_SWITCHES = ("qk_norm.temp", "self_attn.A", "_input.query")
+
+
 def random_weights(model: Any, widths: Widths) -> Any:
     """This model in fp32 and evaluation mode, its matrices drawn."""
     model = model.float()
     generator = torch.Generator().manual_seed(0)
     embeddings = model.get_input_embeddings().weight
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
+        for name, parameter in model.named_parameters():
+            if name.endswith(_SWITCHES):
+                parameter.copy_(1.0 + 0.3 * torch.randn(parameter.shape, generator=generator))
+            elif parameter.ndim >= 2:
                 width = widths[0] if parameter is embeddings else widths[1]
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * width)
     return model.eval()

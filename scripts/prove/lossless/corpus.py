@@ -86,8 +86,8 @@ def usual(target: ProofTarget, family: str, seed: int, new_tokens: int) -> Itera
 
     yield text("greedy", 1, lambda: {"do_sample": False})
     yield text("sampled, same seed", 1, lambda: {"do_sample": True, **warped})
-    if not target.tree:
-        return  # one unpadded sequence at a time
+    if not target.batches:
+        return
     yield text("greedy, batch of 8", BATCH, lambda: {"do_sample": False, **ends})
     yield text(
         "sampled, same seed, batch of 8 in step",

@@ -92,7 +92,13 @@ def _neighbours_row_kept() -> AbstractContextManager[Any]:
 
 def _state_not_put_back() -> AbstractContextManager[Any]:
     """A recurrent state keeps what drafts did to it that were refused."""
-    return patch.object(RecurrentCache, "put_back", lambda cache: None)
+    return patch.object(RecurrentCache, "put_back", lambda cache, batch=None: None)
+
+
+def _all_rows_put_back() -> AbstractContextManager[Any]:
+    """Where one row's state is put back, those of all others are too."""
+    own = RecurrentCache.put_back
+    return patch.object(RecurrentCache, "put_back", lambda cache, batch=None: own(cache))
 
 
 def _convolution_not_put_back() -> AbstractContextManager[Any]:
@@ -177,7 +183,12 @@ def _end_ignored() -> AbstractContextManager[Any]:
 
 FAULTS = (
     Fault("siblings seen", _siblings_seen, lambda target, made: target.tree),
-    Fault("parents unseen", _parents_unseen, lambda target, made: True),
+    Fault(
+        "parents unseen",
+        _parents_unseen,
+        # What attention beside a recurrent state does not see, the state may well tell a draw.
+        lambda target, made: target.attends and not (target.recurrent and made.text.draws),
+    ),
     Fault(
         "position off by one",
         _positions_off_by_one,
@@ -190,6 +201,11 @@ FAULTS = (
         "convolution not put back",
         _convolution_not_put_back,
         lambda target, made: target.recurrent and target.convolves,
+    ),
+    Fault(
+        "all rows put back",
+        _all_rows_put_back,
+        lambda target, made: target.recurrent and made.text.batch > 1 and not made.text.in_step,
     ),
     Fault("stale snapshot", _stale_snapshot, lambda target, made: target.recurrent),
     Fault("index not dropped", _index_not_dropped, lambda target, made: target.indexed),

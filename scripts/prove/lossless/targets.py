@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from medusa_heads import TargetModel
-from medusa_heads.errors import MedusaWarning
+from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
 from medusa_heads.inference.bench.prompts import held_out_prompts
-from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.capability import capability, check_batch
 from scripts.prove.architecture_check import ATTEMPTS
 from scripts.prove.tiny_configs import tiny_config
 from scripts.prove.tiny_models import VARIANTS, Widths, builder, random_weights
@@ -44,6 +44,7 @@ class ProofTarget:
         name: of its architecture, or of what it is for.
         model: transformers' model.
         tree: whether it verifies trees, or chains alone.
+        batches: whether it decodes batches.
         recurrent: whether it keeps a state that is put back.
         indexed: whether an indexer chooses what its attention reads.
         prompts: makes inputs of generate(), by rows and seed.
@@ -55,6 +56,7 @@ class ProofTarget:
     model: Any
     tree: bool
     prompts: Prompts
+    batches: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     note: str = ""
 
@@ -88,6 +90,11 @@ class ProofTarget:
             self.model(self.prompts(1, 0)["input_ids"], **given)
         made = [getattr(layer, "conv_states", {}).get(0) for layer in cache.layers]
         return any(state is not None for state in made)
+
+    @cached_property
+    def attends(self) -> bool:
+        """Whether any of its layers keeps keys and values of tokens."""
+        return bool(self.view.new_cache().row_layers)
 
     @property
     def positions(self) -> bool:
@@ -133,10 +140,23 @@ def random_target(kind: str, widths: Widths) -> ProofTarget:
     length = PROMPT if cache.can_go_back and not cache.keeps_index else LONG_PROMPT
     prompts = partial(_random_prompts, view.vocab_size, length)
     made = ProofTarget(kind, view.model, tree, prompts(unlike=True))
-    if tree and not _pads_rightly(made):
-        made.prompts = prompts(unlike=False)
-        made.note = "generate() itself is wrong on padded rows: rows of a batch are equally long"
+    _find_batches(made, prompts(unlike=False))
     return made
+
+
+def _find_batches(target: ProofTarget, alike: Prompts) -> None:
+    """Whether it takes batches of unlike rows, of equally long ones, or none; it notes why not."""
+    for padding in ([0, 1], [0, 0]):
+        try:
+            check_batch(target.view, padding)
+            if not any(padding) or _pads_rightly(target):
+                return
+            reason = "generate() itself is wrong on padded rows"
+        except UnsupportedArchitecture as error:
+            reason = error.reason
+        target.prompts = alike
+        target.note = f"{reason}: rows of a batch are equally long"
+    target.batches, target.note = False, reason
 
 
 def _pads_rightly(target: ProofTarget) -> bool:

@@ -63,9 +63,14 @@ class Text:
         return self.options()
 
     @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn."""
+        return bool(self.first.get("do_sample"))
+
+    @property
     def sampled(self) -> bool:
         """Whether tokens are drawn with torch's own random numbers."""
-        return bool(self.first.get("do_sample")) and not self.own_draws
+        return self.draws and not self.own_draws
 
     @property
     def own_draws(self) -> bool:

@@ -60,6 +60,7 @@ def target() -> ProofTarget:
 OTHERS = {
     "state not put back": "qwen3_next",
     "convolution not put back": "qwen3_next",
+    "all rows put back": "qwen3_next",
     "stale snapshot": "qwen3_next",
     "index not dropped": "deepseek_v32",
 }
