@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from medusa_heads.config import HeadsConfig
-    from medusa_heads.heads import HydraHeads, MedusaHeads, new_heads
+    from medusa_heads.heads import Eagle3Heads, HydraHeads, MedusaHeads, new_heads
     from medusa_heads.inference.models.drafted import DraftedModel
     from medusa_heads.inference.models.hub_form import custom_generate
     from medusa_heads.inference.models.medusa import MedusaModel, attach
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DraftedModel",
+    "Eagle3Heads",
     "HeadsConfig",
     "HydraHeads",
     "MedusaHeads",
@@ -37,6 +38,7 @@ __all__ = [
 
 _HOMES = {
     "DraftedModel": "medusa_heads.inference.models.drafted",
+    "Eagle3Heads": "medusa_heads.heads",
     "HeadsConfig": "medusa_heads.config",
     "HydraHeads": "medusa_heads.heads",
     "MedusaHeads": "medusa_heads.heads",

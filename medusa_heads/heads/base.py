@@ -38,19 +38,6 @@ def product_dtype(weight: Tensor) -> torch.dtype:
     return weight.dtype
 
 
-class ResBlock(nn.Module):
-    """`x + SiLU(W x + b)`, the identity while W and b are zero, as they start."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x_RD: Tensor) -> Tensor:
-        return x_RD + F.silu(self.linear(x_RD))
-
-
 class DraftHeads(nn.Module, ABC):
     """K heads over a frozen target. Head i predicts token t + 2 + i from h_t.
 

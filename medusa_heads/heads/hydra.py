@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medusa_heads.heads.base import After, DraftHeads, ResBlock, product_dtype
+from medusa_heads.heads.base import After, DraftHeads, product_dtype
+from medusa_heads.heads.medusa import ResBlock
 
 
 class WideBlock(nn.Module):

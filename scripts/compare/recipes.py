@@ -85,6 +85,12 @@ RECIPES = {
         True,
         learning_rate=3e-3,
     ),
+    "eagle3": Recipe(
+        "self-distilled, 5 steps of an eagle3 layer",
+        {"kind": "eagle3", "num_heads": 5},
+        True,
+        learning_rate=1e-3,
+    ),
     "together": Recipe("all together, cross-entropy", TOGETHER, True, learning_rate=3e-3),
     "together-kl": Recipe("all together, KL", TOGETHER, True, FORWARD_KL, learning_rate=3e-3),
 }

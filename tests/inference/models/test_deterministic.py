@@ -35,7 +35,6 @@ def made(tiny_llama: TinyLlama, way: str) -> AssistedModel:
         *(f"heads:medusa/{tree}" for tree in TREES),
         "heads:hydra/auto",
         "heads:eagle3/auto",
-        "heads:eagle3/dynamic:6",
     ],
 )
 def test_text_depends_on_nothing_else(
