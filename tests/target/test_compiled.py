@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.masking_utils import create_chunked_causal_mask
 
-from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, new_heads
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.compiled import CompiledTarget
@@ -109,9 +109,10 @@ def check(model: Any, medusa: MedusaModel, ids: Any, mask: Any, new: int, **opti
     assert torch.equal(medusa.generate(ids, **inputs), model.generate(ids, **inputs))  # type: ignore[arg-type]
 
 
-def test_rows_that_end_stay_beside_heads_that_read_the_prompt() -> None:
+@pytest.mark.parametrize("reads", [{"prefix_attention": True}, {"kind": "eagle3"}], ids=str)
+def test_rows_that_end_stay_beside_heads_that_read_the_prompt(reads: dict[str, Any]) -> None:
     model = build(LlamaConfig(**SMALL))
-    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=3, prefix_attention=True))
+    heads = new_heads(model, HeadsConfig(num_heads=3, **reads))
     medusa = MedusaModel(model, heads, tree=7, compile=True, compile_backend="eager")
     ids = torch.randint(1, 24, (3, 21), generator=torch.Generator().manual_seed(1))
     check(model, medusa, ids, torch.ones_like(ids), 60, eos_token_id=5)

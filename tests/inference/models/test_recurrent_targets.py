@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from medusa_heads import DraftedModel, HeadsConfig, MedusaHeads, MedusaModel, TrainingFreeModel
+from medusa_heads import DraftedModel, HeadsConfig, MedusaModel, TrainingFreeModel, new_heads
+from medusa_heads.config import HeadsKind
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.adapt import measure
 from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
@@ -24,16 +25,18 @@ KINDS = ("qwen3_next", "falcon_h1", "lfm2")
 pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 
 
-def with_heads(kind: str, tree: Any = 8, **options: Any) -> MedusaModel:
+def with_heads(kind: str, tree: Any = 8, of: HeadsKind = "medusa", **options: Any) -> MedusaModel:
     target = tiny_target(kind)
     torch.manual_seed(3)
-    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=3))
+    heads = new_heads(target, HeadsConfig(kind=of, num_heads=3))
     return MedusaModel(target, heads, tree=tree, **options)
 
 
 WAYS: dict[str, Callable[[str], Any]] = {
     "heads": with_heads,
     "heads and text": lambda kind: with_heads(kind, "auto"),
+    "eagle3": lambda kind: with_heads(kind, of="eagle3"),
+    "eagle3 and text": lambda kind: with_heads(kind, "auto", "eagle3"),
     "always the same": lambda kind: with_heads(kind, "auto", deterministic=True),
     "text": lambda kind: TrainingFreeModel(tiny_target(kind), "suffix"),
     "draft model": lambda kind: DraftedModel(tiny_target(kind), tiny_target("llama"), tree="chain"),
@@ -57,7 +60,9 @@ def test_every_drafter_is_token_equal(way: str, kind: str, cache: Any) -> None:
             )
 
 
-@pytest.mark.parametrize(("way", "kind"), [("heads and text", "lfm2"), ("drawn", "qwen3_next")])
+@pytest.mark.parametrize(
+    ("way", "kind"), [("heads and text", "lfm2"), ("eagle3", "lfm2"), ("drawn", "qwen3_next")]
+)
 def test_batches_are_token_equal(way: str, kind: str, cache: Any) -> None:
     model, inputs = WAYS[way](kind), padded((4, 0, 7), 24)
     assert torch.equal(written(model, inputs), written(model.target.model, inputs))
