@@ -7,7 +7,7 @@ from the same h_t.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -49,6 +49,8 @@ class HeadsConfig:
         prefix_attention: a layer of the heads' own attends over the text so far (prefix.py).
         correction_rank: of the product by which the token before corrects each head's logits
             (correction.py); None for none.
+        features: layers of the target, counted from 0, whose outputs the heads read beside its last
+            hidden state (fusion.py), in the order of their weights; None for none.
         raw_embeddings: token embeddings are read as the target has them, as the heads of Hydra's
             authors do, and not brought to unit scale.
         decoder: of kind `"eagle3"`, the layer's shape; None for a usual one of the target's width.
@@ -98,6 +100,13 @@ class HeadsConfig:
             "(128 to 256). Drafts stay one pass of the heads. Default: no correction."
         ),
     )
+    features: Sequence[int] | None = field(
+        default=None,
+        metadata=as_flag(
+            "Layers of the target, counted from 0, that the heads read beside its last hidden "
+            "state: a low, a middle and a high one. Default: none.",
+        ),
+    )
     raw_embeddings: bool = field(default=False, metadata=NO_FLAG)
     decoder: DecoderShape | None = field(default=None, metadata=NO_FLAG)
     hidden_size: int | None = field(default=None, metadata=NO_FLAG)
@@ -110,6 +119,8 @@ class HeadsConfig:
         for name in ("prefix_attention", "raw_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.features is not None:
+            object.__setattr__(self, "features", _layers(self.features))
         one_of(self, "kind", get_args(HeadsKind))
         one_of(self, "vocab_matrix", get_args(VocabMatrix))
         if (self.draft_vocab_size or 0) > (self.vocab_size or MOST):
@@ -135,6 +146,10 @@ class HeadsConfig:
                     f"eagle3 heads read the text and the token before by themselves: leave {name} "
                     "out"
                 )
+        if self.features is not None and list(self.features) != sorted(self.features):
+            raise ValueError(
+                f"eagle3 heads read features from the lowest layer on, got {list(self.features)}"
+            )
 
     def for_target(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
         """This configuration with the target's sizes filled in.
@@ -153,9 +168,10 @@ class HeadsConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are written to a checkpoint. Versions that know of no correction
-        and no decoder still read heads that have none."""
-        later = ("correction_rank", "decoder")
-        return {k: v for k, v in asdict(self).items() if k not in later or v is not None}
+        and no features and no decoder still read heads that have none."""
+        values = asdict(self) | {"features": self.features and list(self.features)}
+        later = ("correction_rank", "features", "decoder")
+        return {k: v for k, v in values.items() if k not in later or v is not None}
 
     @property
     def reads_text(self) -> bool:
@@ -170,8 +186,8 @@ class HeadsConfig:
     @property
     def is_plain_medusa(self) -> bool:
         """Whether these are heads as Medusa's paper has them, which other engines can hold."""
-        extras = self.draft_vocab_size or self.prefix_attention or self.correction_rank
-        return self.kind == "medusa" and not extras
+        extras = (self.draft_vocab_size, self.prefix_attention, self.correction_rank, self.features)
+        return self.kind == "medusa" and not any(extras)
 
     @property
     def num_candidates(self) -> int:
@@ -194,3 +210,15 @@ class HeadsConfig:
         if decoder is not None:
             values = {**values, "decoder": DecoderShape.from_dict(decoder)}
         return cls(**values)
+
+
+def _layers(given: Any) -> tuple[int, ...]:
+    """Numbers of layers, as they were given."""
+    numbers = given if isinstance(given, list | tuple) else ()
+    plain = all(type(number) is int and 0 <= number <= MOST for number in numbers)
+    if not numbers or not plain or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            "features must be different numbers of layers, counted from 0, such as [2, 4], got "
+            f"{given!r}"
+        )
+    return tuple(numbers)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
-from medusa_heads.settings import sizes
+from medusa_heads.settings import one_of, sizes
 
 _RULES_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
 
@@ -19,6 +19,8 @@ class DecoderShape:
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps,
             attention_bias, rope_parameters: as there.
         norm_before_residual: the layer's output is added to its normalised input.
+        feature_norm: what is normalised of several features before they are made one: `"each"`,
+            `"all"` side by side, or `"none"`.
 
     Raises:
         ValueError: a size below one or beyond reason, or a rule of positions that is not known.
@@ -31,6 +33,7 @@ class DecoderShape:
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     norm_before_residual: bool = True
+    feature_norm: Literal["each", "all", "none"] = "each"
     rope_parameters: Mapping[str, Any] = field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0}, hash=False
     )
@@ -45,6 +48,7 @@ class DecoderShape:
         for name in ("attention_bias", "norm_before_residual"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        one_of(self, "feature_norm", ("each", "all", "none"))
         rope, eps = self.rope_parameters, self.rms_norm_eps
         if not isinstance(eps, float) or not 0 < eps < 1:
             raise ValueError(f"rms_norm_eps must be between 0 and 1, got {eps!r}")
@@ -84,7 +88,8 @@ class DecoderShape:
         """The layer's configuration as transformers takes it."""
         from transformers import LlamaConfig
 
-        said = {key: value for key, value in asdict(self).items() if key != "norm_before_residual"}
+        ours = ("norm_before_residual", "feature_norm")
+        said = {key: value for key, value in asdict(self).items() if key not in ours}
         config = LlamaConfig(hidden_size=hidden_size, num_hidden_layers=1, **said)
         config._attn_implementation = "sdpa"
         return config

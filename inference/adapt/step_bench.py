@@ -77,7 +77,7 @@ class StepBench:
         random = torch.Generator().manual_seed(0)
         ids_BT = torch.randint(target.vocab_size, (batch_size, context), generator=random)
         ids_BT = ids_BT.to(target.device)
-        hidden_BTD = torch.randn(batch_size, 2, target.hidden_size, generator=random)
+        hidden_BTD = torch.randn(batch_size, 2, target.width, generator=random)
         hidden_BTD = hidden_BTD.to(target.device, target.dtype)
         cache = target.new_cache(batch_size, text[1] if text else context + max(SIZES) + 1)
         if text:

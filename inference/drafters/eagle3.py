@@ -1,6 +1,7 @@
 """What an eagle3 layer has read of the texts as they grow.
 
-Shapes: B active rows, P fresh positions (the most of any row), S slots, D hidden.
+Shapes: B active rows, P fresh positions (the most of any row), S slots, D hidden, X
+columns of hidden states with features.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Eagle3Text(Memory):
         kept = self.follow(state.rows)
         if kept is not None:
             self._cache.select_batch(kept)
-        hidden_BPD, following_BP, counts = unread(state)
+        hidden_BPX, following_BP, counts = unread(state)
+        hidden_BPD = self._heads.fuse(hidden_BPX)
         device, fresh = hidden_BPD.device, hidden_BPD.shape[1]
         self._cache.set_length(max(self.lengths))
         lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]

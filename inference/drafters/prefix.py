@@ -2,7 +2,7 @@
 eagle3 layer, run along the text, makes of them.
 
 Shapes: B active rows, T tokens, P fresh positions (the most of any row), S positions held, A
-attention heads, E their width, D hidden.
+attention heads, E their width, D hidden, X columns of hidden states with features.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from medusa_heads.inference.engine.state import DecodingState
 def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
     """What the heads read at the last committed position of every active row, [B, D]."""
     if heads.prefix is None:
-        return state.hidden_BD
+        return heads.fuse(state.hidden_BD)
     memory = state.memories.get(heads)
     if memory is None:
         memory = state.memories[heads] = PrefixMemory(heads, state.rows)
@@ -61,10 +61,10 @@ class PrefixMemory(Memory):
         kept = self.follow(state.rows)
         if kept is not None and self._held_2BASE is not None:
             self._held_2BASE = self._held_2BASE[:, kept]
-        hidden_BPD, following_BP, counts = unread(state)
-        dtype, device, longest = self._layer.dtype, hidden_BPD.device, hidden_BPD.shape[1]
+        hidden_BPX, following_BP, counts = unread(state)
+        dtype, device, longest = self._layer.dtype, hidden_BPX.device, hidden_BPX.shape[1]
         batch_B1 = torch.arange(len(counts), device=device)[:, None]
-        hidden_BPD = hidden_BPD.to(dtype)
+        hidden_BPD = self._heads.fuse(hidden_BPX).to(dtype)
         following_BPD = self._heads.embed(following_BP).to(dtype)
         lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
         positions_BP = lengths_B1 + torch.arange(longest, device=device)

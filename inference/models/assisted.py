@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -46,6 +46,7 @@ class AssistedModel:
 
     Args:
         target: the causal LM. It is not changed.
+        features: layers of it that the drafter reads beside its last hidden state.
         acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"` or `"log_ratio"`.
         acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
         compile: run the target through torch.compile. The first text takes longer. `"auto"`
@@ -65,6 +66,7 @@ class AssistedModel:
     def __init__(
         self,
         target: TargetModel | PreTrainedModel,
+        features: Sequence[int] | None = None,
         *,
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
@@ -73,11 +75,14 @@ class AssistedModel:
     ) -> None:
         if compile not in (False, True, "auto"):
             raise ValueError(f"compile must be True, False or 'auto', got {compile!r}")
-        self.target = target if isinstance(target, TargetModel) else TargetModel(target)
+        target = target if isinstance(target, TargetModel) else TargetModel(target)
+        self.target = target.with_features(features)
         self._late: LateCompiling | None = None
         if compile and not isinstance(self.target, CompiledTarget):
             # One graph over a cache of fixed size, replayed as a CUDA graph on a GPU.
-            compiled = partial(CompiledTarget, self.target.model, compile_backend)
+            compiled = partial(
+                CompiledTarget, self.target.model, compile_backend, self.target.features
+            )
             if compile == "auto":
                 self._late = LateCompiling(self.target, compiled, self._drafter_for)
             else:

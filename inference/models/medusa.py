@@ -76,7 +76,7 @@ class MedusaModel(AssistedModel):
         trust_remote_code: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        super().__init__(target, **options)
+        super().__init__(target, heads.config.features, **options)
         self._refuse_clocks(deterministic)
         self.deterministic = deterministic
         heads.share(self.target)

@@ -44,6 +44,11 @@ def check_chain(config: HeadsConfig, draft_tokens: int) -> None:
             "these heads attend over the text so far, for which this engine keeps no cache: serve "
             "heads without prefix_attention"
         )
+    if config.features is not None:
+        raise ValueError(
+            "these heads read layers of the target, of which this engine hands on the last hidden "
+            "state alone: serve heads without features"
+        )
     if not 1 <= draft_tokens <= config.num_heads:
         raise ValueError(
             f"{config.num_heads} heads draft 1 to {config.num_heads} tokens, not {draft_tokens}: "

@@ -104,6 +104,7 @@ def train(
     from medusa_heads.training.runs.heads import train_heads
 
     target = run.load_target(args, sharding)
+    target.with_features(config.features)  # refused before hours may go into writing text
     train_heads(
         target,
         run.prepare(target, args, config.num_heads),

@@ -1,7 +1,7 @@
 """What all kinds of heads have in common: their target's vocabulary, whole or reduced.
 
 Shapes: R rows (any leading dimensions), B batch, T tokens, F paths, J tokens of a path, K heads, D
-hidden, V vocabulary (of the heads, which may be smaller than the target's).
+hidden, X columns with features (D without), V vocabulary (of the heads, may be the smaller one).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from medusa_heads.config import IGNORED, HeadsConfig
 from medusa_heads.heads.correction import Correction
+from medusa_heads.heads.fusion import Fusion
 from medusa_heads.heads.prefix import PrefixLayer
 from medusa_heads.heads.vocabulary import HasVocabulary, embeddings, vocabulary
 
@@ -44,8 +45,8 @@ class DraftHeads(nn.Module, ABC):
     Fresh heads predict exactly what the target's lm_head does. The state dict holds what is trained
     and nothing of the target: `{i}.{l}...` of each head's blocks, with own vocabulary matrices
     `{i}.{L}.weight` [V, D] (and `{i}.{L}.bias` [V] where the target's lm_head has one), with a
-    prefix layer `prefix.*`, with a correction `correction.*`, and with a reduced vocabulary
-    `draft_tokens` [V].
+    prefix layer `prefix.*`, with a correction `correction.*`, with features
+    `fusion.linear.weight` [D, F * D], and with a reduced vocabulary `draft_tokens` [V].
 
     Where heads read tokens, they read the target's own embeddings, brought to unit scale: beside a
     normalised hidden state the often tiny vectors would be learnt from far too slowly.
@@ -82,6 +83,8 @@ class DraftHeads(nn.Module, ABC):
                 blocks.append(nn.Linear(config.hidden_size, config.num_candidates, bias=False))
             # Named "0", "1", ... as in FasterDecoding's checkpoints.
             self.add_module(str(i), nn.Sequential(*blocks))
+        fused = () if self.unrolled else config.features or ()
+        self.fusion = Fusion(config.hidden_size, len(fused)) if fused else None
         self.prefix = PrefixLayer(config.hidden_size) if config.prefix_attention else None
         self.correction = None
         if config.correction_rank is not None:
@@ -184,13 +187,18 @@ class DraftHeads(nn.Module, ABC):
         assert self._embeddings_VD is not None, "share(target) comes first"
         return F.embedding(tokens, self._embeddings_VD) * self._embedding_scale
 
+    def fuse(self, hidden_RX: Tensor) -> Tensor:
+        """Hidden states, and features fused into them: (..., X) -> (..., D). All begins with it."""
+        return hidden_RX if self.fusion is None else self.fusion(hidden_RX)
+
     def encode(
-        self, hidden_BTD: Tensor, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None
+        self, hidden_BTX: Tensor, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None
     ) -> Tensor:
-        """What stands for the hidden states of whole texts before heads see them, [B, T, D]: with a
-        prefix layer, what that makes of h_t and the embedding of token t + 1. Behind the last token
-        stands none; what is made of that position is of no use. Texts are padded on the right;
-        where several documents are packed in a row, positions count each from 0."""
+        """What stands for the hidden states of whole texts before heads see them, [B, T, D]: fused,
+        and with a prefix layer what that makes of h_t and the embedding of token t + 1. What is
+        made of the last position, with no token behind it, is of no use. Texts are padded on the
+        right; of several documents packed in a row, positions count each from 0."""
+        hidden_BTD = self.fuse(hidden_BTX)
         if self.prefix is None:
             return hidden_BTD
         dtype = self.prefix.dtype
@@ -199,7 +207,7 @@ class DraftHeads(nn.Module, ABC):
         return encoded_BTD
 
     def encoder(self) -> nn.Module | None:
-        """What `encode` runs over whole texts, where anything does."""
+        """What `encode` runs over whole texts behind `fuse`, where anything does."""
         return self.prefix
 
     @abstractmethod

@@ -9,13 +9,14 @@ The layer is a Llama layer of transformers whose projections take two inputs sid
 the names that EAGLE-3's checkpoints have.
 
 Shapes: B batch, T tokens, F paths, J tokens of a path, S slots, K steps, D hidden, E = K * D,
-V vocabulary.
+N features, X columns of hidden states with features, V vocabulary.
 Source: Li et al. 2025, "EAGLE-3: scaling up inference acceleration of large language models via
 training-time test", arXiv:2503.01840, section 3.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,19 +103,43 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Decoder(nn.Module):
-    """The layer, and the norm before the vocabulary."""
+    """The layer, the norm before the vocabulary, and before the layer what makes one state of N
+    features: norms and a product, fresh the last of them."""
 
-    def __init__(self, hidden_size: int, shape: DecoderShape) -> None:
+    def __init__(self, hidden_size: int, shape: DecoderShape, num_features: int) -> None:
         super().__init__()
         self.midlayer = Eagle3Layer(hidden_size, shape)
         self.norm = nn.RMSNorm(hidden_size, eps=shape.rms_norm_eps)
+        if not num_features:
+            return
+        norm, wide = partial(nn.RMSNorm, eps=shape.rms_norm_eps), num_features * hidden_size
+        self.input_norm = norm(wide) if shape.feature_norm == "all" else None
+        self.fc_norm = None
+        if shape.feature_norm == "each":
+            self.fc_norm = nn.ModuleList(norm(hidden_size) for _ in range(num_features))
+        self.fc = nn.Linear(wide, hidden_size, bias=False)
+        nn.init.zeros_(self.fc.weight)
+        with torch.no_grad():
+            self.fc.weight[:, -hidden_size:].fill_diagonal_(1.0)
+
+    def fuse(self, features_RX: Tensor) -> Tensor:
+        """One state of the features, side by side: (..., N * D) -> (..., D)."""
+        if self.input_norm is not None:
+            features_RX = self.input_norm(features_RX)
+        if self.fc_norm is not None:
+            parts = zip(self.fc_norm, features_RX.chunk(len(self.fc_norm), dim=-1), strict=True)
+            features_RX = torch.cat([norm(part_RD) for norm, part_RD in parts], dim=-1)
+        fused_RD: Tensor = self.fc(features_RX)
+        return fused_RD
 
 
 class Eagle3Heads(DraftHeads):
-    """K steps of one layer: `decoder.midlayer.*`, `decoder.norm.weight` [D], and with an own
-    vocabulary matrix `lm_head.weight` [V, D].
+    """K steps of one layer: `decoder.midlayer.*`, `decoder.norm.weight` [D], with features
+    `decoder.fc.weight` [D, N * D] and its norms, and with an own vocabulary matrix
+    `lm_head.weight` [V, D].
 
-    Fresh heads rank tokens as the target's lm_head does.
+    Without features, fresh heads rank tokens as the target's lm_head does. With features, they read
+    these in place of the last hidden state, and begin with the last of them.
     """
 
     kind = "eagle3"
@@ -125,7 +150,7 @@ class Eagle3Heads(DraftHeads):
         super().__init__(config)
         assert config.hidden_size is not None
         shape = config.decoder or DecoderShape.of_width(config.hidden_size)
-        self.decoder = Eagle3Decoder(config.hidden_size, shape)
+        self.decoder = Eagle3Decoder(config.hidden_size, shape, len(config.features or ()))
         if config.vocab_matrix == "own":
             self.lm_head = nn.Linear(config.hidden_size, config.num_candidates, bias=False)
 
@@ -141,24 +166,32 @@ class Eagle3Heads(DraftHeads):
         self._embedding_scale = 1.0
 
     @torch.no_grad()
-    def scale_to(self, hidden_BTD: Tensor) -> None:
+    def scale_to(self, hidden_BTX: Tensor) -> None:
         """Let fresh heads be as sure as the target's lm_head is, of whose hidden states these are
         some."""
-        self.decoder.norm.weight.fill_(float(hidden_BTD.float().square().mean().sqrt()))
+        last_BTD = hidden_BTX[..., -self.decoder.norm.weight.numel() :].float()
+        self.decoder.norm.weight.fill_(float(last_BTD.square().mean().sqrt()))
+
+    def fuse(self, hidden_RX: Tensor) -> Tensor:
+        """See DraftHeads."""
+        if self.config.features is None:
+            return hidden_RX
+        width = self.decoder.norm.weight.numel()
+        return self.decoder.fuse(hidden_RX[..., :-width].to(self.dtype))
 
     def encoder(self) -> nn.Module:
-        """See DraftHeads."""
+        """See DraftHeads; `fuse` is part of it."""
         return self.decoder
 
     def encode(
-        self, hidden_BTD: Tensor, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None
+        self, hidden_BTX: Tensor, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None
     ) -> Tensor:
         """What every step says at every position, [B, T, E], when the true tokens were drafted; see
         DraftHeads."""
         from transformers import DynamicCache
 
         cache, chains = DynamicCache(), Chains(input_ids_BT, position_ids_BT)
-        x_BTD, out = hidden_BTD, []
+        x_BTD, out = self.fuse(hidden_BTX), []
         for step in range(self.config.num_heads):
             x_BTD = self.read(
                 x_BTD,
@@ -207,7 +240,7 @@ class Eagle3Heads(DraftHeads):
 
     def after_text(
         self,
-        hidden_BTD: Tensor,
+        hidden_BTX: Tensor,
         input_ids_BT: Tensor,
         position_ids_BT: Tensor | None,
         places_R: Tensor,
@@ -219,7 +252,7 @@ class Eagle3Heads(DraftHeads):
         cache, chains = DynamicCache(), Chains(input_ids_BT, position_ids_BT)
         visible_BTT = chains.visible(0).expand(len(input_ids_BT), -1, -1)
         read = (chains.following(0), chains.positions_BT, visible_BTT, cache)
-        out_BTD = self.read(hidden_BTD, *read)
+        out_BTD = self.read(self.fuse(hidden_BTX), *read)
         # Every place drafts for itself, on a copy of its text's keys and values.
         cache.batch_select_indices(places_R // input_ids_BT.shape[1])
         found = (out_BTD, chains.positions_BT.expand_as(input_ids_BT), visible_BTT)

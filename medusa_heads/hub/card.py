@@ -85,14 +85,18 @@ def _summary(config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool)
         else f"all {config.vocab_size} tokens"
     )
     matrix = "the target's own" if config.vocab_matrix == "shared" else "one for each head"
-    prefix = ", with a layer that attends over the text so far" if config.prefix_attention else ""
-    rank = config.correction_rank
-    correction = f", corrected by the token before with rank {rank}" if rank else ""
+    form = f"kind `{config.kind}`"
+    if config.features:
+        form += f", reading layers {', '.join(map(str, config.features))} of the target"
+    if config.prefix_attention:
+        form += ", with a layer that attends over the text so far"
+    if config.correction_rank:
+        form += f", corrected by the token before with rank {config.correction_rank}"
     lines = [
         f"{config.num_heads} draft heads, with which {link}{at} writes several tokens a forward "
         "pass. The text stays what the model alone would write: every token is its own choice.",
         "",
-        f"- heads: {config.num_heads} of {layers}, kind `{config.kind}`{prefix}{correction}",
+        f"- heads: {config.num_heads} of {layers}, {form}",
         f"- vocabulary matrix: {matrix}; drafts {candidates}",
     ]
     if sidecar.get("adapter"):
@@ -245,6 +249,8 @@ def _engines(
         why = f"their kind is `{config.kind}`, whose heads also see the tokens drafted before"
     elif config.prefix_attention:
         why = "a layer of theirs attends over the text so far"
+    elif config.features:
+        why = "they read layers of the target below its last hidden state"
     elif sidecar.get("adapter"):
         why = "they belong to the target with its adapter, which would have to be merged first"
     if why:

@@ -55,12 +55,16 @@ class Outgoing:
 
     def check_fits(self, to: WrittenFormat) -> None:
         """Raises ValueError, by name, for what an engine cannot hold: sequential heads, a prefix
-        layer, a vocabulary matrix with a bias, ..."""
+        layer, features, a vocabulary matrix with a bias, ..."""
         config, engine = self.config, ENGINES[to]
         if config.kind != "medusa":
             raise ValueError(f"{engine} holds no {config.kind} heads: train kind 'medusa' for it")
         if config.prefix_attention:
             raise ValueError(f"{engine} holds no prefix layer: train without prefix_attention")
+        if config.features is not None:
+            raise ValueError(
+                f"{engine} holds no features of the target's layers: train without features"
+            )
         if config.correction_rank is not None:
             raise ValueError(
                 f"{engine} holds no correction by the token before: train without correction_rank"

@@ -9,6 +9,7 @@ Shapes: B batch, N tree nodes, C capacity in slots, H key-value heads, X head di
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.attention import TreeMask, explicit_masks
 from medusa_heads.target.cache import RowCache
+from medusa_heads.target.features import Read, check_layers, watch
 from medusa_heads.target.numbers import TOLERANCE, is_half, relative_error
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.scans import has_scans
@@ -36,32 +38,47 @@ _BYTES_KEPT = 2 << 30
 
 
 class _Captured:
-    """What the lm_head read last, within a block that asks for it."""
+    """What the lm_head read last, and what came out of layers, within a block that asks for it."""
 
     def __init__(self) -> None:
         self.wanted = False
         self.hidden: list[Tensor] = []
+        self.outputs: dict[int, Any] = {}
 
     def take(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.wanted:
             self.hidden[:] = [args[0]]
 
+    def keep(self, layer: int, output: Any) -> None:
+        if self.wanted:
+            self.outputs[layer] = output
+
 
 class CompiledTarget(TargetModel):
-    """A target that verifies trees through torch.compile. The model is not modified, but has a
-    forward hook on its lm_head as long as this object lives. Raises UnsupportedArchitecture: at the
-    first verification, if the model's forward is not one graph."""
+    """A target that verifies trees through torch.compile. The model is not modified, but has
+    forward hooks on its lm_head and on the layers of its features as long as this object lives.
+    Raises UnsupportedArchitecture: at the first verification, if the model's forward is not one
+    graph."""
 
     def __init__(
-        self, model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor"
+        self,
+        model: PreTrainedModel,
+        backend: str | Callable[..., Any] = "inductor",
+        features: tuple[int, ...] = (),
     ) -> None:
         super().__init__(model)
+        check_layers(model, features)
+        self.features, self._backend = features, backend
+        self._views: dict[tuple[int, ...], CompiledTarget] = {}
         self._caches: dict[tuple[int, int], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
         self._captured = _Captured()
-        # One hook for all texts: registering it anew for each would invalidate the graph.
-        hook = self.get_output_embeddings().register_forward_pre_hook(self._captured.take)
-        weakref.finalize(self, hook.remove)
+        # Hooks for all texts: registering them anew for each would invalidate the graph.
+        for hook in (
+            *watch(model, features, self._captured.keep),
+            self.get_output_embeddings().register_forward_pre_hook(self._captured.take),
+        ):
+            weakref.finalize(self, hook.remove)
         self._forward = self._compiled = torch.compile(
             self.model.forward,
             fullgraph=True,
@@ -72,6 +89,11 @@ class CompiledTarget(TargetModel):
             if self.device.type == "cuda" and backend == "inductor"
             else None,
         )
+
+    def _view(self, features: tuple[int, ...]) -> CompiledTarget:
+        if features not in self._views:  # which share their graphs
+            self._views[features] = CompiledTarget(self.model, self._backend, features)
+        return self._views[features]
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
@@ -84,15 +106,22 @@ class CompiledTarget(TargetModel):
 
     @contextmanager
     def capture_hidden(self) -> Iterator[Callable[[], Tensor]]:
-        """Within the block, the returned function gives what the lm_head last read [B, T, D]."""
-        wanted, self._captured.wanted = self._captured.wanted, True
-        try:
+        """See TargetModel."""
+        captured = self._captured
+
+        def wide() -> Tensor:
+            read = Read.of(captured.hidden[0], self.features, captured.outputs)
             # A copy: a replayed CUDA graph writes the next step's where these lie, and drafters may
             # read those of several steps at once.
-            yield lambda: self._captured.hidden[0].clone()
+            return read.wide() if self.features else read.hidden_BTD.clone()
+
+        wanted, captured.wanted = captured.wanted, True
+        try:
+            yield wide
         finally:
-            self._captured.wanted = wanted
-            self._captured.hidden.clear()
+            captured.wanted = wanted
+            captured.hidden.clear()
+            captured.outputs.clear()
 
     @staticmethod
     def capacity(slots: int) -> int:
@@ -157,7 +186,8 @@ class CompiledTarget(TargetModel):
             )
         if self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        with cache.tree_slots(mask.first_slot, tokens_BN.shape[1], tokens_BN.device):
+        slots = cache.tree_slots(mask.first_slot, tokens_BN.shape[1], tokens_BN.device)
+        with slots, _nothing_collected():
             # Batch sizes, capacities and tree sizes are graphs of their own, and all wanted.
             many = torch._dynamo.config.patch(recompile_limit=256)
             try:
@@ -175,3 +205,16 @@ class CompiledTarget(TargetModel):
                     "leave compile out",
                 ) from error
         return logits_BNV
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Within the block no garbage is collected: another target of this model would take its hooks
+    along in the middle of what is traced, to which they belong."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

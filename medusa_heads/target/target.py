@@ -1,18 +1,18 @@
 """The target: a thin view over an UNMODIFIED transformers causal LM.
 
-Shapes: B batch, T tokens, N tree nodes, S cache slots, D hidden, V vocabulary.
+Shapes: B batch, T tokens, N tree nodes, S cache slots, V vocabulary, X columns of hidden states
+(features.py).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.machine import Choice, Use
@@ -23,6 +23,7 @@ from medusa_heads.target.attention import (
     tree_attention,
 )
 from medusa_heads.target.cache import RowCache
+from medusa_heads.target.features import HiddenReader
 from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
 from medusa_heads.target.loading import load_causal_lm, without_adapter_wrapper
 from medusa_heads.target.recurrent import RecurrentCache, is_recurrent
@@ -33,12 +34,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class TargetModel:
+class TargetModel(HiddenReader):
     """The frozen causal LM whose output must not change.
 
-    Hidden states are read where the lm_head reads them (a forward pre-hook on the output
-    embeddings), after the final norm; logits come from the model's own forward, because some
-    architectures scale or cap them behind the lm_head (Gemma 2, Cohere, Granite).
+    Logits come from the model's own forward, because some architectures scale or cap them behind
+    the lm_head (Gemma 2, Cohere, Granite).
 
     Raises:
         ValueError: the model has no lm_head, or its peft adapter adds prompt tokens.
@@ -95,10 +95,6 @@ class TargetModel:
                 # matrices, unpacks them whenever they are read, and rounds them each time.
                 module.training = True
 
-    def get_output_embeddings(self) -> Any:
-        """The model's lm_head, a linear module."""
-        return self.model.get_output_embeddings()
-
     def get_input_embeddings(self) -> Any:
         """The model's token embeddings."""
         return self.model.get_input_embeddings()
@@ -107,11 +103,6 @@ class TargetModel:
     def config(self) -> Any:
         """The configuration of the text decoder (of a multimodal model, its text part)."""
         return self.model.config.get_text_config(decoder=True)
-
-    @property
-    def hidden_size(self) -> int:
-        """D: the width of what the lm_head reads."""
-        return int(self.get_output_embeddings().weight.shape[1])
 
     @property
     def vocab_size(self) -> int:
@@ -154,57 +145,6 @@ class TargetModel:
     def revision(self) -> str | None:
         """The commit of the hub that the target was loaded from, where it came from there."""
         return getattr(self.model.config, "_commit_hash", None)
-
-    @contextmanager
-    def capture_hidden(self) -> Iterator[Callable[[], Tensor]]:
-        """Within the block, the returned function gives what the lm_head last read [B, T, D]."""
-        last: list[Tensor] = []
-
-        def remember(hidden_BTD: Tensor) -> Tensor:
-            last[:] = [_dense(hidden_BTD)]
-            return last[0]
-
-        with self._lm_head_reads(remember):
-            yield lambda: last[0]
-
-    @contextmanager
-    def capture_prompt(self) -> Iterator[list[Tensor]]:
-        """Within the block, the list collects what the lm_head would read at every position of each
-        forward [B, T, D], while it is run at the last one alone."""
-        seen: list[Tensor] = []
-
-        def collect(hidden_BTD: Tensor) -> Tensor:
-            seen.append(hidden_BTD)
-            return _dense(hidden_BTD[:, -1:])
-
-        with self._lm_head_reads(collect):
-            yield seen
-
-    @contextmanager
-    def instead_of_logits(self) -> Iterator[Callable[[], Tensor]]:
-        """Within the block the lm_head is handed zero positions, so that forwards make no logits;
-        the returned function gives what it would have read [B, T, D], with its gradients."""
-        last: list[Tensor] = []
-
-        def take(hidden_BTD: Tensor) -> Tensor:
-            last[:] = [hidden_BTD]
-            return hidden_BTD[:, :0]
-
-        with self._lm_head_reads(take):
-            yield lambda: last[0]
-
-    @contextmanager
-    def _lm_head_reads(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Within the block, the lm_head is handed what is made of its input [B, T, D]."""
-
-        def hand_on(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (change(args[0]), *args[1:])
-
-        hook = self.get_output_embeddings().register_forward_pre_hook(hand_on)
-        try:
-            yield
-        finally:
-            hook.remove()
 
     def new_cache(self, batch_size: int = 1, slots: int = 0) -> RowCache:
         """An empty cache for this target, which grows as needed: up to `slots`, or beyond.
@@ -261,9 +201,9 @@ class TargetModel:
         position_ids_BT: Tensor | None = None,
         cache: RowCache | None = None,
     ) -> Tensor:
-        """What the lm_head would read at every position, [B, T, D], without running it; gradients
-        flow through it, to an adapter that learns within the target. Where a cache is given, the
-        text is appended to it."""
+        """What the lm_head would read at every position, with the features [B, T, X], without
+        running it; gradients flow through it, to an adapter that learns within the target. Where a
+        cache is given, the text is appended to it."""
         optional = {"position_ids": position_ids_BT, self.cache_argument: cache}
         given: Any = {name: value for name, value in optional.items() if value is not None}
         given |= {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT}
@@ -287,12 +227,3 @@ class TargetModel:
         """sha256 over every weight and buffer, bit for bit: equal before and after training;
         without the adapter, that of the target before a LoRA adapter was put into it."""
         return weights_sha256(self.model, with_adapter=with_adapter)
-
-
-def _dense(hidden_BTD: Tensor) -> Tensor:
-    """Without gaps between rows, such as the last position of a prompt has: torch would multiply
-    each row for itself, with a copy of the whole vocabulary matrix."""
-    batch_stride, stride, _ = hidden_BTD.stride()
-    if batch_stride == stride * hidden_BTD.shape[1]:
-        return hidden_BTD
-    return hidden_BTD.clone(memory_format=torch.contiguous_format)

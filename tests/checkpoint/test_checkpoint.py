@@ -49,6 +49,7 @@ def trained(target: TargetModel, **config: object) -> DraftHeads:
         {"kind": "eagle3", "draft_vocab_size": 20},
         {"kind": "eagle3", "vocab_matrix": "own"},
         {"correction_rank": 4, "draft_vocab_size": 20},
+        {"features": [1, 0]},
     ],
     ids=str,
 )
@@ -115,6 +116,7 @@ def test_a_matrix_that_no_engine_would_read_is_refused(target: TargetModel, tmp_
         {"draft_vocab_size": 20},
         {"prefix_attention": True},
         {"correction_rank": 4},
+        {"features": [0]},
     ],
     ids=str,
 )

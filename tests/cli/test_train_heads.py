@@ -83,6 +83,7 @@ def test_a_run_from_the_command_line(
     output = tmp_path / "run"
     more = ["--num_heads", "2"]
     if self_distill:
+        more += ["--features", "0"]
         more += ["--self_distill", "--num_prompts", "8", "--num_eval_prompts", "2"]
         more += ["--prompt_length", "6", "--continuation_length", "10", "--eval_share", "0.2"]
     assert main(flags(target_folder, corpus, output, *more)) == 0
@@ -90,6 +91,7 @@ def test_a_run_from_the_command_line(
     assert "Heads on held-out text" in shown and f"Checkpoint: {output}" in shown
     loaded = load_heads(output, TargetModel.from_pretrained(str(target_folder)))
     assert loaded.heads.config.num_heads == 2 and loaded.statistics is not None
+    assert loaded.heads.config.features == ((0,) if self_distill else None)
     training_set = loaded.stored.provenance["training_set"]
     assert (training_set["supervised_tokens"] == 80) == self_distill
     assert (output / "metrics.json").is_file() and (output / "run.yaml").is_file()
@@ -162,6 +164,8 @@ def test_hidden_states_are_kept_and_read(
         (["--dataset", "EMPTY"], "is empty"),
         (["--config", "UNKNOWN"], "unknown key 'num_headz'; did you mean 'num_heads'?"),
         (["--num_heads", "0"], "num_heads must be at least 1, got 0"),
+        (["--features", "9"], "features asks for layer 9, and LlamaForCausalLM has the layers 0"),
+        (["--features", "1", "1"], "features must be different numbers of layers"),
         (["--max_length", "65"], "do not fit the target's context of 64"),
         (
             ["--self_distill", "--prompt_length", "60", "--continuation_length", "5"],

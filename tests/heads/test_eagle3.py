@@ -174,6 +174,27 @@ def test_state_dict_has_the_names_of_eagle3s_checkpoints(tiny_llama: TinyLlama) 
     }
 
 
+@pytest.mark.parametrize("feature_norm", ["each", "all", "none"])
+def test_features_are_made_one_state(tiny_llama: TinyLlama, feature_norm: Any) -> None:
+    target = TargetModel(tiny_llama(num_layers=3)).with_features([0, 2])
+    shape = replace(DecoderShape.of_width(64), feature_norm=feature_norm)
+    config = HeadsConfig(kind="eagle3", num_heads=2, features=[0, 2], decoder=shape)
+    ids_BT = torch.arange(24).view(2, 12)
+    hidden_BTX = target.hidden(ids_BT)
+    fresh = Eagle3Heads.from_target(target, config)
+    highest_BTD = hidden_BTX[..., 64:128]
+    unit_BTD = torch.nn.functional.rms_norm(highest_BTD, (64,), eps=1e-6)
+    if feature_norm != "all":
+        expected_BTD = highest_BTD if feature_norm == "none" else unit_BTD
+        torch.testing.assert_close(fresh.fuse(hidden_BTX), expected_BTD)
+    heads = eagle3(target, features=[0, 2], decoder=shape)
+    other_BTX = hidden_BTX.clone()
+    other_BTX[..., 128:] += 1.0  # what the lm_head reads, which these heads do not
+    assert torch.equal(heads.encode(other_BTX, ids_BT), heads.encode(hidden_BTX, ids_BT))
+    other_BTX[:, :, :64] += torch.randn(64)
+    assert not torch.allclose(heads.encode(other_BTX, ids_BT), heads.encode(hidden_BTX, ids_BT))
+
+
 def test_positions_keep_their_precision_in_bf16(tiny_llama: TinyLlama) -> None:
     heads = eagle3(tiny_llama())
     before = heads.decoder.midlayer._rotary[0].inv_freq.clone()
@@ -189,6 +210,7 @@ def test_positions_keep_their_precision_in_bf16(tiny_llama: TinyLlama) -> None:
         ({"correction_rank": 4}, "leave correction_rank out"),
         ({"num_layers": 2}, "one layer, read at most 64 times: set num_layers 1"),
         ({"num_heads": 65}, "one layer, read at most 64 times"),
+        ({"features": [3, 1]}, r"from the lowest layer on, got \[3, 1\]"),
         ({"kind": "hydra", "decoder": GROUPED}, "hydra heads have no decoder layer"),
     ],
 )
@@ -205,6 +227,7 @@ def test_what_does_not_go_together_is_refused(config: dict[str, Any], expected: 
         ({"num_key_value_heads": 3}, "must be a multiple of its 3 key-value heads"),
         ({"head_dim": 7}, "head_dim 7 even"),
         ({"rms_norm_eps": 2}, "rms_norm_eps must be between 0 and 1, got 2"),
+        ({"feature_norm": "some"}, "feature_norm must be one of"),
         ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
         ({"rope_parameters": {"rope_type": "magic"}}, "must name a rope_type among"),
         ({"rope_parameters": 3}, "must name a rope_type among"),

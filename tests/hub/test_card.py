@@ -155,6 +155,7 @@ def test_a_card_that_someone_wrote_is_kept(checkpoint: Path) -> None:
         ({"draft_vocab_size": 12}, False, True, False),
         ({"prefix_attention": True}, False, False, False),
         ({"correction_rank": 4}, False, True, False),
+        ({"features": [1, 0]}, False, False, False),
     ],
     ids=str,
 )

@@ -198,6 +198,7 @@ REFUSED: list[tuple[WrittenFormat, dict[str, Any], str]] = [
     *((to, {"kind": "hydra"}, "holds no hydra heads") for to in ("vllm", "tgi", "modelopt")),
     *((to, {"prefix_attention": True}, "no prefix layer") for to in ("vllm", "lorax")),
     ("vllm", {"correction_rank": 4}, "no correction by the token before"),
+    *((to, {"features": [0]}, "no features of the target's layers") for to in ("vllm", "tgi")),
     ("tgi", {"draft_vocab_size": 20}, "20 tokens; --full_vocabulary"),
     ("fasterdecoding", {"draft_vocab_size": 20, "vocab_matrix": "own"}, "vocabulary of 20 tokens$"),
     ("vllm", {"draft_vocab_size": 20, "vocab_matrix": "own"}, "vocabulary of 20 tokens$"),

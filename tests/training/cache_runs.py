@@ -24,27 +24,32 @@ SHAPES = {
     "corrected": HeadsConfig(num_heads=2, correction_rank=4),
     "eagle3": HeadsConfig(kind="eagle3", num_heads=2),
     "prefix": HeadsConfig(kind="hydra", num_heads=2, prefix_attention=True),
+    "features": HeadsConfig(num_heads=2, features=[0]),
 }
+
+
+class _Counting(TargetModel):
+    """Counts its forwards; its views count along."""
+
+    runs: Runs
+
+    def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.runs.forwards += 1
+        return super().hidden(*args, **kwargs)
 
 
 class Runs:
     """Runs of the same training with different caches."""
 
     def __init__(self, target: TargetModel, texts: tuple[Dataset, Dataset], folder: Path) -> None:
-        self.target = target
+        self.target = _Counting(target.model)
+        self.target.runs = self
         self.texts = texts
         self.folder = folder
         self.shape = SHAPES["medusa"]
         self.objective: LossConfig | None = None
         self.forwards = 0
         self.count = 0
-        hidden = target.hidden
-
-        def counted(*args: Any, **kwargs: Any) -> Tensor:
-            self.forwards += 1
-            return hidden(*args, **kwargs)
-
-        target.hidden = counted  # type: ignore[method-assign]
 
     def __call__(self, mode: str, output: str | None = None, **changed: Any) -> dict[str, Tensor]:
         """The trained weights; `forwards` says how often the target ran."""

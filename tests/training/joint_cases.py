@@ -37,8 +37,8 @@ def arguments(folder: Path, **changed: Any) -> TrainingArguments:
     return to_training_arguments(OptimisationArguments(**{**values, **changed}), "shared")
 
 
-def fresh(target: TargetModel) -> MedusaHeads:
-    return MedusaHeads.from_target(target, HeadsConfig(num_heads=3))
+def fresh(target: TargetModel, **config: Any) -> MedusaHeads:
+    return MedusaHeads.from_target(target, HeadsConfig(num_heads=3, **config))
 
 
 def disturb(model: PeftModel) -> None:

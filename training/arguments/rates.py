@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.correction import Correction
+from medusa_heads.heads.fusion import Fusion
 from medusa_heads.heads.hydra import WideBlock
 
 TUNED_WIDTH = 384
@@ -47,10 +48,11 @@ def fit_rate(args: TrainingArguments, width: int) -> None:
 def rate_shares(heads: DraftHeads) -> dict[str, float]:
     """What share of a default rate suits each parameter, by its name in the heads. A block that
     reads the embeddings of n tokens too has 1 + n times the inputs of one that reads none; a
-    correction's inputs do not grow with the target's width."""
+    correction's inputs do not grow with the target's width, and those of features do with their
+    number."""
     shares = dict.fromkeys(dict(heads.named_parameters()), 1.0)
     for name, module in heads.named_modules():
-        if isinstance(module, WideBlock):
+        if isinstance(module, WideBlock | Fusion):
             share = module.linear.out_features / module.linear.in_features
         elif name in ("prefix", "decoder"):
             share = PREFIX_SHARE

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,8 @@ def open_hidden_states(
             target_weights_sha256=target_weights_sha256,
             target_settings_sha256=settings_sha256,
             computed_in=str(target.dtype).removeprefix("torch."),
-            hidden_size=target.hidden_size,
+            hidden_size=target.width,
+            features=target.features,
             positions=kept,
             rows_sha256=plan.sha256(),
         )
@@ -136,7 +136,8 @@ def _nearest(folder: Path, key: CacheKey) -> str:
     for path in folder.glob(f"*/{INDEX_FILE}"):
         try:
             other: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))["key"]
-            found.append([name for name, value in asdict(key).items() if other[name] != value])
+            mine = key.to_dict()
+            found.append([name for name, value in mine.items() if other.get(name) != value])
         except (OSError, ValueError, KeyError, TypeError):
             continue
     if not found:

@@ -16,6 +16,7 @@ import logging
 import re
 import uuid
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,9 @@ _OPEN_SHARDS = 128  # far below what a process may hold open
 @dataclass(frozen=True)
 class CacheKey:
     """What hidden states belong to: the target's weights, bit for bit; what else its forward hangs
-    on; the weights' dtype; D; which positions of a row are kept; and token ids and positions of all
-    rows, in no order. A difference in any field means another folder."""
+    on; the weights' dtype; their columns; which positions of a row are kept; token ids and
+    positions of all rows, in no order; and the layers that features among them are of. A difference
+    in any field means another folder."""
 
     target_weights_sha256: str
     target_settings_sha256: str
@@ -55,10 +57,16 @@ class CacheKey:
     hidden_size: int
     positions: KeptPositions
     rows_sha256: str
+    features: Sequence[int] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; without features, those of versions that knew of none."""
+        values = asdict(self) | {"features": list(self.features)}
+        return {name: value for name, value in values.items() if value != []}
 
     def name(self) -> str:
         """Of the folder."""
-        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()[:16]
 
 
 class CacheError(ValueError):
@@ -116,7 +124,7 @@ class HiddenCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         index = {
             "format_version": FORMAT_VERSION,
-            "key": asdict(self.key),
+            "key": self.key.to_dict(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "rows": self.plan.rows,
             "kept_rows": len(self.plan.counts),
@@ -128,7 +136,7 @@ class HiddenCache:
         path = self.folder / INDEX_FILE
         try:
             index = parse_json(path.read_text(encoding="utf-8"))
-            if index["format_version"] != FORMAT_VERSION or index["key"] != asdict(self.key):
+            if index["format_version"] != FORMAT_VERSION or index["key"] != self.key.to_dict():
                 raise ValueError("it describes another cache")
             found = {str(dtype): dtype for dtype in _SAFETENSORS_NAMES}.get(
                 f"torch.{index['dtype']}"

@@ -74,8 +74,8 @@ def rows_loss(
     if len(blocks) == 1 or not torch.is_grad_enabled():
         return torch.stack([block_loss(hidden_RD[block], block) for block in blocks]).sum()
     # What reads whole texts has made `hidden_RD`: its gradients come through that.
-    encoder = heads.encoder()
-    before = set() if encoder is None else set(encoder.parameters())
+    modules = (heads.fusion, heads.encoder())
+    before = {parameter for module in modules if module for parameter in module.parameters()}
     learning = {
         name: parameter
         for name, parameter in block_loss.named_parameters()

@@ -26,21 +26,21 @@ _OVERLAP = LossConfig({"total_variation": 1.0})  # at temperature 1, whatever is
 
 def own_losses(
     head: Teacher,
-    hidden_BTD: Tensor,
+    hidden_BTX: Tensor,
     rows: Pairs,
     objective: LossConfig,
-    before_BTD: Tensor | None = None,
+    before_BTX: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """losses_N of a target at supervised rows, without the logits of all rows at once; and
     log_true_N, the log-probability of each label, without gradients. Those of the losses flow to
-    what the lm_head reads, `hidden_BTD`; `before_BTD` is what it read before the adapter, for
+    what the lm_head reads of `hidden_BTX`; `before_BTX` is what was read before the adapter, for
     KL(before || now)."""
-    features_ND = hidden_BTD.flatten(0, 1).index_select(0, rows.positions_N)
+    features_ND = head.read_of(hidden_BTX).flatten(0, 1).index_select(0, rows.positions_N)
     compute = product_dtype(head.weight_WD)
     lessons = None
     if objective.needs_teacher:
-        assert before_BTD is not None
-        lessons = Lessons(head.reading(before_BTD), None, objective, compute)
+        assert before_BTX is not None
+        lessons = Lessons(head.reading(before_BTX), None, objective, compute)
     bias_V = head.bias_W
     if head.scale != 1:
         features_ND = features_ND * head.scale

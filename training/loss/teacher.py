@@ -1,7 +1,8 @@
 """The target's own distribution of the tokens that heads learn to predict.
 
 Shapes: B batch, T tokens, P positions of a batch (B * T), C pairs of a chunk, U different positions
-among them, D hidden, V vocabulary of the heads, W vocabulary of the target.
+among them, D hidden, X columns of hidden states with features, V vocabulary of the heads, W
+vocabulary of the target.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Teacher:
         ids_1T = torch.arange(min(8, self.weight_WD.shape[0]), device=target.device)[None]
         with target.capture_hidden() as last_hidden:
             expected_TW = target.model(input_ids=ids_1T, use_cache=False).logits[0].float()
-            hidden_TD = last_hidden()[0]
+            hidden_TD = self.read_of(last_hidden()[0])
         got_TW = self.shaped(F.linear(hidden_TD.to(self.weight_WD.dtype), self.weight_WD).float())
         error = (got_TW - expected_TW).abs().max()
         # Room for a product that sums in another order, in the precision of the weights.
@@ -64,9 +65,13 @@ class Teacher:
                 "alone, which does not need them"
             )
 
-    def reading(self, hidden_BTD: Tensor) -> Teacher:
-        """The same teacher with the hidden states of a batch."""
-        return replace(self, hidden_PD=hidden_BTD.flatten(0, -2))
+    def reading(self, hidden_BTX: Tensor) -> Teacher:
+        """The same teacher with the hidden states of a batch, with features or without."""
+        return replace(self, hidden_PD=self.read_of(hidden_BTX).flatten(0, -2))
+
+    def read_of(self, hidden_RX: Tensor) -> Tensor:
+        """Of hidden states with features, what the lm_head reads: (..., X) -> (..., D)."""
+        return hidden_RX[..., -self.weight_WD.shape[1] :]
 
     def shaped(self, logits_UW: Tensor) -> Tensor:
         """Bias, scale and cap on fp32 products of hidden states and the lm_head, in place."""

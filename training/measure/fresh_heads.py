@@ -2,7 +2,7 @@
 
 Heads are compared with fresh ones, which need no weights; a draft model with the losses it had.
 
-Shapes: R supervised rows, K heads, D hidden, F figures.
+Shapes: R supervised rows, K heads, D hidden, X columns of hidden states with features, F figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ class FreshHeads(MedusaHeads):
     def like(cls, heads: DraftHeads, target: TargetModel) -> FreshHeads:
         """What `heads` were when they were made."""
         config = replace(heads.config, kind="medusa", vocab_matrix="shared")
-        fresh = cls(replace(config, prefix_attention=False, correction_rank=None, decoder=None))
+        fresh = cls(
+            replace(
+                config, prefix_attention=False, correction_rank=None, features=None, decoder=None
+            )
+        )
         fresh.draft_tokens = heads.draft_tokens
         if heads.config.vocab_matrix == "shared":
             fresh._shared = heads.vocab_matrix(0)  # no second copy of a reduced one
@@ -38,6 +42,10 @@ class FreshHeads(MedusaHeads):
 
     def _blocks(self, head: int) -> list[nn.Module]:
         return []
+
+    def fuse(self, hidden_RX: Tensor) -> Tensor:
+        """See DraftHeads: without the features, which other heads may read."""
+        return hidden_RX[..., -(self.config.hidden_size or 0) :]
 
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """See DraftHeads."""

@@ -76,6 +76,7 @@ def plan_heads(
     activations is an estimate for targets of dense layers, without that of the attention's own
     kernel."""
     config = config.for_target(target.hidden_size, target.vocab_size)
+    target = target.with_features(config.features)
     with torch.device("meta"):
         heads = _size(KINDS[config.kind](config))
     tokens = args.per_device_train_batch_size * text.longest_row
@@ -86,7 +87,7 @@ def plan_heads(
         "target's weights": weight_bytes(target, four_bits=four_bits),
         "heads, gradients, AdamW": heads * _ADAMW_BYTES,
         "target's forward": _forward(target, tokens),
-        "heads' activations": tokens * width * 8 + block * 4 * (config.num_layers + 2),
+        "heads' activations": tokens * target.width * 8 + block * 4 * (config.num_layers + 2),
         "a chunk of logits": _chunk(tokens * config.num_heads, config.num_candidates, args),
     }
     trained = heads
@@ -100,7 +101,7 @@ def plan_heads(
     disk = {"each checkpoint": trained * _SAVED_BYTES}
     if text.learnt is not None:
         kept = text.tokens if config.reads_text else text.learnt
-        disk["hidden states, if cached"] = float(kept or 0) * width * element
+        disk["hidden states, if cached"] = float(kept or 0) * target.width * element
     matrix = f"{config.vocab_matrix} vocabulary matrix"
     kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} blocks, {matrix}"
     learner = ("heads", f"{kind}: {count(heads)} parameters")
@@ -158,7 +159,9 @@ def plan_draft(
 
 def _forward(target: TargetModel, tokens: int) -> float:
     element, width, wide = _widths(target)
-    return tokens * (2 * wide + _LAYER_COPIES * width) * element
+    # Features are held twice: as they came out, and side by side.
+    features = 2 * len(target.features) * width
+    return tokens * (2 * wide + _LAYER_COPIES * width + features) * element
 
 
 def _widths(model: TargetModel) -> tuple[int, int, int]:

@@ -111,6 +111,7 @@ def train_heads(
         args=training_args or to_training_arguments(OptimisationArguments(), config.vocab_matrix),
         tokenizer=tokenizer,
         num_heads=config.num_heads,
+        features=config.features,
         resume_from_checkpoint=resume_from_checkpoint,
         overwrite_output_dir=overwrite_output_dir,
         early_stopping_patience=early_stopping_patience,

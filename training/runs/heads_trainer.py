@@ -72,6 +72,7 @@ class HeadsTrainer(TaughtTrainer):
         **kwargs: Any,
     ) -> None:
         self.heads = heads
+        target = target.with_features(heads.config.features)
         self.hidden_states = hidden_states or HiddenStates(target)
         self._fresh = FreshHeads.like(heads, target)  # no part of what learns
         if trained is None:

@@ -58,6 +58,7 @@ class Run:
         overwrite_output_dir: bool,
         early_stopping_patience: int | None,
         sharding: Sharding | None = None,
+        features: Sequence[int] | None = None,
     ) -> None:
         self.output = Path(output_dir)
         self.args = copy.copy(args)
@@ -65,9 +66,10 @@ class Run:
         overwrite = overwrite_output_dir
         self.checkpoint = find_start(self.output, resume_from_checkpoint, overwrite=overwrite)
         callbacks = _watchers(self.args, early_stopping_patience)
-        self.target = as_target(target, self.args.device, sharding)
+        plain = as_target(target, self.args.device, sharding)
+        self.target = plain.with_features(features)
         self.data = prepare_sets(
-            self.target, dataset, eval_dataset, data_settings, tokenizer, num_heads, self.args
+            plain, dataset, eval_dataset, data_settings, tokenizer, num_heads, self.args
         )
         if is_sharded(self.target) and is_recurrent(self.target.config) and self.data.is_packed:
             raise ValueError(

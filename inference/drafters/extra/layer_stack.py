@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.target.layers import layer_lists
+from medusa_heads.target.layers import decoder_layers
 from medusa_heads.target.target import TargetModel
+
+_OTHERWISE = "use another drafter"
 
 
 class LayerStack:
@@ -32,7 +34,7 @@ class LayerStack:
 
     def __init__(self, target: TargetModel) -> None:
         self._kind = target.config.model_type
-        self._layers = _decoder_layers(target)
+        self._layers = decoder_layers(target.model, _OTHERWISE)
         if not target.new_cache().can_go_back:
             raise _refusal(
                 f"{self._kind} keeps a recurrent state, which drafts would change before they are "
@@ -113,20 +115,7 @@ def _run_three_tokens(target: TargetModel) -> None:
 
 
 def _refusal(sentence: str) -> UnsupportedArchitecture:
-    return UnsupportedArchitecture(sentence, "use another drafter")
-
-
-def _decoder_layers(target: TargetModel) -> list[nn.Module]:
-    """The list of as many modules as the configuration counts layers."""
-    model: Any = target.model
-    count = target.config.get_text_config(decoder=True).num_hidden_layers
-    found = list(layer_lists(model.get_decoder() or model).values())
-    if len(found) != 1:
-        raise _refusal(
-            f"{target.config.model_type} has {len(found) or 'no'} lists of {count} modules that "
-            "could be its layers, expected one"
-        )
-    return list(found[0])
+    return UnsupportedArchitecture(sentence, _OTHERWISE)
 
 
 def _hand_on(more: int | None, *args: Any, **kwargs: Any) -> Any:

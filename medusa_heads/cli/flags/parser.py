@@ -7,7 +7,10 @@ from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import Field, field, fields, make_dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
+from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from medusa_heads.settings import flag_name
@@ -31,6 +34,8 @@ def flags_of(kinds: Sequence[type]) -> list[tuple[str, Any, Field[Any]]]:
 def _as_typed(hint: Any) -> Any:
     """A mapping is typed as JSON or in a short form, a sequence as its items."""
     origin = get_origin(hint)
+    if origin is UnionType:
+        return reduce(or_, map(_as_typed, get_args(hint)))
     if origin is Mapping:
         return dict | str | None
     return list[get_args(hint)[0]] if origin is Sequence else hint  # type: ignore[misc]

@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hydra, 50 tokens": {"kind": "hydra", "draft_vocab_size": 50},
     "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
     "eagle3": {"kind": "eagle3"},
+    "eagle3, features": {"kind": "eagle3", "features": [0, 1]},
     "eagle3, own matrix, 50 tokens": {
         "kind": "eagle3",
         "vocab_matrix": "own",
@@ -40,6 +41,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "correction_rank": 8,
         "draft_vocab_size": 50,
     },
+    "medusa, features": {"features": [1, 0]},
+    "hydra, prefix, features": {"kind": "hydra", "prefix_attention": True, "features": [0]},
 }
 SEQUENTIAL: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra"},

@@ -62,14 +62,16 @@ class ComparingDrafter(PlantedDrafter):
         return worst
 
 
-def compared(tiny_llama: TinyLlama, tree: str, chunk: int | None = None) -> list[float]:
+def compared(
+    tiny_llama: TinyLlama, tree: str, chunk: int | None = None, **config: Any
+) -> list[float]:
     """Differences, row by row and step by step, of a padded batch whose rows leave at different
     steps."""
     torch.manual_seed(0)
     model = tiny_llama().to(DEVICE)
-    heads = random_heads(model, kind="eagle3", draft_vocab_size=50)
+    heads = random_heads(model, kind="eagle3", draft_vocab_size=50, **config)
     assert isinstance(heads, Eagle3Heads)
-    target = TargetModel(model)
+    target = TargetModel(model).with_features(heads.config.features)
     generator = torch.Generator().manual_seed(5)
     ids_BT = torch.randint(199, (3, 9), generator=generator).to(DEVICE)
     mask_BT = torch.ones_like(ids_BT)
@@ -94,6 +96,10 @@ def compared(tiny_llama: TinyLlama, tree: str, chunk: int | None = None) -> list
 def test_drafts_are_what_was_learnt(tiny_llama: TinyLlama, tree: str, chunk: int | None) -> None:
     differed = compared(tiny_llama, tree, chunk)
     assert len(differed) > 9 and max(differed) < 1e-5
+
+
+def test_drafts_from_features_are_what_was_learnt(tiny_llama: TinyLlama) -> None:
+    assert max(compared(tiny_llama, "static", features=[0, 1])) < 1e-5
 
 
 def test_siblings_that_see_each_other_are_noticed(

@@ -78,7 +78,12 @@ def test_parts_that_read_more_get_a_lower_rate_unless_one_is_given(
     target: TargetModel, make_rows: Rows, tmp_path: Path, given: float | None
 ) -> None:
     config = HeadsConfig(
-        kind="hydra", num_heads=2, num_layers=2, prefix_attention=True, correction_rank=4
+        kind="hydra",
+        num_heads=2,
+        num_layers=2,
+        prefix_attention=True,
+        correction_rank=4,
+        features=[0, 1],
     )
     heads = new_heads(target, config)
     args = arguments(tmp_path, rate=given)
@@ -90,7 +95,12 @@ def test_parts_that_read_more_get_a_lower_rate_unless_one_is_given(
     }
     by_name = {name: found[id(parameter)] for name, parameter in heads.named_parameters()}
     shares = {"0.0.linear.weight": 1 / 2, "1.0.res_connection.bias": 1 / 3}
-    shares |= {"0.1.linear.weight": 1, "prefix.down.weight": 0.2, "correction.after.weight": 1}
+    shares |= {
+        "fusion.linear.weight": 1 / 2,
+        "0.1.linear.weight": 1,
+        "prefix.down.weight": 0.2,
+        "correction.after.weight": 1,
+    }
     for name, share in shares.items():
         assert by_name[name] == pytest.approx(5e-3 * share if given is None else given)
 
@@ -130,13 +140,15 @@ def test_fresh_heads_are_what_heads_begin_as(
         vocab_matrix="own" if own else "shared",
         prefix_attention=True,
         correction_rank=4,
+        features=[0],
         draft_vocab_size=draft_vocab_size,
     )
     tokens = None if draft_vocab_size is None else torch.arange(1, 41, 2)
     heads = new_heads(target, config, tokens)
     fresh = FreshHeads.like(heads, target)
-    hidden_RD, tokens_RK = torch.randn(5, 16), torch.randint(0, 61, (5, 2))
-    torch.testing.assert_close(fresh(hidden_RD, tokens_RK), heads(hidden_RD, tokens_RK))
+    hidden_RX, tokens_RK = torch.randn(5, 32), torch.randint(0, 61, (5, 2))
+    expected_RKV = heads(heads.fuse(hidden_RX), tokens_RK)
+    torch.testing.assert_close(fresh(fresh.fuse(hidden_RX), tokens_RK), expected_RKV)
     assert not list(fresh.parameters())
 
 

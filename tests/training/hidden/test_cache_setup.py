@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +48,15 @@ def test_another_target_text_or_kind_is_another_cache(runs: Runs) -> None:
     runs.shape = SHAPES["prefix"]
     with pytest.raises(ValueError, match=r"differs in positions and rows_sha256\): write them"):
         runs("read")
+    runs.shape = SHAPES["features"]
+    with pytest.raises(ValueError, match=r"differs in hidden_size and features\): write them"):
+        runs("read")
+    runs("auto")
+    runs.shape = replace(runs.shape, features=[1])
+    with pytest.raises(ValueError, match=r"differs in features\): write them"):
+        runs("read")
     runs.shape = SHAPES["medusa"]
+    assert runs("read")  # which lies where it lay
     runs.texts = (runs.texts[0].select(range(10)), runs.texts[1])
     with pytest.raises(ValueError, match=r"differs in rows_sha256\)"):
         runs("read")

@@ -38,6 +38,12 @@ def test_chunks_of_a_large_vocabulary_are_not_cut_short(
     assert planned["chunks of logits"] == 2 * 3 * fp32_logits
     heads = plan_heads(target, HeadsConfig(num_heads=1), args, text).memory
     assert heads["a chunk of logits"] == 3 * fp32_logits
+    reading = plan_heads(target, HeadsConfig(num_heads=1, features=[0]), args, text)
+    tokens = args.per_device_train_batch_size * longest_row
+    assert reading.memory["target's forward"] - heads["target's forward"] == tokens * 2 * 16 * 4
+    assert reading.disk["hidden states, if cached"] == 9000 * 2 * 16 * 4
+    with pytest.raises(ValueError, match="features asks for layer 1, and LlamaForCausalLM has"):
+        plan_heads(target, HeadsConfig(features=[1]), args, text)
 
 
 def test_the_longest_row_is_the_true_one() -> None:

@@ -34,7 +34,7 @@ def written_out(
         p_BTV = target.model(**inputs).logits.softmax(-1)
     with target.capture_hidden() as hidden:
         log_q_BTV = target.model(**inputs).logits.log_softmax(-1)
-        heads_BTKV = heads(hidden()).log_softmax(-1)
+        heads_BTKV = heads(heads.fuse(hidden())).log_softmax(-1)
     loss = torch.zeros(())
     labels = batch["labels"].tolist()
     for b, row in enumerate(labels):
@@ -49,10 +49,12 @@ def written_out(
     return loss
 
 
+@pytest.mark.parametrize("features", [None, (0, 1)])
 def test_loss_and_gradients_are_those_of_the_written_out_formula(
-    target: TargetModel, make_rows: Rows
+    target: TargetModel, make_rows: Rows, features: Any
 ) -> None:
-    heads, batch = fresh(target), text(make_rows)
+    target = target.with_features(features)
+    heads, batch = fresh(target, features=features), text(make_rows)
     config = replace(SMALL, lm_weight=0.7, kl_weight=0.4, heads_weight=0.3)
     with torch.no_grad():
         for parameter in heads.parameters():

@@ -99,6 +99,8 @@ CHANGES: dict[str, Change] = {
         value=[0, -1, 3, 10**8, "x", 2.5, [], True]),
     "correction_rank": _set("heads", "correction_rank",
         value=[0, -1, 3, 10**8, "x", 2.5, [], True]),
+    "features": _set("heads", "features",
+        value=[0, -1, 3, "x", 2.5, [], True, [-1], [0, 0], [True], ["0"], [0.5], [10**30], [[0]]]),
     "an unknown key": lambda sidecar, rng: sidecar["heads"].update({words(rng, 1, 2): 1}),
     "weights_sha256": _set("weights_sha256", value=[*WRONG, "0" * 64]),
     "no weights_sha256": _drop("weights_sha256"),
