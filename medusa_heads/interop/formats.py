@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_heads.config import HeadsKind
-from medusa_heads.interop import ReadFormat
+from medusa_heads.interop import ReadFormat, eagle3
 from medusa_heads.interop.source import Source
 from medusa_heads.settings import MOST
 
@@ -199,6 +199,8 @@ FORMATS: dict[ReadFormat, Format] = {
         keys={"num_heads": "hydra_num_heads", "num_layers": "hydra_num_layers"},
         finish=_finish_hydra,
     ),
+    # One layer and no heads: read and written in a file of its own.
+    "eagle3": Format(mark=eagle3.MARK, names={}, stranger="", keys={}),
 }
 
 
