@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.settings import MOST, NO_FLAG, as_flag, one_of, sizes
 
-HeadsKind = Literal["medusa", "hydra", "eagle3"]
+HeadsKind = Literal["medusa", "hydra", "block", "eagle3"]
 VocabMatrix = Literal["shared", "own"]
 
 RankPath = tuple[int, ...]
@@ -37,11 +37,12 @@ class HeadsConfig:
 
     Args:
         kind: `"medusa"`, heads that predict independently of each other (Cai et al. 2024,
-            arXiv:2401.10774, section 2.1), `"hydra"`, sequential heads that also see the tokens
-            drafted before theirs (Ankner et al. 2024, arXiv:2402.05109), or `"eagle3"`, one decoder
-            layer that goes on from its own output (Li et al. 2025, arXiv:2503.01840).
+            arXiv:2401.10774, section 2.1); `"hydra"`, sequential heads that also see the tokens
+            drafted before theirs (Ankner et al. 2024, arXiv:2402.05109); `"block"`, queries that
+            attend over the text so far and to each other (DFlash, arXiv:2602.06036); or `"eagle3"`,
+            one decoder layer that goes on from its own output (Li et al. 2025, arXiv:2503.01840).
         num_heads: K, how many tokens beyond the target's own next token are predicted.
-        num_layers: residual blocks in each head.
+        num_layers: residual blocks in each head; of kind `"block"` the layers that all share.
         vocab_matrix: `"shared"` projects with the target's own frozen lm_head; `"own"` gives each
             head, and eagle3's layer, a trainable copy of it.
         draft_vocab_size: how many tokens the heads can draft; None for all of the target's. Which
@@ -67,13 +68,17 @@ class HeadsConfig:
         default="medusa",
         metadata=as_flag(
             "Independent heads (medusa), heads that also see the drafts before them (hydra), or "
-            "one decoder layer that goes on from its own output (eagle3)."
+            "a block that attends over the text so far (block), or one decoder layer that goes on "
+            "from its own output (eagle3). vLLM serves medusa and eagle3 heads."
         ),
     )
     num_heads: int = field(
         default=4, metadata=as_flag("Number of heads; each looks one token further ahead.")
     )
-    num_layers: int = field(default=1, metadata=as_flag("Residual blocks in each head."))
+    num_layers: int = field(
+        default=1,
+        metadata=as_flag("Residual blocks in each head, or layers of a block that all share."),
+    )
     vocab_matrix: VocabMatrix = field(
         default="shared",
         metadata=as_flag(
@@ -151,6 +156,12 @@ class HeadsConfig:
                 f"eagle3 heads read features from the lowest layer on, got {list(self.features)}"
             )
 
+        if self.kind == "block" and self.prefix_attention:
+            raise ValueError(
+                "heads of kind 'block' attend over the text so far as they are: leave "
+                "prefix_attention out"
+            )
+
     def for_target(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
         """This configuration with the target's sizes filled in.
 
@@ -176,12 +187,17 @@ class HeadsConfig:
     @property
     def reads_text(self) -> bool:
         """Whether heads read every position of a text, and not only those that they draft from."""
-        return self.prefix_attention or self.kind == "eagle3"
+        return self.prefix_attention or self.kind in ("block", "eagle3")
 
     @property
     def vocab_bias(self) -> str:
         """Name of the bias of the first own vocabulary matrix, where it has one."""
-        return "lm_head.bias" if self.kind == "eagle3" else f"0.{self.num_layers}.bias"
+        return "lm_head.bias" if self.kind == "eagle3" else f"0.{self.num_blocks}.bias"
+
+    @property
+    def num_blocks(self) -> int:
+        """Residual blocks of each head, behind which its own vocabulary matrix stands."""
+        return 0 if self.kind == "block" else self.num_layers
 
     @property
     def is_plain_medusa(self) -> bool:

@@ -2,7 +2,8 @@
 eagle3 layer, run along the text, makes of them.
 
 Shapes: B active rows, T tokens, P fresh positions (the most of any row), S positions held, A
-attention heads, E their width, D hidden, X columns of hidden states with features.
+attention heads, E their width, D hidden, X columns of hidden states with features, O what heads
+read of a position.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads.heads import DraftHeads, Eagle3Heads
@@ -22,7 +22,7 @@ from medusa_heads.inference.engine.state import DecodingState
 
 
 def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
-    """What the heads read at the last committed position of every active row, [B, D]."""
+    """What the heads read at the last committed position of every active row, [B, O]."""
     if heads.prefix is None:
         return heads.fuse(state.hidden_BD)
     memory = state.memories.get(heads)
@@ -54,52 +54,48 @@ class PrefixMemory(Memory):
         assert heads.prefix is not None
         self._heads, self._layer = heads, heads.prefix
         self.lengths = [0] * len(rows)
-        self._held_2BASE: Tensor | None = None
+        self._held_LBASE: Tensor | None = None
 
     def advance(self, state: DecodingState) -> Tensor:
-        """Take in what was committed since last time; the layer's output at its end, [B, D]."""
+        """Take in what was committed since last time; the layer's output at its end, [B, O]."""
         kept = self.follow(state.rows)
-        if kept is not None and self._held_2BASE is not None:
-            self._held_2BASE = self._held_2BASE[:, kept]
+        if kept is not None and self._held_LBASE is not None:
+            self._held_LBASE = self._held_LBASE[:, kept]
         hidden_BPX, following_BP, counts = unread(state)
-        dtype, device, longest = self._layer.dtype, hidden_BPX.device, hidden_BPX.shape[1]
+        device, longest = hidden_BPX.device, hidden_BPX.shape[1]
         batch_B1 = torch.arange(len(counts), device=device)[:, None]
-        hidden_BPD = self._heads.fuse(hidden_BPX).to(dtype)
-        following_BPD = self._heads.embed(following_BP).to(dtype)
+        hidden_BPD = self._heads.fuse(hidden_BPX)
+        following_BPD = self._heads.embed(following_BP)
         lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
         positions_BP = lengths_B1 + torch.arange(longest, device=device)
-        x_BPD, query_BAPE, keys_BAPE, values_BAPE = self._layer.read(
-            hidden_BPD, following_BPD, positions_BP, max(self.lengths) + longest
-        )
-        held_2BASE = self._write(torch.stack([keys_BAPE, values_BAPE]), positions_BP)
+        x_BPD, end = self._layer.read(hidden_BPD, following_BPD), max(self.lengths) + longest
+        fresh_LBAPE = self._layer.keys_and_values(x_BPD, positions_BP, end)
+        held_LBASE = self._write(fresh_LBAPE, positions_BP)
         last_B1 = torch.tensor(counts, device=device)[:, None] - 1
         self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
         used = max(self.lengths)
         visible = None  # where all rows are equally long, they see all that is held
         if min(self.lengths) < used:
             slots_S = torch.arange(used, device=device)
-            visible = (slots_S <= lengths_B1 + last_B1)[:, None, None]
-        keys_BASE, values_BASE = held_2BASE[:, :, :, :used]
-        query_BA1E = query_BAPE[batch_B1, :, last_B1].transpose(1, 2)
-        mixed_BA1E = F.scaled_dot_product_attention(
-            query_BA1E, keys_BASE, values_BASE, attn_mask=visible
-        )
-        return self._layer.finish(x_BPD[batch_B1, last_B1], mixed_BA1E)[:, 0]
+            visible = (slots_S <= lengths_B1 + last_B1)[:, None]
+        x_B1D, positions_B1 = x_BPD[batch_B1, last_B1], lengths_B1 + last_B1
+        held_LBASE = held_LBASE[:, :, :, :used]
+        return self._layer.look(x_B1D, positions_B1, end, held_LBASE, visible)[:, 0]
 
-    def _write(self, fresh_2BAPE: Tensor, positions_BP: Tensor) -> Tensor:
+    def _write(self, fresh_LBAPE: Tensor, positions_BP: Tensor) -> Tensor:
         """All keys and values that are held, the fresh ones among them."""
-        start, count = max(self.lengths), fresh_2BAPE.shape[3]
-        held = self._held_2BASE
+        start, count = max(self.lengths), fresh_LBAPE.shape[3]
+        held = self._held_LBASE
         if held is None or held.shape[3] < start + count:
-            two, batch, heads, _, width = fresh_2BAPE.shape
-            room = fresh_2BAPE.new_zeros(two, batch, heads, start + count + 256, width)
+            parts, batch, heads, _, width = fresh_LBAPE.shape
+            room = fresh_LBAPE.new_zeros(parts, batch, heads, start + count + 256, width)
             if held is not None:
                 room[:, :, :, : held.shape[3]] = held
-            held = self._held_2BASE = room
+            held = self._held_LBASE = room
         if min(self.lengths) == start:
-            held[:, :, :, start : start + count] = fresh_2BAPE
+            held[:, :, :, start : start + count] = fresh_LBAPE
         else:
             # Whole rows at once: an expanded scatter goes element by element on a CPU.
             batch_B1 = torch.arange(held.shape[1], device=held.device)[:, None]
-            held[:, batch_B1, :, positions_BP] = fresh_2BAPE.permute(1, 3, 0, 2, 4)
+            held[:, batch_B1, :, positions_BP] = fresh_LBAPE.permute(1, 3, 0, 2, 4)
         return held

@@ -34,15 +34,15 @@ class SimulatedChain:
 def check_chain(config: HeadsConfig, draft_tokens: int) -> None:
     """Raises ValueError where an engine cannot draft so many tokens with such heads from one hidden
     state alone."""
-    if config.kind != "medusa":
+    if config.kind == "hydra":
         raise ValueError(
             f"{config.kind} heads see the tokens drafted before theirs, which this engine does not "
             "hand on: serve heads of kind 'medusa'"
         )
-    if config.prefix_attention:
+    if config.reads_text:
         raise ValueError(
             "these heads attend over the text so far, for which this engine keeps no cache: serve "
-            "heads without prefix_attention"
+            "heads of kind 'medusa' without prefix_attention"
         )
     if config.features is not None:
         raise ValueError(

@@ -205,7 +205,11 @@ def _check_shapes(
 ) -> None:
     unlike = f"{path} does not hold the heads its configuration describes: "
     # A damaged configuration may ask for millions of heads, each of which is built below.
-    if not KINDS[config.kind].unrolled and config.num_heads * config.num_layers > len(got):
+    queries = got.get("prefix.queries")
+    of_block = 0 if config.kind != "block" or queries is None else queries.numel()
+    unrolled = KINDS[config.kind].unrolled
+    built = 1 if unrolled or of_block >= config.num_heads else config.num_heads
+    if config.num_layers * built > len(got):
         raise ValueError(
             f"{unlike}expected {config.num_heads} heads of {config.num_layers} layers, found "
             f"{len(got)} tensors"

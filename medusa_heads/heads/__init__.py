@@ -6,6 +6,7 @@ from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads.base import DraftHeads, product_dtype
+from medusa_heads.heads.block import BlockHeads
 from medusa_heads.heads.eagle3 import Eagle3Heads
 from medusa_heads.heads.hydra import HydraHeads
 from medusa_heads.heads.medusa import MedusaHeads
@@ -13,6 +14,7 @@ from medusa_heads.heads.vocabulary import HasVocabulary, frequent_tokens
 
 __all__ = [
     "KINDS",
+    "BlockHeads",
     "DraftHeads",
     "Eagle3Heads",
     "HasVocabulary",
@@ -24,7 +26,7 @@ __all__ = [
 ]
 
 KINDS: dict[str, type[DraftHeads]] = {
-    cls.kind: cls for cls in (MedusaHeads, HydraHeads, Eagle3Heads)
+    cls.kind: cls for cls in (MedusaHeads, HydraHeads, BlockHeads, Eagle3Heads)
 }
 
 

@@ -104,7 +104,7 @@ class DraftHeads(nn.Module, ABC):
 
     @abstractmethod
     def _blocks(self, head: int) -> list[nn.Module]:
-        """The residual blocks of a head: `config.num_layers` of them."""
+        """The residual blocks of a head: `config.num_blocks` of them."""
 
     @classmethod
     def from_target(
@@ -201,10 +201,9 @@ class DraftHeads(nn.Module, ABC):
         hidden_BTD = self.fuse(hidden_BTX)
         if self.prefix is None:
             return hidden_BTD
-        dtype = self.prefix.dtype
-        following_BTD = self.embed(F.pad(input_ids_BT[:, 1:], (0, 1))).to(dtype)
-        encoded_BTD: Tensor = self.prefix(hidden_BTD.to(dtype), following_BTD, position_ids_BT)
-        return encoded_BTD
+        following_BTD = self.embed(F.pad(input_ids_BT[:, 1:], (0, 1)))
+        encoded_BTE: Tensor = self.prefix(hidden_BTD, following_BTD, position_ids_BT)
+        return encoded_BTE
 
     def encoder(self) -> nn.Module | None:
         """What `encode` runs over whole texts behind `fuse`, where anything does."""
@@ -287,7 +286,7 @@ class DraftHeads(nn.Module, ABC):
         return (self._modules[str(i)] for i in range(self.config.num_heads))
 
     def _own(self, head: int) -> nn.Linear:
-        out = self.get_submodule(f"{head}.{self.config.num_layers}")
+        out = self.get_submodule(f"{head}.{self.config.num_blocks}")
         assert isinstance(out, nn.Linear)
         return out
 

@@ -88,7 +88,7 @@ def _summary(config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool)
     form = f"kind `{config.kind}`"
     if config.features:
         form += f", reading layers {', '.join(map(str, config.features))} of the target"
-    if config.prefix_attention:
+    if config.reads_text:
         form += ", with a layer that attends over the text so far"
     if config.correction_rank:
         form += f", corrected by the token before with rank {config.correction_rank}"
@@ -254,9 +254,9 @@ vllm serve {sidecar["target"]["name_or_path"]} --speculative-config '{{"method":
 "model": "heads-eagle3", "num_speculative_tokens": {config.num_heads}}}'
 ```""",
         ]
-    if config.kind != "medusa":
+    if config.kind == "hydra":
         why = f"their kind is `{config.kind}`, whose heads also see the tokens drafted before"
-    elif config.prefix_attention:
+    elif config.reads_text:
         why = "a layer of theirs attends over the text so far"
     elif config.features:
         why = "they read layers of the target below its last hidden state"

@@ -41,7 +41,7 @@ def watch(
     model: Any, numbers: Sequence[int], keep: Callable[[int, Any], object]
 ) -> list[RemovableHandle]:
     """Hooks that hand on what comes out of these layers in every forward, with the layer's number.
-    The model is found anew each time, and so is never kept alive."""
+    The layers are found anew each time, and so never kept alive."""
     if not numbers:
         return []
     layers = decoder_layers(model, _OTHERWISE)

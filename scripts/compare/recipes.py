@@ -91,6 +91,18 @@ RECIPES = {
         True,
         learning_rate=1e-3,
     ),
+    "prefix-corrected-features": Recipe(
+        "self-distilled, 5 corrected heads, prefix attention, features",
+        CORRECTED | {"prefix_attention": True, "features": [1, 3]},
+        True,
+        learning_rate=3e-3,
+    ),
+    "block": Recipe(
+        "self-distilled, 5 corrected heads of a block",
+        CORRECTED | {"kind": "block"},
+        True,
+        learning_rate=3e-3,
+    ),
     "together": Recipe("all together, cross-entropy", TOGETHER, True, learning_rate=3e-3),
     "together-kl": Recipe("all together, KL", TOGETHER, True, FORWARD_KL, learning_rate=3e-3),
 }

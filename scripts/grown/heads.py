@@ -26,8 +26,8 @@ def grow_heads(
     """Heads of any kind on the grown `target`.
 
     Raises:
-        ValueError: they were trained together with an adapter, or have a layer of their own whose
-            attention heads are of another width at the new size.
+        ValueError: they were trained together with an adapter, read features, or have a layer of
+            their own whose attention heads are of another width at the new size.
     """
     if loaded.stored.adapter is not None:
         raise ValueError(
@@ -40,6 +40,10 @@ def grow_heads(
         vocab_size=place.large.vocab_size,
     )
     heads = new_heads(target, config, loaded.stored.tensors.get(DRAFT_TOKENS))
+    if config.features is not None:
+        raise ValueError(
+            "features lie otherwise among the channels of a wider target: grow heads without them"
+        )
     _check_prefix(loaded.heads, heads, place)
     heads.set_vocab_bias(loaded.stored.has_vocab_bias)
     # Embeddings are brought to unit scale over all channels and tokens, of which there are more.
@@ -83,7 +87,9 @@ class _Grown:
             return old
         module, _, kind = name.rpartition(".")
         if module.startswith("prefix."):
-            return self._prefix(module.removeprefix("prefix."), old)
+            return self._prefix(module.rpartition(".")[2], old)
+        if name == "prefix.queries":
+            return self._block(old, (shape[0], self._large), quiet=True)
         if kind == "bias":
             return self._block(old[:, None], (shape[0], 1), quiet=True)[:, 0]
         if module.endswith("linear"):

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.config import HeadsKind
 from medusa_heads.files import replace_file
 from medusa_heads.heads import new_heads
 from medusa_heads.inference.bench.timed_run import PeakMemory
@@ -64,7 +65,7 @@ class MeasureArguments:
         metadata={"help": "of the target; with bfloat16 the heads, kept in fp32, run in autocast"},
     )
     device: str | None = field(default=None, metadata={"help": "such as cuda"})
-    kind: Literal["medusa", "hydra"] = field(default="medusa", metadata={"help": "of heads"})
+    kind: HeadsKind = field(default="medusa", metadata={"help": "of heads"})
     vocab_matrix: Literal["shared", "own"] = field(default="shared", metadata={"help": "of heads"})
     num_heads: int = field(default=4, metadata={"help": "heads trained for the rate"})
     batch_size: int = field(default=8, metadata={"help": "rows of text in a step"})

@@ -56,6 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa": {},
     "hydra": {"kind": "hydra"},
     "prefix": {"prefix_attention": True},
+    "block": {"kind": "block"},
 }
 NODES = 15
 

@@ -48,6 +48,7 @@ def trained(target: TargetModel, **config: object) -> DraftHeads:
         {"kind": "hydra", "prefix_attention": True},
         {"kind": "eagle3", "draft_vocab_size": 20},
         {"kind": "eagle3", "vocab_matrix": "own"},
+        {"kind": "block", "vocab_matrix": "own", "correction_rank": 4},
         {"correction_rank": 4, "draft_vocab_size": 20},
         {"features": [1, 0]},
     ],
@@ -113,6 +114,7 @@ def test_a_matrix_that_no_engine_would_read_is_refused(target: TargetModel, tmp_
     [
         {"kind": "hydra"},
         {"kind": "eagle3"},
+        {"kind": "block"},
         {"draft_vocab_size": 20},
         {"prefix_attention": True},
         {"correction_rank": 4},

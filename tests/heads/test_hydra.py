@@ -1,4 +1,4 @@
-"""Hydra heads: what each may see, fresh heads, the prefix layer, and what the state dict holds."""
+"""Hydra heads: what each may see, fresh heads, and what the state dict holds."""
 
 from __future__ import annotations
 
@@ -79,35 +79,6 @@ def test_tokens_are_asked_for(tiny_llama: TinyLlama) -> None:
 def test_embeddings_come_at_unit_scale(tiny_llama: TinyLlama) -> None:
     heads = random_heads(tiny_llama())
     assert heads.embed(torch.arange(199)).square().mean() == pytest.approx(1.0, rel=1e-4)
-
-
-def test_the_prefix_layer_looks_back_and_one_token_ahead(tiny_llama: TinyLlama) -> None:
-    model = tiny_llama()
-    heads = random_heads(model, prefix_attention=True)
-    generator = torch.Generator().manual_seed(2)
-    hidden_BTD = torch.randn(1, 8, 64, generator=generator)
-    ids_BT = torch.randint(199, (1, 8), generator=generator)
-    encoded_BTD = heads.encode(hidden_BTD, ids_BT)
-    other_BTD, other_BT = hidden_BTD.clone(), ids_BT.clone()
-    other_BTD[0, 4] += 1.0
-    differs_T = (heads.encode(other_BTD, ids_BT) != encoded_BTD).any(-1)[0]
-    assert differs_T.tolist() == [t >= 4 for t in range(8)]
-    other_BT[0, 4] = (other_BT[0, 4] + 1) % 199  # the token behind position 3
-    differs_T = (heads.encode(hidden_BTD, other_BT) != encoded_BTD).any(-1)[0]
-    assert differs_T.tolist() == [t >= 3 for t in range(8)]
-
-
-def test_packed_documents_do_not_see_each_other_in_the_prefix_layer(tiny_llama: TinyLlama) -> None:
-    heads = random_heads(tiny_llama(), prefix_attention=True)
-    generator = torch.Generator().manual_seed(3)
-    hidden_BTD = torch.randn(1, 9, 64, generator=generator)
-    ids_BT = torch.randint(199, (1, 9), generator=generator)
-    position_ids_BT = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    packed_BTD = heads.encode(hidden_BTD, ids_BT, position_ids_BT)
-    for part in (slice(0, 4), slice(4, 9)):
-        alone_BTD = heads.encode(hidden_BTD[:, part], ids_BT[:, part])
-        # Behind a document's last token none follows: that position is of no use.
-        torch.testing.assert_close(packed_BTD[:, part][:, :-1], alone_BTD[:, :-1])
 
 
 def test_state_dict_holds_nothing_of_the_target(tiny_llama: TinyLlama) -> None:

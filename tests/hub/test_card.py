@@ -154,6 +154,7 @@ def test_a_card_that_someone_wrote_is_kept(checkpoint: Path) -> None:
         ({"kind": "hydra"}, False, False, False),
         ({"draft_vocab_size": 12}, False, True, False),
         ({"prefix_attention": True}, False, False, False),
+        ({"kind": "block"}, False, False, False),
         ({"correction_rank": 4}, False, True, False),
         ({"features": [1, 0]}, False, False, False),
     ],

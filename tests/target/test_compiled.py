@@ -109,10 +109,12 @@ def check(model: Any, medusa: MedusaModel, ids: Any, mask: Any, new: int, **opti
     assert torch.equal(medusa.generate(ids, **inputs), model.generate(ids, **inputs))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("reads", [{"prefix_attention": True}, {"kind": "eagle3"}], ids=str)
-def test_rows_that_end_stay_beside_heads_that_read_the_prompt(reads: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "kind", [{"prefix_attention": True}, {"kind": "block"}, {"kind": "eagle3"}]
+)
+def test_rows_that_end_stay_beside_heads_that_read_the_prompt(kind: dict[str, Any]) -> None:
     model = build(LlamaConfig(**SMALL))
-    heads = new_heads(model, HeadsConfig(num_heads=3, **reads))
+    heads = new_heads(model, HeadsConfig(num_heads=3, **kind))
     medusa = MedusaModel(model, heads, tree=7, compile=True, compile_backend="eager")
     ids = torch.randint(1, 24, (3, 21), generator=torch.Generator().manual_seed(1))
     check(model, medusa, ids, torch.ones_like(ids), 60, eos_token_id=5)

@@ -25,6 +25,7 @@ SHAPES = {
     "eagle3": HeadsConfig(kind="eagle3", num_heads=2),
     "prefix": HeadsConfig(kind="hydra", num_heads=2, prefix_attention=True),
     "features": HeadsConfig(num_heads=2, features=[0]),
+    "block": HeadsConfig(kind="block", num_heads=2, correction_rank=4),
 }
 
 

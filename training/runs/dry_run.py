@@ -20,6 +20,7 @@ from transformers import TrainingArguments
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import KINDS
+from medusa_heads.heads.prefix import AT_ONCE
 from medusa_heads.target.mtp import empty_mtp, own_parts
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
@@ -83,11 +84,15 @@ def plan_heads(
     element, width, wide = _widths(target)
     block = BLOCK_FEATURES_CPU if args.device.type == "cpu" else BLOCK_FEATURES_GPU
     block = min(block, tokens * width * config.num_heads)
+    read = tokens * target.width
+    if config.kind == "block":
+        read += tokens * width * (config.num_heads - 1)
+        block += min(AT_ONCE, tokens * width * config.num_heads * 16 * config.num_layers)
     memory = {
         "target's weights": weight_bytes(target, four_bits=four_bits),
         "heads, gradients, AdamW": heads * _ADAMW_BYTES,
         "target's forward": _forward(target, tokens),
-        "heads' activations": tokens * target.width * 8 + block * 4 * (config.num_layers + 2),
+        "heads' activations": read * 8 + block * 4 * (config.num_blocks + 2),
         "a chunk of logits": _chunk(tokens * config.num_heads, config.num_candidates, args),
     }
     trained = heads
@@ -103,7 +108,8 @@ def plan_heads(
         kept = text.tokens if config.reads_text else text.learnt
         disk["hidden states, if cached"] = float(kept or 0) * target.width * element
     matrix = f"{config.vocab_matrix} vocabulary matrix"
-    kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} blocks, {matrix}"
+    parts = "layers" if config.kind == "block" else "blocks"
+    kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} {parts}, {matrix}"
     learner = ("heads", f"{kind}: {count(heads)} parameters")
     return Plan(_named(target, four_bits), learner, text, args, memory, disk)
 

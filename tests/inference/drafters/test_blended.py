@@ -110,12 +110,15 @@ def test_a_wrong_mask_is_caught(tiny_llama: TinyLlama) -> None:
         assert torch.equal(got_BT, expected_BT) == same
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize(
+    "kind",
+    [{"prefix_attention": True}, {"kind": "hydra", "prefix_attention": True}, {"kind": "block"}],
+)
 def test_heads_that_are_asked_now_and_then_have_read_everything(
-    tiny_llama: TinyLlama, kind: str, asked: list[int]
+    tiny_llama: TinyLlama, kind: dict[str, Any], asked: list[int]
 ) -> None:
     model: Any = tiny_llama().to(DEVICE)
-    heads = random_heads(model, kind=kind, prefix_attention=True)
+    heads = random_heads(model, **kind)
     target = TargetModel(model)
     ids_BT = torch.randint(199, (3, 9), generator=torch.Generator().manual_seed(5)).to(DEVICE)
     mask_BT = torch.ones_like(ids_BT)

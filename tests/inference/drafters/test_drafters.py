@@ -36,6 +36,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "draft_vocab_size": 50,
     },
     "medusa, corrected": {"correction_rank": 8},
+    "block": {"kind": "block"},
+    "block, 2 layers, corrected, 50 tokens": {
+        "kind": "block",
+        "num_layers": 2,
+        "correction_rank": 8,
+        "draft_vocab_size": 50,
+    },
     "medusa, prefix, corrected, 50 tokens": {
         "prefix_attention": True,
         "correction_rank": 8,
@@ -43,6 +50,12 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "medusa, features": {"features": [1, 0]},
     "hydra, prefix, features": {"kind": "hydra", "prefix_attention": True, "features": [0]},
+}
+READERS: dict[str, dict[str, Any]] = {
+    "medusa, prefix": {"prefix_attention": True},
+    "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
+    "block": {"kind": "block"},
+    "block, 2 layers": {"kind": "block", "num_layers": 2},
 }
 SEQUENTIAL: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra"},
@@ -166,12 +179,12 @@ def test_a_tree_beyond_the_heads_is_refused(heads: DraftHeads) -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_the_prefix_layer_reads_on_as_if_from_the_start(
+@pytest.mark.parametrize("kind", READERS)
+def test_layers_over_the_text_read_on_as_if_from_the_start(
     tiny_llama: TinyLlama, kind: str, chunk: int | None
 ) -> None:
     model = tiny_llama().to(DEVICE)
-    heads = random_heads(model, kind=kind, prefix_attention=True)
+    heads = random_heads(model, **READERS[kind])
     target = TargetModel(model)
     generator = torch.Generator().manual_seed(5)
     ids_BT = torch.randint(199, (3, 9), generator=generator).to(DEVICE)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TrainingFreeModel
+from medusa_heads import HeadsConfig, MedusaModel, TrainingFreeModel, new_heads
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.capability import check_batch
 from medusa_heads.inference.engine.recurrent import RecurrentState, graph_sizes
@@ -98,10 +98,11 @@ def test_fixed_shapes_without_a_graph(most: int, monkeypatch: pytest.MonkeyPatch
     assert read <= set(graph_sizes(drafter, 2)) == {1, 5, 5 + most}
 
 
-def test_a_compiled_text_goes_on_without_a_graph_and_the_other_way() -> None:
+@pytest.mark.parametrize("kind", ["medusa", "block"])
+def test_a_compiled_text_goes_on_without_a_graph_and_the_other_way(kind: Any) -> None:
     target, inputs = tiny_target("lfm2"), prompt()
     torch.manual_seed(3)
-    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=3))
+    heads = new_heads(target, HeadsConfig(kind=kind, num_heads=3))
     models = [
         MedusaModel(target, heads, tree=8),
         MedusaModel(target, heads, tree=8, compile=True, compile_backend="eager"),

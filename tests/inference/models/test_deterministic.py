@@ -35,6 +35,7 @@ def made(tiny_llama: TinyLlama, way: str) -> AssistedModel:
         *(f"heads:medusa/{tree}" for tree in TREES),
         "heads:hydra/auto",
         "heads:eagle3/auto",
+        "heads:block/auto",
     ],
 )
 def test_text_depends_on_nothing_else(

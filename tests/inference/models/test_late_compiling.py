@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads import HeadsConfig, MedusaModel
 from medusa_heads.errors import MedusaWarning
+from medusa_heads.heads import KINDS, DraftHeads
 from medusa_heads.inference.models import late_compiling
 from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.late_compiling import LateCompiling
@@ -52,18 +53,15 @@ def steps_by_view(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-def heads_for(model: Any, **settings: Any) -> MedusaHeads:
-    config = model.config
+def heads_for(model: Any, **settings: Any) -> DraftHeads:
     torch.manual_seed(1)
-    return MedusaHeads(
-        HeadsConfig(
-            hidden_size=config.hidden_size, vocab_size=config.vocab_size, num_heads=3, **settings
-        )
-    )
+    sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
+    config = HeadsConfig(num_heads=3, **sizes, **settings)
+    return KINDS[config.kind](config)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("drafter", ["auto", "suffix", "lookahead", "static:7", "prefix"])
+@pytest.mark.parametrize("drafter", ["auto", "suffix", "lookahead", "static:7", "prefix", "block"])
 def test_a_text_goes_on_compiled(
     tiny_llama: TinyLlama, steps_by_view: dict[str, int], drafter: str, rows: int
 ) -> None:
@@ -72,8 +70,9 @@ def test_a_text_goes_on_compiled(
     options = {"max_new_tokens": 60, "do_sample": rows == 1, "temperature": 0.5}
     torch.manual_seed(3)
     expected_BT = model.generate(**given, **options)
-    if drafter in ("static:7", "prefix"):
-        heads = heads_for(model, prefix_attention=drafter == "prefix")
+    if drafter in ("static:7", "prefix", "block"):
+        kind = "block" if drafter == "block" else "medusa"
+        heads = heads_for(model, kind=kind, prefix_attention=drafter == "prefix")
         drafted: Any = MedusaModel(model, heads, tree="static:7", **LATE)
     else:
         drafted = TrainingFreeModel(model, drafter, **LATE)

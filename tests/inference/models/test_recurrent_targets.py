@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from medusa_heads import DraftedModel, HeadsConfig, MedusaModel, TrainingFreeModel, new_heads
-from medusa_heads.config import HeadsKind
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.adapt import measure
 from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
@@ -25,17 +24,18 @@ KINDS = ("qwen3_next", "falcon_h1", "lfm2")
 pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 
 
-def with_heads(kind: str, tree: Any = 8, of: HeadsKind = "medusa", **options: Any) -> MedusaModel:
+def with_heads(kind: str, tree: Any = 8, heads: Any = "medusa", **options: Any) -> MedusaModel:
     target = tiny_target(kind)
     torch.manual_seed(3)
-    heads = new_heads(target, HeadsConfig(kind=of, num_heads=3))
+    heads = new_heads(target, HeadsConfig(kind=heads, num_heads=3))
     return MedusaModel(target, heads, tree=tree, **options)
 
 
 WAYS: dict[str, Callable[[str], Any]] = {
     "heads": with_heads,
+    "a block": lambda kind: with_heads(kind, heads="block"),
     "heads and text": lambda kind: with_heads(kind, "auto"),
-    "eagle3": lambda kind: with_heads(kind, of="eagle3"),
+    "eagle3": lambda kind: with_heads(kind, heads="eagle3"),
     "eagle3 and text": lambda kind: with_heads(kind, "auto", "eagle3"),
     "always the same": lambda kind: with_heads(kind, "auto", deterministic=True),
     "text": lambda kind: TrainingFreeModel(tiny_target(kind), "suffix"),

@@ -119,6 +119,7 @@ def test_reduced_vocabulary_drafts_the_targets_ids(target: TargetModel) -> None:
         ({"kind": "hydra"}, 4, "hydra heads see the tokens drafted before"),
         ({"prefix_attention": True}, 4, "without prefix_attention"),
         ({"features": [1]}, 4, "serve heads without features"),
+        ({"kind": "block"}, 4, "attend over the text so far"),
         ({"num_heads": 3}, 4, "3 heads draft 1 to 3 tokens, not 4"),
         ({}, 0, "4 heads draft 1 to 4 tokens, not 0"),
     ],

@@ -55,4 +55,4 @@ def test_a_small_proof(
 
 
 def test_unknown_kinds_are_refused(refused: Refused) -> None:
-    assert "kinds are medusa, hydra, prefix" in refused(main, ["--kinds", "eagle"])
+    assert "kinds are medusa, hydra, prefix, block" in refused(main, ["--kinds", "eagle"])

@@ -23,7 +23,12 @@ from medusa_heads.training.arguments.draft import (
     draft_training_arguments,
 )
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.arguments.rates import RunArguments, fit_rate, rate_shares
+from medusa_heads.training.arguments.rates import (
+    PREFIX_SHARE,
+    RunArguments,
+    fit_rate,
+    rate_shares,
+)
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.measure.fresh_heads import FreshHeads
 from medusa_heads.training.runs.draft import DraftTrainer, train_draft
@@ -110,6 +115,8 @@ def test_the_rate_of_a_correction_does_not_fall_with_the_width() -> None:
         heads = random_heads(1, hidden=width, correction_rank=2)
         assert rate_shares(heads)["correction.before.weight"] == share
         assert rate_shares(heads)["0.0.linear.weight"] == 1.0
+        shares = rate_shares(random_heads(1, hidden=width, kind="block"))
+        assert (shares["prefix.queries"], shares["prefix.down.weight"]) == (share, PREFIX_SHARE)
 
 
 def test_rates_of_an_eagle3_layer_follow_what_its_matrices_read(target: TargetModel) -> None:
@@ -128,7 +135,7 @@ def test_only_a_default_rate_of_a_built_draft_model_is_fitted(tmp_path: Path) ->
         assert args.learning_rate == pytest.approx(fitted)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "block"])
 @pytest.mark.parametrize("draft_vocab_size", [None, 20])
 def test_fresh_heads_are_what_heads_begin_as(
     target: TargetModel, kind: Any, draft_vocab_size: int | None
@@ -138,7 +145,7 @@ def test_fresh_heads_are_what_heads_begin_as(
         kind=kind,
         num_heads=2,
         vocab_matrix="own" if own else "shared",
-        prefix_attention=True,
+        prefix_attention=kind != "block",
         correction_rank=4,
         features=[0],
         draft_vocab_size=draft_vocab_size,
@@ -146,9 +153,11 @@ def test_fresh_heads_are_what_heads_begin_as(
     tokens = None if draft_vocab_size is None else torch.arange(1, 41, 2)
     heads = new_heads(target, config, tokens)
     fresh = FreshHeads.like(heads, target)
-    hidden_RX, tokens_RK = torch.randn(5, 32), torch.randint(0, 61, (5, 2))
-    expected_RKV = heads(heads.fuse(hidden_RX), tokens_RK)
-    torch.testing.assert_close(fresh(fresh.fuse(hidden_RX), tokens_RK), expected_RKV)
+    hidden_BTX, ids_BT = torch.randn(1, 5, 32), torch.randint(0, 61, (1, 5))
+    tokens_BTK = torch.randint(0, 61, (1, 5, 2))
+    read = heads.encode(hidden_BTX, ids_BT)
+    expected_BTKV = heads(read, tokens_BTK)
+    torch.testing.assert_close(fresh(fresh.fuse(hidden_BTX), tokens_BTK), expected_BTKV)
     assert not list(fresh.parameters())
 
 

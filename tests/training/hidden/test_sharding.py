@@ -70,7 +70,8 @@ def test_all_that_heads_read_stays_whole() -> None:
     )
     target = TargetModel(PhiForCausalLM(config))  # its lm_head has a bias
     target.freeze()
-    before = vocabulary(target)
+    before, ids_BT = vocabulary(target), torch.arange(12).view(2, 6)
+    hidden_BTX = target.with_features([0]).hidden(ids_BT)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         shard_target(target, CPU)
@@ -78,6 +79,7 @@ def test_all_that_heads_read_stays_whole() -> None:
         for kept, whole in zip(vocabulary(target), before, strict=True):
             assert kept is not None and whole is not None
             assert not isinstance(kept, DTensor) and torch.equal(kept, whole)
+        torch.testing.assert_close(target.with_features([0]).hidden(ids_BT), hidden_BTX)
     finally:
         dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ KINDS: list[dict[str, Any]] = [
     {"vocab_matrix": "shared"},
     {"vocab_matrix": "own", "draft_vocab_size": 20},
     {"kind": "hydra", "prefix_attention": True},
+    {"kind": "block"},
 ]
 
 

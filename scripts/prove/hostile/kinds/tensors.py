@@ -57,7 +57,7 @@ class Tensors:
     def _heads(self, rng: random.Random, place: Place) -> Path:
         folder = place.inputs / "heads"
         kind: dict[str, Any] = rng.choice(
-            [{"vocab_matrix": "shared"}, {"kind": "hydra", "prefix_attention": True}]
+            [{}, {"kind": "hydra", "prefix_attention": True}, {"kind": "block"}]
         )
         shutil.copytree(self._workshop.heads(**kind), folder)
         return folder

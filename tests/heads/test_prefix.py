@@ -1,0 +1,132 @@
+"""Layers over the text so far: what each position sees, alone or with a block of queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import DraftHeads, new_heads, prefix
+from medusa_heads.target.target import TargetModel
+from tests.conftest import TinyLlama
+from tests.inference.rereading import random_heads
+
+READERS: dict[str, dict[str, Any]] = {
+    "medusa, prefix": {"prefix_attention": True},
+    "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
+    "block": {"kind": "block"},
+    "block, 2 layers": {"kind": "block", "num_layers": 2},
+}
+BLOCKS = ["block", "block, 2 layers"]
+
+
+@pytest.fixture(params=READERS)
+def heads(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> DraftHeads:
+    return random_heads(tiny_llama(), **READERS[request.param])
+
+
+def text(length: int, rows: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    hidden_BTD = torch.randn(rows, length, 64, generator=generator)
+    return hidden_BTD, torch.randint(199, (rows, length), generator=generator)
+
+
+@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_fresh_blocks_predict_what_the_target_does(
+    tiny_llama: TinyLlama, kind: str, vocab_matrix: Any
+) -> None:
+    target = TargetModel(tiny_llama())
+    config = HeadsConfig(num_heads=3, vocab_matrix=vocab_matrix, **READERS[kind])
+    heads = new_heads(target, config)
+    ids_BT = torch.arange(24).view(2, 12)
+    logits_BTKV = heads(heads.encode(target.hidden(ids_BT), ids_BT))
+    expected_BTV = target.model(ids_BT).logits
+    torch.testing.assert_close(logits_BTKV, expected_BTV[:, :, None].expand_as(logits_BTKV))
+
+
+@torch.no_grad()
+def test_a_position_looks_back_and_one_token_ahead(heads: DraftHeads) -> None:
+    hidden_BTD, ids_BT = text(8)
+    encoded_BTE = heads.encode(hidden_BTD, ids_BT)
+    other_BTD, other_BT = hidden_BTD.clone(), ids_BT.clone()
+    other_BTD[0, 4] += 1.0
+    other_BT[0, 4] = (other_BT[0, 4] + 1) % 199  # the token behind position 3
+    for changed, since in (
+        (heads.encode(other_BTD, ids_BT), 4),
+        (heads.encode(hidden_BTD, other_BT), 3),
+    ):
+        differs_TE = (changed != encoded_BTE)[0].unflatten(-1, (-1, 64)).any(-1)
+        assert differs_TE.all(-1).tolist() == [t >= since for t in range(8)]
+        assert differs_TE.any(-1).tolist() == [t >= since for t in range(8)]
+
+
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(heads: DraftHeads) -> None:
+    hidden_BTD, ids_BT = text(9)
+    position_ids_BT = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    packed_BTE = heads.encode(hidden_BTD, ids_BT, position_ids_BT)
+    for part in (slice(0, 4), slice(4, 9)):
+        alone_BTE = heads.encode(hidden_BTD[:, part], ids_BT[:, part])
+        # Behind a document's last token none follows: that position is of no use.
+        torch.testing.assert_close(packed_BTE[:, part][:, :-1], alone_BTE[:, :-1])
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+@torch.no_grad()
+def test_drafting_reads_what_training_reads(heads: DraftHeads, off: int) -> None:
+    """From keys and values of the text up to a position, and of no position more or less."""
+    hidden_BTD, ids_BT = text(9, rows=2)
+    encoded_BTE = heads.encode(hidden_BTD, ids_BT)
+    layer = heads.prefix
+    assert layer is not None
+    x_BTD = layer.read(hidden_BTD, heads.embed(ids_BT.roll(-1, dims=1)))
+    positions_BT = torch.arange(9).expand(2, -1)
+    held_LBASE = layer.keys_and_values(x_BTD, positions_BT, 9)
+    at = slice(5, 6)
+    got = layer.look(x_BTD[:, at], positions_BT[:, at], 9, held_LBASE[..., : 6 + off, :])
+    difference = float((got - encoded_BTE[:, at]).abs().max())
+    assert (difference < 1e-5) == (off == 0)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_long_texts_are_computed_in_parts(
+    tiny_llama: TinyLlama, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same outputs and gradients, packed or not."""
+    heads = random_heads(tiny_llama(), **READERS[kind])
+    hidden_BTD, ids_BT = text(11, rows=2)
+    packed_BT = torch.tensor([[*range(4), *range(7)], [*range(9), *range(2)]])
+    for position_ids_BT in (None, packed_BT):
+        found = []
+        for at_once in (1 << 27, 60_000):
+            monkeypatch.setattr(prefix, "AT_ONCE", at_once)
+            read_BTD = hidden_BTD.clone().requires_grad_()
+            encoded_BTE = heads.encode(read_BTD, ids_BT, position_ids_BT)
+            layer = heads.prefix
+            assert layer is not None
+            learnt = [read_BTD, *layer.parameters()]
+            found.append([encoded_BTE, *torch.autograd.grad(encoded_BTE.square().mean(), learnt)])
+        for whole, parts in zip(*found, strict=True):
+            torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_queries_of_a_block_see_each_other(tiny_llama: TinyLlama) -> None:
+    heads = random_heads(tiny_llama(), kind="block")
+    hidden_BTD, ids_BT = text(5)
+    features_BTKD = heads.features(heads.encode(hidden_BTD, ids_BT))
+    queries_KD = heads.get_parameter("prefix.queries")
+    for changed in range(3):
+        queries_KD[changed] += 1.0
+        other_BTKD = heads.features(heads.encode(hidden_BTD, ids_BT))
+        queries_KD[changed] -= 1.0
+        assert (other_BTKD != features_BTKD).any(-1).all()
+
+
+def test_a_block_has_no_second_layer_over_the_text() -> None:
+    with pytest.raises(ValueError, match="as they are: leave prefix_attention out"):
+        HeadsConfig(kind="block", prefix_attention=True)
