@@ -133,6 +133,11 @@ class HeadsConfig:
                 f"draft_vocab_size {self.draft_vocab_size} is more than the target's "
                 f"{self.vocab_size} tokens: leave it out to draft all of them"
             )
+        if self.kind == "block" and self.prefix_attention:
+            raise ValueError(
+                "heads of kind 'block' attend over the text so far as they are: leave "
+                "prefix_attention out"
+            )
         if self.kind == "eagle3":
             self._check_eagle3()
         elif self.decoder is not None:
@@ -154,12 +159,6 @@ class HeadsConfig:
         if self.features is not None and list(self.features) != sorted(self.features):
             raise ValueError(
                 f"eagle3 heads read features from the lowest layer on, got {list(self.features)}"
-            )
-
-        if self.kind == "block" and self.prefix_attention:
-            raise ValueError(
-                "heads of kind 'block' attend over the text so far as they are: leave "
-                "prefix_attention out"
             )
 
     def for_target(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
