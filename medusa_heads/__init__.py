@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from medusa_heads.config import HeadsConfig
-    from medusa_heads.heads import BlockHeads, HydraHeads, MedusaHeads, new_heads
+    from medusa_heads.heads import BlockHeads, Eagle3Heads, HydraHeads, MedusaHeads, new_heads
     from medusa_heads.inference.models.drafted import DraftedModel
     from medusa_heads.inference.models.hub_form import custom_generate
     from medusa_heads.inference.models.medusa import MedusaModel, attach
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockHeads",
     "DraftedModel",
+    "Eagle3Heads",
     "HeadsConfig",
     "HydraHeads",
     "MedusaHeads",
@@ -39,6 +40,7 @@ __all__ = [
 _HOMES = {
     "BlockHeads": "medusa_heads.heads",
     "DraftedModel": "medusa_heads.inference.models.drafted",
+    "Eagle3Heads": "medusa_heads.heads",
     "HeadsConfig": "medusa_heads.config",
     "HydraHeads": "medusa_heads.heads",
     "MedusaHeads": "medusa_heads.heads",

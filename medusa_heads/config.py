@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from medusa_heads.settings import NO_FLAG, as_flag, at_least, one_of
+from medusa_heads.decoder_shape import DecoderShape
+from medusa_heads.settings import MOST, NO_FLAG, as_flag, one_of, sizes
 
-HeadsKind = Literal["medusa", "hydra", "block"]
+HeadsKind = Literal["medusa", "hydra", "block", "eagle3"]
 VocabMatrix = Literal["shared", "own"]
 
 RankPath = tuple[int, ...]
@@ -22,8 +23,7 @@ RankPath = tuple[int, ...]
 IGNORED = -100
 """Label of a token that nothing learns from: a prompt's, padding's."""
 
-MOST = 100_000_000
-"""Of whatever makes up heads; more is damage, and would overflow the sizes of tensors."""
+_MOST_STEPS = 64  # of a layer that reads its own output
 
 
 def head_offset(head: int) -> int:
@@ -38,12 +38,13 @@ class HeadsConfig:
     Args:
         kind: `"medusa"`, heads that predict independently of each other (Cai et al. 2024,
             arXiv:2401.10774, section 2.1); `"hydra"`, sequential heads that also see the tokens
-            drafted before theirs (Ankner et al. 2024, arXiv:2402.05109); or `"block"`, queries that
-            attend over the text so far and to each other (DFlash, arXiv:2602.06036).
+            drafted before theirs (Ankner et al. 2024, arXiv:2402.05109); `"block"`, queries that
+            attend over the text so far and to each other (DFlash, arXiv:2602.06036); or `"eagle3"`,
+            one decoder layer that goes on from its own output (Li et al. 2025, arXiv:2503.01840).
         num_heads: K, how many tokens beyond the target's own next token are predicted.
         num_layers: residual blocks in each head; of kind `"block"` the layers that all share.
         vocab_matrix: `"shared"` projects with the target's own frozen lm_head; `"own"` gives each
-            head a trainable copy of it.
+            head, and eagle3's layer, a trainable copy of it.
         draft_vocab_size: how many tokens the heads can draft; None for all of the target's. Which
             ones is stored with the heads.
         prefix_attention: a layer of the heads' own attends over the text so far (prefix.py).
@@ -53,6 +54,7 @@ class HeadsConfig:
             hidden state (fusion.py), in the order of their weights; None for none.
         raw_embeddings: token embeddings are read as the target has them, as the heads of Hydra's
             authors do, and not brought to unit scale.
+        decoder: of kind `"eagle3"`, the layer's shape; None for a usual one of the target's width.
         hidden_size: D of the target; filled in by `from_target`.
         vocab_size: V of the target; filled in by `from_target`.
 
@@ -66,7 +68,8 @@ class HeadsConfig:
         default="medusa",
         metadata=as_flag(
             "Independent heads (medusa), heads that also see the drafts before them (hydra), or "
-            "a block that attends over the text so far (block). vLLM serves medusa heads only."
+            "a block that attends over the text so far (block), or one decoder layer that goes on "
+            "from its own output (eagle3). vLLM serves medusa and eagle3 heads."
         ),
     )
     num_heads: int = field(
@@ -110,21 +113,14 @@ class HeadsConfig:
         ),
     )
     raw_embeddings: bool = field(default=False, metadata=NO_FLAG)
+    decoder: DecoderShape | None = field(default=None, metadata=NO_FLAG)
     hidden_size: int | None = field(default=None, metadata=NO_FLAG)
     vocab_size: int | None = field(default=None, metadata=NO_FLAG)
 
     def __post_init__(self) -> None:
         optional = ("draft_vocab_size", "correction_rank", "hidden_size", "vocab_size")
-        sizes = ("num_heads", "num_layers", *optional)
-        for name in sizes:
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-            if value > MOST:
-                raise ValueError(f"{name} must be at most {MOST}, got {value!r}")
-        at_least(self, 1, *sizes)
+        given = [name for name in optional if getattr(self, name) is not None]
+        sizes(self, "num_heads", "num_layers", *given)
         for name in ("prefix_attention", "raw_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
@@ -137,11 +133,32 @@ class HeadsConfig:
                 f"draft_vocab_size {self.draft_vocab_size} is more than the target's "
                 f"{self.vocab_size} tokens: leave it out to draft all of them"
             )
-
         if self.kind == "block" and self.prefix_attention:
             raise ValueError(
                 "heads of kind 'block' attend over the text so far as they are: leave "
                 "prefix_attention out"
+            )
+        if self.kind == "eagle3":
+            self._check_eagle3()
+        elif self.decoder is not None:
+            raise ValueError(f"{self.kind} heads have no decoder layer: leave decoder out")
+
+    def _check_eagle3(self) -> None:
+        """Raises ValueError, by name: what such heads have no use for."""
+        if self.num_layers != 1 or self.num_heads > _MOST_STEPS:
+            raise ValueError(
+                f"eagle3 heads are one layer, read at most {_MOST_STEPS} times: set num_layers 1 "
+                f"and num_heads accordingly, got {self.num_layers} and {self.num_heads}"
+            )
+        for name in ("prefix_attention", "correction_rank", "raw_embeddings"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"eagle3 heads read the text and the token before by themselves: leave {name} "
+                    "out"
+                )
+        if self.features is not None and list(self.features) != sorted(self.features):
+            raise ValueError(
+                f"eagle3 heads read features from the lowest layer on, got {list(self.features)}"
             )
 
     def for_target(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
@@ -161,15 +178,20 @@ class HeadsConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are written to a checkpoint. Versions that know of no correction
-        and no features still read heads that have none."""
+        and no features and no decoder still read heads that have none."""
         values = asdict(self) | {"features": self.features and list(self.features)}
-        later = ("correction_rank", "features")
+        later = ("correction_rank", "features", "decoder")
         return {k: v for k, v in values.items() if k not in later or v is not None}
 
     @property
     def reads_text(self) -> bool:
-        """Whether heads need the hidden states of all positions before the one they draft from."""
-        return self.prefix_attention or self.kind == "block"
+        """Whether heads read every position of a text, and not only those that they draft from."""
+        return self.prefix_attention or self.kind in ("block", "eagle3")
+
+    @property
+    def vocab_bias(self) -> str:
+        """Name of the bias of the first own vocabulary matrix, where it has one."""
+        return "lm_head.bias" if self.kind == "eagle3" else f"0.{self.num_blocks}.bias"
 
     @property
     def num_blocks(self) -> int:
@@ -199,6 +221,9 @@ class HeadsConfig:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"unknown heads configuration keys {unknown}; known: {sorted(known)}")
+        decoder = values.get("decoder")
+        if decoder is not None:
+            values = {**values, "decoder": DecoderShape.from_dict(decoder)}
         return cls(**values)
 
 

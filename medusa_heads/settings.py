@@ -13,6 +13,9 @@ from medusa_heads.masking import masked
 NO_FLAG = {"flag": None}
 """Metadata of a field that no command can be told."""
 
+MOST = 100_000_000
+"""Of whatever makes up heads; more is damage, and would overflow the sizes of tensors."""
+
 
 def flag(default: Any, help: str, name: str | None = None, **options: Any) -> Any:
     """A field that is also a flag and a YAML key; with MISSING as default it must be given, and of
@@ -41,6 +44,17 @@ def at_least(settings: object, least: int, *names: str) -> None:
         value = getattr(settings, name)
         if value is not None and not value >= least:  # NaN is neither
             raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def sizes(settings: object, *names: str) -> None:
+    """Raises ValueError where a named attribute is no integer from 1 to MOST."""
+    for name in names:
+        value = getattr(settings, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if value > MOST:
+            raise ValueError(f"{name} must be at most {MOST}, got {value!r}")
+        at_least(settings, 1, name)
 
 
 def above_zero(settings: object, *names: str) -> None:

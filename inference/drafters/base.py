@@ -1,10 +1,14 @@
-"""What everything that drafts has in common, and what it may remember of a text."""
+"""What everything that drafts has in common, and what it may remember of a text.
+
+Shapes: B active rows, N nodes, P fresh positions (the most of any row), D hidden.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from medusa_heads.inference.adapt.clock import USUAL_AGAIN
@@ -55,6 +59,24 @@ class Text(Protocol):
 
     def behind(self, length: int) -> list[int]:
         """The tokens after the first `length`."""
+
+
+def unread(state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
+    """What was committed since this was last asked: the target's hidden states [B, P, D] and the
+    tokens behind them [B, P], and how many are each row's own. A row with fewer repeats its last
+    hidden state."""
+    hidden_BND, nodes = state.fresh()
+    device, counts = hidden_BND.device, [len(path) for path in nodes]
+    longest = max(counts)
+    index = [[*path, *[path[-1]] * (longest - len(path))] for path in nodes]
+    batch_B1 = torch.arange(len(nodes), device=device)[:, None]
+    # A row that has ended, and stays in a compiled batch, may have fewer tokens than steps.
+    following = [
+        (row.last(count) + [0] * longest)[:longest]
+        for row, count in zip(state.rows, counts, strict=True)
+    ]
+    hidden_BPD = hidden_BND[batch_B1, torch.tensor(index, device=device)]
+    return hidden_BPD, torch.tensor(following, device=device), counts
 
 
 class Memory:

@@ -18,7 +18,7 @@ from torch import Tensor
 from medusa_heads.config import RankPath
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.drafters.prefix import encoded_hidden
+from medusa_heads.inference.drafters.prefix import encoded_hidden, following
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.dynamic_tree import (
     DYNAMIC_RANKS,
@@ -27,6 +27,7 @@ from medusa_heads.trees.dynamic_tree import (
     best_first_tree,
     candidates,
     guesses,
+    same_guesses,
 )
 from medusa_heads.trees.tree import TokenTree, TreeShape
 
@@ -63,8 +64,12 @@ class DynamicDrafter(HeadsDrafter):
         self.num_nodes = num_drafted + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
-        hidden_BD = encoded_hidden(self._heads, state)
-        guess = guesses(self._heads, hidden_BD, self._num_ranks, self._temperatures)
+        if self._heads.sequential:
+            after = following(self._heads, state)
+            guess = guesses(self._heads, after, self._num_ranks, self._temperatures)
+        else:
+            hidden_BD = encoded_hidden(self._heads, state)
+            guess = same_guesses(self._heads, hidden_BD, self._num_ranks, self._temperatures)
         return best_first_tree(state.roots_B, guess, self.num_nodes - 1, self._depth, self._width)
 
 
@@ -109,13 +114,13 @@ class StaticDrafter(HeadsDrafter):
         device = state.roots_B.device
         if self._places is None or self._places[0] != device:
             self._places = (device, self._find(device))
-        return self._draft(state.roots_B, encoded_hidden(self._heads, state), self._places[1])
+        return self._draft(state, self._places[1])
 
     def _find(self, device: torch.device) -> Any:
         """Where nodes find their tokens among the candidates."""
         raise NotImplementedError
 
-    def _draft(self, roots_B: Tensor, hidden_BD: Tensor, places: Any) -> TokenTree:
+    def _draft(self, state: DecodingState, places: Any) -> TokenTree:
         raise NotImplementedError
 
 
@@ -128,7 +133,8 @@ class MedusaDrafter(StaticDrafter):
         picks = [(len(path) - 1) * ranks + path[-1] for path in self.shape.choices]
         return torch.tensor(picks, device=device)
 
-    def _draft(self, roots_B: Tensor, hidden_BD: Tensor, places: Tensor) -> TokenTree:
+    def _draft(self, state: DecodingState, places: Tensor) -> TokenTree:
+        roots_B, hidden_BD = state.roots_B, encoded_hidden(self._heads, state)
         ranks, log_probs_BN = self.shape.max_rank + 1, None
         if self._with_log_probs:
             tokens_BKR, log_probs_BKR = candidates(
@@ -179,14 +185,16 @@ class SequentialDrafter(StaticDrafter):
             above = nodes
         return levels
 
-    def _draft(self, roots_B: Tensor, hidden_BD: Tensor, places: list[_Level]) -> TokenTree:
+    def _draft(self, state: DecodingState, places: list[_Level]) -> TokenTree:
+        roots_B, after = state.roots_B, following(self._heads, state)
         tokens_BN = roots_B.new_empty(len(roots_B), self.num_nodes)
         tokens_BN[:, 0] = roots_B
         log_probs_BN = torch.zeros(tokens_BN.shape, device=roots_B.device)  # the root is certain
-        paths_BFJ, after = roots_B[:, None, None], self._heads.after_paths(hidden_BD)
+        paths_BFJ, above_N = roots_B[:, None, None], roots_B.new_zeros(1)
         for depth, level in enumerate(places):
             paths_BFJ = paths_BFJ.index_select(1, level.going_on_F)
-            logits_BFV = after(depth, paths_BFJ)
+            above_BF = above_N.index_select(0, level.going_on_F).expand(len(roots_B), -1)
+            logits_BFV = after(depth, paths_BFJ, above_BF)
             if self._with_log_probs:
                 tokens_BFR, log_probs_BFR = best(
                     self._heads, logits_BFV, level.num_ranks, 1 / self._temperatures[depth]

@@ -1,4 +1,5 @@
-"""What heads with a prefix layer read: that layer, run along the text as it grows.
+"""What heads read of a text as it grows: the target's hidden states, or what a prefix layer or an
+eagle3 layer, run along the text, makes of them.
 
 Shapes: B active rows, T tokens, P fresh positions (the most of any row), S positions held, A
 attention heads, E their width, D hidden, X columns of hidden states with features, O what heads
@@ -12,8 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from medusa_heads.heads import DraftHeads
-from medusa_heads.inference.drafters.base import Memory
+from medusa_heads.heads import DraftHeads, Eagle3Heads
+from medusa_heads.heads.base import After
+from medusa_heads.inference.drafters.base import Memory, unread
+from medusa_heads.inference.drafters.eagle3 import Eagle3Text
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 
@@ -26,6 +29,17 @@ def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
     if memory is None:
         memory = state.memories[heads] = PrefixMemory(heads, state.rows)
     return memory.advance(state)
+
+
+def following(heads: DraftHeads, state: DecodingState) -> After:
+    """What sequential heads say behind the last committed token of every active row."""
+    if not isinstance(heads, Eagle3Heads):
+        return heads.after_paths(encoded_hidden(heads, state))
+    memory = state.memories.get(heads)
+    if memory is None:
+        memory = state.memories[heads] = Eagle3Text(heads, state.rows)
+    after: After = memory.advance(state)
+    return after
 
 
 class PrefixMemory(Memory):
@@ -47,27 +61,18 @@ class PrefixMemory(Memory):
         kept = self.follow(state.rows)
         if kept is not None and self._held_LBASE is not None:
             self._held_LBASE = self._held_LBASE[:, kept]
-        hidden_BND, nodes = state.fresh()
-        device = hidden_BND.device
-        longest = max(len(path) for path in nodes)
-        # Rows with less to take in repeat their last position; it is written over next time.
-        index = [[*path, *[path[-1]] * (longest - len(path))] for path in nodes]
-        batch_B1 = torch.arange(len(nodes), device=device)[:, None]
-        hidden_BPX = hidden_BND[batch_B1, torch.tensor(index, device=device)]
+        hidden_BPX, following_BP, counts = unread(state)
+        device, longest = hidden_BPX.device, hidden_BPX.shape[1]
+        batch_B1 = torch.arange(len(counts), device=device)[:, None]
         hidden_BPD = self._heads.fuse(hidden_BPX)
-        # A row that has ended, and stays in a compiled batch, may have fewer tokens than steps.
-        following = [
-            (row.last(len(path)) + [0] * longest)[:longest]
-            for row, path in zip(state.rows, nodes, strict=True)
-        ]
-        following_BPD = self._heads.embed(torch.tensor(following, device=device))
+        following_BPD = self._heads.embed(following_BP)
         lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
         positions_BP = lengths_B1 + torch.arange(longest, device=device)
         x_BPD, end = self._layer.read(hidden_BPD, following_BPD), max(self.lengths) + longest
         fresh_LBAPE = self._layer.keys_and_values(x_BPD, positions_BP, end)
         held_LBASE = self._write(fresh_LBAPE, positions_BP)
-        last_B1 = torch.tensor([[len(path) - 1] for path in nodes], device=device)
-        self.lengths = [n + len(path) for n, path in zip(self.lengths, nodes, strict=True)]
+        last_B1 = torch.tensor(counts, device=device)[:, None] - 1
+        self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
         used = max(self.lengths)
         visible = None  # where all rows are equally long, they see all that is held
         if min(self.lengths) < used:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import DraftHeads
+from medusa_heads.heads import DraftHeads, Eagle3Heads
 from medusa_heads.target.target import TargetModel
 
 
@@ -73,7 +73,9 @@ def simulate_chain(
     An engine samples the first new token from the prompt, and drafts from then on. It verifies
     whole chains: the last one counts in full, even where the text ends within it."""
     draft_tokens = heads.config.num_heads if draft_tokens is None else draft_tokens
-    check_chain(heads.config, draft_tokens)
+    target = target.with_features(heads.config.features)
+    if not isinstance(heads, Eagle3Heads):
+        check_chain(heads.config, draft_tokens)
     texts = []
     accepted_K = [0] * draft_tokens
     drafts = 0
@@ -88,10 +90,16 @@ def simulate_chain(
         texts.append(new[:length])
         # What each head would draft at each position, behind the token that follows there.
         ids_T = tokens_T.to(target.device)
-        after, chain = heads.after_paths(target.hidden(ids_T[None])[0]), [ids_T.roll(-1)]
+        hidden_1TX, chain = target.hidden(ids_T[None]), [ids_T.roll(-1)]
+        if isinstance(heads, Eagle3Heads):
+            places_T = torch.arange(len(ids_T), device=ids_T.device)
+            after = heads.after_text(hidden_1TX, ids_T[None], None, places_T)
+        else:
+            after = heads.after_paths(hidden_1TX[0])
+        above_T1 = ids_T.new_zeros(len(ids_T), 1)
         for i in range(draft_tokens):
             paths_T1J = torch.stack(chain, dim=1)[:, None]
-            chain.append(heads.token_ids(after(i, paths_T1J)[:, 0].argmax(dim=-1)))
+            chain.append(heads.token_ids(after(i, paths_T1J, above_T1)[:, 0].argmax(dim=-1)))
         chains_TK = torch.stack(chain[1:], dim=1).tolist()
         made = 1
         while made < length:

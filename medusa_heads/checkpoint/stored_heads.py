@@ -58,7 +58,7 @@ class StoredHeads:
     @property
     def has_vocab_bias(self) -> bool:
         """Whether own vocabulary matrices have a bias each."""
-        return f"0.{self.config.num_blocks}.bias" in self.tensors
+        return self.config.vocab_bias in self.tensors
 
 
 def write_stored(
@@ -196,11 +196,8 @@ def expected_shapes(config: HeadsConfig, *, vocab_bias: bool = False) -> dict[st
     vocabulary matrices may have a bias each, as the target's lm_head has. No memory is taken."""
     with torch.device("meta"):
         heads = KINDS[config.kind](config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
-    if vocab_bias:
-        for i in range(config.num_heads):
-            shapes[f"{i}.{config.num_blocks}.bias"] = (config.num_candidates,)
-    return shapes
+        heads.set_vocab_bias(vocab_bias)
+    return {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
 
 
 def _check_shapes(
@@ -208,12 +205,13 @@ def _check_shapes(
 ) -> None:
     unlike = f"{path} does not hold the heads its configuration describes: "
     # A damaged configuration may ask for millions of heads, each of which is built below.
-    if max(config.num_heads * config.num_blocks, config.num_layers) > len(got):
+    built = 1 if KINDS[config.kind].unrolled else config.num_heads
+    if max(built * config.num_blocks, config.num_layers) > len(got):
         raise ValueError(
             f"{unlike}expected {config.num_heads} heads of {config.num_layers} layers, found "
             f"{len(got)} tensors"
         )
-    bias = config.vocab_matrix == "own" and f"0.{config.num_blocks}.bias" in got
+    bias = config.vocab_matrix == "own" and config.vocab_bias in got
     expected = expected_shapes(config, vocab_bias=bias)
     missing, surplus = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
     if missing or surplus:

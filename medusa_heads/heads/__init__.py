@@ -7,6 +7,7 @@ from torch import Tensor
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads.base import DraftHeads, product_dtype
 from medusa_heads.heads.block import BlockHeads
+from medusa_heads.heads.eagle3 import Eagle3Heads
 from medusa_heads.heads.hydra import HydraHeads
 from medusa_heads.heads.medusa import MedusaHeads
 from medusa_heads.heads.vocabulary import HasVocabulary, frequent_tokens
@@ -15,6 +16,7 @@ __all__ = [
     "KINDS",
     "BlockHeads",
     "DraftHeads",
+    "Eagle3Heads",
     "HasVocabulary",
     "HydraHeads",
     "MedusaHeads",
@@ -24,7 +26,7 @@ __all__ = [
 ]
 
 KINDS: dict[str, type[DraftHeads]] = {
-    cls.kind: cls for cls in (MedusaHeads, HydraHeads, BlockHeads)
+    cls.kind: cls for cls in (MedusaHeads, HydraHeads, BlockHeads, Eagle3Heads)
 }
 
 

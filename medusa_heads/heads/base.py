@@ -25,6 +25,11 @@ if TYPE_CHECKING:  # it makes views of these heads
 
 AnyHeads = TypeVar("AnyHeads", bound="DraftHeads")
 
+After = Callable[[int, Tensor, Tensor], Tensor]
+"""Logits [B, F, V] of a head after each of F drafted paths, roots included: of the head's number i,
+paths_BFJ of J = i + 1 tokens, and above_BF: behind which of the paths that head i - 1 was asked of
+each stands."""
+
 
 def product_dtype(weight: Tensor) -> torch.dtype:
     """The dtype in which autocast, or its absence, has products with this weight computed."""
@@ -32,19 +37,6 @@ def product_dtype(weight: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return weight.dtype
-
-
-class ResBlock(nn.Module):
-    """`x + SiLU(W x + b)`, the identity while W and b are zero, as they start."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x_RD: Tensor) -> Tensor:
-        return x_RD + F.silu(self.linear(x_RD))
 
 
 class DraftHeads(nn.Module, ABC):
@@ -67,6 +59,7 @@ class DraftHeads(nn.Module, ABC):
     kind: str
     previews: Sequence[VocabularyPreview] | None = None  # of each vocabulary matrix, for drafting
     reads_drafts = False  # whether the blocks of a head read the tokens drafted before its own
+    unrolled = False  # whether one module that reads its own output stands for all heads
     draft_tokens: Tensor | None
 
     def __init__(self, config: HeadsConfig) -> None:
@@ -84,13 +77,14 @@ class DraftHeads(nn.Module, ABC):
         self._embedding_scale = 1.0
         size = config.draft_vocab_size
         self.register_buffer("draft_tokens", None if size is None else torch.arange(size))
-        for i in range(config.num_heads):
+        for i in range(0 if self.unrolled else config.num_heads):
             blocks = self._blocks(i)
             if config.vocab_matrix == "own":
                 blocks.append(nn.Linear(config.hidden_size, config.num_candidates, bias=False))
             # Named "0", "1", ... as in FasterDecoding's checkpoints.
             self.add_module(str(i), nn.Sequential(*blocks))
-        self.fusion = Fusion(config.hidden_size, len(config.features)) if config.features else None
+        fused = () if self.unrolled else config.features or ()
+        self.fusion = Fusion(config.hidden_size, len(fused)) if fused else None
         self.prefix = PrefixLayer(config.hidden_size) if config.prefix_attention else None
         self.correction = None
         if config.correction_rank is not None:
@@ -101,6 +95,12 @@ class DraftHeads(nn.Module, ABC):
     def sequential(self) -> bool:
         """Whether what a head says depends on the tokens drafted before its own."""
         return self.reads_drafts or self.correction is not None
+
+    @property
+    def num_matrices(self) -> int:
+        """How many vocabulary matrices there are: one for each head, or one for all."""
+        own = self.config.vocab_matrix == "own" and not self.unrolled
+        return self.config.num_heads if own else 1
 
     @abstractmethod
     def _blocks(self, head: int) -> list[nn.Module]:
@@ -126,7 +126,7 @@ class DraftHeads(nn.Module, ABC):
         heads._choose(draft_tokens)
         heads.share(target)
         if config.vocab_matrix == "own":
-            for i in range(config.num_heads):
+            for i in range(heads.num_matrices):
                 out = heads._own(i)
                 with torch.no_grad():
                     out.weight.copy_(heads._drafted(weight_VD))
@@ -177,7 +177,7 @@ class DraftHeads(nn.Module, ABC):
         learnt does not depend on whether their target's lm_head has one."""
         if self.config.vocab_matrix != "own":
             return
-        for i in range(self.config.num_heads):
+        for i in range(self.num_matrices):
             out = self._own(i)
             zeros_V = out.weight.new_zeros(self.config.num_candidates)
             out.register_parameter("bias", nn.Parameter(zeros_V) if has_bias else None)
@@ -226,12 +226,11 @@ class DraftHeads(nn.Module, ABC):
         logits_RKV = self._project_all(self.features(hidden_RD, tokens_RK))
         return logits_RKV if tokens_RK is None else self.corrected(logits_RKV, tokens_RK)
 
-    def after_paths(self, hidden_BD: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """Logits [B, F, V] of a head after each of F drafted paths, roots included: a function of
-        the head's number i and paths_BFJ of J = i + 1 tokens."""
+    def after_paths(self, hidden_BD: Tensor) -> After:
+        """What follows drafts from hidden states as `encode` left them."""
         logits_BKV = self._project_all(self.features(hidden_BD))
 
-        def after(head: int, paths_BFJ: Tensor) -> Tensor:
+        def after(head: int, paths_BFJ: Tensor, above_BF: Tensor) -> Tensor:
             logits_BFV = logits_BKV[:, head, None].expand(-1, paths_BFJ.shape[1], -1)
             return self.corrected(logits_BFV, paths_BFJ[..., -1])
 
@@ -242,7 +241,7 @@ class DraftHeads(nn.Module, ABC):
         return logits_RV if self.correction is None else self.correction.add_to(logits_RV, before_R)
 
     def _project_all(self, features_RKD: Tensor) -> Tensor:
-        if self.config.vocab_matrix == "shared":
+        if self.num_matrices == 1:
             return self.project(0, features_RKD)
         return torch.stack(
             [self.project(i, features_RKD[..., i, :]) for i in range(self.config.num_heads)], dim=-2
@@ -251,8 +250,7 @@ class DraftHeads(nn.Module, ABC):
     def project(self, head: int, features_RD: Tensor) -> Tensor:
         """Logits of head `head` from its features, not corrected: (..., D) -> (..., V)."""
         if self.previews is not None:
-            own = self.config.vocab_matrix == "own"
-            preview = self.previews[head if own else 0]
+            preview = self.previews[head if self.num_matrices > 1 else 0]
             if preview.pays(features_RD):
                 return preview.logits(features_RD)
         weight_VD, bias_V = self.vocab_matrix(head)

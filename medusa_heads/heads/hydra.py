@@ -8,7 +8,6 @@ arXiv:2402.05109, sections 3 and 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medusa_heads.heads.base import DraftHeads, ResBlock, product_dtype
+from medusa_heads.heads.base import After, DraftHeads, product_dtype
+from medusa_heads.heads.medusa import ResBlock
 
 
 class WideBlock(nn.Module):
@@ -73,10 +73,10 @@ class HydraHeads(DraftHeads):
             x = block(x)
         return x
 
-    def after_paths(self, hidden_BD: Tensor) -> Callable[[int, Tensor], Tensor]:
+    def after_paths(self, hidden_BD: Tensor) -> After:
         """See DraftHeads."""
 
-        def after(head: int, paths_BFJ: Tensor) -> Tensor:
+        def after(head: int, paths_BFJ: Tensor, above_BF: Tensor) -> Tensor:
             hidden_BFD = hidden_BD[:, None].expand(-1, paths_BFJ.shape[1], -1)
             logits_BFV = self.project(head, self.head_features(head, hidden_BFD, paths_BFJ))
             return self.corrected(logits_BFV, paths_BFJ[..., -1])

@@ -13,7 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads.base import DraftHeads, ResBlock, product_dtype
+from medusa_heads.heads.base import DraftHeads, product_dtype
+
+
+class ResBlock(nn.Module):
+    """`x + SiLU(W x + b)`, the identity while W and b are zero, as they start."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        return x_RD + F.silu(self.linear(x_RD))
 
 
 class MedusaHeads(DraftHeads):

@@ -83,9 +83,7 @@ def with_preview(heads: AnyHeads) -> AnyHeads:
     pays, or they themselves. The view shares every weight; a target's vocabulary that is shared
     later, or own matrices that are trained on, it does not see.
     """
-    config = heads.config
-    own = config.vocab_matrix == "own"
-    matrices = [heads.vocab_matrix(i) for i in range(config.num_heads if own else 1)]
+    matrices = [heads.vocab_matrix(i) for i in range(heads.num_matrices)]
     weight_VD = matrices[0][0]
     plain = weight_VD.device.type == "cpu" and type(weight_VD.data) is Tensor
     width = weight_VD.shape[1] // 8

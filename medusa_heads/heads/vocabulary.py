@@ -42,9 +42,9 @@ def embeddings(target: HasVocabulary, hidden_size: int) -> Tensor:
     weight_VD = getattr(model.get_input_embeddings(), "weight", None)
     if not _is_plain(weight_VD) or weight_VD.shape[1:] != (hidden_size,):
         raise ValueError(
-            "hydra and block heads and prefix attention need a target with unquantised token "
-            f"embeddings as wide as its hidden state of {hidden_size}: use kind 'medusa' without a "
-            "prefix"
+            "hydra, block and eagle3 heads and prefix attention need a target with unquantised "
+            f"token embeddings as wide as its hidden state of {hidden_size}: use kind 'medusa' "
+            "without a prefix"
         )
     return weight_VD.detach()
 

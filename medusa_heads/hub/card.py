@@ -245,6 +245,15 @@ def _engines(
     repo_id: str, config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool
 ) -> list[str]:
     why = None
+    if config.kind == "eagle3" and not sidecar.get("adapter"):
+        return [
+            "vLLM drafts a chain with them by its own EAGLE-3, from files that it reads:",
+            f"""```bash
+medusa-heads export {repo_id} heads-eagle3 --to eagle3
+vllm serve {sidecar["target"]["name_or_path"]} --speculative-config '{{"method": "eagle3", \
+"model": "heads-eagle3", "num_speculative_tokens": {config.num_heads}}}'
+```""",
+        ]
     if config.kind == "hydra":
         why = f"their kind is `{config.kind}`, whose heads also see the tokens drafted before"
     elif config.reads_text:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-ReadFormat = Literal["fasterdecoding", "tgi", "lorax", "merged", "vllm", "modelopt", "hydra"]
-WrittenFormat = Literal["fasterdecoding", "tgi", "lorax", "vllm", "modelopt"]
+ReadFormat = Literal[
+    "fasterdecoding", "tgi", "lorax", "merged", "vllm", "modelopt", "hydra", "eagle3"
+]
+WrittenFormat = Literal["fasterdecoding", "tgi", "lorax", "vllm", "modelopt", "eagle3"]
 # Besides what engines read of heads: a target's whole checkpoint with its trained modules in it.
 ExportFormat = Literal[WrittenFormat, "transformers"]

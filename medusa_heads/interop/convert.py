@@ -22,8 +22,8 @@ from medusa_heads.checkpoint.stored_heads import (
     write_stored,
 )
 from medusa_heads.config import HeadsConfig
-from medusa_heads.interop import ReadFormat
-from medusa_heads.interop.formats import FORMATS, detect, find
+from medusa_heads.interop import ReadFormat, eagle3
+from medusa_heads.interop.formats import FORMATS, Layout, detect, find
 from medusa_heads.interop.layout import heads_config, read_heads, shared_matrix
 from medusa_heads.interop.source import Source, open_source
 from medusa_heads.interop.target_files import TargetVocabulary, read_target, write_model
@@ -76,7 +76,8 @@ def convert_heads(
             "is, or write it for an engine with medusa-heads export"
         )
     source_format = source_format or detect(found)
-    layout = find(found, source_format)
+    of_eagle3 = source_format == "eagle3"
+    layout = Layout({}, {}) if of_eagle3 else find(found, source_format)
     if extract_target and (not layout.whole_model or target is not None):
         raise ValueError(
             "extract_target writes the model that the heads lie in: give it a source that is a "
@@ -95,14 +96,19 @@ def convert_heads(
                 f"the model in {found.name!r} has another lm_head than {target!r}, and its heads "
                 "were trained with it: leave the target out"
             )
-    config = heads_config(found, layout, None if known is None else len(known.weight_VD))
+    rows = None if known is None else len(known.weight_VD)
+    if of_eagle3:
+        config, tensors, layout.notices = eagle3.read(found, rows)
+    else:
+        config = heads_config(found, layout, rows)
     if known is not None and known.weight_VD.shape != (config.vocab_size, config.hidden_size):
         raise ValueError(
             f"the heads were made for a vocabulary of {config.vocab_size} and a hidden size of "
             f"{config.hidden_size}, the target's are {list(known.weight_VD.shape)}: give the "
             "target they belong to"
         )
-    tensors = read_heads(found, layout, config)
+    if not of_eagle3:
+        tensors = read_heads(found, layout, config)
     matrix_VD = shared_matrix(found, layout, config)
     if known is not None and matrix_VD is not None:
         _check_matrix(matrix_VD, known, tensors.get(DRAFT_TOKENS))

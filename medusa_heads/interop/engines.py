@@ -17,7 +17,7 @@ from torch import Tensor
 from medusa_heads.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, write_json
 from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
 from medusa_heads.checkpoint.tensor_file import write_tensors
-from medusa_heads.interop import WrittenFormat
+from medusa_heads.interop import WrittenFormat, eagle3
 from medusa_heads.interop.formats import FORMATS
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import write_model
@@ -28,6 +28,7 @@ ENGINES: dict[WrittenFormat, str] = {
     "lorax": "LoRAX",
     "vllm": "vLLM",
     "modelopt": "ModelOpt",
+    "eagle3": "EAGLE-3's layout",
 }
 
 _VLLM_NAMES = {
@@ -57,6 +58,15 @@ class Outgoing:
         """Raises ValueError, by name, for what an engine cannot hold: sequential heads, a prefix
         layer, features, a vocabulary matrix with a bias, ..."""
         config, engine = self.config, ENGINES[to]
+        if (to == "eagle3") != (config.kind == "eagle3"):
+            raise ValueError(
+                f"{engine} holds no {config.kind} heads: "
+                + ("give --to eagle3" if config.kind == "eagle3" else "train kind 'eagle3' for it")
+            )
+        if to == "eagle3":
+            if self.stored.has_vocab_bias:
+                raise ValueError(f"{engine} holds no bias in the vocabulary matrix")
+            return
         if config.kind != "medusa":
             raise ValueError(f"{engine} holds no {config.kind} heads: train kind 'medusa' for it")
         if config.prefix_attention:
@@ -69,7 +79,7 @@ class Outgoing:
             raise ValueError(
                 f"{engine} holds no correction by the token before: train without correction_rank"
             )
-        if f"0.{config.num_blocks}.bias" in self.stored.tensors:
+        if self.stored.has_vocab_bias:
             raise ValueError(f"{engine} holds no bias in the heads' vocabulary matrices")
         if config.draft_vocab_size is not None and not (to == "vllm" and self.shared):
             others = "; --full_vocabulary lets them draft every token" if self.shared else ""
@@ -122,6 +132,9 @@ class Outgoing:
         if to == "modelopt":
             self._write_whole_model(folder)
             return
+        if to == "eagle3":
+            self._write_eagle3(folder)
+            return
         file, tensors, config = self._of_vllm() if to == "vllm" else self._of_fasterdecoding(to)
         if file.endswith(".safetensors"):
             write_tensors(folder / file, tensors)
@@ -130,6 +143,17 @@ class Outgoing:
         base_model = self.stored.target.get("name_or_path")
         sizes = {key: getattr(self.config, ours) for ours, key in FORMATS[to].keys.items()}
         write_json(folder / CONFIG_FILE, {"base_model_name_or_path": base_model, **sizes, **config})
+
+    def _write_eagle3(self, folder: Path) -> None:
+        """One layer, with its rows of the target's vocabulary matrix where it shares that."""
+        tensors, config = eagle3.written(self.stored, self.matrix_VD() if self.shared else None)
+        write_tensors(folder / "model.safetensors", tensors)
+        base_model = self.stored.target.get("name_or_path")
+        write_json(folder / CONFIG_FILE, {"base_model_name_or_path": base_model, **config})
+        self.notices.append(
+            f'serve it with vLLM: --speculative-config \'{{"method": "eagle3", "model": '
+            f'"{folder.name}", "num_speculative_tokens": {self.config.num_heads}}}\''
+        )
 
     def _of_fasterdecoding(self, to: WrittenFormat) -> _Written:
         """v0.1 in the pickled file that its own code reads, heads that share a matrix as v2; for

@@ -163,4 +163,5 @@ def _matrix(checkpoint: Path, stored: StoredHeads, known: TargetVocabulary | Non
             "the target's lm_head has a bias, for which this layout has no place: decode with this "
             "package"
         )
-    return known.weight_VD.to(stored.tensors["0.0.linear.weight"].dtype)
+    dtype = next(t.dtype for t in stored.tensors.values() if t.is_floating_point())
+    return known.weight_VD.to(dtype)

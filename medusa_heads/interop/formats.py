@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from medusa_heads.config import MOST, HeadsKind
-from medusa_heads.interop import ReadFormat
+from medusa_heads.config import HeadsKind
+from medusa_heads.interop import ReadFormat, eagle3
 from medusa_heads.interop.source import Source
+from medusa_heads.settings import MOST
 
 _N = "(0|[1-9][0-9]{0,5})"
 _OWN = rf"{_N}\.{_N}\.(.+)"
@@ -198,6 +199,8 @@ FORMATS: dict[ReadFormat, Format] = {
         keys={"num_heads": "hydra_num_heads", "num_layers": "hydra_num_layers"},
         finish=_finish_hydra,
     ),
+    # One layer and no heads: read and written in a file of its own.
+    "eagle3": Format(mark=eagle3.MARK, names={}, stranger="", keys={}),
 }
 
 

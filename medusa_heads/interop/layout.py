@@ -124,7 +124,7 @@ def _counts(layout: Layout) -> tuple[int, int, bool]:
 
 
 def _compare(source: Source, layout: Layout, config: HeadsConfig) -> None:
-    expected = expected_shapes(config, vocab_bias=f"0.{config.num_layers}.bias" in layout.names)
+    expected = expected_shapes(config, vocab_bias=config.vocab_bias in layout.names)
     expected.pop(DRAFT_TOKENS, None)
     biases = {name for name in expected if name.endswith(".linear.bias")}
     if not biases & set(layout.names):

@@ -13,39 +13,39 @@ import torch
 from torch import Tensor
 
 from medusa_heads.heads import DraftHeads
+from medusa_heads.heads.base import After
 from medusa_heads.trees.tree import TokenTree
 
 DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
 DYNAMIC_SIZES = (3, 7, 11, 15, 23, 31, 47, 63)  # drafted nodes measured when heads are trained
 DYNAMIC_WIDTH = 10  # paths that sequential heads are asked to continue at each level
 
-# The candidates for the token at depth `level` + 1, after every path [B, F, J = level + 1]: token
-# ids and log-probabilities, each [B, F, R], best first.
-Guess = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+# The candidates for the token at depth `level` + 1, after every path [B, F, J = level + 1], each of
+# which stands behind a path of the level above [B, F]: token ids and log-probabilities, each
+# [B, F, R], best first.
+Guess = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def guesses(
-    heads: DraftHeads,
-    hidden_BD: Tensor,
-    num_ranks: int,
-    temperatures: Sequence[float] | None = None,
+    heads: DraftHeads, after: After, num_ranks: int, temperatures: Sequence[float]
 ) -> Guess:
-    """The guesses of heads of any kind at one position of every row, as many after each path.
+    """The guesses of sequential heads, as many after each path; each head's logits are divided by
+    its temperature."""
 
-    The hidden states are as `heads.encode` left them; each head's logits are divided by its
-    temperature.
-    """
-    temperatures = temperatures or [1.0] * heads.config.num_heads
-    if heads.sequential:
-        after = heads.after_paths(hidden_BD)
+    def after_path(level: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, Tensor]:
+        return best(heads, after(level, paths_BFJ, above_BF), num_ranks, 1 / temperatures[level])
 
-        def after_path(level: int, paths_BFJ: Tensor) -> tuple[Tensor, Tensor]:
-            return best(heads, after(level, paths_BFJ), num_ranks, 1 / temperatures[level])
+    return after_path
 
-        return after_path
+
+def same_guesses(
+    heads: DraftHeads, hidden_BD: Tensor, num_ranks: int, temperatures: Sequence[float]
+) -> Guess:
+    """Those of heads that do not see each other, likewise, from hidden states as `heads.encode`
+    left them."""
     tokens_BKR, log_probs_BKR = candidates(heads, hidden_BD, num_ranks, temperatures)
 
-    def of_level(level: int, paths_BFJ: Tensor) -> tuple[Tensor, Tensor]:
+    def of_level(level: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, Tensor]:
         shape = (-1, paths_BFJ.shape[1], -1)
         return tokens_BKR[:, level, None].expand(shape), log_probs_BKR[:, level, None].expand(shape)
 
@@ -88,11 +88,11 @@ def best_first_tree(
     batch, device = len(roots_B), roots_B.device
     scores_BF = torch.zeros(batch, 1, device=device)
     places_BF = torch.zeros(batch, 1, dtype=torch.long, device=device)  # among all candidates
-    paths_BFJ = roots_B[:, None, None]
+    paths_BFJ, asked_BF = roots_B[:, None, None], places_BF
     scores, parents, tokens, depths = [scores_BF], [places_BF - 1], [roots_B[:, None]], [0]
     added = 1
     for level in range(num_levels):
-        tokens_BFR, log_probs_BFR = guess(level, paths_BFJ)
+        tokens_BFR, log_probs_BFR = guess(level, paths_BFJ, asked_BF)
         ranks = tokens_BFR.shape[2]
         expanded_BFR = scores_BF[:, :, None] + log_probs_BFR.float()
         kept = min(num_drafted, expanded_BFR.shape[1] * ranks)
@@ -107,7 +107,8 @@ def best_first_tree(
         wide = min(width or kept, kept)
         places_BF = torch.arange(added, added + wide, device=device).expand(batch, -1)
         scores_BF = scores_BF[:, :wide]
-        index_BFJ = above_BF[:, :wide, None].expand(-1, -1, level + 1)
+        asked_BF = above_BF[:, :wide]
+        index_BFJ = asked_BF[:, :, None].expand(-1, -1, level + 1)
         paths_BFJ = torch.cat([paths_BFJ.gather(1, index_BFJ), tokens_BF[:, :wide, None]], dim=2)
         added += kept
     depth_C = torch.tensor(depths, device=device)

@@ -85,6 +85,12 @@ RECIPES = {
         True,
         learning_rate=3e-3,
     ),
+    "eagle3": Recipe(
+        "self-distilled, 5 steps of an eagle3 layer",
+        {"kind": "eagle3", "num_heads": 5},
+        True,
+        learning_rate=1e-3,
+    ),
     "prefix-corrected-features": Recipe(
         "self-distilled, 5 corrected heads, prefix attention, features",
         CORRECTED | {"prefix_attention": True, "features": [1, 3]},

@@ -45,7 +45,7 @@ def grow_heads(
             "features lie otherwise among the channels of a wider target: grow heads without them"
         )
     _check_prefix(loaded.heads, heads, place)
-    heads.set_vocab_bias(f"0.{config.num_blocks}.bias" in loaded.stored.tensors)
+    heads.set_vocab_bias(loaded.stored.has_vocab_bias)
     # Embeddings are brought to unit scale over all channels and tokens, of which there are more.
     scale = loaded.heads._embedding_scale / heads._embedding_scale / place.written_scale
     grown = _Grown(place, Noise(seed), dtype, scale)

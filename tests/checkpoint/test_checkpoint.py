@@ -46,6 +46,8 @@ def trained(target: TargetModel, **config: object) -> DraftHeads:
         {"vocab_matrix": "own", "draft_vocab_size": 20},
         {"kind": "hydra", "draft_vocab_size": 20},
         {"kind": "hydra", "prefix_attention": True},
+        {"kind": "eagle3", "draft_vocab_size": 20},
+        {"kind": "eagle3", "vocab_matrix": "own"},
         {"kind": "block", "vocab_matrix": "own", "correction_rank": 4},
         {"correction_rank": 4, "draft_vocab_size": 20},
         {"features": [1, 0]},
@@ -53,7 +55,8 @@ def trained(target: TargetModel, **config: object) -> DraftHeads:
     ids=str,
 )
 def test_round_trip(target: TargetModel, tmp_path: Path, config: dict[str, object]) -> None:
-    heads = trained(target, num_heads=3, num_layers=2, **config)
+    num_layers = 1 if config.get("kind") == "eagle3" else 2
+    heads = trained(target, num_heads=3, num_layers=num_layers, **config)
     statistics = HeadStatistics.from_ranks(torch.tensor([[0, 1, 0], [0, 0, 0]]))
     save_heads(tmp_path, heads, target, statistics=statistics, provenance=provenance({"seed": 4}))
     loaded = load_heads(tmp_path, target)
@@ -110,6 +113,7 @@ def test_a_matrix_that_no_engine_would_read_is_refused(target: TargetModel, tmp_
     "config",
     [
         {"kind": "hydra"},
+        {"kind": "eagle3"},
         {"kind": "block"},
         {"draft_vocab_size": 20},
         {"prefix_attention": True},

@@ -31,6 +31,7 @@ KINDS: list[dict[str, Any]] = [
     {"vocab_matrix": "own"},
     {"vocab_matrix": "own", "draft_vocab_size": 20},
     {"kind": "hydra", "prefix_attention": True},
+    {"kind": "eagle3", "vocab_matrix": "own"},
     {"kind": "block", "num_layers": 2},
 ]
 

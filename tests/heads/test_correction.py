@@ -60,7 +60,7 @@ def test_after_a_path_heads_say_what_they_learnt_to_say_of_it(
     expected_BFKV = heads(hidden_BD[:, None].expand(-1, 4, -1), paths_BFK)
     after = heads.after_paths(hidden_BD)
     for head in (2, 0, 1, 0):  # in any order, and again: nothing is written in place
-        got_BFV = after(head, paths_BFK[:, :, : head + 1])
+        got_BFV = after(head, paths_BFK[:, :, : head + 1], torch.arange(4).expand(2, -1))
         torch.testing.assert_close(got_BFV, expected_BFKV[:, :, head])
 
 

@@ -181,6 +181,16 @@ def test_engines_that_cannot_hold_the_heads_are_not_promised(
     assert 'MedusaModel.from_pretrained("alice/heads")' in card
 
 
+def test_eagle3_heads_say_how_vllm_reads_them(target: TargetModel, tmp_path: Path) -> None:
+    heads = new_heads(target, HeadsConfig(kind="eagle3", num_heads=2))
+    card = card_of(save_heads(tmp_path, heads, target), base_model="alice/target")
+    assert "medusa-heads export alice/heads heads-eagle3 --to eagle3" in card
+    assert (
+        '"method": "eagle3", "model": "heads-eagle3", "num_speculative_tokens": 2'
+        in card.replace("\n", " ")
+    )
+
+
 def test_heads_of_an_adapter_say_so_and_take_it_along(
     tiny_llama: TinyLlama, tmp_path: Path
 ) -> None:

@@ -109,7 +109,9 @@ def check(model: Any, medusa: MedusaModel, ids: Any, mask: Any, new: int, **opti
     assert torch.equal(medusa.generate(ids, **inputs), model.generate(ids, **inputs))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [{"prefix_attention": True}, {"kind": "block"}])
+@pytest.mark.parametrize(
+    "kind", [{"prefix_attention": True}, {"kind": "block"}, {"kind": "eagle3"}]
+)
 def test_rows_that_end_stay_beside_heads_that_read_the_prompt(kind: dict[str, Any]) -> None:
     model = build(LlamaConfig(**SMALL))
     heads = new_heads(model, HeadsConfig(num_heads=3, **kind))

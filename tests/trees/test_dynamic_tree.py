@@ -24,7 +24,9 @@ def random_heads(
 def independent(tokens_BKR: torch.Tensor, log_probs_BKR: torch.Tensor) -> Guess:
     """Heads that do not see the paths."""
 
-    def guess(level: int, paths_BFJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def guess(
+        level: int, paths_BFJ: torch.Tensor, above_BF: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (-1, paths_BFJ.shape[1], -1)
         return tokens_BKR[:, level, None].expand(shape), log_probs_BKR[:, level, None].expand(shape)
 

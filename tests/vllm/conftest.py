@@ -56,7 +56,7 @@ def engine_arguments(method: str, heads: Path, num_tokens: int) -> dict[str, Any
         "max_model_len": 512,
         "max_num_seqs": 8,
     }
-    if method == "medusa":
+    if method in ("medusa", "eagle3"):
         return common | {"speculative_config": speculative | {"model": str(heads)}}
     return common | {
         "speculative_config": speculative | {"model": PLUGIN},

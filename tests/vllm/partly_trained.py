@@ -27,6 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "corrected": {"vocab_matrix": "shared", "draft_vocab_size": 1001, "correction_rank": 16},
     "corrected-own": {"vocab_matrix": "own", "correction_rank": 16},
     "reduced-own": {"vocab_matrix": "own", "draft_vocab_size": 1001},
+    "eagle3": {"kind": "eagle3"},
+    "eagle3-features": {"kind": "eagle3", "features": [1, 3, 5], "draft_vocab_size": 1001},
 }
 
 

@@ -55,8 +55,10 @@ def rate_shares(heads: DraftHeads) -> dict[str, float]:
     for name, module in heads.named_modules():
         if isinstance(module, WideBlock | Fusion):
             share = module.linear.out_features / module.linear.in_features
-        elif name == "prefix":
+        elif name in ("prefix", "decoder"):
             share = PREFIX_SHARE
+        elif name.startswith("decoder.") and isinstance(module, nn.Linear):
+            share = PREFIX_SHARE * (heads.config.hidden_size or 0) / module.in_features
         elif isinstance(module, Correction):
             share = undivided
         else:

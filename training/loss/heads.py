@@ -198,9 +198,10 @@ def heads_loss(
     offsets_K = 1 + torch.arange(labels_RK.shape[1], device=labels_RK.device)
     positions_RK = rows.positions_R[:, None] + offsets_K
     own, correction = heads.config.vocab_matrix == "own", heads.correction
-    # The rows of all heads go through one matrix together. Of own ones, head after head takes all
+    # The rows of all heads go through one matrix together. Of several, head after head takes all
     # rows: each matrix and its gradient are large, and read once a chunk.
-    columns = [slice(i, i + 1) for i in range(labels_RK.shape[1])] if own else [slice(None)]
+    apart = range(heads.num_matrices if heads.num_matrices > 1 else 0)
+    columns = [slice(i, i + 1) for i in apart] or [slice(None)]
     parts = [
         _Part(
             features_RKD[:, of].flatten(0, 1),

@@ -10,7 +10,8 @@ Source: Guo et al. 2017, "On calibration of modern neural networks", arXiv:1706.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
@@ -18,8 +19,9 @@ from datasets import Dataset
 from torch import Tensor
 
 from medusa_heads.config import IGNORED
-from medusa_heads.heads import DraftHeads
-from medusa_heads.training.hidden.states import HiddenStates, refuse_not_finite
+from medusa_heads.heads import DraftHeads, Eagle3Heads
+from medusa_heads.heads.base import After
+from medusa_heads.training.hidden.states import Batch, HiddenStates, refuse_not_finite
 from medusa_heads.training.loss.rows import SupervisedRows, read_rows
 from medusa_heads.training.measure.metrics import head_ranks
 from medusa_heads.trees.dynamic_tree import (
@@ -29,6 +31,7 @@ from medusa_heads.trees.dynamic_tree import (
     accepted_by_size,
     best_first_tree,
     guesses,
+    same_guesses,
 )
 from medusa_heads.trees.statistics import MAX_RANK, HeadStatistics
 
@@ -66,11 +69,11 @@ def measure_heads(
     calibrated, and how honest each head is. Every position of the text (columns `input_ids` and
     `labels`) is measured; the target reads it once, and `watch` shows how far. Raises ValueError:
     no position has a true token for every head, or the target's hidden states are not finite."""
-    hidden_SD, tokens_SK, labels_SK = _positions(heads, hidden_states, text, watch=watch)
-    refuse_not_finite(hidden_SD)
-    rows = SupervisedRows(torch.arange(len(hidden_SD)), labels_SK, tokens_SK)
-    statistics = HeadStatistics.from_ranks(head_ranks(heads, hidden_SD, rows, MAX_RANK))
-    return statistics, _calibrate(statistics, heads, hidden_SD, tokens_SK, labels_SK)
+    found = _positions(heads, hidden_states, text, watch=watch)
+    refuse_not_finite(found.hidden_SD)
+    rows = SupervisedRows(torch.arange(len(found.hidden_SD)), found.labels_SK, found.tokens_SK)
+    statistics = HeadStatistics.from_ranks(head_ranks(heads, found.hidden_SD, rows, MAX_RANK))
+    return statistics, _calibrate(statistics, heads, found, partial(_read, hidden_states, text))
 
 
 @torch.no_grad()
@@ -85,7 +88,28 @@ def calibrate(
     """
     supervised = sum(sum(label != IGNORED for label in row) for row in held_out["labels"])
     found = _positions(heads, hidden_states, held_out, every=-(-supervised // MAX_POSITIONS))
-    return _calibrate(statistics, heads, *found) if len(found[0]) else []
+    if not len(found.hidden_SD):
+        return []
+    return _calibrate(statistics, heads, found, partial(_read, hidden_states, held_out))
+
+
+class _Positions(NamedTuple):
+    """Where every head has a true token: what heads read there, the tokens that sequential ones
+    see, the labels, and where it is: the batch's first row, and the place among its B * T."""
+
+    hidden_SD: Tensor
+    tokens_SK: Tensor
+    labels_SK: Tensor
+    start_S: Tensor
+    place_S: Tensor
+
+    def part(self, which: Any) -> _Positions:
+        """Some of them."""
+        return _Positions(*(of_S[which] for of_S in self))
+
+    def split(self, step: int) -> Iterable[_Positions]:
+        """So many after so many."""
+        return (self.part(slice(i, i + step)) for i in range(0, len(self.start_S), step))
 
 
 def _positions(
@@ -95,36 +119,41 @@ def _positions(
     *,
     every: int = 1,
     watch: Watch = iter,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of positions where every head has a true token: hidden_SD, tokens_SK, labels_SK."""
+) -> _Positions:
     starts = range(0, len(text), _BATCH)
     parts = []
     for chosen in watch([range(start, min(start + _BATCH, len(text))) for start in starts]):
-        batch = hidden_states.collate([text[i] for i in chosen])
-        batch = send_to_device(batch, hidden_states.target.device)
-        hidden_RD, rows = read_rows(heads, hidden_states.of(batch), batch)
+        hidden_BTD, batch = _read(hidden_states, text, chosen.start)
+        hidden_RD, rows = read_rows(heads, hidden_BTD, batch)
         taken_R = (rows.labels_RK != IGNORED).all(dim=1).nonzero().flatten()[::every]
-        parts.append([of_R[taken_R] for of_R in (hidden_RD, rows.tokens_RK, rows.labels_RK)])
-    hidden_SD, tokens_SK, labels_SK = map(torch.cat, zip(*parts, strict=True))
-    return hidden_SD, tokens_SK, labels_SK
+        start_R = torch.full_like(rows.positions_R, chosen.start)
+        found = _Positions(hidden_RD, rows.tokens_RK, rows.labels_RK, start_R, rows.positions_R)
+        parts.append(found.part(taken_R))
+    return _Positions(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _read(hidden_states: HiddenStates, text: Dataset, start: int) -> tuple[Tensor, Batch]:
+    """The batch of rows that begins there, with the target's hidden states of it."""
+    rows = range(start, min(start + _BATCH, len(text)))
+    batch = hidden_states.collate([text[i] for i in rows])
+    batch = send_to_device(batch, hidden_states.target.device)
+    return hidden_states.of(batch), batch
 
 
 def _calibrate(
     statistics: HeadStatistics,
     heads: DraftHeads,
-    hidden_SD: Tensor,
-    tokens_SK: Tensor,
-    labels_SK: Tensor,
+    found: _Positions,
+    read: Callable[[int], tuple[Tensor, Batch]],
 ) -> list[dict[str, Any]]:
     """A head's node is reached only where the heads before it were right, and there it is surer
     than elsewhere. Its temperature is therefore fitted on positions where the true tokens were
     among the earlier heads' best two. Tokens that the heads cannot draft say nothing of their
     temperature."""
-    found = hidden_SD, tokens_SK, labels_SK
     step = max(1, _LOGITS_AT_ONCE // (heads.config.num_heads * heads.config.num_candidates))
     parts = [
-        _measure(heads(hidden, tokens).float(), heads.draft_ids(labels))
-        for hidden, tokens, labels in _split(found, step)
+        _measure(heads(part.hidden_SD, part.tokens_SK).float(), heads.draft_ids(part.labels_SK))
+        for part in found.split(step)
     ]
     true_SK, best_SK, ranks_SK, totals_SKG = map(torch.cat, zip(*parts, strict=True))
     grid_G = torch.tensor(_GRID, device=true_SK.device)
@@ -142,11 +171,11 @@ def _calibrate(
         calibrations.append({"head": head, "temperature": TEMPERATURES[chosen], **honest})
     statistics.temperatures = [calibration["temperature"] for calibration in calibrations]
     if heads.sequential:
-        every = -(-len(labels_SK) // _SEQUENTIAL_POSITIONS)
-        found = hidden_SD[::every], tokens_SK[::every], labels_SK[::every]
+        every = -(-len(found.labels_SK) // _SEQUENTIAL_POSITIONS)
+        found = found.part(slice(None, None, every))
         step = max(1, step // DYNAMIC_WIDTH)
     statistics.dynamic_tokens_per_step = _dynamic_tokens_per_step(
-        heads, statistics.temperatures, found, step
+        heads, statistics.temperatures, found, step, read
     )
     return calibrations
 
@@ -170,7 +199,11 @@ def _reached(ranks_SK: Tensor) -> Tensor:
 
 
 def _dynamic_tokens_per_step(
-    heads: DraftHeads, temperatures: list[float], found: Sequence[Tensor], step: int
+    heads: DraftHeads,
+    temperatures: list[float],
+    found: _Positions,
+    step: int,
+    read: Callable[[int], tuple[Tensor, Batch]],
 ) -> dict[int, float]:
     """1 + the mean number of accepted nodes of dynamic trees at the measured positions, by size."""
     ranks = min(DYNAMIC_RANKS, heads.config.num_candidates)
@@ -178,13 +211,32 @@ def _dynamic_tokens_per_step(
     most = sum(ranks ** (level + 1) for level in range(heads.config.num_heads))
     sizes = [size for size in DYNAMIC_SIZES if size <= most]
     accepted = torch.zeros(len(sizes), dtype=torch.long)
-    for hidden_BD, tokens_BK, true_BK in _split(found, step):
-        guess = guesses(heads, hidden_BD, ranks, temperatures)
-        tree = best_first_tree(tokens_BK[:, 0], guess, sizes[-1], heads.config.num_heads, width)
-        accepted += torch.tensor(accepted_by_size(tree, true_BK, sizes))
+    for part, after in _followed(heads, found, step, read):
+        if after is None:
+            guess = same_guesses(heads, part.hidden_SD, ranks, temperatures)
+        else:
+            guess = guesses(heads, after, ranks, temperatures)
+        roots_B = part.tokens_SK[:, 0]
+        tree = best_first_tree(roots_B, guess, sizes[-1], heads.config.num_heads, width)
+        accepted += torch.tensor(accepted_by_size(tree, part.labels_SK, sizes))
     counts = zip(sizes, accepted.tolist(), strict=True)
-    return {size: 1 + count / len(found[0]) for size, count in counts}
+    return {size: 1 + count / len(found.start_S) for size, count in counts}
 
 
-def _split(found: Sequence[Tensor], step: int) -> Iterable[tuple[Tensor, ...]]:
-    return zip(*(part.split(step) for part in found), strict=True)
+def _followed(
+    heads: DraftHeads,
+    found: _Positions,
+    step: int,
+    read: Callable[[int], tuple[Tensor, Batch]],
+) -> Iterable[tuple[_Positions, After | None]]:
+    """The positions in parts, and what sequential heads say behind drafts there. Those that go on
+    from their own output see the text before, which is read again for them."""
+    if not isinstance(heads, Eagle3Heads):
+        for part in found.split(step):
+            yield part, heads.after_paths(part.hidden_SD) if heads.sequential else None
+        return
+    for start in found.start_S.unique().tolist():
+        hidden_BTD, batch = read(start)
+        text = hidden_BTD, batch["input_ids"], batch.get("position_ids")
+        for part in found.part(found.start_S == start).split(step):
+            yield part, heads.after_text(*text, part.place_S)

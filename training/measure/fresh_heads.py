@@ -28,7 +28,11 @@ class FreshHeads(MedusaHeads):
     def like(cls, heads: DraftHeads, target: TargetModel) -> FreshHeads:
         """What `heads` were when they were made."""
         config = replace(heads.config, kind="medusa", vocab_matrix="shared")
-        fresh = cls(replace(config, prefix_attention=False, correction_rank=None, features=None))
+        fresh = cls(
+            replace(
+                config, prefix_attention=False, correction_rank=None, features=None, decoder=None
+            )
+        )
         fresh.draft_tokens = heads.draft_tokens
         if heads.config.vocab_matrix == "shared":
             fresh._shared = heads.vocab_matrix(0)  # no second copy of a reduced one

@@ -9,13 +9,14 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import DraftHeads, frequent_tokens, new_heads
+from medusa_heads.heads import DraftHeads, Eagle3Heads, frequent_tokens, new_heads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
@@ -137,6 +138,9 @@ def train_heads(
         target_weights_sha256=run.target_sha256,
         resumed=run.checkpoint is not None,
     )
+    if isinstance(heads, Eagle3Heads):
+        some = hidden_states.collate([run.data.held_out[0]])
+        heads.scale_to(hidden_states.of(send_to_device(some, run.target.device)))
     common = {"objective": objective, "hidden_states": hidden_states, **run.hooks}
     carried: Any = nullcontext() if joint is None else adapted(run.target, joint)
     with carried as adapter:
@@ -182,9 +186,10 @@ def train_heads(
 
 def _begin_heads(run: Run, config: HeadsConfig) -> DraftHeads:
     """Fresh heads; a reduced vocabulary is that of the text."""
-    if config.draft_vocab_size is None:
-        return new_heads(run.target, config)
-    rows = run.data.known_rows if run.data.one_pass is None else run.data.one_pass
-    most = config.draft_vocab_size * TOKENS_PER_ENTRY
-    counts_V = count_tokens(rows, run.target.vocab_size, most=most)
-    return new_heads(run.target, config, frequent_tokens(counts_V, config.draft_vocab_size))
+    tokens_V = None
+    if config.draft_vocab_size is not None:
+        rows = run.data.known_rows if run.data.one_pass is None else run.data.one_pass
+        most = config.draft_vocab_size * TOKENS_PER_ENTRY
+        counts_V = count_tokens(rows, run.target.vocab_size, most=most)
+        tokens_V = frequent_tokens(counts_V, config.draft_vocab_size)
+    return new_heads(run.target, config, tokens_V)

@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.heads import DraftHeads
+from medusa_heads.heads.chains import Chains
 from medusa_heads.target.attention import SUPPORTED_ATTENTION, TreeMask, tree_attention
 from medusa_heads.target.mtp import own_parts
 from medusa_heads.target.target import TargetModel
@@ -65,34 +65,24 @@ class UnrolledModules(DraftHeads):
     ) -> Tensor:
         """What comes out of every depth at every position, [B, T, E]; see DraftHeads."""
         modules, dtype = self._modules_of[0], next(self.own.parameters()).dtype
-        length, last = input_ids_BT.shape[1], len(modules.layers) - 1
-        hidden_BTD, device = hidden_BTD.to(dtype), input_ids_BT.device
-        text_BTT = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None]
-        if position_ids_BT is None:
-            position_ids_BT = torch.arange(length, device=device).expand_as(input_ids_BT)
-        else:
-            document_BT = (position_ids_BT == 0).cumsum(dim=1)
-            text_BTT = text_BTT & (document_BT[:, :, None] == document_BT[:, None])
-        text_BTT = text_BTT.expand(len(input_ids_BT), -1, -1)
-        chain_BTT = torch.eye(length, dtype=torch.bool, device=device).expand_as(text_BTT)
-        cache = DynamicCache()
+        last, hidden_BTD = len(modules.layers) - 1, hidden_BTD.to(dtype)
+        chains, cache = Chains(input_ids_BT, position_ids_BT), DynamicCache()
         read: list[Tensor] = []  # where what the modules have read stands, and what came out
         out: list[Tensor] = []
         for depth in range(self.config.num_heads):
             module = min(depth, last)
             again = depth - module
-            following_BT = F.pad(input_ids_BT, (0, depth + 1))[:, depth + 1 :]
-            positions_BT = position_ids_BT + depth + 1
+            positions_BT = chains.positions_BT.expand_as(input_ids_BT) + depth + 1
             if self._limit is not None:
                 positions_BT = positions_BT.clamp_max(self._limit - 1)
             mask = TreeMask(
-                torch.cat([text_BTT, *[chain_BTT] * again], dim=2),
+                chains.visible(again).expand(len(input_ids_BT), -1, -1),
                 positions_BT,
-                again * length,
+                again * input_ids_BT.shape[1],
                 written_positions_BP=torch.cat(read[last:], dim=1) if again else None,
             )
             with torch.no_grad():
-                embedded_BTD = modules.embed_tokens(following_BT).to(dtype)
+                embedded_BTD = modules.embed_tokens(chains.following(depth)).to(dtype)
             with tree_attention(mask):
                 hidden_BTD = modules.forward_layer(
                     module, hidden_BTD, positions_BT, cache, inputs_embeds=embedded_BTD

@@ -118,14 +118,9 @@ class DraftModelDrafter(Drafter):
         return walk.tree(self._shape)
 
     def _best_tree(self, roots_B: Tensor, walk: Walk) -> TokenTree:
-        def guess(level: int, paths_BFJ: Tensor) -> tuple[Tensor, Tensor]:
-            above_BF = None
-            if level:
-                # No two paths are alike, so a path's beginning says which node it hangs below.
-                begins_BFF = paths_BFJ[:, :, None, 1:-1] == walk.paths_BFJ[:, None]
-                above_BF = begins_BFF.all(dim=-1).int().argmax(-1)
+        def guess(level: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, Tensor]:
             walk.paths_BFJ = paths_BFJ[..., 1:]
-            best = walk.read(above_BF).topk(self._ranks, dim=-1)
+            best = walk.read(above_BF if level else None).topk(self._ranks, dim=-1)
             return best.indices, best.values.clamp_min(torch.finfo(torch.float32).tiny).log()
 
         return best_first_tree(roots_B, guess, self.num_nodes - 1, self._depth, self._width)

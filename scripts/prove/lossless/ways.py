@@ -144,6 +144,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
     "medusa, corrected": {"correction_rank": 8},
     "hydra, prefix, features": {"kind": "hydra", "prefix_attention": True, "features": [0]},
+    "eagle3": {"kind": "eagle3"},
+    "eagle3, features": {"kind": "eagle3", "features": [0]},
     "block, corrected": {"kind": "block", "correction_rank": 8},
     "block, 2 layers, few tokens": {"kind": "block", "num_layers": 2, "draft_vocab_size": FEW},
 }

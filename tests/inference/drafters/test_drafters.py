@@ -28,6 +28,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra", "num_layers": 2},
     "hydra, 50 tokens": {"kind": "hydra", "draft_vocab_size": 50},
     "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
+    "eagle3": {"kind": "eagle3"},
+    "eagle3, features": {"kind": "eagle3", "features": [0, 1]},
+    "eagle3, own matrix, 50 tokens": {
+        "kind": "eagle3",
+        "vocab_matrix": "own",
+        "draft_vocab_size": 50,
+    },
     "medusa, corrected": {"correction_rank": 8},
     "block": {"kind": "block"},
     "block, 2 layers, corrected, 50 tokens": {

@@ -34,6 +34,7 @@ def made(tiny_llama: TinyLlama, way: str) -> AssistedModel:
         *DRAFTERS,
         *(f"heads:medusa/{tree}" for tree in TREES),
         "heads:hydra/auto",
+        "heads:eagle3/auto",
         "heads:block/auto",
     ],
 )

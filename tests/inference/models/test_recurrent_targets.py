@@ -35,6 +35,8 @@ WAYS: dict[str, Callable[[str], Any]] = {
     "heads": with_heads,
     "a block": lambda kind: with_heads(kind, heads="block"),
     "heads and text": lambda kind: with_heads(kind, "auto"),
+    "eagle3": lambda kind: with_heads(kind, heads="eagle3"),
+    "eagle3 and text": lambda kind: with_heads(kind, "auto", "eagle3"),
     "always the same": lambda kind: with_heads(kind, "auto", deterministic=True),
     "text": lambda kind: TrainingFreeModel(tiny_target(kind), "suffix"),
     "draft model": lambda kind: DraftedModel(tiny_target(kind), tiny_target("llama"), tree="chain"),
@@ -58,7 +60,9 @@ def test_every_drafter_is_token_equal(way: str, kind: str, cache: Any) -> None:
             )
 
 
-@pytest.mark.parametrize(("way", "kind"), [("heads and text", "lfm2"), ("drawn", "qwen3_next")])
+@pytest.mark.parametrize(
+    ("way", "kind"), [("heads and text", "lfm2"), ("eagle3", "lfm2"), ("drawn", "qwen3_next")]
+)
 def test_batches_are_token_equal(way: str, kind: str, cache: Any) -> None:
     model, inputs = WAYS[way](kind), padded((4, 0, 7), 24)
     assert torch.equal(written(model, inputs), written(model.target.model, inputs))

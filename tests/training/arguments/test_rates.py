@@ -119,6 +119,14 @@ def test_the_rate_of_a_correction_does_not_fall_with_the_width() -> None:
         assert (shares["prefix.queries"], shares["prefix.down.weight"]) == (share, PREFIX_SHARE)
 
 
+def test_rates_of_an_eagle3_layer_follow_what_its_matrices_read(target: TargetModel) -> None:
+    shares = rate_shares(new_heads(target, HeadsConfig(kind="eagle3", vocab_matrix="own")))
+    expected = {"midlayer.self_attn.q_proj.weight": 0.1, "midlayer.self_attn.o_proj.weight": 0.2}
+    expected |= {"midlayer.mlp.down_proj.weight": 0.1, "norm.weight": 0.2}
+    assert {name: shares[f"decoder.{name}"] for name in expected} == expected
+    assert shares["lm_head.weight"] == 1.0
+
+
 def test_only_a_default_rate_of_a_built_draft_model_is_fitted(tmp_path: Path) -> None:
     for given, rate, fitted in ((False, None, 5e-4), (True, None, 1e-4), (False, 2e-3, 2e-3)):
         chosen = DraftOptimisationArguments(output_dir=str(tmp_path), learning_rate=rate)

@@ -185,7 +185,7 @@ def test_a_leak_is_not_taken_for_half_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("of", ["llama", "qwen3_5_text"])
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "prefix", "block"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "prefix", "block", "eagle3"])
 def test_training_on_packed_rows_is_training_on_their_documents(
     kind: str, of: str, make_rows: Rows, tmp_path: Path
 ) -> None:

@@ -86,7 +86,17 @@ def test_the_targets_matrix_lies_beside_the_heads_only_where_it_is_asked_for(
         )
 
 
-def test_training_makes_heads_better(target: TargetModel, make_rows: Rows, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "rate"),
+    [
+        ({"vocab_matrix": "own"}, 2e-2),
+        ({"kind": "eagle3", "num_heads": 3, "vocab_matrix": "own"}, 5e-3),
+    ],
+    ids=["medusa", "eagle3"],
+)
+def test_training_makes_heads_better(
+    target: TargetModel, make_rows: Rows, tmp_path: Path, config: dict[str, Any], rate: float
+) -> None:
     losses = []
     rows = make_rows(16)
     for steps in (1, 60):
@@ -94,9 +104,9 @@ def test_training_makes_heads_better(target: TargetModel, make_rows: Rows, tmp_p
             target,
             rows,
             eval_dataset=rows,
-            config=HeadsConfig(vocab_matrix="own"),
+            config=HeadsConfig(**config),
             output_dir=tmp_path / str(steps),
-            training_args=quick(tmp_path, steps),
+            training_args=quick(tmp_path, steps, learning_rate=rate),
         )
         metrics = json.loads((tmp_path / str(steps) / "metrics.json").read_text())
         losses.append(metrics["eval_loss"])

@@ -1,0 +1,248 @@
+"""EAGLE-3's checkpoints: what a published layer says, ours says; ours is written as theirs are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from medusa_heads import HeadsConfig, TargetModel, new_heads
+from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
+from medusa_heads.checkpoint.stored_heads import read_stored
+from medusa_heads.heads import Eagle3Heads
+from medusa_heads.interop.convert import convert_heads
+from medusa_heads.interop.export import export_heads
+from tests.interop.conftest import Decodes
+from tests.interop.layouts import D, V, assert_same_bits, values
+
+HEADS, GROUPS, WIDTH, WIDE, FEW = 4, 2, 16, 96, 30
+Tensors = dict[str, Tensor]
+
+
+def published(num_features: int, layer: str = "midlayer", *, reduced: bool = True) -> Tensors:
+    """Every tensor different, under the names of the authors' files."""
+    shapes = {
+        f"{layer}.self_attn.q_proj.weight": (HEADS * WIDTH, 2 * D),
+        f"{layer}.self_attn.k_proj.weight": (GROUPS * WIDTH, 2 * D),
+        f"{layer}.self_attn.v_proj.weight": (GROUPS * WIDTH, 2 * D),
+        f"{layer}.self_attn.o_proj.weight": (D, HEADS * WIDTH),
+        f"{layer}.mlp.gate_proj.weight": (WIDE, D),
+        f"{layer}.mlp.up_proj.weight": (WIDE, D),
+        f"{layer}.mlp.down_proj.weight": (D, WIDE),
+        "lm_head.weight": (FEW if reduced else V, D),
+    }
+    if num_features:
+        shapes["fc.weight"] = (D, num_features * D)
+    tensors = {name: 3 * values(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    norms = [f"{layer}.{n}" for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")]
+    for i, name in enumerate([*norms, "norm"]):
+        tensors[f"{name}.weight"] = 1 + values(D, seed=100 + i)
+    if reduced:
+        drafted = torch.arange(3, 3 + 5 * FEW, 5)
+        tensors["d2t"] = drafted - torch.arange(FEW)
+        tensors["t2d"] = torch.zeros(V, dtype=torch.bool)
+        tensors["t2d"][drafted] = True
+    return tensors
+
+
+def config_of(**changed: Any) -> dict[str, Any]:
+    said = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": D,
+        "intermediate_size": WIDE,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
+        "vocab_size": V,
+        "draft_vocab_size": FEW,
+        "eagle_aux_hidden_state_layer_ids": [1, 2],
+    }
+    return said | changed
+
+
+def written(folder: Path, tensors: Tensors, **changed: Any) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_of(**changed)))
+    return folder
+
+
+def their_logits(
+    tensors: Tensors, features_TX: Tensor, embedded_TD: Tensor, *, before: bool = False
+) -> Tensor:
+    """What the first step says along a text, written out after the authors' model."""
+    of = {name.removeprefix("midlayer."): tensor for name, tensor in tensors.items()}
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (D,), of[f"{name}.weight"], 1e-5)
+
+    def heads(name: str, x: Tensor, count: int) -> Tensor:
+        return (x @ of[f"self_attn.{name}.weight"].T).view(-1, count, WIDTH).transpose(0, 1)
+
+    def turned(x_HTX: Tensor) -> Tensor:
+        steps = torch.arange(0, WIDTH, 2) / WIDTH
+        angles = torch.arange(x_HTX.shape[1])[:, None] * 5000.0**-steps
+        cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+        first, second = x_HTX.chunk(2, -1)
+        return x_HTX * cos + torch.cat([-second, first], -1) * sin
+
+    hidden_TD = features_TX @ of["fc.weight"].T if "fc.weight" in of else features_TX
+    normed_TD = norm("hidden_norm", hidden_TD)
+    both = torch.cat([norm("input_layernorm", embedded_TD), normed_TD], -1)
+    queries, keys = turned(heads("q_proj", both, HEADS)), turned(heads("k_proj", both, GROUPS))
+    mixed = F.scaled_dot_product_attention(
+        queries[None],
+        keys[None].repeat_interleave(2, 1),
+        heads("v_proj", both, GROUPS)[None].repeat_interleave(2, 1),
+        is_causal=True,
+    )[0]
+    x_TD = normed_TD if before else hidden_TD
+    x_TD = x_TD + mixed.transpose(0, 1).flatten(1) @ of["self_attn.o_proj.weight"].T
+    inner_TD = norm("post_attention_layernorm", x_TD)
+    gate, up = (inner_TD @ of[f"mlp.{name}.weight"].T for name in ("gate_proj", "up_proj"))
+    x_TD = x_TD + (F.silu(gate) * up) @ of["mlp.down_proj.weight"].T
+    return norm("norm", x_TD) @ of["lm_head.weight"].T
+
+
+def our_logits(folder: Path, target: Path, ids_1T: Tensor) -> tuple[Tensor, TargetModel]:
+    plain = TargetModel.from_pretrained(str(target))
+    heads = load_heads(folder, plain).heads
+    assert isinstance(heads, Eagle3Heads)
+    model = plain.with_features(heads.config.features)
+    encoded = heads.encode(model.hidden(ids_1T), ids_1T)
+    return heads.project(0, heads.features(encoded)[0, :, 0]), model
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("of", ["authors", "speculators", "last hidden state"])
+@torch.no_grad()
+def test_a_layer_says_what_theirs_says(
+    tmp_path: Path, target: Path, decodes: Decodes, of: str, before: bool
+) -> None:
+    changed: dict[str, Any] = {"norm_before_residual": before}
+    tensors = published(0 if of == "last hidden state" else 2)
+    stored = tensors
+    if of == "last hidden state":
+        changed["eagle_config"] = {"use_aux_hidden_state": False}
+    if of == "speculators":
+        stored = published(2, "layers.0") | {"embed_tokens.weight": values(V, D, seed=7)}
+        layer = config_of()
+        method = {"proposal_type": "greedy", "speculative_tokens": 3}
+        changed |= {
+            "speculators_model_type": "eagle3",
+            "speculators_config": {"proposal_methods": [method]},
+            "transformer_layer_config": layer,
+            "rope_theta": None,
+        }
+        if before:  # which is what is meant where nothing is said
+            del changed["norm_before_residual"]
+    source = written(tmp_path / "theirs", stored, **changed)
+    converted = convert_heads(source, tmp_path / "ours", target=str(target))
+    assert converted.format == "eagle3"
+    assert converted.stored.config.num_heads == (3 if of == "speculators" else 5)
+    ids_1T = torch.randint(V, (1, 12), generator=torch.Generator().manual_seed(1))
+    got_TC, model = our_logits(converted.folder, target, ids_1T)
+    hidden_TX = model.hidden(ids_1T)[0]
+    features_TX = hidden_TX if of == "last hidden state" else hidden_TX[:, : 2 * D]
+    embedded_TD = model.get_input_embeddings()(ids_1T[0].roll(-1))
+    expected_TC = their_logits(tensors, features_TX, embedded_TD, before=before)
+    torch.testing.assert_close(got_TC[:-1], expected_TC[:-1], atol=1e-4, rtol=1e-4)
+    wrong_TC = their_logits(tensors, features_TX, embedded_TD, before=not before)
+    assert not torch.allclose(got_TC[:-1], wrong_TC[:-1], atol=1e-2)
+    decodes(converted.folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"vocab_matrix": "own", "features": [0, 1]},
+        {"draft_vocab_size": 20, "features": [1]},
+    ],
+    ids=str,
+)
+def test_there_and_back(tmp_path: Path, target: Path, config: dict[str, Any]) -> None:
+    model = TargetModel.from_pretrained(str(target))
+    few = torch.randperm(V)[:20] if "draft_vocab_size" in config else None
+    heads = new_heads(model, HeadsConfig(kind="eagle3", num_heads=3, **config), few)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    native = save_heads(tmp_path / "native", heads, model)
+    exported = export_heads(native, tmp_path / "out", "eagle3")
+    assert "eagle3" in exported.notices[-1]
+    said = json.loads((exported.folder / "config.json").read_text())
+    layers = config.get("features")
+    assert said["eagle_config"]["use_aux_hidden_state"] == bool(layers)
+    # What goes into layer i + 1 is what comes out of layer i.
+    ids = said.get("eagle_aux_hidden_state_layer_ids")
+    assert ids == (layers and [layer + 1 for layer in layers])
+    theirs = load_file(exported.folder / "model.safetensors")
+    assert all(tensor.dtype == torch.long for name, tensor in theirs.items() if name == "d2t")
+    again = convert_heads(exported.folder, tmp_path / "again", target=str(target))
+    expected = read_stored(native).tensors
+    if config.get("vocab_matrix") != "own":
+        matrix_VD = model.get_output_embeddings().weight.detach()
+        expected |= {"lm_head.weight": matrix_VD if few is None else matrix_VD[few.sort().values]}
+        if few is not None:
+            assert theirs["t2d"].nonzero()[:, 0].tolist() == few.sort().values.tolist()
+    assert_same_bits(read_stored(again.folder).tensors, expected)
+    assert again.stored.config.features == heads.config.features
+    ids_1T = torch.arange(12)[None]
+    wide = model.with_features(layers)
+    with torch.no_grad():
+        got_TV, _ = our_logits(again.folder, target, ids_1T)
+        features = heads.features(heads.encode(wide.hidden(ids_1T), ids_1T))
+        torch.testing.assert_close(got_TV, heads.project(0, features[0, :, 0]))
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"model_type": "qwen3"}, {}, "holds a layer of 'qwen3': heads here hold Llama's"),
+        ({"hidden_act": "gelu"}, {}, "is not of silu"),
+        ({"target_hidden_size": 128}, {}, "says target_hidden_size: 128 and its lm_head is 64"),
+        ({"norm_output": True}, {}, "reads its own output behind the last norm"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, {}, "does not say which layers it reads"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, {}, "features must be different numbers"),
+        ({"eagle_aux_hidden_state_layer_ids": [1]}, {}, r"fc.weight has shape \[64, 128\]"),
+        ({"eagle_config": 3}, {}, "eagle_config must be an object, got 3"),
+        ({"rope_scaling": {"type": "dynamic"}}, {}, "must name a rope_type among"),
+        ({"num_attention_heads": None}, {}, "num_attention_heads must be an integer"),
+        ({"num_attention_heads": 8}, {}, "q_proj.weight has shape|k_proj.weight has shape"),
+        ({}, {"midlayer.mlp.down_proj.weight": None}, "lacks decoder.midlayer.mlp.down_proj"),
+        ({}, {"midlayer.extra.weight": torch.zeros(2)}, "extra.weight is no tensor of EAGLE-3's"),
+        ({}, {"d2t": torch.zeros(3, dtype=torch.long)}, "d2t must say of 30 tokens"),
+        ({}, {"d2t": torch.full((FEW,), V)}, "d2t must say of 30 tokens"),
+        ({}, {"lm_head.weight": None}, "lacks lm_head.weight"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_said(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    stored = {name: t for name, t in (published(2) | tensors).items() if t is not None}
+    source = written(tmp_path / "theirs", stored, **config)
+    with pytest.raises(ValueError, match=message):
+        convert_heads(source, tmp_path / "ours")
+
+
+def test_other_layouts_and_kinds_are_told_apart(tmp_path: Path, target: Path) -> None:
+    model = TargetModel.from_pretrained(str(target))
+    for kind, to, message in (
+        ("eagle3", "vllm", "vLLM holds no eagle3 heads: give --to eagle3"),
+        ("medusa", "eagle3", "holds no medusa heads: train kind 'eagle3' for it"),
+    ):
+        native = tmp_path / kind
+        save_heads(native, new_heads(model, HeadsConfig(kind=kind, num_heads=2)), model)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message):
+            export_heads(native, tmp_path / "out", to)  # type: ignore[arg-type]
