@@ -63,6 +63,7 @@ class Recipe:
 FORWARD_KL = {"forward_kl": 1.0}
 TOGETHER = {"kind": "hydra", "num_heads": 5, "prefix_attention": True}
 CORRECTED = {"num_heads": 5, "correction_rank": 128}
+EAGLE3 = {"kind": "eagle3", "num_heads": 5}
 RECIPES = {
     "plain-own": Recipe("plain: corpus text, own matrices", {"vocab_matrix": "own"}, False),
     "plain": Recipe("plain: corpus text, shared matrix", {}),
@@ -87,9 +88,15 @@ RECIPES = {
     ),
     "eagle3": Recipe(
         "self-distilled, 5 steps of an eagle3 layer",
-        {"kind": "eagle3", "num_heads": 5},
+        EAGLE3,
         True,
-        learning_rate=1e-3,
+        learning_rate=4e-3,
+    ),
+    "eagle3-features": Recipe(
+        "self-distilled, 5 steps of an eagle3 layer over three layers",
+        EAGLE3 | {"features": [1, 3, 5]},
+        True,
+        learning_rate=4e-3,
     ),
     "prefix-corrected-features": Recipe(
         "self-distilled, 5 corrected heads, prefix attention, features",
