@@ -90,7 +90,7 @@ class Watched(Drafter):
 
 def planted(
     target: ProofTarget,
-    drafter: Drafter | None = None,
+    model: MedusaModel | None = None,
     family: str = "random trees",
     name: str = "bushy, planted",
     *,
@@ -98,7 +98,7 @@ def planted(
     share: float = 0.75,
     watched: bool = False,
 ) -> Way:
-    """The truth planted in trees of random tokens, or in another drafter's; watched, a text that
+    """The truth planted in trees of random tokens, or in a model's own; watched, a text that
     differs is not decoded to its end."""
     if not target.tree:
         choices = CHAIN
@@ -107,17 +107,20 @@ def planted(
         known: dict[str, Any] = {"in_step": made.text.in_step, "seed": made.text.seed}
         known["share"] = share
         planting: Planting
-        if drafter is None:
+        if model is None:
             planting = PlantedDrafter(made.rows, target.vocab_size, choices, **known)
         else:
-            planting = Planting(drafter, made.rows, target.vocab_size, **known)
+            planting = Planting(model.drafter, made.rows, target.vocab_size, **known)
         asked: Drafter = planting
         if watched:
             asked = Watched(planting)
         stats = GenerationStats()
 
-        def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **given: Any) -> Any:
-            return decode(target.view, asked, input_ids, stats=stats, **given)
+        # Heads may read layers of the target, which their model's view of it hands on.
+        view = target.view if model is None else model.target
+
+        def custom(_: Any, input_ids: Tensor, synced_gpus: bool = False, **given: Any) -> Any:
+            return decode(view, asked, input_ids, stats=stats, **given)
 
         return made.text.generate(target.model, custom_generate=custom), stats
 
@@ -174,7 +177,7 @@ def every_way(target: ProofTarget, turn: int) -> Iterator[Way]:
         heads = random_heads(target.view, **HEADS[kind])
         tree = TREES[(turn // len(HEADS) + turn + step) % len(TREES)] if target.tree else "chain"
         model = MedusaModel(target.view, heads, tree=tree)
-        yield planted(target, model.drafter, "random heads", f"{kind}, {tree}, planted")
+        yield planted(target, model, "random heads", f"{kind}, {tree}, planted")
     if turn % 2 and target.tree:
         words = BLENDS[turn // 2 % len(BLENDS)]
         tree, _, fixed = words.partition(", ")
@@ -210,7 +213,7 @@ def demo_ways(target: ProofTarget) -> Iterator[Way]:
         model = MedusaModel.from_pretrained(heads, target=target.view, tree=tree)
         yield assisted(model, "trained heads", tree, slow=tree != "auto")
         if tree in ("16", "dynamic:16"):
-            yield planted(target, model.drafter, "trained heads", f"{tree}, planted")
+            yield planted(target, model, "trained heads", f"{tree}, planted")
     model = MedusaModel.from_pretrained(heads, target=target.view, deterministic=True)
     yield assisted(model, "trained heads", "auto, deterministic", slow=True)
     for name in UNTRAINED:
