@@ -232,6 +232,13 @@ def test_every_turn_has_drafters_also_where_tokens_are_few() -> None:
     assert {kind for kind in HEADS for way in ways if way.name.startswith(kind)} == set(HEADS)
 
 
+def test_heads_of_every_kind_write_the_text(target: ProofTarget, made: list[Reference]) -> None:
+    for turn in range(len(HEADS)):
+        for way in every_way(target, turn):
+            if way.family == "random heads" and way.suits(made[0]):
+                assert not compare(made[0], way.decode(made[0])[0]).mismatches, way.name
+
+
 def test_random_targets_draw_what_their_text_says(target: ProofTarget) -> None:
     """However little their logits differ."""
     text = next(t for t in usual(target, "tiny", 0, 8) if t.sampled)
