@@ -24,7 +24,14 @@ from scripts.prove.lossless.targets import (
     random_target,
 )
 from scripts.prove.lossless.texts import Reference, Text
-from scripts.prove.lossless.ways import Noticed, Way, demo_ways, every_way, planted
+from scripts.prove.lossless.ways import (
+    HEADS_FAMILY,
+    Noticed,
+    Way,
+    demo_ways,
+    every_way,
+    planted,
+)
 
 LIVELY_TOKENS = 48  # of the text by which weights are chosen
 LIVELY_DISTINCT = 12
@@ -135,7 +142,12 @@ def _compared(
         if case in known or not way.suits(made):
             continue
         started = time.perf_counter()
-        sequences_BT, stats = way.decode(made)
+        try:
+            sequences_BT, stats = way.decode(made)
+        except UnsupportedArchitecture:
+            if way.family != HEADS_FAMILY:
+                raise
+            continue  # features of layers that put out several states a token
         found = compare(made, sequences_BT)
         yield Record(
             case,

@@ -138,6 +138,7 @@ def assisted(model: AssistedModel, family: str, name: str, **kind: bool) -> Way:
 
 
 FEW = 20  # tokens that heads can draft
+HEADS_FAMILY = "random heads"
 HEADS: dict[str, dict[str, Any]] = {
     "medusa": {},
     "medusa, 2 layers, prefix": {"num_layers": 2, "prefix_attention": True},
@@ -177,12 +178,12 @@ def every_way(target: ProofTarget, turn: int) -> Iterator[Way]:
         heads = random_heads(target.view, **HEADS[kind])
         tree = TREES[(turn // len(HEADS) + turn + step) % len(TREES)] if target.tree else "chain"
         model = MedusaModel(target.view, heads, tree=tree)
-        yield planted(target, model, "random heads", f"{kind}, {tree}, planted")
+        yield planted(target, model, HEADS_FAMILY, f"{kind}, {tree}, planted")
     if turn % 2 and target.tree:
         words = BLENDS[turn // 2 % len(BLENDS)]
         tree, _, fixed = words.partition(", ")
         model = MedusaModel(target.view, heads, tree=tree, deterministic=bool(fixed))
-        yield assisted(model, "random heads", f"{kind}, {words}", slow=True)
+        yield assisted(model, HEADS_FAMILY, f"{kind}, {words}", slow=True)
     elif turn % 4 or target.recurrent:  # whose noisy copy cannot draft
         yield untrained(target, turn // 4)
     else:
