@@ -51,9 +51,8 @@ class Situation:
         self.allowance = Allowance(clock.step(rows))
         # Where more is expected of the text, a second is worth more; such passages last.
         self.budgets = [Budget(clock, sizes, rows, padded=padded) for _ in _TYPICAL]
-        self.looking = Bandit(
-            [(0.0, 0.0), (0.5, 0.0)], self.allowance
-        )  # not at the text, and at it
+        # Not at the text, and at it.
+        self.looking = Bandit([(0.0, 0.0), (0.5, 0.0)], self.allowance, idle=True)
         # Each source pays for its own trials: a dear one would leave nothing to a cheap one.
         self.allowances = [Allowance(clock.step(rows), 1.0) for _ in sources]
         self.gains = [
@@ -105,7 +104,7 @@ class Situation:
         ]
         gains.append((0.0, drafting))
         best = max(gains, key=lambda gain: gain[0] - worth * gain[1])
-        return Bandit([(0.0, 0.0), best], allowance)
+        return Bandit([(0.0, 0.0), best], allowance, idle=True)
 
 
 class Draft(NamedTuple):
