@@ -17,7 +17,6 @@ from medusa_heads.machine.measurements import MOMENT
 
 _KEPT = 1.0 - 1 / 48  # steps for which a second's worth is remembered
 _LEAST = 0.008  # a chance below which no node is thought about
-_TRIED = 2.0  # steps from which on a size is known
 
 
 class Budget:
@@ -73,14 +72,7 @@ class Budget:
 
     def seconds(self, drafted: int) -> float:
         """Of a step that verifies so many drafted nodes a row, its drafting left out."""
-        return self._clock.step(self._tokens_read(drafted))
-
-    def _tokens_read(self, drafted: int) -> int:
-        return self.rows * (drafted + 1) + self.again
-
-    def known(self, drafted: int) -> bool:
-        """Whether drafts of about so many nodes a row have been verified of late."""
-        return self._clock.steps_known(self._tokens_read(drafted)) >= _TRIED
+        return self._clock.step(self.rows * (drafted + 1) + self.again)
 
     def least(self) -> float:
         """The chance below which no node pays, whatever its place."""

@@ -72,13 +72,6 @@ class Clock:
             known = self._known[tokens] = self._measured(tokens) * math.exp(self._off(tokens))
         return known
 
-    def steps_known(self, tokens: int) -> float:
-        """How many steps of about this size have been seen of late; there is nothing to see where
-        none of them would correct anything."""
-        if not self._learns:
-            return math.inf
-        return self._own.get(_size(tokens), (0.0, 0.0))[0]
-
     def learn(self, tokens: int, seconds: float, context: int = 0) -> None:
         """A step that verified so many tokens behind a text of `context` took so long."""
         self._steps += 1

@@ -41,9 +41,11 @@ class DraftChoice:
         self.allowance = Allowance(clock.step(rows))
         self.budget = Budget(clock, range(most + 1), rows)
         self._rests = rests
-        ways = [(1.0, clock.step(rows)), *priors] if rests else priors
+        plain = clock.step(rows)
+        ways = [(tokens - 1.0, seconds - plain) for tokens, seconds in priors]
+        ways = [(0.0, 0.0), *ways] if rests else ways
         self._bandits = {
-            paid: Bandit(ways, self.allowance, weight=_PRIOR) for paid in (True, False)
+            paid: Bandit(ways, self.allowance, weight=_PRIOR, idle=rests) for paid in (True, False)
         }
         self._paid = self._paid_before = True
         self._way = 0
@@ -58,11 +60,10 @@ class DraftChoice:
     def learn(self, tokens: float, seconds: float) -> None:
         """What the step gave each row, and took, apart from reading what was missed."""
         plain = self.budget.seconds(0)
-        bandit = self._bandits[self._paid_before]
         self.allowance.grow(seconds)
         self.budget.learn(tokens, seconds)
-        bandit.learn(self._way, tokens, seconds)
-        if self._way or not self._rests:
+        rested = self._rests and not self._way
+        gained = (0.0, 0.0) if rested else (tokens - 1.0, seconds - plain)
+        self._bandits[self._paid_before].learn(self._way, *gained)
+        if not rested:
             self._paid = tokens * plain > seconds
-            if self._rests:  # what a step without a draft gives is known without a trial
-                bandit.learn(0, 1.0, plain)

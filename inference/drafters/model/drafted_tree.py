@@ -136,8 +136,7 @@ class DraftedTree(Memory):
             self._reading[count] + self._verifying[drafted + count]
             for count in range(len(likeliest) + 1)
         ]
-        known = budget.known(drafted + 1)
-        count = self._taken([gains[node] for node in likeliest], seconds, trial=not known)
+        count = budget.taken([gains[node] for node in likeliest], seconds)
         before = {self.paths[node]: place for place, node in enumerate(self.read)}
         self.read = sorted(likeliest[:count])
         self.read_below = [before[self.paths[node][:-1]] for node in self.read]
@@ -177,17 +176,12 @@ class DraftedTree(Memory):
             if rank + 1 < len(offers[place]):
                 heapq.heappush(waiting, (-offers[place][rank + 1].chance, place, rank + 1))
         seconds = self._verifying[drafted : drafted + len(places) + 1]
-        # Without a trial of the first token nobody would learn that it pays by now.
-        return places[: self._taken(chances, seconds, trial=not drafted)]
-
-    def _taken(self, gains: Sequence[float], seconds: Sequence[float], *, trial: bool) -> int:
-        """How many of the first of these pay; or one, if it is to be tried and can be paid for."""
-        budget = self._choice.budget
-        count = budget.taken(gains, seconds)
-        if gains and not count and trial:
-            loss = seconds[1] - seconds[0] - gains[0] / budget.worth
+        count = budget.taken(chances, seconds)
+        if places and not count and not drafted:
+            # Without a trial of the first token nobody would learn that it pays by now.
+            loss = seconds[1] - seconds[0] - chances[0] / budget.worth
             count = int(self._choice.allowance.pay(loss))
-        return count
+        return places[:count]
 
     def _offers(self, above: _Node, sureness: Sequence[Sequence[float]]) -> list[_Node]:
         """What could stand behind a node, by rank; how sure the draft model is, by row and rank."""

@@ -65,14 +65,6 @@ def test_texts_of_another_length_have_a_level_of_their_own() -> None:
     assert clock.step(4) == pytest.approx(1.2, rel=0.1)
 
 
-def test_it_knows_what_it_has_seen() -> None:
-    clock = Clock(MEASURED)
-    clock.learn(8, 1.6)
-    clock.learn(8, 1.6)
-    assert clock.steps_known(8) == pytest.approx(2, abs=0.1) and clock.steps_known(16) == 0
-    assert clock.steps_known(4) == 0
-
-
 def test_drafting_moves_slowly_towards_what_it_takes() -> None:
     clock = Clock(MEASURED, {"heads": 0.1})
     assert clock.drafting("heads") == 0.1 and clock.drafting("other") == 0.0
@@ -90,7 +82,6 @@ def test_one_that_does_not_learn_stays() -> None:
     clock.learn(4, 99.0)
     clock.learn_drafting("heads", 99.0)
     assert clock.step(4) == 1.2 and clock.drafting("heads") == 0.1
-    assert clock.steps_known(4) > 1000  # no size needs to be tried
 
 
 @pytest.mark.parametrize("measured", [{}, {0: 1.0}, {1: 0.0}, {1: 1.0, 2: -1.0}])
