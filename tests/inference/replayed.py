@@ -6,6 +6,7 @@ same on every machine. What is drafted is right as often as it is said to be.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -18,7 +19,8 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
-from medusa_heads.inference.drafters.growing import Proposal, Source
+from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawn
+from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
@@ -48,6 +50,27 @@ def written(tokens: int, copied: float, seed: int) -> list[int]:
     return text[: PROMPT + tokens]
 
 
+def drawn(tokens: int, usual: float, seed: int) -> list[int]:
+    """A text of a chain that all texts share: so often the token comes that usually follows."""
+    chance = random.Random(seed)
+    text = [chance.randrange(VOCABULARY) for _ in range(PROMPT)]
+    while len(text) < PROMPT + tokens:
+        usually = chance.random() < usual
+        text.append(_usual(text[-1]) if usually else chance.randrange(VOCABULARY))
+    return text
+
+
+def _usual(token: int) -> int:
+    return (token * 31 + 7) % VOCABULARY
+
+
+def said(tokens_BN: torch.Tensor, usual: float) -> torch.Tensor:
+    """What a target that draws such texts says behind these tokens."""
+    logits_BNV = torch.zeros(*tokens_BN.shape, VOCABULARY)
+    known = math.log(usual * VOCABULARY / (1 - usual))
+    return logits_BNV.scatter_(2, _usual(tokens_BN)[..., None], known)  # type: ignore[arg-type]
+
+
 class Guesses(Source):
     """Two guesses at each of the next four tokens. The first is right as often as it says: a known
     share of the time, which falls with the depth, and is another in every text unless they are
@@ -66,11 +89,12 @@ class Guesses(Source):
     ):
         self._texts, self._right, self._machine, self._time = texts, right, machine, time
         self._even = even
-        self.evidence = {False: Evidence([1.0] * LEVELS)}
+        self.evidence = by_drawn(lambda: Evidence([1.0] * LEVELS))
 
     def draft(self, state: DecodingState) -> list[Proposal]:
         self._time.work(self._machine.guess(len(state.rows)))
-        return [Proposal(self.evidence[False], 0, self._behind(row)) for row in state.rows]
+        evidence = self.evidence[state.warpers is not None]
+        return [Proposal(evidence, 0, self._behind(row)) for row in state.rows]
 
     def _behind(self, row: Any) -> Callable[[int], list[tuple[int, float, int, Any]]]:
         ahead = self._texts[row.index][row.length : row.length + 4]
@@ -88,7 +112,7 @@ class Guesses(Source):
             if drawn < sum(chances):
                 guessed[drawn >= first] = ahead[place]
             each = zip(guessed, chances, strict=True)
-            return [(token, said, level(said), place + 1) for token, said in each]
+            return [(token, own, level(own), place + 1) for token, own in each]
 
         return behind
 
@@ -103,6 +127,7 @@ def ways(
     time: Time,
     *,
     even: bool = False,
+    usual: float = 0.0,
 ) -> dict[str, Drafter | None]:
     """Plain decoding, fixed ways to draft, and `auto`."""
 
@@ -111,12 +136,21 @@ def ways(
 
     clock = Clock({tokens: machine.step(tokens) for tokens in _MEASURED})
     clock.learn_drafting("guesses", machine.guess(1))
+
+    def recycled() -> RecyclingSource:
+        return RecyclingSource(VOCABULARY + 2)
+
     fixed: dict[str, Drafter | None] = {"plain": None}
     for nodes in (3, 7, 15):
         options: dict[str, Any] = {"sizes": (nodes,), "always": True}
         fixed[f"text {nodes}"] = BlendedDrafter(Clock.flat(), text=TextSource(nodes), **options)
         fixed[f"guesses {nodes}"] = BlendedDrafter(Clock.flat(), sources=[guesses()], **options)
-    return fixed | {"auto": BlendedDrafter(clock, SIZES, text=TextSource(31), sources=[guesses()])}
+        if usual:
+            fixed[f"recycling {nodes}"] = BlendedDrafter(
+                Clock.flat(), sources=[recycled()], **options
+            )
+    sources = [recycled(), guesses()] if usual else [guesses()]
+    return fixed | {"auto": BlendedDrafter(clock, SIZES, text=TextSource(31), sources=sources)}
 
 
 def seconds(
@@ -125,8 +159,9 @@ def seconds(
     machine: Machine,
     time: Time,
     rows: int = 1,
+    usual: float = 0.0,
 ) -> float:
-    """How long the texts take, so many at once."""
+    """How long the texts take, so many at once; those that are drawn, by what is usual in them."""
     began = time.now
     stop = StopCheck(StoppingCriteriaList())
     for first in range(0, len(texts), rows):
@@ -137,6 +172,7 @@ def seconds(
         state: Any = SimpleNamespace(
             rows=batch, padding=[0] * len(batch), memories={}, warpers=None, room=None, again=0
         )
+        state.warpers = [] if usual else None
         for row in batch:
             row.tokens.append(texts[row.index][PROMPT])
         while state.rows:
@@ -155,6 +191,8 @@ def seconds(
                 text = texts[row.index]
                 row.tokens += text[row.length : row.length + len(path) + 1]
             if drafter is not None:
+                if usual:
+                    drafter.observe(tree, said(tree.tokens_BN, usual))
                 drafter.learn_seconds(nodes - 1, took)
             state.rows = [row for row in state.rows if row.length < len(texts[row.index])]
             state.padding = [0] * len(state.rows)
