@@ -60,7 +60,8 @@ def drawn(tokens: int, usual: float, seed: int) -> list[int]:
     return text
 
 
-def _usual(token: int) -> int:
+def _usual(token: Any) -> Any:
+    """What usually follows a token, or each of several."""
     return (token * 31 + 7) % VOCABULARY
 
 
@@ -68,7 +69,7 @@ def said(tokens_BN: torch.Tensor, usual: float) -> torch.Tensor:
     """What a target that draws such texts says behind these tokens."""
     logits_BNV = torch.zeros(*tokens_BN.shape, VOCABULARY)
     known = math.log(usual * VOCABULARY / (1 - usual))
-    return logits_BNV.scatter_(2, _usual(tokens_BN)[..., None], known)  # type: ignore[arg-type]
+    return logits_BNV.scatter_(2, _usual(tokens_BN)[..., None], known)
 
 
 class Guesses(Source):
