@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
@@ -41,7 +42,7 @@ class EngineOptions(TypedDict, total=False):
     compile_backend: str | Callable[..., Any]
 
 
-class AssistedModel:
+class AssistedModel(ABC):
     """What every target with a drafter can do; which drafter, the classes below it say.
 
     Args:
@@ -108,9 +109,9 @@ class AssistedModel:
                 "compile=True"
             )
 
+    @abstractmethod
     def _drafter_for(self, target: TargetModel) -> Drafter:
         """A drafter as this model's own, for a view of its target."""
-        raise NotImplementedError
 
     @classmethod
     def _own_options(cls, options: dict[str, Any]) -> dict[str, Any]:
