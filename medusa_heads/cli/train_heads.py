@@ -22,7 +22,7 @@ from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.arguments.mtp import MtpArguments, mtp_training_arguments
+from medusa_heads.training.arguments.mtp import MTP_LEARNING_RATE, MtpArguments
 from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
@@ -152,7 +152,9 @@ def refuse_beside_modules(to_target: TargetArguments, *of_heads: Any) -> None:
 
 
 def _train_modules(run: Run, to_mtp: MtpArguments, objective: LossConfig) -> None:
-    args = mtp_training_arguments(run.to_optimise, autocast=run.autocast)
+    args = to_training_arguments(
+        run.to_optimise, "shared", rate=MTP_LEARNING_RATE, autocast=run.autocast
+    )
     depths = to_mtp.mtp_depth or 1
     if run.to_optimise.dry_run:
         from medusa_heads.training.runs.dry_run import plan_modules
