@@ -63,6 +63,7 @@ class AssistedModel(ABC):
     """
 
     drafter: Drafter
+    deterministic = False  # each text then has a drafter that knows of no other
 
     def __init__(
         self,
@@ -100,10 +101,10 @@ class AssistedModel(ABC):
         self.acceptance_settings = dict(acceptance_settings or {})
         make_rule(acceptance, LogitsProcessorList(), False, **self.acceptance_settings)
         self.last_stats = GenerationStats()
-        self._fresh: Callable[[], Drafter] | None = None  # a drafter that knows of no text yet
 
-    def _refuse_clocks(self, deterministic: bool) -> None:
-        if deterministic and self._late is not None:
+    def _set_deterministic(self, wanted: bool) -> None:
+        self.deterministic = wanted
+        if wanted and self._late is not None:
             raise ValueError(
                 "compile='auto' goes by clocks, which deterministic=True does without: use "
                 "compile=True"
@@ -191,7 +192,7 @@ class AssistedModel(ABC):
         # One text at a time: hidden states are read off the target as it runs.
         with self._lock:
             self.last_stats = GenerationStats()
-            drafter = self.drafter if self._fresh is None else self._fresh()
+            drafter = self._drafter_for(self.target) if self.deterministic else self.drafter
             return decode(
                 self.target,
                 drafter,

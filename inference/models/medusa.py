@@ -77,8 +77,7 @@ class MedusaModel(AssistedModel):
         **options: Unpack[EngineOptions],
     ) -> None:
         super().__init__(target, heads.config.features, **options)
-        self._refuse_clocks(deterministic)
-        self.deterministic = deterministic
+        self._set_deterministic(deterministic)
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
         self.drafting = with_preview(self.heads)
@@ -101,8 +100,6 @@ class MedusaModel(AssistedModel):
                 stays.
         """
         self.tree, self.drafter = self._plan(tree, self.target)
-        if self.deterministic:
-            self._fresh = lambda: self._drafter_for(self.target)
 
     def _drafter_for(self, target: TargetModel) -> Drafter:
         return self._plan(self.tree, target)[1]
