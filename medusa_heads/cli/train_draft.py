@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.cli.training import Run
+from medusa_heads.cli.training import Command
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.tables import on_screen
 from medusa_heads.training.arguments.data import DataArguments
@@ -43,7 +43,7 @@ def train(
             "a draft model is taught by a whole target in each process: leave shard_target out, "
             "and launch several with configs/accelerate/ddp.yaml"
         )
-    run = Run(to_target, to_data, to_distill, to_optimise)
+    run = Command(to_target, to_data, to_distill, to_optimise)
 
     from medusa_heads.training.measure.metrics import CHAINS
     from medusa_heads.training.runs.pruned_target import draft_shape

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.cli.training import Run
+from medusa_heads.cli.training import Command
 from medusa_heads.config import HeadsConfig
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.settings import flag, flag_name
@@ -72,7 +72,7 @@ def train(
     joint = joint_settings(to_save.joint, to_join)
     if to_mtp.mtp:
         refuse_beside_modules(to_target, recipe, config, to_cache, to_save)
-        run = Run(to_target, to_data, to_distill, to_optimise)
+        run = Command(to_target, to_data, to_distill, to_optimise)
         _train_modules(run, to_mtp, objective)
         return
     if to_save.with_vocab_matrix:
@@ -86,7 +86,7 @@ def train(
             "apart: make it with medusa-heads regenerate, and give it as --dataset"
         )
     to_cache.check(joint=joint is not None, spread=sharding is not None)
-    run = Run(to_target, to_data, to_distill, to_optimise)
+    run = Command(to_target, to_data, to_distill, to_optimise)
     args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=run.autocast)
     if to_optimise.dry_run:
         from medusa_heads.training.runs.dry_run import plan_heads
@@ -151,7 +151,7 @@ def refuse_beside_modules(to_target: TargetArguments, *of_heads: Any) -> None:
             )
 
 
-def _train_modules(run: Run, to_mtp: MtpArguments, objective: LossConfig) -> None:
+def _train_modules(run: Command, to_mtp: MtpArguments, objective: LossConfig) -> None:
     args = to_training_arguments(
         run.to_optimise, "shared", rate=MTP_LEARNING_RATE, autocast=run.autocast
     )
@@ -202,13 +202,13 @@ def _report(folder: Path) -> None:
     """What was learnt: accuracy of each head, the trees that implies, and where it all lies."""
     from rich.console import Console
 
-    from medusa_heads.training.measure.metrics import describe_own
+    from medusa_heads.training.measure.metrics import target_line
     from medusa_heads.training.measure.report import LEGEND, headline, read_report, tables
 
     report = read_report(folder)
     Console(highlight=False).print(*tables(report), f"[dim]{LEGEND}", headline(report), sep="\n")
     if (own := report["held_out"].get("target")) is not None:
-        print(describe_own(own))
+        print(target_line(own))
     print(f"Checkpoint: {folder}")
 
 

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from medusa_heads.target.target import TargetModel
     from medusa_heads.training.data.prepare import TrainingData
     from medusa_heads.training.hidden.launched import Sharding
-    from medusa_heads.training.runs.dry_run import Plan, TextSize
+    from medusa_heads.training.runs.dry_run import DryRun, TextSize
 
 
 @dataclass
-class Run:
-    """What a run was told, and the text and tokenizer (None: there is none) found for it."""
+class Command:
+    """What a command was told of a run, and the text and tokenizer (None: there is none) for it."""
 
     to_target: TargetArguments
     to_data: DataArguments
@@ -167,7 +167,10 @@ class Run:
         ]
 
     def plan(
-        self, args: TrainingArguments, num_heads: int, make: Callable[[TargetModel, TextSize], Plan]
+        self,
+        args: TrainingArguments,
+        num_heads: int,
+        make: Callable[[TargetModel, TextSize], DryRun],
     ) -> None:
         """Everything but steps: print a sample of the text and what the run would be; only the
         first process does."""

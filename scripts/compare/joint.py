@@ -28,8 +28,8 @@ from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.data.prepare import collate
-from medusa_heads.training.loss.next_token import own_losses
-from medusa_heads.training.loss.rows import own_rows
+from medusa_heads.training.loss.next_token import next_losses
+from medusa_heads.training.loss.rows import next_rows
 from medusa_heads.training.loss.teacher import Teacher
 from scripts.demo.texts import CONTINUATION, PROMPT, TARGET, check_recipes, windows, written
 
@@ -141,7 +141,7 @@ def own_loss(target: TargetModel, rows: Dataset) -> float:
     for start in range(0, len(rows), 16):
         batch = collate([rows[i] for i in range(start, min(start + 16, len(rows)))])
         hidden_BTD = target.hidden(batch["input_ids"], batch["attention_mask"])
-        losses_N, _ = own_losses(head, hidden_BTD, own_rows(batch["labels"]), LossConfig())
+        losses_N, _ = next_losses(head, hidden_BTD, next_rows(batch["labels"]), LossConfig())
         total, count = total + float(losses_N.sum()), count + len(losses_N)
     return total / count
 

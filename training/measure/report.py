@@ -22,7 +22,7 @@ from medusa_heads.files import parse_json, replace_file
 from medusa_heads.hub.card import REPORT_VERSION
 from medusa_heads.pictures import LIGHT, Line, draw_lines, save_picture
 from medusa_heads.tables import Rows, in_markdown, on_screen
-from medusa_heads.training.measure.metrics import own_figures
+from medusa_heads.training.measure.metrics import target_figures
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
 
 MARKDOWN_FILE = "report.md"
@@ -78,7 +78,7 @@ def make_report(
         "held_out": {
             "positions": statistics.positions,
             "loss": metrics.get("eval_loss"),
-            "target": own_figures(metrics),
+            "target": target_figures(metrics),
         },
         "tokens_per_step": {"nodes": len(best), "static": simulate_tokens_per_step(runs, best)},
         "accuracy": [

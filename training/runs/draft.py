@@ -32,7 +32,7 @@ from medusa_heads.training.data.pack import check_packing, hidden_of
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.loss.fused import Pairs
 from medusa_heads.training.loss.next_token import DraftLoss
-from medusa_heads.training.loss.rows import own_rows
+from medusa_heads.training.loss.rows import next_rows
 from medusa_heads.training.measure.metrics import CHAINS, describe_draft, draft_metrics
 from medusa_heads.training.runs.pruned_target import begin_draft
 from medusa_heads.training.runs.record import write_figures
@@ -229,7 +229,7 @@ class DraftTrainer(GoingOnTrainer):
     def _supervised(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Pairs, Tensor]:
         """features_RD of the draft where the next token is generated text of the same document,
         these rows, and hidden_BTD of the target."""
-        rows = own_rows(inputs["labels"], inputs.get("position_ids"))
+        rows = next_rows(inputs["labels"], inputs.get("position_ids"))
         names = ("input_ids", "attention_mask", "position_ids")
         read = {name: inputs[name] for name in names if name in inputs}
         hidden_BTD = hidden_of(self.target, inputs)
