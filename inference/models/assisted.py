@@ -123,7 +123,10 @@ class AssistedModel(ABC):
             for name, parameter in inspect.signature(each).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
         }
-        return {name: options.pop(name) for name in names & options.keys()}
+        own = {name: options.pop(name) for name in names & options.keys()}
+        if own.get("trust_remote_code"):  # of the target as well
+            options["trust_remote_code"] = True
+        return own
 
     def generate(
         self,

@@ -149,8 +149,6 @@ class TrainingFreeModel(AssistedModel):
         # Before seconds of loading.
         parts = ("corpus", "calibration", "compile", "modules")
         _check_drafter(drafter, *(own.get(name) for name in parts))
-        if own.get("trust_remote_code"):  # of the target as well
-            options["trust_remote_code"] = True
         if named:
             loaded = load_target(target, None, read=read_mtp_sidecar, **options)
         else:
