@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ from medusa_heads.checkpoint.adapter import adapter_digest, load_adapter
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
-from medusa_heads.files import read_json, replace_file
+from medusa_heads.files import read_json, replace_json
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.preview import with_preview
 from medusa_heads.hub.folder import own_files
@@ -160,8 +159,6 @@ class MedusaModel(AssistedModel):
             "deterministic": deterministic,
             **cls._own_options(options),
         }
-        if own.get("trust_remote_code"):  # of the target as well
-            options["trust_remote_code"] = True
         hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         folder = find_checkpoint(checkpoint, revision=revision, **hub)  # type: ignore[arg-type]
         view = load_target(folder, target, hub=hub, **options)
@@ -271,8 +268,8 @@ def _carry_along(came_from: Path, stored: StoredHeads, made: Path) -> None:
     if known_as and not is_local(known_as, came_from):
         sidecar["target"] |= {"name_or_path": known_as, "revision": stored.target.get("revision")}
         foreign = read_json(made / files.CONFIG_FILE) | {"base_model_name_or_path": known_as}
-        replace_file(made / files.CONFIG_FILE, json.dumps(foreign, indent=2) + "\n")
-    replace_file(made / files.SIDECAR_FILE, json.dumps(sidecar, indent=2) + "\n")
+        replace_json(made / files.CONFIG_FILE, foreign)
+    replace_json(made / files.SIDECAR_FILE, sidecar)
 
 
 def attach(

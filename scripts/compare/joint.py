@@ -10,7 +10,6 @@ of the standard library and on held-out continuations that it wrote before.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from rich.table import Table
 from transformers import HfArgumentParser
 
 from medusa_heads import HeadsConfig, MedusaModel, TargetModel, train_heads
-from medusa_heads.files import replace_file
+from medusa_heads.files import replace_json
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
@@ -96,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
                 "tokens_per_step": decode(model, held_out, arguments.num_decoded),
             }
         )
-        replace_file(arguments.output_dir / "joint.json", json.dumps(results, indent=2) + "\n")
+        replace_json(arguments.output_dir / "joint.json", results)
     show(results)
 
 

@@ -6,7 +6,6 @@ heads later, such as a model card, needs no other file.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from medusa_heads.checkpoint.files import REPORT_FILE as JSON_FILE
 from medusa_heads.config import head_offset
-from medusa_heads.files import parse_json, replace_file
+from medusa_heads.files import parse_json, replace_file, replace_json
 from medusa_heads.hub.card import REPORT_VERSION
 from medusa_heads.pictures import LIGHT, Line, draw_lines, save_picture
 from medusa_heads.tables import Rows, in_markdown, on_screen
@@ -116,7 +115,7 @@ def write_report(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> N
     path = Path(folder)
     pictures = draw_plots(path, report)
     replace_file(path / MARKDOWN_FILE, markdown(report, [picture.name for picture in pictures]))
-    replace_file(path / JSON_FILE, json.dumps(report, indent=1) + "\n")
+    replace_json(path / JSON_FILE, report, indent=1)
 
 
 def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
