@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from medusa_heads.cli.flags.arguments import command
+from medusa_heads.cli.flags.arguments import arguments_of, command
 from medusa_heads.cli.training import Command
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.tables import on_screen
@@ -21,14 +21,6 @@ from medusa_heads.training.arguments.draft import (
 )
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.launched import launched_sharding
-
-ARGUMENTS = (
-    TargetArguments,
-    DataArguments,
-    DraftArguments,
-    DistillArguments,
-    DraftOptimisationArguments,
-)
 
 
 def train(
@@ -89,7 +81,8 @@ def _report(folder: Path) -> None:
     print(f"Draft model: {folder}")
 
 
-main = command("train-draft", train, ARGUMENTS, train.__doc__)
+ARGUMENTS = arguments_of(train)
+main = command("train-draft", train, train.__doc__)
 
 if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.train_draft
     raise SystemExit(main())

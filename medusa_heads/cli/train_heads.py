@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.cli.flags.arguments import command
+from medusa_heads.cli.flags.arguments import arguments_of, command
 from medusa_heads.cli.training import Command
 from medusa_heads.config import HeadsConfig
 from medusa_heads.inference.regeneration.arguments import DistillArguments
@@ -39,21 +39,6 @@ class CheckpointArguments(MatrixFlag):
         "Train an adapter of the target together with the heads. It becomes another model: heads "
         "and adapter are saved, and loaded, together.",
     )
-
-
-ARGUMENTS = (
-    TargetArguments,
-    DataArguments,
-    RecipeArguments,
-    HeadsConfig,
-    LossConfig,
-    DistillArguments,
-    CacheArguments,
-    CheckpointArguments,
-    JointConfig,
-    MtpArguments,
-    OptimisationArguments,
-)
 
 
 def train(
@@ -187,7 +172,8 @@ def _report(folder: Path) -> None:
     print(f"Checkpoint: {folder}")
 
 
-main = command("train-heads", train, ARGUMENTS, train.__doc__, presets={"recipe": RECIPES})
+ARGUMENTS = arguments_of(train)
+main = command("train-heads", train, train.__doc__, presets={"recipe": RECIPES})
 
 if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.train_heads
     raise SystemExit(main())
