@@ -17,6 +17,7 @@ from medusa_heads.machine.facts import machine_facts
 
 CACHE_VARIABLE = "MEDUSA_HEADS_CACHE"
 _VERSION = 2
+_MOST = 256  # measurements of a kind: the oldest ones go
 MOMENT, AGE = 1e-12, 1e9  # what no clock tells apart, and what nobody has waited for
 
 
@@ -48,7 +49,7 @@ class Measurements:
 
     Nothing here ever fails: a file that is damaged, foreign or of another version is no
     measurement; where nothing can be written, nothing is kept; of two processes that write at
-    once, the last one's values stay.
+    once, the last one's values stay. Of each kind the latest ones are kept.
     """
 
     folder: Path | None = None
@@ -70,6 +71,9 @@ class Measurements:
         with suppress(OSError):  # a read-only home: measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_json(path, {"of": stamp, "values": dict(values)})
+            kept = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+            for oldest in kept[:-_MOST]:
+                oldest.unlink(missing_ok=True)
 
     def _place(self, kind: str, facts: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
         """A measurement's file, and what it is of, as JSON would give it back."""
