@@ -12,6 +12,8 @@ vocabulary, C candidates of the heads or some of them, W rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,22 +56,24 @@ class AfterPaths:
     def __init__(
         self, correction: Correction | None, logits_BKC: Tensor, likely: int | None
     ) -> None:
-        self._correction, self._places_BKC = correction, None
+        self._correction = correction
+        self._places_KBC: Sequence[Tensor] | None = None
         if correction is not None and likely is not None and likely < logits_BKC.shape[-1]:
-            logits_BKC, self._places_BKC = logits_BKC.topk(likely, dim=-1, sorted=False)
-        self._logits_KBC = logits_BKC.unbind(1)
+            logits_BKC, places_BKC = logits_BKC.topk(likely, dim=-1, sorted=False)
+            self._places_KBC = places_BKC.unbind(1)
+        self._logits_KB1C = logits_BKC.unsqueeze(2).unbind(1)
 
     def __call__(
         self, head: int, paths_BFJ: Tensor, above_BF: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """See `After`."""
-        logits_B1C, before_BF = self._logits_KBC[head][:, None], paths_BFJ[..., -1]
+        logits_B1C, before_BF = self._logits_KB1C[head], paths_BFJ[..., -1]
         if self._correction is None:
             return logits_B1C.expand(-1, before_BF.shape[1], -1), None
-        places_BC = None if self._places_BKC is None else self._places_BKC[:, head]
         before_BFW, after_CW = self._correction.factors(before_BF)
-        if places_BC is not None:
-            after_CW = F.embedding(places_BC, after_CW)
-        dtype = logits_B1C.dtype
-        told_BFC = torch.matmul(before_BFW.to(dtype), after_CW.to(dtype).mT)
-        return told_BFC.add_(logits_B1C), places_BC
+        before_BFW = before_BFW.to(logits_B1C.dtype)
+        if self._places_KBC is None:
+            return F.linear(before_BFW, after_CW.to(before_BFW.dtype)).add_(logits_B1C), None
+        places_BC = self._places_KBC[head]
+        after_BCW = F.embedding(places_BC, after_CW).to(before_BFW.dtype)
+        return torch.baddbmm(logits_B1C, before_BFW, after_BCW.mT), places_BC

@@ -66,7 +66,7 @@ class AttentionLayer(nn.Module):
         parts_BTNAE = projected.unflatten(-1, (-1, heads, width // heads))
         # Together, and in few calls: while decoding, these cost more than sums.
         turning = parts_BTNAE[:, :, :values]
-        cos, sin = self._rotary(end)[positions_BT][:, :, :, None, None].unbind(2)
+        cos, sin = self._rotary(end)[positions_BT].unbind(2)
         turned = torch.addcmul(turning * cos, turning.roll(width // heads // 2, -1), sin)
         split = (*turned.unbind(2), *parts_BTNAE[:, :, values:].unbind(2))
         return [part_BTAE.transpose(1, 2) for part_BTAE in split]
@@ -79,7 +79,7 @@ class AttentionLayer(nn.Module):
         return out_BTD
 
     def _rotary(self, end: int) -> Tensor:
-        """Cosines and sines by position [S, 2, E], made anew when a text grows beyond them: x times
+        """Cosines and sines by position [S, 2, 1, 1, E], made anew when a text grows beyond them: x times
         the ones, and its halves exchanged times the others, is x turned by its position (Su et al.
         2021, arXiv:2104.09864)."""
         weight, (cos_sin,) = self.down.weight, self._cos_sin
@@ -90,7 +90,7 @@ class AttentionLayer(nn.Module):
             angles_SE = positions_S[:, None] * ROPE_BASE**-steps_E
             cos, sin = angles_SE.cos(), angles_SE.sin()
             halves = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], dim=1)
-            self._cos_sin = (halves.to(weight.dtype),)
+            self._cos_sin = (halves[:, :, None, None].to(weight.dtype),)
         return self._cos_sin[0]
 
 
