@@ -79,9 +79,9 @@ class AttentionLayer(nn.Module):
         return out_BTD
 
     def _rotary(self, end: int) -> Tensor:
-        """Cosines and sines by position [S, 2, 1, 1, E], made anew when a text grows beyond them: x times
-        the ones, and its halves exchanged times the others, is x turned by its position (Su et al.
-        2021, arXiv:2104.09864)."""
+        """Cosines and sines by position [S, 2, 1, 1, E], made anew when a text grows beyond them.
+        Times the ones, and with its halves exchanged times the others, x is turned by its position
+        (Su et al. 2021, arXiv:2104.09864)."""
         weight, (cos_sin,) = self.down.weight, self._cos_sin
         if len(cos_sin) < end or cos_sin.device != weight.device or cos_sin.dtype != weight.dtype:
             half = len(weight) // self.num_attention_heads // 2
