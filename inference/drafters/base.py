@@ -69,14 +69,17 @@ def unread(state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
     hidden_BND, nodes = state.fresh()
     device, counts = hidden_BND.device, [len(path) for path in nodes]
     longest = max(counts)
-    index = [[*path, *[path[-1]] * (longest - len(path))] for path in nodes]
-    batch_B1 = torch.arange(len(nodes), device=device)[:, None]
+    if min(counts) == hidden_BND.shape[1]:  # all of them are every row's own
+        hidden_BPD = hidden_BND
+    else:
+        index = [[*path, *[path[-1]] * (longest - len(path))] for path in nodes]
+        batch_B1 = torch.arange(len(nodes), device=device)[:, None]
+        hidden_BPD = hidden_BND[batch_B1, torch.tensor(index, device=device)]
     # A row that has ended, and stays in a compiled batch, may have fewer tokens than steps.
     following = [
         (row.last(count) + [0] * longest)[:longest]
         for row, count in zip(state.rows, counts, strict=True)
     ]
-    hidden_BPD = hidden_BND[batch_B1, torch.tensor(index, device=device)]
     return hidden_BPD, torch.tensor(following, device=device), counts
 
 

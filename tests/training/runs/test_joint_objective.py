@@ -15,7 +15,7 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from medusa_heads.heads import MedusaHeads
+from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.next_token import next_losses
@@ -26,7 +26,7 @@ from tests.training.joint_cases import SMALL, Rows, disturb, fresh, text
 
 
 def written_out(
-    heads: MedusaHeads, target: TargetModel, model: PeftModel, batch: dict[str, Tensor]
+    heads: DraftHeads, target: TargetModel, model: PeftModel, batch: dict[str, Tensor]
 ) -> Tensor:
     """The loss with weights 0.7, 0.4 and 0.3 from whole logits, summed over all tokens."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -34,7 +34,9 @@ def written_out(
         p_BTV = target.model(**inputs).logits.softmax(-1)
     with target.capture_hidden() as hidden:
         log_q_BTV = target.model(**inputs).logits.log_softmax(-1)
-        heads_BTKV = heads(heads.fuse(hidden())).log_softmax(-1)
+        tokens_BTK = F.pad(batch["input_ids"], (0, 3)).unfold(1, 3, 1)[:, 1:]
+        encoded_BTE = heads.encode(hidden(), batch["input_ids"])
+        heads_BTKV = heads(encoded_BTE, tokens_BTK).log_softmax(-1)
     loss = torch.zeros(())
     labels = batch["labels"].tolist()
     for b, row in enumerate(labels):
@@ -49,12 +51,22 @@ def written_out(
     return loss
 
 
-@pytest.mark.parametrize("features", [None, (0, 1)])
+SHAPES: dict[str, dict[str, Any]] = {
+    "medusa": {},
+    "features": {"features": (0, 1)},
+    "hydra": {"kind": "hydra", "prefix_attention": True},
+    "block": {"kind": "block"},
+    "eagle3": {"kind": "eagle3"},
+    "eagle3, features": {"kind": "eagle3", "features": (0, 1)},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_loss_and_gradients_are_those_of_the_written_out_formula(
-    target: TargetModel, make_rows: Rows, features: Any
+    target: TargetModel, make_rows: Rows, shape: str
 ) -> None:
-    target = target.with_features(features)
-    heads, batch = fresh(target, features=features), text(make_rows)
+    target = target.with_features(SHAPES[shape].get("features"))
+    heads, batch = fresh(target, **SHAPES[shape]), text(make_rows)
     config = replace(SMALL, lm_weight=0.7, kl_weight=0.4, heads_weight=0.3)
     with torch.no_grad():
         for parameter in heads.parameters():
