@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.files import parse_json, remove_leftovers, replace_file
+from medusa_heads.files import read_json, remove_leftovers, replace_json
 from medusa_heads.machine.facts import machine_facts
 
 CACHE_VARIABLE = "MEDUSA_HEADS_CACHE"
@@ -59,12 +59,10 @@ class Measurements:
         path, stamp = self._place(kind, facts)
         try:
             remove_leftovers(path.parent)
-            stored = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+            stored = read_json(path)
         except (OSError, ValueError):
             return None
-        if not isinstance(stored, dict) or stored.get("of") != stamp:
-            return None
-        values = stored.get("values")
+        values = stored.get("values") if stored.get("of") == stamp else None
         return values if isinstance(values, dict) else None
 
     def write(self, kind: str, facts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -72,7 +70,7 @@ class Measurements:
         path, stamp = self._place(kind, facts)
         with suppress(OSError):  # a read-only home: measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, json.dumps({"of": stamp, "values": dict(values)}, indent=2) + "\n")
+            replace_json(path, {"of": stamp, "values": dict(values)})
             kept = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
             for oldest in kept[:-_MOST]:
                 oldest.unlink(missing_ok=True)
