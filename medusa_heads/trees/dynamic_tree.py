@@ -1,7 +1,7 @@
 """The best tree for this very step: best-first expansion over what heads take to follow.
 
 Shapes: B batch, F frontier: paths drafted so far, J tokens of a path (the root first), K heads,
-R ranks, N tree nodes (root included), C all candidates, S measured positions, D hidden,
+R ranks, N tree nodes (root included), C candidates, S measured positions, D hidden,
 V vocabulary.
 """
 
@@ -26,61 +26,57 @@ DYNAMIC_WIDTH = 10  # paths that sequential heads are asked to continue at each 
 Guess = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def guesses(
-    heads: DraftHeads, after: After, num_ranks: int, temperatures: Sequence[float]
-) -> Guess:
-    """The guesses of sequential heads, as many after each path; each head's logits are divided by
-    its temperature."""
+class Ranking:
+    """Which candidates heads have: the tokens that they take to be likeliest, each head's logits
+    divided by its temperature."""
+
+    def __init__(self, heads: DraftHeads, temperatures: Sequence[float]) -> None:
+        self.heads, self._inverse = heads, [1 / t for t in temperatures]
+
+    def best(
+        self,
+        logits_BFC: Tensor,
+        num_ranks: int,
+        level: int | None = None,
+        places_BC: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids and log-probabilities [B, F, R], best first, of logits that are all for the
+        token at depth `level` + 1; without a level, F counts the heads. Places are as those of
+        `After`."""
+        inverse = logits_BFC.new_tensor(
+            self._inverse if level is None else [self._inverse[level]], dtype=torch.float32
+        )
+        log_probs_BFC = (logits_BFC.float() * inverse[:, None]).log_softmax(dim=-1)
+        best_BFR, ids_BFR = log_probs_BFC.topk(num_ranks, dim=-1)
+        return self.tokens(ids_BFR, places_BC), best_BFR
+
+    def tokens(self, ids_BFR: Tensor, places_BC: Tensor | None = None) -> Tensor:
+        """The token ids of some of the logits, by where they stand among them."""
+        if places_BC is not None:
+            ids_BFR = places_BC.gather(1, ids_BFR.flatten(1)).view_as(ids_BFR)
+        return self.heads.token_ids(ids_BFR)
+
+
+def guesses(ranking: Ranking, after: After, num_ranks: int) -> Guess:
+    """The guesses of sequential heads, as many after each path."""
 
     def after_path(level: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, Tensor]:
         logits_BFC, places_BC = after(level, paths_BFJ, above_BF)
-        return best(heads, logits_BFC, num_ranks, 1 / temperatures[level], places_BC)
+        return ranking.best(logits_BFC, num_ranks, level, places_BC)
 
     return after_path
 
 
-def same_guesses(
-    heads: DraftHeads, hidden_BD: Tensor, num_ranks: int, temperatures: Sequence[float]
-) -> Guess:
+def same_guesses(ranking: Ranking, hidden_BD: Tensor, num_ranks: int) -> Guess:
     """Those of heads that do not see each other, likewise, from hidden states as `heads.encode`
     left them."""
-    tokens_BKR, log_probs_BKR = candidates(heads, hidden_BD, num_ranks, temperatures)
+    tokens_BKR, log_probs_BKR = ranking.best(ranking.heads(hidden_BD), num_ranks)
 
     def of_level(level: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, Tensor]:
         shape = (-1, paths_BFJ.shape[1], -1)
         return tokens_BKR[:, level, None].expand(shape), log_probs_BKR[:, level, None].expand(shape)
 
     return of_level
-
-
-def candidates(
-    heads: DraftHeads, hidden_BD: Tensor, num_ranks: int, temperatures: Sequence[float]
-) -> tuple[Tensor, Tensor]:
-    """Of heads that do not see each other: tokens and log-probabilities [B, K, R], best first."""
-    logits_BKV = heads(hidden_BD)
-    inverse_K1 = logits_BKV.new_tensor([1 / t for t in temperatures], dtype=torch.float32)[:, None]
-    return best(heads, logits_BKV, num_ranks, inverse_K1)
-
-
-def best(
-    heads: DraftHeads,
-    logits_C: Tensor,
-    num_ranks: int,
-    inverse_temperature: float | Tensor,
-    places_BC: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Token ids and log-probabilities of the largest logits, (..., C) -> (..., R), of all that the
-    heads can draft or of those at these places (see `After`)."""
-    log_probs_C = (logits_C.float() * inverse_temperature).log_softmax(dim=-1)
-    best_R, ids_R = log_probs_C.topk(num_ranks, dim=-1)
-    return heads.token_ids(placed(ids_R, places_BC)), best_R
-
-
-def placed(ids_BFR: Tensor, places_BC: Tensor | None) -> Tensor:
-    """Where candidates stand in the heads' vocabulary."""
-    if places_BC is None:
-        return ids_BFR
-    return places_BC.gather(1, ids_BFR.flatten(1)).view_as(ids_BFR)
 
 
 def best_first_tree(
