@@ -22,7 +22,7 @@ from medusa_heads.inference.adapt.situation import BOUNDS, FURTHER, Draft, Situa
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.growing import Proposal, Source, grow
 from medusa_heads.inference.drafters.text import TextSource
-from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.engine.state import DecodingState, Drawing
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.trees.prefix_tree import PrefixTree, to_token_tree
 from medusa_heads.trees.tree import TokenTree
@@ -67,7 +67,7 @@ class BlendedDrafter(Drafter):
         self._text, self._sources = text, list(sources)
         self._always, self._chain_only, self.padded = always, chain_only, padded
         # What is learnt of greedy text says little of sampled text.
-        self._situations: dict[tuple[bool, int], Situation] = {}
+        self._situations: dict[tuple[Drawing, int], Situation] = {}
         self._last: Step | None = None
         self._again = [0] * len(self._sources)  # steps for which each is asked whatever it gains
         self.num_nodes = max(self._sizes) + 1
@@ -76,8 +76,8 @@ class BlendedDrafter(Drafter):
         if lessons is not None:
             learning: list[Source | TextSource] = [*self._sources, *([text] if text else [])]
             for each in learning:
-                for drawn, evidence in each.evidence.items():
-                    lessons.go_on(f"{each.name} {drawn}", evidence.columns)
+                for drawing, evidence in each.evidence.items():
+                    lessons.go_on(f"{each.name} {drawing}", evidence.columns)
             weakref.finalize(self, lessons.write)  # when nobody drafts with it any more
 
     def propose(self, state: DecodingState) -> TokenTree:
@@ -239,23 +239,23 @@ class BlendedDrafter(Drafter):
         return Draft(trees, expected, budget.best(expected)[0])
 
     def _situation(self, state: DecodingState) -> Situation:
-        drawn, rows = state.warpers is not None, len(state.rows)
+        drawing, rows = state.drawing, len(state.rows)
         group = 1 << (rows - 1).bit_length()
-        situation = self._situations.get((drawn, group))
+        situation = self._situations.get((drawing, group))
         if situation is None:
-            situation = self._situations[drawn, group] = Situation(
+            situation = self._situations[drawing, group] = Situation(
                 self._clock,
                 self._sizes,
                 group,
                 rows,
                 self._sources,
-                drawn=drawn,
+                drawn=drawing != "greedy",
                 padded=self.padded,
             )
             if self._lessons is not None:
                 plain = partial(self._clock.step, group)
                 for name, columns in situation.learning():
-                    self._lessons.go_on(f"{drawn} {group} {name}", columns, plain)
+                    self._lessons.go_on(f"{drawing} {group} {name}", columns, plain)
         situation.move_to(rows, state.again)
         return situation
 

@@ -18,7 +18,7 @@ from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawn
+from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawing
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree, TreeShape
 
@@ -61,13 +61,13 @@ class ChainSource(Source):
         self.name, self.reads_prompt, self.facts = name, reads_prompt, facts or {}
         self._continuation, self._clock, self._token = continuation, clock, token
         self._most, self._agreement, self._apart = most, agreement, apart
-        self.evidence = by_drawn(lambda: Evidence([1.0] * (apart * LEVELS)))
+        self.evidence = by_drawing(lambda: Evidence([1.0] * (apart * LEVELS)))
         self._usual = Evidence([agreement])  # chances of tokens that were drafted
         self._budgets: dict[int, Budget] = {}  # by rows
         clock.learn_drafting(name, _USUAL_LENGTH * token(1))
 
     def draft(self, state: DecodingState) -> list[Proposal]:
-        rows, evidence = len(state.rows), self.evidence[state.warpers is not None]
+        rows, evidence = len(state.rows), self.evidence[state.drawing]
         chains: list[list[list[tuple[int, float, int]]]] = [[] for _ in state.rows]
         chances, expected, seconds = [1.0] * rows, 1.0, 0.0
         budget = self._budgets.get(rows)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from medusa_heads.inference.adapt.evidence import Evidence
-from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.engine.state import DecodingState, Drawing
 from medusa_heads.trees.prefix_tree import PrefixTree
 from medusa_heads.trees.tree import TokenTree
 
@@ -45,11 +45,15 @@ class Proposal:
         if known is None:
             rate = self._evidence.rate
             known = self._known[place] = [
-                (min(expected * rate(group), _SUREST), token, after, group, expected)
+                (self._chance(place, token, expected * rate(group)), token, after, group, expected)
                 for token, expected, group, after in self._behind(place)
             ]
             known.sort(reverse=True)
         return known
+
+    def _chance(self, place: Any, token: int, chance: float) -> float:
+        """That the token is accepted there, by what came of the source's drafts."""
+        return min(chance, _SUREST)
 
     def learn(self, committed: Sequence[int]) -> None:
         """Compare with what the target wrote, as far as the source was right."""
@@ -72,7 +76,7 @@ class Source(ABC):
         reads_prompt: whether the first drafts need the hidden states of the whole prompt.
         reads_on: whether it reads all of the text, also what was written while it was not asked.
         observes: whether it learns from what the target says.
-        evidence: by whether the target's tokens are drawn.
+        evidence: by how the target's tokens come about.
         facts: what its evidence is of, besides the target.
     """
 
@@ -94,9 +98,9 @@ class Source(ABC):
         """See Drafter."""
 
 
-def by_drawn(make: Callable[[], Evidence]) -> dict[bool, Evidence]:
-    """Evidence of tokens that the target chooses, and of those that it draws."""
-    return {False: make(), True: make()}
+def by_drawing(make: Callable[[], Evidence]) -> dict[Drawing, Evidence]:
+    """Evidence of tokens that come about in each way."""
+    return {"greedy": make(), "drawn": make(), "coupled": make()}
 
 
 def grow(

@@ -14,7 +14,7 @@ from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.coupling import as_drawn
-from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawn
+from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawing
 from medusa_heads.inference.drafters.prefix import encoded_hidden
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.dynamic_tree import Ranking
@@ -36,7 +36,7 @@ class _HeadsOffers(Source):
         measured = json.dumps(statistics.to_dict(), sort_keys=True)
         self.facts = {"heads": hashlib.sha256(measured.encode()).hexdigest()}
         groups = statistics.num_heads * LEVELS
-        self.evidence = by_drawn(lambda: Evidence([1.0] * groups, weight=_WEIGHT))
+        self.evidence = by_drawing(lambda: Evidence([1.0] * groups, weight=_WEIGHT))
 
     def expected(self, nodes: int) -> float:
         if not nodes:
@@ -60,7 +60,7 @@ class HeadsSource(_HeadsOffers):
         ranking = as_drawn(self._ranking, state)
         tokens_BKR, log_probs_BKR = ranking.best(self._heads(hidden_BD), self._ranks)
         tables = zip(tokens_BKR.tolist(), log_probs_BKR.exp().tolist(), strict=True)
-        evidence = self.evidence[state.warpers is not None]
+        evidence = self.evidence[state.drawing]
         return [Proposal(evidence, 0, partial(_of_table, *table)) for table in tables]
 
 
@@ -90,7 +90,7 @@ class TreeSource(_HeadsOffers):
         assert tree.log_probs_BN is not None
         tensors = (tree.tokens_BN, tree.parents_BN, tree.depth_BN, tree.log_probs_BN.exp())
         rows = zip(*(each.tolist() for each in tensors), strict=True)
-        evidence = self.evidence[state.warpers is not None]
+        evidence = self.evidence[state.drawing]
         return [Proposal(evidence, 0, _children(*row).__getitem__) for row in rows]
 
 

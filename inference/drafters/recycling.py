@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
-from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawn
+from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawing
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
 
@@ -34,7 +34,7 @@ class RecyclingSource(Source):
     def __init__(self, vocab_size: int) -> None:
         self._successors_VR = np.full((vocab_size, RANKS), _UNKNOWN, dtype=np.int64)
         self._chances_VR = np.zeros((vocab_size, RANKS), dtype=np.float32)
-        self.evidence = by_drawn(lambda: Evidence([_PRIOR] * (2 * LEVELS)))
+        self.evidence = by_drawing(lambda: Evidence([_PRIOR] * (2 * LEVELS)))
         self._seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def draft(self, state: DecodingState) -> list[Proposal]:
@@ -44,7 +44,7 @@ class RecyclingSource(Source):
             self._successors_VR[tokens_BN, :ranks] = successors_BNR
             self._chances_VR[tokens_BN, :ranks] = chances_BNR
         self._seen.clear()
-        evidence = self.evidence[state.warpers is not None]
+        evidence = self.evidence[state.drawing]
         return [Proposal(evidence, row.tokens[-1], self._behind) for row in state.rows]
 
     def _behind(self, place: Any) -> list[tuple[int, float, int, Any]]:

@@ -7,10 +7,12 @@ al. 2024, arXiv:2411.10666).
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import partial
 from typing import Any
 
 from medusa_heads.inference.adapt.evidence import Evidence
-from medusa_heads.inference.drafters.growing import Proposal, by_drawn
+from medusa_heads.inference.drafters.growing import Proposal, by_drawing
+from medusa_heads.inference.engine.noise import Luck, chance_drawn
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
@@ -25,9 +27,9 @@ _SELDOM = 8  # searches of a corpus of which one is made that does not seem wort
 class TextProposal(Proposal):
     """What followed an earlier occurrence of the text's end. Places count its tokens."""
 
-    def __init__(self, evidence: Evidence, found: Continuation) -> None:
+    def __init__(self, evidence: Evidence, found: Continuation, luck: Luck | None = None) -> None:
         super().__init__(evidence, 0, self._following)
-        self._found = found
+        self._found, self._luck = found, luck
 
     def expected(self) -> float:
         """How many of its tokens are expected to be accepted."""
@@ -37,6 +39,10 @@ class TextProposal(Proposal):
             total += chance
             place += 1
         return total
+
+    def _chance(self, place: Any, token: int, chance: float) -> float:
+        chance = super()._chance(place, token, chance)
+        return chance if self._luck is None else chance_drawn(chance, self._luck(place, token))
 
     def _following(self, place: Any) -> list[tuple[int, float, int, Any]]:
         found = self._found
@@ -55,24 +61,25 @@ class TextSource:
 
     def __init__(self, most: int, corpus: CorpusIndex | None = None) -> None:
         self._most, self._corpus = most, corpus
-        self.evidence: dict[Any, Evidence] = {**by_drawn(lambda: Evidence(_PRIOR))}
+        self.evidence: dict[Any, Evidence] = {**by_drawing(lambda: Evidence(_PRIOR))}
         self.facts = {"corpus": corpus and corpus.digest()}
         if corpus is not None:  # what is copied from there is right more or less often
-            self.evidence |= {("corpus", drawn): Evidence(_PRIOR) for drawn in (False, True)}
+            self.evidence |= {("corpus", way): Evidence(_PRIOR) for way in self.evidence}
         self._usual = 1.0  # accepted tokens expected of a search of the corpus: a running mean
         self._passed_by = 0  # searches since the last that was made
 
     def draft(self, state: DecodingState) -> list[list[TextProposal]]:
         """For every active row what may follow: by its own text, and by the corpus."""
         automata: dict[int, SuffixAutomaton] = state.memories.setdefault(self, {})
-        drawn = state.warpers is not None
-        drafts = []
+        drawing, drafts = state.drawing, []
         for row, padding in zip(state.rows, state.padding, strict=True):
             automaton = _read(automata, row, padding)
-            found = [TextProposal(self.evidence[drawn], automaton.continuation(self._most))]
+            luck = None if state.noise is None else partial(state.noise.luck, row)
+            own = automaton.continuation(self._most)
+            found = [TextProposal(self.evidence[drawing], own, luck)]
             if self._corpus is not None and self._worth_looking():
                 continuation = self._corpus.continuation(automaton.text, self._most)
-                found.append(TextProposal(self.evidence["corpus", drawn], continuation))
+                found.append(TextProposal(self.evidence["corpus", drawing], continuation, luck))
                 self._usual += 0.05 * (found[-1].expected() - self._usual)
             drafts.append(found)
         return drafts

@@ -10,7 +10,8 @@ al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), with the mixing functi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +22,11 @@ _WORD = 1 << 64
 _STRIDE = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 _BITS = 53  # of a word that make a number
+_FRACTION = 2.0**-_BITS
+
+# Of a token so far behind the next one: its draw of the exponential law, of which noise is minus
+# the logarithm. The token with the smallest draw over probability is drawn.
+Luck = Callable[[int, int], float]
 
 
 class Noise:
@@ -57,8 +63,20 @@ class Noise:
             words_BFC = (words_BFC ^ shifted_BFC) * _signed(factor)
         bits_BFC = (words_BFC >> (64 - _BITS)) & ((1 << _BITS) - 1)
         # Small numbers, which decide, keep all their digits in fp32; 1 itself would be infinity.
-        uniform_BFC = ((bits_BFC.float() + 0.5) * 2.0**-_BITS).clamp_max(1 - 2.0**-24)
+        uniform_BFC = ((bits_BFC.float() + 0.5) * _FRACTION).clamp_max(1 - 2.0**-24)
         return -(-torch.log1p(-uniform_BFC)).log()
+
+    def luck(self, row: Row, ahead: int, token: int) -> float:
+        """See Luck: for one token, on the host."""
+        place = _place(self._keys[row.index], row, ahead) % _WORD
+        word = _mixed((place + (token + 1) * _STRIDE) % _WORD)
+        return -math.log1p(-((word >> (64 - _BITS)) + 0.5) * _FRACTION)
+
+
+def chance_drawn(chance: float, luck: float) -> float:
+    """That a token of this probability is drawn, where its own luck is known, and nothing of all
+    others'."""
+    return math.exp(-luck * (1.0 - chance) / max(chance, 1e-9))
 
 
 def _place(key: int, row: Row, ahead: int) -> int:

@@ -11,7 +11,7 @@ however unequal their luck.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,10 @@ from medusa_heads.target.attention import TreeMask, additive
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
+
+# How the target's tokens come about: the likeliest are taken, or they are drawn, or drawn by noise
+# that drafters know.
+Drawing = Literal["greedy", "drawn", "coupled"]
 
 if TYPE_CHECKING:  # which read the state
     from medusa_heads.inference.drafters.base import Drafter
@@ -68,6 +72,13 @@ class DecodingState:
         self.cache.set_length(max(self.lengths))
         cache.take_over(self.cache)
         self.cache = cache
+
+    @property
+    def drawing(self) -> Drawing:
+        """How the target's tokens come about."""
+        if self.warpers is None:
+            return "greedy"
+        return "drawn" if self.noise is None else "coupled"
 
     @property
     def again(self) -> int:

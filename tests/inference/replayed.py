@@ -19,7 +19,7 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
-from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawn
+from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawing
 from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.engine.rows import Row, StopCheck
@@ -90,11 +90,11 @@ class Guesses(Source):
     ):
         self._texts, self._right, self._machine, self._time = texts, right, machine, time
         self._even = even
-        self.evidence = by_drawn(lambda: Evidence([1.0] * LEVELS))
+        self.evidence = by_drawing(lambda: Evidence([1.0] * LEVELS))
 
     def draft(self, state: DecodingState) -> list[Proposal]:
         self._time.work(self._machine.guess(len(state.rows)))
-        evidence = self.evidence[state.warpers is not None]
+        evidence = self.evidence[state.drawing]
         return [Proposal(evidence, 0, self._behind(row)) for row in state.rows]
 
     def _behind(self, row: Any) -> Callable[[int], list[tuple[int, float, int, Any]]]:

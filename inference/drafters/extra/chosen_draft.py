@@ -11,7 +11,7 @@ from medusa_heads.inference.drafters.base import Drafter, Memory
 from medusa_heads.inference.drafters.model.choice import DraftChoice
 from medusa_heads.inference.drafters.model.draft_model import AdaptiveTree
 from medusa_heads.inference.drafters.model.drafted_text import DraftedText
-from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.engine.state import DecodingState, Drawing
 from medusa_heads.trees.tree import TokenTree
 
 _ACCEPTED = 0.65  # of a token behind an accepted one, before anything was drafted
@@ -47,7 +47,7 @@ class ChosenDraftDrafter(Drafter):
         self.num_nodes = self._most + 1
         self.steps = [0] * len(drafters)
         # Where the target's tokens are drawn, or of more rows, another draft model may be the best.
-        self._choices: dict[tuple[bool, int], DraftChoice] = {}
+        self._choices: dict[tuple[Drawing, int], DraftChoice] = {}
         self._took: float | None = None
 
     def propose(self, state: DecodingState) -> TokenTree:
@@ -109,8 +109,8 @@ class ChosenDraftDrafter(Drafter):
         return clock.step(rows * max(round(missed), 1)) - clock.step(rows)
 
     def _choice(self, state: DecodingState) -> DraftChoice:
-        drawn, rows = state.warpers is not None, len(state.rows)
-        key = drawn, rows.bit_length()
+        rows = len(state.rows)
+        key = state.drawing, rows.bit_length()
         if key not in self._choices:
             priors = [self._prior(drafter, clock, rows) for drafter, clock in self._drafters]
             self._choices[key] = DraftChoice(

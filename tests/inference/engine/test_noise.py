@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from medusa_heads.inference.engine.noise import Noise
+from medusa_heads.inference.engine.noise import Noise, chance_drawn
 from medusa_heads.inference.engine.rows import Row, StopCheck
 
 SEED = 20_240_816
@@ -62,3 +62,38 @@ def test_noise_knows_nothing_of_other_rows_padding_and_how_it_is_asked() -> None
 def test_the_same_prompt_twice_is_drawn_for_twice() -> None:
     twice = noise_of([[5, 6], [5, 6]], [0, 0], 20_000)
     assert torch.corrcoef(twice)[0, 1].abs() < 5 / math.sqrt(20_000)
+
+
+def test_the_host_knows_each_tokens_noise() -> None:
+    rows = rows_of([5, 6], [7])
+    noise = Noise(SEED, rows, [0, 0])
+    rows[1].commit(3)
+    tokens_BFC = torch.randint(150_000, (2, 2, 50), generator=torch.Generator().manual_seed(0))
+    on_device = noise.of(rows, [0, 2], tokens_BFC)
+    on_host = torch.tensor(
+        [
+            [[-math.log(noise.luck(row, far, token)) for token in own] for far, own in by_far]
+            for row, by_far in (
+                (row, zip((0, 2), tokens, strict=True))
+                for row, tokens in zip(rows, tokens_BFC.tolist(), strict=True)
+            )
+        ]
+    )
+    torch.testing.assert_close(on_device, on_host, rtol=1e-4, atol=1e-5)
+
+
+def test_what_ones_own_luck_says() -> None:
+    """Of many draws at one place, by the luck of one token: how often it was drawn."""
+    chances_V = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    rows = rows_of(*[[prompt] for prompt in range(10)])
+    tokens_BFV = torch.arange(4).expand(10, 20_000, 4)
+    luck_SV = (-Noise(SEED, rows, [0] * 10).of(rows, range(20_000), tokens_BFV)).exp().view(-1, 4)
+    drawn_S = (luck_SV / chances_V).argmin(dim=1)
+    counts_V = torch.bincount(drawn_S, minlength=4) / len(drawn_S)
+    torch.testing.assert_close(counts_V, chances_V, rtol=0, atol=0.005)
+    for low in (0.0, 0.2, 0.4, 0.6, 0.8):
+        least, most = (math.log(1 / max(c, 1e-9)) * 0.4 / 0.6 for c in (low + 0.2, low))
+        among_S = (luck_SV[:, 0] > least) & (luck_SV[:, 0] <= most)
+        said = [chance_drawn(0.4, luck) for luck in luck_SV[among_S, 0][:1000].tolist()]
+        share = (drawn_S[among_S] == 0).float().mean()
+        assert abs(share - sum(said) / len(said)) < 0.015
