@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import DraftHeads, Eagle3Heads, frequent_tokens, new_heads
+from medusa_heads.heads import DecoderHeads, DraftHeads, frequent_tokens, new_heads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
@@ -138,7 +138,7 @@ def train_heads(
         target_weights_sha256=run.target_sha256,
         resumed=run.checkpoint is not None,
     )
-    if isinstance(heads, Eagle3Heads):
+    if isinstance(heads, DecoderHeads):
         some = hidden_states.collate([run.data.held_out[0]])
         heads.scale_to(hidden_states.of(send_to_device(some, run.target.device)))
     common = {"objective": objective, "hidden_states": hidden_states, **run.hooks}

@@ -1,0 +1,138 @@
+"""What is written in speculators' layouts, its own model classes read, and say what ours say.
+
+Skipped where the package speculators is not installed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads import HeadsConfig, TargetModel, new_heads
+from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
+from medusa_heads.heads import DraftHeads
+from medusa_heads.interop import WrittenFormat
+from medusa_heads.interop.export import export_heads
+from tests.vllm.partly_trained import TARGET
+
+pytest.importorskip("speculators")
+
+FEATURES = [1, 3, 5]
+BLOCKS: dict[str, tuple[WrittenFormat, dict[str, Any]]] = {
+    "dspark": ("dspark", {"correction_rank": 8}),
+    "dspark, reduced": ("dspark", {"correction_rank": 8, "draft_vocab_size": 500}),
+    "dspark, two layers": ("dspark", {"correction_rank": 8, "num_layers": 2}),
+    "dflash": ("dflash", {"num_layers": 2}),
+    "dflash, own": ("dflash", {"draft_vocab_size": 500, "vocab_matrix": "own"}),
+}
+
+
+def exported(folder: Path, to: WrittenFormat, **config: Any) -> tuple[DraftHeads, TargetModel, Path]:
+    """Heads whose every weight matters, read back from their checkpoint, and what was written."""
+    target = TargetModel.from_pretrained(str(TARGET), dtype=torch.float32)
+    size = config.get("draft_vocab_size")
+    tokens_V = None if size is None else torch.arange(1, 1 + 3 * size, 3)
+    heads = new_heads(target, HeadsConfig(num_heads=4, features=FEATURES, **config), tokens_V)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    save_heads(folder / "heads", heads, target)
+    export_heads(folder / "heads", folder / "out", to, target=str(TARGET))
+    read = load_heads(folder / "heads", target).heads
+    return read, target.with_features(FEATURES), folder / "out"
+
+
+def text() -> Tensor:
+    return torch.randint(4096, (1, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@torch.no_grad()
+def test_a_block_says_the_same(tmp_path: Path, name: str) -> None:
+    from speculators import SpeculatorModel
+
+    to, config = BLOCKS[name]
+    heads, target, folder = exported(tmp_path, to, kind="block", **config)
+    theirs: Any = SpeculatorModel.from_pretrained(str(folder)).float().eval()
+    theirs._attn_impl, theirs._create_mask_fn = "eager", _eager_mask()
+    theirs.config.transformer_layer_config._attn_implementation = "eager"
+    ids_1T = text()
+    hidden_1TX = target.hidden(ids_1T)
+    width = target.hidden_size
+    block = theirs.block_size
+    anchors = ids_1T.shape[1] - block
+    hidden, logits, _, _, places = theirs._backbone_forward(
+        hidden_1TX[..., :-width],
+        ids_1T,
+        torch.ones_like(ids_1T),
+        hidden_1TX[..., -width:],
+        torch.zeros_like(ids_1T),
+        max_anchors=anchors,
+    )
+    got = logits.view(anchors, block, -1)
+    if to == "dspark":
+        before = ids_1T[0, places].view(anchors, block)
+        got = got + theirs.markov_head.block_bias(
+            prev_token_ids=before, hidden_states=hidden.view(anchors, block, -1)
+        )
+    got = got[1:, -heads.config.num_heads :]  # before the first token there is no text
+    encoded_1TE = heads.encode(hidden_1TX, ids_1T)[:, : anchors - 1]
+    following = torch.stack([ids_1T[:, 1 + i : anchors + i] for i in range(4)], dim=-1)
+    expected = heads(encoded_1TE, following)[0]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    drafted = torch.arange(theirs.draft_vocab_size)
+    if theirs.d2t is not None:
+        drafted = drafted + theirs.d2t
+        assert torch.equal(theirs.t2d.nonzero()[:, 0], drafted)
+    assert torch.equal(drafted, heads.token_ids(torch.arange(len(drafted))))
+
+
+def _eager_mask() -> Any:
+    from speculators.models.attention import create_float_mask
+
+    return create_float_mask
+
+
+@pytest.mark.parametrize("matrix", ["shared", "own"])
+@torch.no_grad()
+def test_an_eagle3_layer_says_the_same(tmp_path: Path, matrix: str) -> None:
+    from speculators import SpeculatorModel
+
+    heads, target, folder = exported(
+        tmp_path, "eagle3-speculators", kind="eagle3", vocab_matrix=matrix, draft_vocab_size=500
+    )
+    theirs: Any = SpeculatorModel.from_pretrained(str(folder)).float().eval()
+    ids_1T = text()
+    hidden_1TX = target.hidden(ids_1T)
+    fused = theirs.fc(
+        torch.cat(
+            [
+                norm(part)
+                for norm, part in zip(
+                    theirs.fc_norm, hidden_1TX[..., : -target.hidden_size].chunk(3, -1), strict=True
+                )
+            ],
+            dim=-1,
+        )
+    )
+    following = ids_1T.roll(-1)
+    both = torch.cat([theirs.embed_tokens(following), fused], dim=-1)
+    length = ids_1T.shape[1]
+    mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+    positions = torch.arange(length)[None]
+    theirs.config.transformer_layer_config._attn_implementation = "eager"
+    out = theirs.layers[0](
+        both,
+        attention_mask=mask,
+        position_ids=positions,
+        position_embeddings=theirs.rotary_emb(both, positions),
+    )
+    out = out[0] if isinstance(out, tuple) else out
+    got = theirs.lm_head(theirs.norm(out))
+    expected = heads.project(0, heads.features(heads.encode(hidden_1TX, ids_1T))[:, :, 0])
+    torch.testing.assert_close(got[:, :-1], expected[:, :-1], atol=1e-4, rtol=1e-4)
