@@ -146,9 +146,12 @@ class HeadsConfig:
         for name in ("prefix_attention", "raw_embeddings"):
             if getattr(self, name):
                 raise ValueError(
-                    "heads of kind 'block' attend over the text so far as they are, and read "
-                    f"embeddings as the target has them: leave {name} out"
+                    "heads of kind 'block' attend over the text so far, and read embeddings, as "
+                    f"they are: leave {name} out"
                 )
+        self._check_features("block")
+        if self.num_heads > _MOST_STEPS:
+            raise ValueError(f"a block has at most {_MOST_STEPS} heads, got {self.num_heads}")
 
     def _check_eagle3(self) -> None:
         """Raises ValueError, by name: what such heads have no use for."""
@@ -163,9 +166,12 @@ class HeadsConfig:
                     f"eagle3 heads read the text and the token before by themselves: leave {name} "
                     "out"
                 )
+        self._check_features("eagle3")
+
+    def _check_features(self, kind: str) -> None:
         if self.features is not None and list(self.features) != sorted(self.features):
             raise ValueError(
-                f"eagle3 heads read features from the lowest layer on, got {list(self.features)}"
+                f"{kind} heads read features from the lowest layer on, got {list(self.features)}"
             )
 
     def for_target(self, hidden_size: int, vocab_size: int) -> HeadsConfig:

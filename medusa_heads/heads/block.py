@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import BlockShape
-from medusa_heads.heads.decoder import DecoderHeads, rotary_of
+from medusa_heads.heads.decoder import DecoderHeads, settings_of
 from medusa_heads.heads.vocabulary import HasVocabulary
 
 AT_ONCE = 1 << 27
@@ -43,9 +43,11 @@ class BlockLayers(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, shape.rms_norm_eps
         assert width is not None
-        settings = shape.layer_config(Qwen3Config, width, config.num_layers)
+        settings, rotary = settings_of(
+            shape, Qwen3Config, Qwen3RotaryEmbedding, width, config.num_layers
+        )
         # In a tuple, because its frequencies keep their precision whatever the layers are cast to.
-        self._rotary = (rotary_of(Qwen3RotaryEmbedding, settings),)
+        self._rotary = (rotary,)
         self._mask_D = torch.empty(0)
         self._num_queries = config.num_heads + (not shape.sample_from_anchor)
         self._num_heads = config.num_heads
@@ -59,8 +61,20 @@ class BlockLayers(nn.Module):
             Qwen3DecoderLayer(settings, i) for i in range(config.num_layers)
         )
         self.norm = nn.RMSNorm(width, eps=eps)
-        for layer in self.layers:
-            nn.init.zeros_(layer.mlp.down_proj.weight)
+        self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Let the first layer hand on the mean of what it sees, and all others nothing: from a mean
+        of states that the target's vocabulary matrix can read, a block learns faster."""
+        for place, layer in enumerate(self.layers):
+            attention = layer.self_attn
+            for zeroed in (attention.o_proj, layer.mlp.down_proj):
+                zeroed.weight.zero_()
+            if place == 0:
+                attention.v_proj.weight.zero_()
+                for same in (attention.v_proj, attention.o_proj):
+                    same.weight.fill_diagonal_(1.0)
 
     @property
     def dtype(self) -> torch.dtype:

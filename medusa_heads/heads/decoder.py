@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_heads.config import HeadsConfig
+from medusa_heads.decoder_shape import LayerShape
 from medusa_heads.errors import first_line
 from medusa_heads.heads.base import DraftHeads
 from medusa_heads.heads.vocabulary import HasVocabulary
@@ -77,12 +78,15 @@ class DecoderHeads(DraftHeads):
         return hidden_RE.unflatten(-1, (self.config.num_heads, -1))
 
 
-def rotary_of(of_layers: Any, config: Any) -> Any:
-    """The layers' rotary positions. Raises ValueError: rope_parameters lack what their rule of
-    positions wants."""
+def settings_of(
+    shape: LayerShape, of_config: Any, of_rotary: Any, hidden_size: int, num_layers: int = 1
+) -> tuple[Any, Any]:
+    """The layers' configuration of a class of transformers, and their rotary positions. Raises
+    ValueError: rope_parameters lack what their rule of positions wants."""
     try:
-        return of_layers(config)
+        config = shape.layer_config(of_config, hidden_size, num_layers)
+        return config, of_rotary(config)
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"rope_parameters {config.rope_parameters!r} are not complete: {first_line(error)}"
+            f"rope_parameters {shape.rope_parameters!r} are not complete: {first_line(error)}"
         ) from error

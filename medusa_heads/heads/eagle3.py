@@ -26,7 +26,7 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads.base import After
 from medusa_heads.heads.chains import Chains
-from medusa_heads.heads.decoder import DecoderHeads, rotary_of
+from medusa_heads.heads.decoder import DecoderHeads, settings_of
 
 
 class Eagle3Layer(nn.Module):
@@ -41,9 +41,9 @@ class Eagle3Layer(nn.Module):
         )
 
         super().__init__()
-        self.config = shape.layer_config(LlamaConfig, hidden_size)
+        self.config, rotary = settings_of(shape, LlamaConfig, LlamaRotaryEmbedding, hidden_size)
         # In a tuple, because its frequencies keep their precision whatever the layer is cast to.
-        self._rotary = (rotary_of(LlamaRotaryEmbedding, self.config),)
+        self._rotary = (rotary,)
         self._norm_before_residual = shape.norm_before_residual
         self.self_attn = LlamaAttention(self.config, layer_idx=0)
         for name in ("q_proj", "k_proj", "v_proj"):

@@ -103,9 +103,8 @@ def read(
             "its confidence head is left out: how far to draft follows from the heads' own chances"
         )
     numbers = {int(match[1]) for name in source.files if (match := _QUERY.fullmatch(name))}
-    if "fc.weight" not in source.files or numbers != set(range(len(numbers))) or not numbers:
-        lacking = "fc.weight" if "fc.weight" not in source.files else "one of its layers"
-        raise ValueError(f"{source.name!r} lacks {lacking}: download it anew")
+    if numbers != set(range(len(numbers))) or not numbers:
+        raise ValueError(f"{source.name!r} lacks one of its layers: download it anew")
     hidden_size, _ = matrix_shape(source, "fc.weight")
     check_width(source, layers, hidden_size)
     features = _features(source, said)

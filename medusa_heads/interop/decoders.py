@@ -118,7 +118,9 @@ def shape_said(said: Mapping[str, Any], query_rows: int) -> dict[str, Any]:
 
 
 def matrix_shape(source: Source, name: str) -> tuple[int, int]:
-    """Of a tensor. Raises ValueError: it is no matrix."""
+    """Of a tensor. Raises ValueError: there is none, or it is no matrix."""
+    if name not in source.files:
+        raise ValueError(f"{source.name!r} lacks {name}: download it anew")
     shape = source.shape(name)
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"{source.name!r}: {name} has shape {list(shape)}, not a matrix")

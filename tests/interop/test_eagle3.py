@@ -210,7 +210,7 @@ def test_there_and_back(tmp_path: Path, target: Path, config: dict[str, Any]) ->
     [
         ({"model_type": "qwen3"}, {}, "holds a layer of 'qwen3': heads here hold Llama's"),
         ({"hidden_act": "gelu"}, {}, "is not of silu"),
-        ({"target_hidden_size": 128}, {}, "says target_hidden_size: 128 and its lm_head is 64"),
+        ({"target_hidden_size": 128}, {}, "says target_hidden_size: 128 and its tensors are 64"),
         ({"norm_output": True}, {}, "reads its own output behind the last norm"),
         ({"eagle_aux_hidden_state_layer_ids": None}, {}, "does not say which layers it reads"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, {}, "features must be different numbers"),
