@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
 from medusa_heads.checkpoint.tensor_file import write_tensors
 from medusa_heads.config import HeadsKind
 from medusa_heads.decoder_shape import BlockShape
-from medusa_heads.interop import WrittenFormat, block, eagle3
+from medusa_heads.interop import ReadFormat, WrittenFormat, block, eagle3
 from medusa_heads.interop.formats import FORMATS
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import write_model
@@ -71,10 +71,14 @@ class Outgoing:
         config, engine = self.config, ENGINES[to]
         kind = _KINDS.get(to, "medusa")
         if config.kind != kind:
-            others = [name for name, held in _KINDS.items() if held == config.kind]
+            fitting = [name for name, held in _KINDS.items() if held == config.kind]
             raise ValueError(
                 f"{engine} holds no {config.kind} heads: "
-                + (f"give --to {' or '.join(others)}" if others else f"train kind '{kind}' for it")
+                + (
+                    f"give --to {' or '.join(fitting)}"
+                    if fitting
+                    else f"train kind '{kind}' for it"
+                )
             )
         if kind != "medusa":
             self._check_layers(to)
@@ -181,7 +185,8 @@ class Outgoing:
         else:
             torch.save(tensors, folder / file)
         base_model = self.stored.target.get("name_or_path")
-        sizes = {key: getattr(self.config, ours) for ours, key in FORMATS[to].keys.items()}
+        keys = FORMATS[cast(ReadFormat, to)].keys
+        sizes = {key: getattr(self.config, ours) for ours, key in keys.items()}
         write_json(folder / CONFIG_FILE, {"base_model_name_or_path": base_model, **sizes, **config})
 
     def _write_layers(self, folder: Path, to: WrittenFormat) -> None:

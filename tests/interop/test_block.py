@@ -75,7 +75,7 @@ LAYERS = {
 def speculators(algorithm: str, *, anchor: bool, **changed: Any) -> dict[str, Any]:
     """config.json as speculators writes it."""
     method = {"proposal_type": "greedy", "speculative_tokens": BLOCK - (not anchor)}
-    verifier = {"name_or_path": None, "architectures": []}
+    verifier: dict[str, Any] = {"name_or_path": None, "architectures": []}
     said = {
         "speculators_model_type": algorithm,
         "speculators_config": {"proposal_methods": [method], "verifier": verifier},
@@ -185,7 +185,7 @@ def test_a_block_says_what_theirs_says(
         bias_KR = tensors["markov_head.markov_w1.weight"][before_K]
         theirs = theirs + bias_KR @ tensors["markov_head.markov_w2.weight"].T
     torch.testing.assert_close(got_KV, theirs, atol=1e-4, rtol=1e-4)
-    decodes(made.folder, target)
+    decodes(made.folder, str(target))
 
 
 WAYS: dict[str, tuple[WrittenFormat, dict[str, Any]]] = {
@@ -203,8 +203,8 @@ def saved(folder: Path, target: Path, **config: Any) -> Path:
     model = TargetModel.from_pretrained(str(target))
     size = config.get("draft_vocab_size")
     tokens = None if size is None else torch.arange(2, 2 + size)
-    config = {"kind": "block", "num_heads": 3, "features": [0, 1]} | config
-    heads = new_heads(model, HeadsConfig(**config), tokens)
+    said: dict[str, Any] = {"kind": "block", "num_heads": 3, "features": [0, 1]} | config
+    heads = new_heads(model, HeadsConfig(**said), tokens)
     save_heads(folder, heads, model)
     return folder
 

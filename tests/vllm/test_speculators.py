@@ -5,6 +5,7 @@ Skipped where the package speculators is not installed.
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,15 @@ import torch
 
 from tests.vllm.written import BLOCKS, exported, text
 
-pytest.importorskip("speculators")
+speculators: Any = pytest.importorskip("speculators")
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.no_grad()
 def test_a_block_says_the_same(tmp_path: Path, name: str) -> None:
-    from speculators import SpeculatorModel
-
     to, config = BLOCKS[name]
     heads, target, folder = exported(tmp_path, to, kind="block", **config)
-    theirs: Any = SpeculatorModel.from_pretrained(str(folder)).float().eval()
+    theirs: Any = speculators.SpeculatorModel.from_pretrained(str(folder)).float().eval()
     theirs._attn_impl, theirs._create_mask_fn = "eager", _eager_mask()
     theirs.config.transformer_layer_config._attn_implementation = "eager"
     ids_1T = text()
@@ -58,20 +57,16 @@ def test_a_block_says_the_same(tmp_path: Path, name: str) -> None:
 
 
 def _eager_mask() -> Any:
-    from speculators.models.attention import create_float_mask
-
-    return create_float_mask
+    return importlib.import_module("speculators.models.attention").create_float_mask
 
 
 @pytest.mark.parametrize("matrix", ["shared", "own"])
 @torch.no_grad()
 def test_an_eagle3_layer_says_the_same(tmp_path: Path, matrix: str) -> None:
-    from speculators import SpeculatorModel
-
     heads, target, folder = exported(
         tmp_path, "eagle3-speculators", kind="eagle3", vocab_matrix=matrix, draft_vocab_size=500
     )
-    theirs: Any = SpeculatorModel.from_pretrained(str(folder)).float().eval()
+    theirs: Any = speculators.SpeculatorModel.from_pretrained(str(folder)).float().eval()
     ids_1T = text()
     hidden_1TX = target.hidden(ids_1T)
     fused = theirs.fc(
