@@ -7,6 +7,7 @@ from typing import Any
 from transformers import LogitsProcessorList
 
 from medusa_heads.inference.acceptance.base import AcceptanceRule
+from medusa_heads.inference.acceptance.coupled import Coupled
 from medusa_heads.inference.acceptance.lossless import SampleThenMatch
 from medusa_heads.inference.acceptance.rejection import RejectionSampling
 from medusa_heads.inference.acceptance.relaxed import (
@@ -15,10 +16,18 @@ from medusa_heads.inference.acceptance.relaxed import (
     TypicalAcceptance,
 )
 
-__all__ = ["RULES", "AcceptanceRule", "RejectionSampling", "SampleThenMatch", "make_rule"]
+__all__ = [
+    "RULES",
+    "AcceptanceRule",
+    "Coupled",
+    "RejectionSampling",
+    "SampleThenMatch",
+    "make_rule",
+]
 
 RULES: dict[str, type[Any]] = {
     "lossless": RejectionSampling,
+    "coupled": Coupled,
     "typical": TypicalAcceptance,
     "threshold": ThresholdAcceptance,
     "log_ratio": LogRatioAcceptance,
@@ -31,7 +40,7 @@ def make_rule(
     """The rule of that name.
 
     Args:
-        name: `lossless`, or one of the lossy `typical`, `threshold`, `log_ratio`.
+        name: `lossless`, `coupled`, or one of the lossy `typical`, `threshold`, `log_ratio`.
         processors: transformers' logits processors and warpers.
         do_sample: draw, rather than take the most likely token.
         settings: of the rule: `epsilon` and `delta`, `threshold`, or `tau`.

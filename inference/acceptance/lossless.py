@@ -90,10 +90,14 @@ class SampleThenMatch:
             scores_WV = torch.cat(
                 [self._scores(logits_BNV[b], rows[b], node) for b, node in places]
             )
+        return self._pick(scores_WV, [rows[b] for b in walking]).tolist()
+
+    def _pick(self, scores_WV: Tensor, rows: Sequence[Row]) -> Tensor:
+        """The next token [W] of each of these rows, by its processed scores."""
         if not self._do_sample:
-            return scores_WV.argmax(dim=-1).tolist()
+            return scores_WV.argmax(dim=-1)
         probs_WV = torch.softmax(scores_WV, dim=-1)
-        return torch.multinomial(probs_WV, num_samples=1)[:, 0].tolist()
+        return torch.multinomial(probs_WV, num_samples=1)[:, 0]
 
     def _scores(self, logits_NV: Tensor, row: Row, node: int) -> Tensor:
         """What the processors make of a node's logits, [1, V] in fp32, and recorded if asked."""

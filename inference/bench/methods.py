@@ -8,7 +8,8 @@ heads, heads:TREE           the checkpoint's heads; trees as in plan/trees.py
 draft-model, draft-model:TREE   the draft models on this engine; trees as in plan/draft.py
 and the names in models/training_free.py, of drafters that no training made
 One of the last three kinds with +compile behind it: verified through torch.compile
-heads or a drafter with +corpus behind it: continues the corpus that was given, too
+with +coupled, before that: tokens are drawn by noise that drafters know
+heads or a drafter with +corpus, before both: continues the corpus that was given, too
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ ASSISTED = "transformers-assisted"
 HEADS = "heads"
 DRAFT_MODEL = "draft-model"
 COMPILE = "+compile"  # behind the name of a method of this engine
-CORPUS = "+corpus"  # likewise, and before +compile
+COUPLED = "+coupled"  # likewise, and before +compile
+CORPUS = "+corpus"  # likewise, and before +coupled
 # The draft length that transformers' documentation uses for prompt lookup.
 PROMPT_LOOKUP_TOKENS = 10
 
@@ -65,6 +67,7 @@ class _Parts(NamedTuple):
     kind: str
     tree: str
     corpus: bool
+    acceptance: str
     compiled: bool
 
     @property
@@ -76,10 +79,12 @@ class _Parts(NamedTuple):
 
 
 def _parts(name: str) -> _Parts:
-    drafter = name.removesuffix(COMPILE)
+    drawn = name.removesuffix(COMPILE)
+    drafter = drawn.removesuffix(COUPLED)
     drafts = drafter.removesuffix(CORPUS)
     kind, _, tree = drafts.partition(":")
-    return _Parts(drafts, kind, tree, drafts != drafter, drafter != name)
+    acceptance = "lossless" if drafter == drawn else "coupled"
+    return _Parts(drafts, kind, tree, drafts != drafter, acceptance, drawn != name)
 
 
 def needs_heads(methods: Sequence[str]) -> bool:
@@ -139,6 +144,10 @@ def _checked(name: str) -> _Parts:
     if parts.compiled and parts.drafts in _PLAINLY:
         instead = f"measure {COMPILED!r}" if parts.drafts == PLAIN else f"leave {COMPILE!r} out"
         raise ValueError(f"only methods of this engine are compiled, got {name!r}: {instead}")
+    if parts.acceptance == "coupled" and parts.drafts in _PLAINLY:
+        raise ValueError(
+            f"only methods of this engine draw by known noise, got {name!r}: leave {COUPLED!r} out"
+        )
     if parts.compiled and parts.kind.startswith("early_exit"):
         raise ValueError(
             f"early_exit runs layers of an uncompiled target, got {name!r}: leave {COMPILE!r} out"
@@ -159,9 +168,11 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
     corpus = models.corpus if parts.corpus else None
     model: AssistedModel
     if parts.kind in _TREED:
-        model = _TREED[parts.kind](models, target, parts.tree or "auto", corpus)
+        tree = parts.tree or "auto"
+        options = {"acceptance": parts.acceptance}
+        model = _TREED[parts.kind](models, target, tree, corpus, options)
     else:
-        model = TrainingFreeModel(target, parts.drafts, corpus=corpus)
+        model = TrainingFreeModel(target, parts.drafts, corpus=corpus, acceptance=parts.acceptance)
     return Method(
         name,
         model.generate,
@@ -197,8 +208,15 @@ _PLAINLY: dict[str, Callable[[Models, int], dict[str, Any]]] = {
 }
 # What decodes with trees of the kinds of this engine; every other name is TrainingFreeModel's.
 _TREED: dict[str, Callable[..., AssistedModel]] = {
-    HEADS: lambda models, target, tree, corpus: MedusaModel(
-        target, models.medusa.heads, statistics=models.medusa.statistics, tree=tree, corpus=corpus
+    HEADS: lambda models, target, tree, corpus, options: MedusaModel(
+        target,
+        models.medusa.heads,
+        statistics=models.medusa.statistics,
+        tree=tree,
+        corpus=corpus,
+        **options,
     ),
-    DRAFT_MODEL: lambda models, target, tree, _: DraftedModel(target, models.drafts, tree=tree),
+    DRAFT_MODEL: lambda models, target, tree, _, options: DraftedModel(
+        target, models.drafts, tree=tree, **options
+    ),
 }

@@ -18,14 +18,14 @@ from torch import Tensor
 from medusa_heads.config import RankPath
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.coupling import as_drawn
 from medusa_heads.inference.drafters.prefix import encoded_hidden, following
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.dynamic_tree import (
     DYNAMIC_RANKS,
     DYNAMIC_WIDTH,
-    best,
+    Ranking,
     best_first_tree,
-    candidates,
     guesses,
     same_guesses,
 )
@@ -38,7 +38,7 @@ class HeadsDrafter(Drafter):
     def __init__(self, heads: DraftHeads, temperatures: Sequence[float] | None) -> None:
         self._heads: Any = heads
         self._depth = heads.config.num_heads
-        self._temperatures = list(temperatures or [1.0] * self._depth)
+        self._ranking = Ranking(heads, temperatures or [1.0] * self._depth)
         self.reads_prompt = heads.config.reads_text
 
 
@@ -64,12 +64,11 @@ class DynamicDrafter(HeadsDrafter):
         self.num_nodes = num_drafted + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
+        ranking = as_drawn(self._ranking, state)
         if self._heads.sequential:
-            after = following(self._heads, state)
-            guess = guesses(self._heads, after, self._num_ranks, self._temperatures)
+            guess = guesses(ranking, following(self._heads, state), self._num_ranks)
         else:
-            hidden_BD = encoded_hidden(self._heads, state)
-            guess = same_guesses(self._heads, hidden_BD, self._num_ranks, self._temperatures)
+            guess = same_guesses(ranking, encoded_hidden(self._heads, state), self._num_ranks)
         return best_first_tree(state.roots_B, guess, self.num_nodes - 1, self._depth, self._width)
 
 
@@ -136,10 +135,9 @@ class MedusaDrafter(StaticDrafter):
     def _draft(self, state: DecodingState, places: Tensor) -> TokenTree:
         roots_B, hidden_BD = state.roots_B, encoded_hidden(self._heads, state)
         ranks, log_probs_BN = self.shape.max_rank + 1, None
-        if self._with_log_probs:
-            tokens_BKR, log_probs_BKR = candidates(
-                self._heads, hidden_BD, ranks, self._temperatures
-            )
+        if self._with_log_probs or state.noise is not None:
+            ranking = as_drawn(self._ranking, state)
+            tokens_BKR, log_probs_BKR = ranking.best(self._heads(hidden_BD), ranks)
             log_probs_BN = log_probs_BKR.flatten(1).index_select(1, places)
             log_probs_BN = torch.cat([log_probs_BN.new_zeros(len(roots_B), 1), log_probs_BN], dim=1)
         else:
@@ -187,6 +185,7 @@ class SequentialDrafter(StaticDrafter):
 
     def _draft(self, state: DecodingState, places: list[_Level]) -> TokenTree:
         roots_B, after = state.roots_B, following(self._heads, state)
+        ranking = as_drawn(self._ranking, state)
         tokens_BN = roots_B.new_empty(len(roots_B), self.num_nodes)
         tokens_BN[:, 0] = roots_B
         log_probs_BN = torch.zeros(tokens_BN.shape, device=roots_B.device)  # the root is certain
@@ -195,10 +194,8 @@ class SequentialDrafter(StaticDrafter):
             paths_BFJ = paths_BFJ.index_select(1, level.going_on_F)
             above_BF = above_N.index_select(0, level.going_on_F).expand(len(roots_B), -1)
             logits_BFV = after(depth, paths_BFJ, above_BF)
-            if self._with_log_probs:
-                tokens_BFR, log_probs_BFR = best(
-                    self._heads, logits_BFV, level.num_ranks, 1 / self._temperatures[depth]
-                )
+            if self._with_log_probs or state.noise is not None:
+                tokens_BFR, log_probs_BFR = ranking.best(logits_BFV, level.num_ranks, depth)
                 picked_BN = log_probs_BFR.flatten(1).index_select(1, level.picks_N)
                 log_probs_BN[:, level.places_N] = picked_BN
             else:

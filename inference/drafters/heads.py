@@ -13,10 +13,11 @@ from typing import Any
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
 from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.coupling import as_drawn
 from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawn
 from medusa_heads.inference.drafters.prefix import encoded_hidden
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.trees.dynamic_tree import candidates
+from medusa_heads.trees.dynamic_tree import Ranking
 from medusa_heads.trees.statistics import HeadStatistics
 
 _RANKS = 10  # candidates of each head; deeper ones are verified in very few steps
@@ -49,16 +50,15 @@ class HeadsSource(_HeadsOffers):
 
     def __init__(self, heads: DraftHeads, statistics: HeadStatistics) -> None:
         super().__init__(statistics)
-        self._heads, self._temperatures = heads, statistics.temperatures
+        self._heads, self._ranking = heads, Ranking(heads, statistics.temperatures)
         self.reads_prompt = self.reads_on = heads.config.reads_text
         self._ranks = min(_RANKS, heads.config.num_candidates)
 
     def draft(self, state: DecodingState) -> list[Proposal]:
         """See Source. A place is a depth."""
         hidden_BD = encoded_hidden(self._heads, state)
-        tokens_BKR, log_probs_BKR = candidates(
-            self._heads, hidden_BD, self._ranks, self._temperatures
-        )
+        ranking = as_drawn(self._ranking, state)
+        tokens_BKR, log_probs_BKR = ranking.best(self._heads(hidden_BD), self._ranks)
         tables = zip(tokens_BKR.tolist(), log_probs_BKR.exp().tolist(), strict=True)
         evidence = self.evidence[state.warpers is not None]
         return [Proposal(evidence, 0, partial(_of_table, *table)) for table in tables]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.target.attention import TreeMask, additive
 from medusa_heads.target.cache import RowCache
@@ -50,6 +51,8 @@ class DecodingState:
         self.memories: dict[Any, Any] = {}
         # What the target's logits go through before a token is drawn; None where none is drawn.
         self.warpers: LogitsProcessorList | None = None
+        # What decides the draws, where drafters may know it.
+        self.noise: Noise | None = None
         # The most nodes that each row's next tree may have; None where nothing limits them.
         self.room: list[int] | None = None
         self._fresh: list[tuple[Tensor, list[list[int]]]] = []

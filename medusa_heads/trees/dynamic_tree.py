@@ -26,48 +26,45 @@ DYNAMIC_WIDTH = 10  # paths that sequential heads are asked to continue at each 
 Guess = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def guesses(
-    heads: DraftHeads, after: After, num_ranks: int, temperatures: Sequence[float]
-) -> Guess:
-    """The guesses of sequential heads, as many after each path; each head's logits are divided by
-    its temperature."""
+class Ranking:
+    """Which candidates heads have: the tokens that they take to be likeliest, each head's logits
+    divided by its temperature."""
+
+    def __init__(self, heads: DraftHeads, temperatures: Sequence[float]) -> None:
+        self.heads, self._inverse = heads, [1 / t for t in temperatures]
+
+    def best(
+        self, logits_BFV: Tensor, num_ranks: int, level: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids and log-probabilities [B, F, R], best first, of logits that are all for the
+        token at depth `level` + 1; without a level, F counts the heads."""
+        inverse = logits_BFV.new_tensor(
+            self._inverse if level is None else [self._inverse[level]], dtype=torch.float32
+        )
+        log_probs_BFV = (logits_BFV.float() * inverse[:, None]).log_softmax(dim=-1)
+        best_BFR, ids_BFR = log_probs_BFV.topk(num_ranks, dim=-1)
+        return self.heads.token_ids(ids_BFR), best_BFR
+
+
+def guesses(ranking: Ranking, after: After, num_ranks: int) -> Guess:
+    """The guesses of sequential heads, as many after each path."""
 
     def after_path(level: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, Tensor]:
-        return best(heads, after(level, paths_BFJ, above_BF), num_ranks, 1 / temperatures[level])
+        return ranking.best(after(level, paths_BFJ, above_BF), num_ranks, level)
 
     return after_path
 
 
-def same_guesses(
-    heads: DraftHeads, hidden_BD: Tensor, num_ranks: int, temperatures: Sequence[float]
-) -> Guess:
+def same_guesses(ranking: Ranking, hidden_BD: Tensor, num_ranks: int) -> Guess:
     """Those of heads that do not see each other, likewise, from hidden states as `heads.encode`
     left them."""
-    tokens_BKR, log_probs_BKR = candidates(heads, hidden_BD, num_ranks, temperatures)
+    tokens_BKR, log_probs_BKR = ranking.best(ranking.heads(hidden_BD), num_ranks)
 
     def of_level(level: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, Tensor]:
         shape = (-1, paths_BFJ.shape[1], -1)
         return tokens_BKR[:, level, None].expand(shape), log_probs_BKR[:, level, None].expand(shape)
 
     return of_level
-
-
-def candidates(
-    heads: DraftHeads, hidden_BD: Tensor, num_ranks: int, temperatures: Sequence[float]
-) -> tuple[Tensor, Tensor]:
-    """Of heads that do not see each other: tokens and log-probabilities [B, K, R], best first."""
-    logits_BKV = heads(hidden_BD)
-    inverse_K1 = logits_BKV.new_tensor([1 / t for t in temperatures], dtype=torch.float32)[:, None]
-    return best(heads, logits_BKV, num_ranks, inverse_K1)
-
-
-def best(
-    heads: DraftHeads, logits_V: Tensor, num_ranks: int, inverse_temperature: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """Token ids and log-probabilities of the largest logits, (..., V) -> (..., R)."""
-    log_probs_V = (logits_V.float() * inverse_temperature).log_softmax(dim=-1)
-    best_R, ids_R = log_probs_V.topk(num_ranks, dim=-1)
-    return heads.token_ids(ids_R), best_R
 
 
 def best_first_tree(

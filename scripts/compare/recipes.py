@@ -5,7 +5,8 @@
 
 Every recipe trains on as many tokens, in the same order of prompts, from pieces of the standard
 library; all are measured on the target's own continuations of held-out prompts: tokens per step, by
-walking each text with the best static tree that the other half of the texts implies.
+walking each text with the best static tree that the other half of the texts implies, and of dynamic
+trees at any of their positions. The heads stay in OUTPUT_DIR/heads/RECIPE.
 
 Shapes: B texts, T tokens, K heads.
 """
@@ -33,6 +34,7 @@ from medusa_heads.files import replace_file
 from medusa_heads.heads import DraftHeads
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.measure.calibration import measure_heads
 from medusa_heads.training.measure.metrics import complete_runs, rank_statistics
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.trees.statistics import simulate_tokens_per_step
@@ -140,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     texts = Texts(target, arguments)
     results = []
     for name in arguments.recipes:
-        results.append(run(RECIPES[name], target, texts, arguments))
+        results.append(run(name, target, texts, arguments))
         replace_file(arguments.output_dir / "recipes.json", json.dumps(results, indent=2) + "\n")
     show(results)
 
@@ -172,9 +174,12 @@ class Texts:
 
 
 def run(
-    recipe: Recipe, target: TargetModel, texts: Texts, arguments: CompareArguments
+    name: str, target: TargetModel, texts: Texts, arguments: CompareArguments
 ) -> dict[str, Any]:
     """Train one recipe's heads, and measure them."""
+    recipe, folder = RECIPES[name], arguments.output_dir / "heads" / name
+    if folder.exists():
+        shutil.rmtree(folder)  # of an earlier run
     config = HeadsConfig(**recipe.heads)
     rows = texts.distilled if recipe.self_distilled else texts.corpus
     optimisation = OptimisationArguments(
@@ -186,7 +191,6 @@ def run(
     )
     training_args = to_training_arguments(optimisation, config.vocab_matrix)
     started = time.perf_counter()
-    folder = arguments.output_dir / "heads"
     heads = train_heads(
         target,
         rows,
@@ -197,12 +201,12 @@ def run(
         objective=LossConfig(recipe.loss),
     )
     seconds = time.perf_counter() - started
-    shutil.rmtree(folder)
     trainer = HeadsTrainer(heads, target, training_args, rows, texts.measured["greedy"])
-    figures = {
-        setting: measure(torch.as_tensor(trainer.predict(text).predictions))
-        for setting, text in texts.measured.items()
-    }
+    figures = {}
+    for setting, text in texts.measured.items():
+        figures[setting] = measure(torch.as_tensor(trainer.predict(text).predictions))
+        statistics, _ = measure_heads(heads, trainer.hidden_states, text)
+        figures[setting]["dynamic"] = statistics.dynamic_tokens_per_step
     return {
         "recipe": recipe.name,
         **asdict(recipe),
@@ -239,10 +243,10 @@ def trainable(heads: DraftHeads) -> int:
 
 def show(results: list[dict[str, Any]]) -> None:
     """The table, with each recipe as a ratio to the plain one with a shared matrix."""
-    table = Table(title="Tokens per step on held-out prompts (static tree)")
+    table = Table(title="Tokens per step on held-out prompts (static trees, dynamic ones of 31)")
     for column in ("recipe", "parameters", "top-1 by head, greedy", "greedy: 16", "32", "64"):
         table.add_column(column, justify="left" if column == "recipe" else "right")
-    for column in ("over plain at 32", "T = 0.7: 32", "seconds"):
+    for column in ("over plain at 32", "dynamic", "T = 0.7: 32", "dynamic", "seconds"):
         table.add_column(column, justify="right")
     plain = next((r for r in results if r["recipe"] == RECIPES["plain"].name), results[0])
     base = plain["measured"]["greedy"]["tokens_per_step"][32]
@@ -254,7 +258,9 @@ def show(results: list[dict[str, Any]]) -> None:
             " ".join(f"{accuracy:.2f}" for accuracy in greedy["top_1"]),
             *(f"{greedy['tokens_per_step'][nodes]:.2f}" for nodes in NODES),
             f"{greedy['tokens_per_step'][32] / base:.2f}x",
+            f"{greedy['dynamic'][31]:.2f}",
             f"{sampled['tokens_per_step'][32]:.2f}",
+            f"{sampled['dynamic'][31]:.2f}",
             str(result["seconds"]),
         )
     Console(width=150).print(table)

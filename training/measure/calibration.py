@@ -28,6 +28,7 @@ from medusa_heads.trees.dynamic_tree import (
     DYNAMIC_RANKS,
     DYNAMIC_SIZES,
     DYNAMIC_WIDTH,
+    Ranking,
     accepted_by_size,
     best_first_tree,
     guesses,
@@ -206,16 +207,16 @@ def _dynamic_tokens_per_step(
     read: Callable[[int], tuple[Tensor, Batch]],
 ) -> dict[int, float]:
     """1 + the mean number of accepted nodes of dynamic trees at the measured positions, by size."""
-    ranks = min(DYNAMIC_RANKS, heads.config.num_candidates)
+    ranking, ranks = Ranking(heads, temperatures), min(DYNAMIC_RANKS, heads.config.num_candidates)
     width = DYNAMIC_WIDTH if heads.sequential else None
     most = sum(ranks ** (level + 1) for level in range(heads.config.num_heads))
     sizes = [size for size in DYNAMIC_SIZES if size <= most]
     accepted = torch.zeros(len(sizes), dtype=torch.long)
     for part, after in _followed(heads, found, step, read):
         if after is None:
-            guess = same_guesses(heads, part.hidden_SD, ranks, temperatures)
+            guess = same_guesses(ranking, part.hidden_SD, ranks)
         else:
-            guess = guesses(heads, after, ranks, temperatures)
+            guess = guesses(ranking, after, ranks)
         roots_B = part.tokens_SK[:, 0]
         tree = best_first_tree(roots_B, guess, sizes[-1], heads.config.num_heads, width)
         accepted += torch.tensor(accepted_by_size(tree, part.labels_SK, sizes))

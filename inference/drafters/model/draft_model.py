@@ -97,14 +97,15 @@ class DraftModelDrafter(Drafter):
             self.num_nodes = num_drafted + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
-        warpers = state.warpers if self._draws else None
+        coupled = state.noise is not None
+        warpers = state.warpers if self._draws or coupled else None
         walk = Walk(self._draft, self, state, self._vocab_size, warpers)
         if self._width > 1:
             return self._best_tree(state.roots_B, walk)
         above_BF, first, width = None, 0, 1
         for children in self._levels:
             probs_BFV = walk.read(above_BF)
-            if warpers is None:
+            if warpers is None or coupled:
                 tokens_BFR = probs_BFV.topk(children, dim=-1).indices
             else:
                 tokens_BFR = draw_different(probs_BFV, children)
@@ -156,7 +157,8 @@ class AdaptiveTree:
 
     def draft(self, state: DecodingState, choice: DraftChoice) -> TokenTree:
         """A tree for every active row, all of one shape."""
-        drawn, device = state.warpers is not None, state.roots_B.device
+        drawn = state.warpers is not None and state.noise is None
+        device = state.roots_B.device
         drafted = DraftedTree(state.rows, self._experience[drawn], choice, self._clock)
         state.memories[self, "last"] = drafted
         walk = Walk(self._draft, self, state, self._vocab_size, state.warpers)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from medusa_heads.inference.acceptance.base import look_at_one_row, look_at_scores_alone
+from medusa_heads.inference.drafters.coupling import drawn_chances
 from medusa_heads.inference.drafters.model.drafted_text import DraftedText
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
@@ -25,7 +26,7 @@ from medusa_heads.trees.tree import TokenTree, TreeShape
 
 class Walk:
     """What a draft model has drafted so far behind the committed texts, for the drafter `owner`.
-    Where tokens are drawn, `warpers` are the target's logits processors; else they are None.
+    Where the target's tokens are drawn, `warpers` may be its logits processors; else they are None.
 
     Attributes:
         text: what the draft model has read.
@@ -53,8 +54,9 @@ class Walk:
         self._level = 0
 
     def read(self, above_BF: Tensor | None) -> Tensor:
-        """The distributions [B, F, V] behind the nodes of `paths_BFJ`; `above_BF` says behind which
-        of those that were read before they stand, at the first level none."""
+        """The distributions [B, F, V] behind the nodes of `paths_BFJ`, or where the noise is known,
+        what it lets the target draw there; `above_BF` says behind which of those that were read
+        before they stand, at the first level none."""
         if self._level:
             assert above_BF is not None
             logits_BFV = self.text.write(self.paths_BFJ[..., -1], above_BF, self._level)
@@ -62,8 +64,13 @@ class Walk:
             logits_BFV = self.text.catch_up(self._state)[:, None]
         self._level += 1
         logits_BFV = logits_BFV.to(self.paths_BFJ.device)
-        rows = self._state.rows
-        return draft_probs(logits_BFV, self.paths_BFJ, rows, self._warpers, self._vocab_size)
+        rows, noise = self._state.rows, self._state.noise
+        probs_BFV = draft_probs(logits_BFV, self.paths_BFJ, rows, self._warpers, self._vocab_size)
+        if noise is None or self._warpers is None:
+            return probs_BFV
+        tokens_B1V = torch.arange(probs_BFV.shape[2], device=probs_BFV.device)
+        noise_B1V = noise.of(rows, [self._level - 1], tokens_B1V.expand(len(rows), 1, -1))
+        return drawn_chances(probs_BFV.log(), noise_B1V).exp()
 
     def add(self, tokens_BC: Tensor, probs_BC: Tensor, above_BCJ: Tensor) -> None:
         """Draft tokens: how likely the draft model takes each to be, and the path it goes on."""

@@ -63,8 +63,10 @@ class DecodingArguments(ModelArguments):
         "File or folder of text that the target may repeat. Drafts that continue the text's own "
         "end (auto, suffix, +suffix) then continue this text too. Indexed once.",
     )
-    acceptance: Literal["lossless", "typical", "threshold", "log_ratio"] = flag(
-        "lossless", "Rule that accepts drafts: lossless, or one that changes the text."
+    acceptance: Literal["lossless", "coupled", "typical", "threshold", "log_ratio"] = flag(
+        "lossless",
+        "Rule that accepts drafts: lossless; coupled, which draws by noise that drafters know; or "
+        "one that changes the text.",
     )
     epsilon: float | None = flag(None, "Epsilon of typical acceptance.")
     delta: float | None = flag(None, "Delta of typical acceptance.")

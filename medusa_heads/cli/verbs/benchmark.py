@@ -47,7 +47,8 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
         "What to compare: plain (always measured), plain-compiled, transformers-prompt-lookup, "
         "transformers-assisted, heads[:TREE], draft-model[:TREE], or a drafter that needs no "
         "training, as of generate --drafter; of the last three kinds NAME+compile verifies "
-        "through torch.compile, and with --corpus NAME+corpus[+compile] continues that, too. "
+        "through torch.compile, NAME+coupled draws by noise that drafters know, and with --corpus "
+        "NAME+corpus[+coupled][+compile] continues that, too. "
         "Default: plain, transformers-prompt-lookup and the heads (in float32 behind another "
         "dtype plain and the heads, to prove the output the same), without heads auto in their "
         "place; and draft-model and NAME+corpus where those are given.",

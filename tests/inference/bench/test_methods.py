@@ -9,6 +9,7 @@ import torch
 
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.bench.methods import COMPILED, PLAIN, PROMPT_LOOKUP, check_methods
+from medusa_heads.inference.bench.setting import Setting
 from medusa_heads.inference.models import training_free
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.inference.models.training_free import DRAFTERS, OWN_MODULES
@@ -43,6 +44,9 @@ EVERY_KIND = (
         ("plain+compile", "got 'plain.compile': measure 'plain-compiled'"),
         ("transformers-prompt-lookup+compile", "only methods of this engine are compiled"),
         ("early_exit:4+suffix+compile", "layers of an uncompiled target"),
+        ("plain+coupled", "only methods of this engine draw by known noise"),
+        ("suffix+coupled+corpus", r"got 'suffix\+coupled\+corpus'"),
+        ("draft-model+coupled+compile", "needs a draft model"),
     ],
 )
 def test_methods_that_are_not_there(name: str, message: str) -> None:
@@ -102,6 +106,15 @@ def test_drafters_and_draft_models_in_padded_batches(
         # The first token of each text comes of its prompt alone.
         steps = heads["tokens"] / heads["tokens_per_step"] - result["prompts"]
         assert sum(kept) * steps == pytest.approx(heads["tokens"] - result["prompts"] - steps)
+
+
+def test_coupled_methods_draw_by_noise_that_drafters_know(medusa: MedusaModel) -> None:
+    """A draft model that is the target itself is never refused, though tokens are drawn."""
+    names = ["draft-model:chain:3", "draft-model:chain:3+coupled"]
+    methods = methods_of(medusa, PLAIN, *names, draft=medusa.target)
+    drawn = run_setting(medusa, methods, Setting("sampled", "float32"))
+    assert drawn[names[1]]["tokens_per_step"] > 1.3 * drawn[names[0]]["tokens_per_step"]
+    assert drawn[names[1]]["tokens_per_step"] > 3  # of 4
 
 
 def test_plain_compiled_writes_the_same(medusa: MedusaModel, monkeypatch: Any) -> None:

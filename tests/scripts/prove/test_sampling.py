@@ -23,11 +23,11 @@ def test_a_setting_and_the_negative_control() -> None:
     name = "all together"
     outcomes = prove(1000, seed=0, settings={name: SETTINGS[name]})
     assert verdict(outcomes)
-    assert [o.acceptance for o in outcomes] == ["lossless"] * 4 + ["typical"] * 2
-    assert [o.tokens for o in outcomes] == [2, 3] * 3
+    assert [o.acceptance for o in outcomes] == ["lossless"] * 4 + ["coupled"] * 4 + ["typical"] * 2
+    assert [o.tokens for o in outcomes] == [2, 3] * 5
     assert all(o.tokens_per_step > 1.02 for o in outcomes)
     # Swapped, the verdict turns: it does depend on what was drawn.
-    assert not verdict([*outcomes[:4], replace(outcomes[4], acceptance="lossless")])
+    assert not verdict([*outcomes[:8], replace(outcomes[8], acceptance="coupled")])
     # Trees of one setting draw with seeds of their own, and are no copies of each other.
     assert outcomes[0].statistic != outcomes[2].statistic
 

@@ -1,0 +1,64 @@
+"""Drafts that know the noise: what is about to be drawn, not what is likeliest.
+
+Shapes: B active rows, F paths, C looked-at tokens, R ranks, V vocabulary.
+Source: Daliri et al. 2024, arXiv:2408.07978.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from medusa_heads.inference.acceptance.base import look_at_scores_alone
+from medusa_heads.inference.engine.noise import Noise
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.trees.dynamic_tree import Ranking
+
+_LOOKED_AT = 64  # tokens of a head whose noise is made
+# What a draft says of a token differs from what the target says, so the largest sum of score and
+# noise is not certain to be drawn. Fitted on held-out text of the demo's target.
+_SHARPNESS = 0.7
+_LEAST = -60.0  # log-probability of what cannot be drawn
+
+
+def as_drawn(ranking: Ranking, state: DecodingState) -> Ranking:
+    """The ranking by which heads draft in this step: where the noise is known, by what it lets the
+    target draw."""
+    return ranking if state.noise is None else _Coupled(ranking, state, state.noise)
+
+
+def drawn_chances(scores: Tensor, noise: Tensor) -> Tensor:
+    """How likely each token is to be drawn (..., C), as log-probabilities, where a drafter gives it
+    these scores and this is its noise."""
+    return (_SHARPNESS * (scores + noise)).log_softmax(dim=-1).clamp_min(_LEAST)
+
+
+class _Coupled(Ranking):
+    """Candidates by their scores, as the target's warpers would leave them, and the target's noise.
+
+    Heads' temperatures count for nothing here: they were fitted for a text's probabilities, and the
+    warpers bring the temperature that tokens are drawn at.
+    """
+
+    def __init__(self, ranking: Ranking, state: DecodingState, noise: Noise) -> None:
+        self.heads, self._rows, self._noise = ranking.heads, state.rows, noise
+        self._warpers = LogitsProcessorList(
+            warper
+            for warper in state.warpers or ()
+            if look_at_scores_alone(LogitsProcessorList([warper]))
+        )
+
+    def best(
+        self, logits_BFV: Tensor, num_ranks: int, level: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        paths, most = logits_BFV.shape[1], max(num_ranks, min(_LOOKED_AT, logits_BFV.shape[2]))
+        logits_BFC, ids_BFC = logits_BFV.float().topk(most, dim=-1)
+        tokens_BFC = self.heads.token_ids(ids_BFC)
+        flat: Any = logits_BFC.flatten(0, 1)
+        scores_BFC = self._warpers(flat, flat).view_as(logits_BFC)
+        ahead = list(range(paths)) if level is None else [level]
+        noise_BFC = self._noise.of(self._rows, ahead, tokens_BFC)
+        best_BFR, places_BFR = drawn_chances(scores_BFC, noise_BFC).topk(num_ranks, dim=-1)
+        return tokens_BFC.gather(-1, places_BFR), best_BFR

@@ -1,0 +1,80 @@
+"""Noise that is known before it is used: of every token at every place of a text, from a counter.
+
+Shapes: B rows, F paths, C tokens.
+Sources: drawing as the argmax of log-probabilities and Gumbel noise, so that who drafts may know
+the noise (Daliri et al. 2024, arXiv:2408.07978, section 3); random numbers by counting (Salmon et
+al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), with the mixing function of SplitMix64
+(Steele et al. 2014).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from medusa_heads.inference.engine.rows import Row
+
+_WORD = 1 << 64
+_STRIDE = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+_BITS = 53  # of a word that make a number
+
+
+class Noise:
+    """Gumbel noise of each token at each place of each row's text.
+
+    It depends on the seed, on the row's own prompt (padding left out), on how many earlier rows of
+    the batch have the same prompt, on the place among the new tokens, and on the token's id: not on
+    other rows, their order, nor on drafts.
+
+    Args:
+        seed: of all rows.
+        rows: of the batch, before anything is committed.
+        padding: tokens of left padding, by row.
+    """
+
+    def __init__(self, seed: int, rows: Sequence[Row], padding: Sequence[int]) -> None:
+        self._keys: dict[int, int] = {}
+        earlier: dict[bytes, int] = {}
+        for row, left in zip(rows, padding, strict=True):
+            prompt = row.ids_1T()[0, left:].cpu().numpy().tobytes()
+            nth = earlier[prompt] = earlier.get(prompt, -1) + 1
+            name = hashlib.blake2b(prompt, digest_size=8, salt=nth.to_bytes(8, "little"))
+            self._keys[row.index] = _mixed((seed + _whole(name)) % _WORD)
+
+    def of(self, rows: Sequence[Row], ahead: Sequence[int], tokens_BFC: Tensor) -> Tensor:
+        """Of tokens of each row, [B, F, C] in fp32: of all F at one place, `ahead` [1] tokens
+        behind the next of the row, or of each of them at its own, `ahead` [F]."""
+        places = [[_place(self._keys[row.index], row, far) for far in ahead] for row in rows]
+        words_BFC = torch.tensor(places, device=tokens_BFC.device)[..., None]
+        words_BFC = words_BFC + (tokens_BFC + 1) * _signed(_STRIDE)
+        for shift, factor in _MIX:
+            # A shift to the right brings copies of the sign along.
+            shifted_BFC = (words_BFC >> shift) & ((1 << (64 - shift)) - 1)
+            words_BFC = (words_BFC ^ shifted_BFC) * _signed(factor)
+        bits_BFC = (words_BFC >> (64 - _BITS)) & ((1 << _BITS) - 1)
+        # Small numbers, which decide, keep all their digits in fp32; 1 itself would be infinity.
+        uniform_BFC = ((bits_BFC.float() + 0.5) * 2.0**-_BITS).clamp_max(1 - 2.0**-24)
+        return -(-torch.log1p(-uniform_BFC)).log()
+
+
+def _place(key: int, row: Row, ahead: int) -> int:
+    return _signed(_mixed((key + (len(row.tokens) + ahead) * _STRIDE) % _WORD))
+
+
+def _mixed(word: int) -> int:
+    for shift, factor in _MIX:
+        word = (word ^ (word >> shift)) * factor % _WORD
+    return word
+
+
+def _whole(name: hashlib.blake2b) -> int:
+    return int.from_bytes(name.digest(), "little")
+
+
+def _signed(word: int) -> int:
+    """The same bits as a number that int64 holds."""
+    return word - _WORD if word >= _WORD // 2 else word

@@ -1,0 +1,145 @@
+"""Coupled: a seed's text is the same whatever is drafted, and drafts know what is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+
+from medusa_heads import DraftedModel, MedusaModel, TrainingFreeModel
+from medusa_heads.inference.acceptance import Coupled
+from medusa_heads.inference.drafters.coupling import as_drawn
+from medusa_heads.inference.engine.noise import Noise
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.dynamic_tree import Ranking
+from scripts.prove.sampling import chi_square
+from tests.inference.walking import VOCAB, row, tree
+
+ASSETS = Path(__file__).parents[3] / "assets"
+PROMPT = [12, 40, 7, 300, 15, 9]
+OTHER = [400, 33, 21]
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 40, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return TargetModel.from_pretrained(str(ASSETS / "demo-target"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def heads(target: TargetModel) -> Any:
+    return MedusaModel.from_pretrained(str(ASSETS / "demo-heads"), dtype=torch.float32).heads
+
+
+def text(model: Any, prompts: list[list[int]] | None = None, seed: int = 3, **more: Any) -> Tensor:
+    """The new tokens, [B, T]."""
+    prompts = prompts or [PROMPT]
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
+    torch.manual_seed(seed)
+    options = {"max_new_tokens": 40, "pad_token_id": 0, **SAMPLING, **more}
+    return model.generate(padded, attention_mask=mask, **options)[:, longest:]
+
+
+def drafting(target: TargetModel, heads: Any, tree: str) -> MedusaModel:
+    return MedusaModel(target, heads, tree=tree, acceptance="coupled")
+
+
+def test_the_law_is_the_targets() -> None:
+    """First tokens, and second ones behind an accepted draft, against the exact law."""
+    torch.manual_seed(0)
+    logits_1NV = torch.randn(1, 6, VOCAB) * 1.5
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(8)])
+    rule = Coupled(processors, do_sample=True)
+    pairs = []
+    for seed in range(6000):
+        rows: list[Row] = [row()]
+        rule.noise = Noise(seed, rows, [0])
+        rule(tree(1), logits_1NV, rows)
+        pairs.append([*rows[0].tokens, -1][:2])
+    drawn = torch.tensor(pairs)
+    for node, counts_V in (
+        (0, torch.bincount(drawn[:, 0], minlength=VOCAB)),
+        (1, torch.bincount(drawn[drawn[:, 0] == 6, 1], minlength=VOCAB)),
+        (4, torch.bincount(drawn[drawn[:, 0] == 9, 1], minlength=VOCAB)),
+    ):
+        ids: Any = torch.zeros(1, 1, dtype=torch.long)
+        scores: Any = logits_1NV[:, node].clone()
+        statistic, _ = chi_square(counts_V, processors(ids, scores).softmax(-1)[0])
+        assert statistic < 24.3, f"node {node}"  # 7 degrees of freedom, p = 0.001
+
+
+def test_what_is_drafted_changes_no_token(target: TargetModel, heads: Any) -> None:
+    plain = text(drafting(target, heads, "none"))
+    for name in ("chain", "7", "static:15", "dynamic:12", "auto", "7+suffix", "suffix"):
+        assert torch.equal(text(drafting(target, heads, name)), plain), name
+    for name in ("recycling", "auto"):
+        model = TrainingFreeModel(target, name, acceptance="coupled")
+        assert torch.equal(text(model), plain), name
+    assert not torch.equal(text(drafting(target, heads, "7"), seed=4), plain)
+
+
+def test_a_row_writes_among_others_what_it_writes_alone(target: TargetModel, heads: Any) -> None:
+    model = drafting(target, heads, "dynamic:7")
+    alone = text(model, [OTHER])
+    among = text(model, [PROMPT, OTHER, OTHER])
+    assert torch.equal(among[1], alone[0])
+    assert torch.equal(among[0], text(model)[0])
+    assert not torch.equal(among[2], among[1])
+
+
+def test_without_draws_it_is_greedy(target: TargetModel, heads: Any) -> None:
+    greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None}
+    coupled = text(drafting(target, heads, "7"), **greedy)
+    assert torch.equal(coupled, text(MedusaModel(target, heads, tree="7"), **greedy))
+
+
+class _Elsewhere(Noise):
+    """Noise of another place than the target's."""
+
+    def of(self, rows: Sequence[Row], ahead: Sequence[int], tokens_BFC: Tensor) -> Tensor:
+        return super().of(rows, [far + 1000 for far in ahead], tokens_BFC)
+
+
+def _misled(ranking: Ranking, state: DecodingState) -> Ranking:
+    told: Any = as_drawn(ranking, state)
+    told._noise = object.__new__(_Elsewhere)
+    told._noise.__dict__ = vars(state.noise)
+    return told
+
+
+@pytest.mark.parametrize("tree", ["static:7", "dynamic:7"])
+def test_drafts_that_know_the_noise_are_accepted_more_often(
+    target: TargetModel, heads: Any, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the same text, than those that do not, and than those that believe another one."""
+    prompts = [PROMPT, OTHER, [99, 5, 6, 42]]
+    model, texts, tokens_per_step = drafting(target, heads, tree), [], []
+    for told in (as_drawn, lambda ranking, state: ranking, _misled):
+        monkeypatch.setattr("medusa_heads.inference.drafters.head_trees.as_drawn", told)
+        texts.append(text(model, prompts, max_new_tokens=96))
+        assert model.last_stats is not None
+        tokens_per_step.append(model.last_stats.tokens_per_step)
+    assert torch.equal(texts[1], texts[0]) and torch.equal(texts[2], texts[0])
+    knowing, unknowing, misled = tokens_per_step
+    assert knowing > 1.05 * unknowing
+    assert misled < 0.97 * unknowing
+
+
+@pytest.mark.parametrize("tree", ["chain:4", "sampled:4", "auto"])
+def test_a_draft_model_that_says_what_the_target_says_is_never_refused(
+    target: TargetModel, heads: Any, tree: str
+) -> None:
+    """Though tokens are drawn, who knows the noise and the scores knows the tokens."""
+    model = DraftedModel(target, target, tree=tree, acceptance="coupled")
+    assert torch.equal(text(model), text(drafting(target, heads, "none")))
+    if tree != "auto":  # which chooses how deep it drafts
+        assert model.last_stats.tokens_per_step > 4.4  # of 5, and the last step ends early
