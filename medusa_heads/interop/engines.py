@@ -204,8 +204,8 @@ class Outgoing:
         write_json(folder / CONFIG_FILE, {"base_model_name_or_path": base_model, **config})
         if to == "eagle3" and config["norm_before_residual"]:
             self.notices.append(
-                "SGLang 0.5 would draft badly with these heads, and not say so: it knows no "
-                "norm_before_residual, and adds the layer's output to a state that is not normalised"
+                "SGLang 0.5 drafts badly with these heads, and does not say so: it knows no "
+                "norm_before_residual, and adds the layer's output to what was not normalised"
             )
         method = to.removesuffix("-speculators")
         self.notices.append(
