@@ -212,6 +212,13 @@ class HeadsConfig:
         return 0 if self.kind in ("block", "eagle3") else self.num_layers
 
     @property
+    def served_as(self) -> str | None:
+        """What engines call layers such as these heads have; None where they hold none such."""
+        if self.kind == "block" and self.features:
+            return "dspark" if self.correction_rank else "dflash"
+        return "eagle3" if self.kind == "eagle3" else None
+
+    @property
     def is_plain_medusa(self) -> bool:
         """Whether these are heads as Medusa's paper has them, which other engines can hold."""
         extras = (self.draft_vocab_size, self.prefix_attention, self.correction_rank, self.features)

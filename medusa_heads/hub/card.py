@@ -244,11 +244,7 @@ target.generate(
 def _engines(
     repo_id: str, config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool
 ) -> list[str]:
-    why, method = None, None
-    if config.kind == "eagle3":
-        method = "eagle3"
-    elif config.kind == "block" and config.features:
-        method = "dspark" if config.correction_rank else "dflash"
+    why, method = None, config.served_as
     if method and not sidecar.get("adapter"):
         return [
             f"vLLM drafts a chain with them by its own `{method}`, from files that it reads:",
