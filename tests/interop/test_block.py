@@ -132,20 +132,9 @@ def their_logits(
     return norm("norm", x_QD) @ of["lm_head.weight"].T
 
 
-PLAIN_DFLASH = {
-    **LAYERS,
-    "architectures": ["DFlashDraftModel"],
-    "block_size": BLOCK,
-    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]},
-}
-PLAIN_DSPARK = {
-    **LAYERS,
-    "architectures": ["Qwen3DSparkModel"],
-    "block_size": BLOCK,
-    "mask_token_id": MASK,
-    "target_layer_ids": [0, 1],
-    "markov_rank": RANK,
-}
+_PLAIN = {**LAYERS, "block_size": BLOCK}
+PLAIN_DFLASH = _PLAIN | {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]}}
+PLAIN_DSPARK = _PLAIN | {"mask_token_id": MASK, "target_layer_ids": [0, 1], "markov_rank": RANK}
 THEIRS: dict[str, tuple[dict[str, Any], bool, bool, bool]] = {
     # config.json, corrected, a reduced vocabulary, drafts from the anchor's query
     "dspark": (speculators("dspark", anchor=True), True, False, True),
