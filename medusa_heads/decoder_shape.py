@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from medusa_heads.settings import MOST, one_of, sizes
+from medusa_heads.settings import MOST, one_of, sizes, switches
 
 _RULES_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
@@ -43,10 +43,7 @@ class LayerShape:
                 f"the decoder's {self.num_attention_heads} attention heads must be a multiple of "
                 f"its {self.num_key_value_heads} key-value heads, and head_dim {self.head_dim} even"
             )
-        for part in fields(self):
-            if part.type == "bool" and not isinstance(getattr(self, part.name), bool):
-                got = getattr(self, part.name)
-                raise ValueError(f"{part.name} must be true or false, got {got!r}")
+        switches(self, *(part.name for part in fields(self) if part.type == "bool"))
         rope, eps = self.rope_parameters, self.rms_norm_eps
         if not isinstance(eps, float) or not 0 < eps < 1:
             raise ValueError(f"rms_norm_eps must be between 0 and 1, got {eps!r}")

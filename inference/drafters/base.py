@@ -5,6 +5,7 @@ Shapes: B active rows, N nodes, P fresh positions (the most of any row), D hidde
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
 
 
-class Drafter:
+class Drafter(ABC):
     """Proposes a token tree from the decoding state, and never touches the target's cache.
 
     Attributes:
@@ -27,22 +28,22 @@ class Drafter:
     num_nodes: int
     reads_prompt = False
 
+    @abstractmethod
     def propose(self, state: DecodingState) -> TokenTree:
         """A tree for every active row; node 0 holds `state.roots_B`."""
-        raise NotImplementedError
 
     def most_again(self, rows: int) -> int:
         """How many tokens of each of so many rows a target with a recurrent state reads again in
         front of a tree; where there are more, the row reads them in a step without drafts."""
         return USUAL_AGAIN
 
-    def rest(self, state: DecodingState) -> None:
+    def rest(self, state: DecodingState) -> None:  # noqa: B027
         """The next step goes without drafts, and nothing is observed or learnt of it."""
 
-    def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
+    def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:  # noqa: B027
         """Learn from what the target says of every node; called after every verification."""
 
-    def learn_seconds(self, nodes: int, seconds: float) -> None:
+    def learn_seconds(self, nodes: int, seconds: float) -> None:  # noqa: B027
         """Learn from how long a step took, its drafting left out; `nodes` are those drafted in each
         row, spare ones included."""
 
@@ -68,14 +69,17 @@ def unread(state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
     hidden_BND, nodes = state.fresh()
     device, counts = hidden_BND.device, [len(path) for path in nodes]
     longest = max(counts)
-    index = [[*path, *[path[-1]] * (longest - len(path))] for path in nodes]
-    batch_B1 = torch.arange(len(nodes), device=device)[:, None]
+    if min(counts) == hidden_BND.shape[1]:  # all of them are every row's own
+        hidden_BPD = hidden_BND
+    else:
+        index = [[*path, *[path[-1]] * (longest - len(path))] for path in nodes]
+        batch_B1 = torch.arange(len(nodes), device=device)[:, None]
+        hidden_BPD = hidden_BND[batch_B1, torch.tensor(index, device=device)]
     # A row that has ended, and stays in a compiled batch, may have fewer tokens than steps.
     following = [
         (row.last(count) + [0] * longest)[:longest]
         for row, count in zip(state.rows, counts, strict=True)
     ]
-    hidden_BPD = hidden_BND[batch_B1, torch.tensor(index, device=device)]
     return hidden_BPD, torch.tensor(following, device=device), counts
 
 

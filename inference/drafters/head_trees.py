@@ -1,7 +1,7 @@
 """Trees that heads draft: of one shape at every step, or shaped anew by their probabilities.
 
 Shapes: B batch, K heads, N tree nodes, R ranks, F paths that a head goes on from, J tokens of a
-path, D hidden, V vocabulary.
+path, D hidden, C candidates.
 Sources: Medusa (Cai et al. 2024, arXiv:2401.10774, sections 2.1.2 and 2.3.3), Hydra (Ankner et al.
 2024, arXiv:2402.05109, section 3), and the dynamic draft tree of EAGLE-2 (Li et al. 2024,
 arXiv:2406.16858, section 3).
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from medusa_heads.config import RankPath
 from medusa_heads.heads import DraftHeads
+from medusa_heads.heads.correction import LIKELY
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.coupling import as_drawn
 from medusa_heads.inference.drafters.prefix import encoded_hidden, following
@@ -27,6 +28,7 @@ from medusa_heads.trees.dynamic_tree import (
     Ranking,
     best_first_tree,
     guesses,
+    placed,
     same_guesses,
 )
 from medusa_heads.trees.tree import TokenTree, TreeShape
@@ -99,10 +101,9 @@ class StaticDrafter(HeadsDrafter):
                 f"the tree is {shape.max_depth} levels deep, but there are only "
                 f"{self._depth} heads: use a shallower tree"
             )
-        if shape.max_rank >= heads.config.num_candidates:
-            raise ValueError(
-                f"the tree asks for rank {shape.max_rank} of {heads.config.num_candidates} tokens"
-            )
+        most = heads.config.num_candidates if heads.correction is None else LIKELY
+        if shape.max_rank >= min(most, heads.config.num_candidates):
+            raise ValueError(f"the tree asks for rank {shape.max_rank} of {most} tokens")
         self.shape, self.num_nodes = shape, shape.num_nodes
         self._with_log_probs = with_log_probs
         self._places: tuple[torch.device, Any] | None = None
@@ -193,13 +194,16 @@ class SequentialDrafter(StaticDrafter):
         for depth, level in enumerate(places):
             paths_BFJ = paths_BFJ.index_select(1, level.going_on_F)
             above_BF = above_N.index_select(0, level.going_on_F).expand(len(roots_B), -1)
-            logits_BFV = after(depth, paths_BFJ, above_BF)
+            logits_BFC, places_BC = after(depth, paths_BFJ, above_BF)
             if self._with_log_probs or state.noise is not None:
-                tokens_BFR, log_probs_BFR = ranking.best(logits_BFV, level.num_ranks, depth)
+                tokens_BFR, log_probs_BFR = ranking.best(
+                    logits_BFC, level.num_ranks, depth, places_BC
+                )
                 picked_BN = log_probs_BFR.flatten(1).index_select(1, level.picks_N)
                 log_probs_BN[:, level.places_N] = picked_BN
             else:
-                tokens_BFR = self._heads.token_ids(logits_BFV.topk(level.num_ranks).indices)
+                ids_BFR = logits_BFC.topk(level.num_ranks).indices
+                tokens_BFR = self._heads.token_ids(placed(ids_BFR, places_BC))
             drafted_BN = tokens_BFR.flatten(1).index_select(1, level.picks_N)
             tokens_BN[:, level.places_N] = drafted_BN
             above_N = level.picks_N // level.num_ranks

@@ -95,11 +95,12 @@ def simulate_chain(
             places_T = torch.arange(len(ids_T), device=ids_T.device)
             after = heads.after_text(hidden_1TX, ids_T[None], None, places_T)
         else:
-            after = heads.after_paths(hidden_1TX[0])
+            after = heads.after_paths(hidden_1TX[0], likely=None)
         above_T1 = ids_T.new_zeros(len(ids_T), 1)
         for i in range(draft_tokens):
             paths_T1J = torch.stack(chain, dim=1)[:, None]
-            chain.append(heads.token_ids(after(i, paths_T1J, above_T1)[:, 0].argmax(dim=-1)))
+            logits_T1V, _ = after(i, paths_T1J, above_T1)
+            chain.append(heads.token_ids(logits_T1V[:, 0].argmax(dim=-1)))
         chains_TK = torch.stack(chain[1:], dim=1).tolist()
         made = 1
         while made < length:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_heads.config import IGNORED, HeadsConfig
-from medusa_heads.heads.correction import Correction
+from medusa_heads.heads.correction import LIKELY, AfterPaths, Correction
 from medusa_heads.heads.fusion import Fusion
 from medusa_heads.heads.prefix import PrefixLayer
 from medusa_heads.heads.vocabulary import HasVocabulary, embeddings, vocabulary
@@ -25,10 +25,11 @@ if TYPE_CHECKING:  # it makes views of these heads
 
 AnyHeads = TypeVar("AnyHeads", bound="DraftHeads")
 
-After = Callable[[int, Tensor, Tensor], Tensor]
-"""Logits [B, F, V] of a head after each of F drafted paths, roots included: of the head's number i,
+After = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""Logits [B, F, C] of a head after each of F drafted paths, roots included: of the head's number i,
 paths_BFJ of J = i + 1 tokens, and above_BF: behind which of the paths that head i - 1 was asked of
-each stands."""
+each stands. C are all tokens that the heads can draft, or those at the places [B, C] that are
+returned as well."""
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
@@ -226,15 +227,11 @@ class DraftHeads(nn.Module, ABC):
         logits_RKV = self._project_all(self.features(hidden_RD, tokens_RK))
         return logits_RKV if tokens_RK is None else self.corrected(logits_RKV, tokens_RK)
 
-    def after_paths(self, hidden_BD: Tensor) -> After:
-        """What follows drafts from hidden states as `encode` left them."""
+    def after_paths(self, hidden_BD: Tensor, likely: int | None = LIKELY) -> After:
+        """What follows drafts from hidden states as `encode` left them. A correction chooses among
+        so many `likely` tokens of each head's own, by default fewer than all."""
         logits_BKV = self._project_all(self.features(hidden_BD))
-
-        def after(head: int, paths_BFJ: Tensor, above_BF: Tensor) -> Tensor:
-            logits_BFV = logits_BKV[:, head, None].expand(-1, paths_BFJ.shape[1], -1)
-            return self.corrected(logits_BFV, paths_BFJ[..., -1])
-
-        return after
+        return AfterPaths(self.correction, logits_BKV, likely)
 
     def corrected(self, logits_RV: Tensor, before_R: Tensor) -> Tensor:
         """Logits after the token that stands before each, t + 1 + i for head i."""

@@ -6,15 +6,19 @@ behind it. It takes a row of a table, and W / D of the time of the vocabulary ma
 
 Source: the sequential head of DSpark (DeepSeek 2026, arXiv:2607.05147), on heads of any kind.
 
-Shapes: R rows (any leading dimensions), V vocabulary, C candidates of the heads, W rank.
+Shapes: R rows (any leading dimensions), B batch, F paths, J tokens of a path, K heads, V
+vocabulary, C candidates of the heads or some of them, W rank.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+LIKELY = 512  # tokens of a head's own that drafting corrects
 _SPREAD = 0.1  # of a fresh table's entries
 
 
@@ -38,3 +42,38 @@ class Correction(nn.Module):
     def factors(self, before_R: Tensor) -> tuple[Tensor, Tensor]:
         """The product's two sides: what the tokens bring [..., W], and what comes of it [C, W]."""
         return F.embedding(before_R, self.before.weight), self.after.weight
+
+
+class AfterPaths:
+    """What heads that do not see each other say after drafted paths: an `After` (base.py).
+
+    Args:
+        correction: what the token before tells them, if anything.
+        logits_BKC: what they say without.
+        likely: how many tokens of each head's own the correction chooses among; None for all.
+    """
+
+    def __init__(
+        self, correction: Correction | None, logits_BKC: Tensor, likely: int | None
+    ) -> None:
+        self._correction = correction
+        self._places_KBC: Sequence[Tensor] | None = None
+        if correction is not None and likely is not None and likely < logits_BKC.shape[-1]:
+            logits_BKC, places_BKC = logits_BKC.topk(likely, dim=-1, sorted=False)
+            self._places_KBC = places_BKC.unbind(1)
+        self._logits_KB1C = logits_BKC.unsqueeze(2).unbind(1)
+
+    def __call__(
+        self, head: int, paths_BFJ: Tensor, above_BF: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `After`."""
+        logits_B1C, before_BF = self._logits_KB1C[head], paths_BFJ[..., -1]
+        if self._correction is None:
+            return logits_B1C.expand(-1, before_BF.shape[1], -1), None
+        before_BFW, after_CW = self._correction.factors(before_BF)
+        before_BFW = before_BFW.to(logits_B1C.dtype)
+        if self._places_KBC is None:
+            return F.linear(before_BFW, after_CW.to(before_BFW.dtype)).add_(logits_B1C), None
+        places_BC = self._places_KBC[head]
+        after_BCW = F.embedding(places_BC, after_CW).to(before_BFW.dtype)
+        return torch.baddbmm(logits_B1C, before_BFW, after_BCW.mT), places_BC

@@ -238,7 +238,7 @@ class Branches:
         self._heads, self._cache, self._positions_B = heads, cache, positions_B
         self._out_BFD, self._sees_BFS = ends_BD[:, None], visible_BS[:, None]
 
-    def __call__(self, head: int, paths_BFJ: Tensor, above_BF: Tensor) -> Tensor:
+    def __call__(self, head: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, None]:
         """See `After`."""
         heads = self._heads
         if head:
@@ -253,4 +253,4 @@ class Branches:
             self._out_BFD = heads.read(
                 out_BFD, paths_BFJ[:, :, -1], positions_BF, self._sees_BFS, self._cache
             )
-        return heads.project(0, heads.decoder.norm(self._out_BFD))
+        return heads.project(0, heads.decoder.norm(self._out_BFD)), None

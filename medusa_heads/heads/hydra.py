@@ -73,12 +73,12 @@ class HydraHeads(DraftHeads):
             x = block(x)
         return x
 
-    def after_paths(self, hidden_BD: Tensor) -> After:
-        """See DraftHeads."""
+    def after_paths(self, hidden_BD: Tensor, likely: int | None = None) -> After:
+        """See DraftHeads. Each path has its own likely tokens, and so all are corrected."""
 
-        def after(head: int, paths_BFJ: Tensor, above_BF: Tensor) -> Tensor:
+        def after(head: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, None]:
             hidden_BFD = hidden_BD[:, None].expand(-1, paths_BFJ.shape[1], -1)
             logits_BFV = self.project(head, self.head_features(head, hidden_BFD, paths_BFJ))
-            return self.corrected(logits_BFV, paths_BFJ[..., -1])
+            return self.corrected(logits_BFV, paths_BFJ[..., -1]), None
 
         return after

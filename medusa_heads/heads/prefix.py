@@ -35,7 +35,7 @@ class PrefixLayer(nn.Module):
         self.gate_up = nn.Linear(hidden_size, 4 * hidden_size, bias=False)
         self.down = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.token = nn.Linear(hidden_size, hidden_size, bias=False)
-        self._cos_sin = (torch.empty(0), torch.empty(0))
+        self._cos_sin = (torch.empty(0),)  # in a tuple, and so no buffer
         for zeroed in (self.attention_out, self.down, self.token):
             nn.init.zeros_(zeroed.weight)
 
@@ -57,13 +57,14 @@ class PrefixLayer(nn.Module):
         width = x_BTD.shape[-1]
         weight = self.query_key_value.weight[parts.start * width : parts.stop * width]
         projected = F.linear(self.attention_norm(x_BTD), weight)
-        split = [
-            part.unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
-            for part in projected.split(width, dim=-1)
-        ]
-        cos, sin = (table[positions_BT][:, None] for table in self._rotary(end))
-        values = ALL.stop - 1 - parts.start
-        return [x if i == values else _rotate(x, cos, sin) for i, x in enumerate(split)]
+        heads, values = self.num_attention_heads, ALL.stop - 1 - parts.start
+        parts_BTNAE = projected.unflatten(-1, (-1, heads, width // heads))
+        # Together, and in few calls: while decoding, these cost more than sums.
+        turning = parts_BTNAE[:, :, :values]
+        cos, sin = self._rotary(end)[positions_BT].unbind(2)
+        turned = torch.addcmul(turning * cos, turning.roll(width // heads // 2, -1), sin)
+        split = (*turned.unbind(2), *parts_BTNAE[:, :, values:].unbind(2))
+        return [part_BTAE.transpose(1, 2) for part_BTAE in split]
 
     def finish(self, x_BTD: Tensor, mixed_BATE: Tensor) -> Tensor:
         """The layer's output [B, T, D] from its input and what attention mixed."""
@@ -72,16 +73,20 @@ class PrefixLayer(nn.Module):
         out_BTD: Tensor = x_BTD + self.down(F.silu(gate) * up)
         return out_BTD
 
-    def _rotary(self, end: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines by position [S, E / 2], made anew when a text grows beyond them."""
-        weight, cos_SE = self.down.weight, self._cos_sin[0]
-        if len(cos_SE) < end or cos_SE.device != weight.device or cos_SE.dtype != weight.dtype:
+    def _rotary(self, end: int) -> Tensor:
+        """Cosines and sines by position [S, 2, 1, 1, E], made anew when a text grows beyond them.
+        Times the ones, and with its halves exchanged times the others, x is turned by its position
+        (Su et al. 2021, arXiv:2104.09864)."""
+        weight, (cos_sin,) = self.down.weight, self._cos_sin
+        if len(cos_sin) < end or cos_sin.device != weight.device or cos_sin.dtype != weight.dtype:
             half = len(weight) // self.num_attention_heads // 2
             steps_E = torch.arange(half, device=weight.device, dtype=torch.float32) / half
             positions_S = torch.arange(max(2 * end, 512), device=weight.device)
             angles_SE = positions_S[:, None] * ROPE_BASE**-steps_E
-            self._cos_sin = (angles_SE.cos().to(weight.dtype), angles_SE.sin().to(weight.dtype))
-        return self._cos_sin
+            cos, sin = angles_SE.cos(), angles_SE.sin()
+            halves = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], dim=1)
+            self._cos_sin = (halves[:, :, None, None].to(weight.dtype),)
+        return self._cos_sin[0]
 
     def read(self, hidden_BTD: Tensor, following_BTD: Tensor) -> Tensor:
         """The layer's input [B, T, D]: hidden states, and the embeddings of the tokens behind."""
@@ -136,9 +141,3 @@ def _attention_heads(hidden_size: int) -> int:
             f"prefix_attention needs an even hidden size, this target's is {hidden_size}"
         )
     return hidden_size // min(widths, key=lambda width: abs(width - 64))
-
-
-def _rotate(x_BATE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864), the halves turned against each other."""
-    first, second = x_BATE.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

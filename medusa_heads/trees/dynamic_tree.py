@@ -34,23 +34,29 @@ class Ranking:
         self.heads, self._inverse = heads, [1 / t for t in temperatures]
 
     def best(
-        self, logits_BFV: Tensor, num_ranks: int, level: int | None = None
+        self,
+        logits_BFC: Tensor,
+        num_ranks: int,
+        level: int | None = None,
+        places_BC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Token ids and log-probabilities [B, F, R], best first, of logits that are all for the
-        token at depth `level` + 1; without a level, F counts the heads."""
-        inverse = logits_BFV.new_tensor(
+        """Token ids and log-probabilities [B, F, R], best first: of logits of all that the heads
+        can draft, or of what stands at these places (see `After`). All are for the token at depth
+        `level` + 1; without a level, F counts the heads."""
+        inverse_F = logits_BFC.new_tensor(
             self._inverse if level is None else [self._inverse[level]], dtype=torch.float32
         )
-        log_probs_BFV = (logits_BFV.float() * inverse[:, None]).log_softmax(dim=-1)
-        best_BFR, ids_BFR = log_probs_BFV.topk(num_ranks, dim=-1)
-        return self.heads.token_ids(ids_BFR), best_BFR
+        log_probs_BFC = (logits_BFC.float() * inverse_F[:, None]).log_softmax(dim=-1)
+        best_BFR, ids_BFR = log_probs_BFC.topk(num_ranks, dim=-1)
+        return self.heads.token_ids(placed(ids_BFR, places_BC)), best_BFR
 
 
 def guesses(ranking: Ranking, after: After, num_ranks: int) -> Guess:
     """The guesses of sequential heads, as many after each path."""
 
     def after_path(level: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, Tensor]:
-        return ranking.best(after(level, paths_BFJ, above_BF), num_ranks, level)
+        logits_BFC, places_BC = after(level, paths_BFJ, above_BF)
+        return ranking.best(logits_BFC, num_ranks, level, places_BC)
 
     return after_path
 
@@ -65,6 +71,13 @@ def same_guesses(ranking: Ranking, hidden_BD: Tensor, num_ranks: int) -> Guess:
         return tokens_BKR[:, level, None].expand(shape), log_probs_BKR[:, level, None].expand(shape)
 
     return of_level
+
+
+def placed(ids_BFR: Tensor, places_BC: Tensor | None) -> Tensor:
+    """Where candidates stand in the heads' vocabulary."""
+    if places_BC is None:
+        return ids_BFR
+    return places_BC.gather(1, ids_BFR.flatten(1)).view_as(ids_BFR)
 
 
 def best_first_tree(
@@ -82,41 +95,36 @@ def best_first_tree(
     least as many nodes. At a `width`, only so many paths of each level, the likeliest, are asked to
     go on; where asking costs, little is lost by it. Nodes stand in order of depth.
     """
-    batch, device = len(roots_B), roots_B.device
-    scores_BF = torch.zeros(batch, 1, device=device)
-    places_BF = torch.zeros(batch, 1, dtype=torch.long, device=device)  # among all candidates
-    paths_BFJ, asked_BF = roots_B[:, None, None], places_BF
-    scores, parents, tokens, depths = [scores_BF], [places_BF - 1], [roots_B[:, None]], [0]
-    added = 1
+    scores_BF = torch.zeros(len(roots_B), 1, device=roots_B.device)
+    asked_BF = torch.zeros_like(scores_BF, dtype=torch.long)  # the root stands behind no other
+    paths_BFJ = roots_B[:, None, None]
+    scores, parents, tokens, depths = [scores_BF], [asked_BF - 1], [roots_B[:, None]], [0]
+    first = 0  # of the paths that are asked, among all candidates: the likeliest of their level
     for level in range(num_levels):
         tokens_BFR, log_probs_BFR = guess(level, paths_BFJ, asked_BF)
-        ranks = tokens_BFR.shape[2]
-        expanded_BFR = scores_BF[:, :, None] + log_probs_BFR.float()
-        kept = min(num_drafted, expanded_BFR.shape[1] * ranks)
-        scores_BF, flat_BF = expanded_BFR.flatten(1).topk(kept, dim=1)
-        above_BF = flat_BF // ranks
-        parents.append(places_BF.gather(1, above_BF))
+        expanded_BC = (scores_BF[:, :, None] + log_probs_BFR).flatten(1)
+        kept = min(num_drafted, expanded_BC.shape[1])
+        scores_BF, flat_BF = expanded_BC.topk(kept, dim=1)
+        above_BF = flat_BF // tokens_BFR.shape[2]
         tokens_BF = tokens_BFR.flatten(1).gather(1, flat_BF)
+        parents.append(above_BF + first)
         tokens.append(tokens_BF)
         scores.append(scores_BF)
+        first = len(depths)
         depths += [level + 1] * kept
-        # topk sorts: the likeliest come first.
-        wide = min(width or kept, kept)
-        places_BF = torch.arange(added, added + wide, device=device).expand(batch, -1)
-        scores_BF = scores_BF[:, :wide]
-        asked_BF = above_BF[:, :wide]
-        index_BFJ = asked_BF[:, :, None].expand(-1, -1, level + 1)
-        paths_BFJ = torch.cat([paths_BFJ.gather(1, index_BFJ), tokens_BF[:, :wide, None]], dim=2)
-        added += kept
-    depth_C = torch.tensor(depths, device=device)
+        if level + 1 < num_levels:
+            scores_BF, asked_BF, tokens_BF = (
+                of[:, :width] for of in (scores_BF, above_BF, tokens_BF)
+            )
+            above_BFJ = asked_BF[:, :, None].expand(-1, -1, level + 1)
+            paths_BFJ = torch.cat([paths_BFJ.gather(1, above_BFJ), tokens_BF[:, :, None]], dim=2)
+    depth_C, scores_BC = torch.tensor(depths, device=roots_B.device), torch.cat(scores, dim=1)
     # Where a child is as likely as its parent (probability 1), the parent must come first.
-    ranked_BC = torch.cat(scores, dim=1) - 1e-6 * depth_C
+    ranked_BC = scores_BC - 1e-6 * depth_C
     chosen_BN = ranked_BC.topk(num_drafted + 1, dim=1).indices.sort(dim=1).values
-    places_BC = torch.zeros(batch, added, dtype=torch.long, device=device)
-    places_BC.scatter_(1, chosen_BN, torch.arange(num_drafted + 1, device=device).expand(batch, -1))
-    old_parents_BN = torch.cat(parents, dim=1).gather(1, chosen_BN)
-    above_BN = places_BC.gather(1, old_parents_BN.clamp_min(0))  # the root stands above itself
-    path_scores_BN = torch.cat(scores, dim=1).gather(1, chosen_BN)
+    # All parents are among the chosen, which are in order; the root stands above itself.
+    above_BN = torch.searchsorted(chosen_BN, torch.cat(parents, dim=1).gather(1, chosen_BN))
+    path_scores_BN = scores_BC.gather(1, chosen_BN)
     parents_BN = above_BN.clone()
     parents_BN[:, 0] = -1
     return TokenTree(
@@ -137,8 +145,9 @@ def _ancestors(above_BN: Tensor, max_depth: int) -> Tensor:
         ancestors_BNN = ancestors_BNN | ancestors_BNN.gather(
             1, jump_BN[:, :, None].expand(-1, -1, nodes)
         )
-        jump_BN = jump_BN.gather(1, jump_BN)
         reach *= 2
+        if reach <= max_depth:
+            jump_BN = jump_BN.gather(1, jump_BN)
     return ancestors_BNN
 
 

@@ -42,6 +42,7 @@ from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.hidden.cache_setup import open_hidden_states
+from medusa_heads.training.runs.heads import scale_fresh
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.setup import prepare_sets
 from scripts.compare.recipes import measure
@@ -57,6 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra"},
     "prefix": {"prefix_attention": True},
     "block": {"kind": "block"},
+    "eagle3": {"kind": "eagle3"},
 }
 NODES = 15
 
@@ -218,6 +220,7 @@ def run(
         fit_rate(args, target.hidden_size)
     set_seed(seed)
     heads = new_heads(target, config)
+    scale_fresh(heads, states, data.held_out[0])
     trainer = HeadsTrainer(heads, target, args, data.rows, data.held_out, hidden_states=states)
     measured: dict[str, Any] = {"top_1": [], "tokens_per_step": {NODES: 1.0}}
     stopped = None

@@ -9,6 +9,7 @@ from torch import Tensor
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.dynamic_tree import Ranking
 from tests.conftest import TinyLlama
 from tests.training.loss_cases import D, W, random_heads
 
@@ -60,8 +61,20 @@ def test_after_a_path_heads_say_what_they_learnt_to_say_of_it(
     expected_BFKV = heads(hidden_BD[:, None].expand(-1, 4, -1), paths_BFK)
     after = heads.after_paths(hidden_BD)
     for head in (2, 0, 1, 0):  # in any order, and again: nothing is written in place
-        got_BFV = after(head, paths_BFK[:, :, : head + 1], torch.arange(4).expand(2, -1))
+        asked = head, paths_BFK[:, :, : head + 1], torch.arange(4).expand(2, -1)
+        got_BFV, places = after(*asked)
+        assert places is None
         torch.testing.assert_close(got_BFV, expected_BFKV[:, :, head])
+        if rank is not None and kind == "medusa":
+            some_BFC, places_BC = heads.after_paths(hidden_BD, likely=5)(*asked)
+            assert places_BC is not None and places_BC.shape == (2, 5)
+            own_BKV = heads._project_all(heads.features(hidden_BD))
+            assert torch.equal(own_BKV[:, head].topk(5).indices.sort()[0], places_BC.sort()[0])
+            index_BFC = places_BC[:, None].expand_as(some_BFC)
+            torch.testing.assert_close(some_BFC, got_BFV.gather(2, index_BFC))
+            tokens_BFR, _ = Ranking(heads, [1.0]).best(some_BFC, 2, 0, places_BC)
+            rest_BFV = torch.full_like(got_BFV, -torch.inf).scatter(2, index_BFC, some_BFC)
+            assert torch.equal(tokens_BFR, rest_BFV.topk(2).indices)
 
 
 def test_tokens_are_asked_for() -> None:

@@ -140,13 +140,13 @@ def test_drafts_behind_places_of_a_text_are_those_of_its_chains(
     other_RFJ = torch.randint(199, (3, 3, 3), generator=torch.Generator().manual_seed(1))
     other_RFJ[:, :, 0] = tokens_RK[:, None, 0]
     above_RF = torch.zeros(3, 1, dtype=torch.long)
-    got = after(0, tokens_RK[:, None, :1], above_RF)[:, 0]
+    got = after(0, tokens_RK[:, None, :1], above_RF)[0][:, 0]
     torch.testing.assert_close(got, expected_RKV[:, 0])
     for head in (1, 2):
         paths_RFJ = other_RFJ[..., : head + 1].clone()
         paths_RFJ[:, head] = tokens_RK[:, : head + 1]
         above_RF = torch.tensor([[0, 0, 0], [2, 1, 1]])[head - 1].expand(3, -1)
-        got = after(head, paths_RFJ, above_RF)[:, head]
+        got = after(head, paths_RFJ, above_RF)[0][:, head]
         torch.testing.assert_close(got, expected_RKV[:, head], atol=1e-5, rtol=1e-5)
 
 

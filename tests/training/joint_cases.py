@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import MedusaHeads
+from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
@@ -37,8 +37,8 @@ def arguments(folder: Path, **changed: Any) -> TrainingArguments:
     return to_training_arguments(OptimisationArguments(**{**values, **changed}), "shared")
 
 
-def fresh(target: TargetModel, **config: Any) -> MedusaHeads:
-    return MedusaHeads.from_target(target, HeadsConfig(num_heads=3, **config))
+def fresh(target: TargetModel, **config: Any) -> DraftHeads:
+    return new_heads(target, HeadsConfig(num_heads=3, **config))
 
 
 def disturb(model: PeftModel) -> None:

@@ -27,6 +27,7 @@ from medusa_heads.training.data.row_facts import TOKENS_PER_ENTRY, count_tokens
 from medusa_heads.training.hidden.cache_setup import open_hidden_states
 from medusa_heads.training.hidden.launched import launched_sharding
 from medusa_heads.training.hidden.sharding import is_sharded
+from medusa_heads.training.hidden.states import HiddenStates
 from medusa_heads.training.measure.calibration import calibrate
 from medusa_heads.training.measure.metrics import complete_runs, rank_statistics
 from medusa_heads.training.measure.report import make_report, write_report
@@ -138,9 +139,7 @@ def train_heads(
         target_weights_sha256=run.target_sha256,
         resumed=run.checkpoint is not None,
     )
-    if isinstance(heads, DecoderHeads):
-        some = hidden_states.collate([run.data.held_out[0]])
-        heads.scale_to(hidden_states.of(send_to_device(some, run.target.device)))
+    scale_fresh(heads, hidden_states, run.data.held_out[0])
     common = {"objective": objective, "hidden_states": hidden_states, **run.hooks}
     carried: Any = nullcontext() if joint is None else adapted(run.target, joint)
     with carried as adapter:
@@ -182,6 +181,13 @@ def train_heads(
     )
     write_report(run.output, report)
     return heads
+
+
+def scale_fresh(heads: DraftHeads, hidden_states: HiddenStates, row: Mapping[str, Any]) -> None:
+    """Let fresh heads whose output is normalised be as sure as the target, by a row of text."""
+    if isinstance(heads, DecoderHeads):
+        some = send_to_device(hidden_states.collate([row]), hidden_states.target.device)
+        heads.scale_to(hidden_states.of(some))
 
 
 def _begin_heads(run: Run, config: HeadsConfig) -> DraftHeads:

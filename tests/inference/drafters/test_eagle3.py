@@ -116,7 +116,9 @@ def test_drafts_that_read_on_from_the_text_are_noticed(
     """A negative control: every node reads what came out at the text's end."""
     plain = Branches.__call__
 
-    def stale(self: Branches, head: int, paths_BFJ: Tensor, above_BF: Tensor) -> Tensor:
+    def stale(
+        self: Branches, head: int, paths_BFJ: Tensor, above_BF: Tensor
+    ) -> tuple[Tensor, None]:
         end_B1D = self.__dict__.setdefault("_end", self._out_BFD)
         self._out_BFD = end_B1D.expand(-1, self._sees_BFS.shape[1], -1)
         return plain(self, head, paths_BFJ, above_BF)

@@ -33,14 +33,15 @@ def test_the_control_must_fail(undivided: float, fails: bool) -> None:
     assert got == fails and f"at the full rate {undivided / 2:.3f}" in sentence
 
 
+@pytest.mark.parametrize("kind", ["hydra", "eagle3"])
 def test_a_small_proof(
-    tiny_llama: TinyLlama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_llama: TinyLlama, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     tiny_llama(num_layers=1, vocab_size=4096).save_pretrained(tmp_path / "target")
     folders = ["--target", str(tmp_path / "target"), "--output_dir", str(tmp_path / "out")]
     amounts = "--width 128 --num_heads 1 --num_prompts 16 --num_eval_prompts 2 --num_train_epochs 5"
     report = tmp_path / "report.json"
-    rest = ["--seeds", "0", "3", "--kinds", "hydra", "--tolerance", "9", "--report"]
+    rest = ["--seeds", "0", "3", "--kinds", kind, "--tolerance", "9", "--report"]
     assert main([*folders, *amounts.split(), *rest, str(report)]) == 0
     assert "of the small width's tokens per step at width 128 (within 900%)" in " ".join(
         capsys.readouterr().out.split()
@@ -55,4 +56,4 @@ def test_a_small_proof(
 
 
 def test_unknown_kinds_are_refused(refused: Refused) -> None:
-    assert "kinds are medusa, hydra, prefix, block" in refused(main, ["--kinds", "eagle"])
+    assert "kinds are medusa, hydra, prefix, block, eagle3" in refused(main, ["--kinds", "eagle"])

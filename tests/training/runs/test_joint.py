@@ -45,14 +45,15 @@ def test_heads_learn_alone_first_then_both_at_their_own_rates(
     assert target.weights_digest() == TargetModel(target.model).weights_digest(with_adapter=False)
 
 
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 @pytest.mark.parametrize("at", [1, 4], ids=["in the warm-up", "behind it"])
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
-    at: int, target: TargetModel, make_rows: Rows, tmp_path: Path
+    at: int, kind: str, target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
     rows, config = make_rows(16), replace(SMALL, lora_dropout=0.3)
     runs = []
     for resumed in (False, True):
-        heads = fresh(target)
+        heads = fresh(target, kind=kind)
         args = arguments(tmp_path / str(resumed), save_steps=at, save_total_limit=None)
         torch.manual_seed(7 + resumed)  # what the process did before must not matter
         with adapted(target, config) as model:

@@ -26,15 +26,18 @@ def target_folder(target: TargetModel, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def trained(target_folder: Path, make_rows: Rows, tmp_path: Path) -> Path:
-    """A folder with heads and adapter, as train_heads leaves it."""
+def trained(
+    target_folder: Path, make_rows: Rows, tmp_path: Path, request: pytest.FixtureRequest
+) -> Path:
+    """A folder with heads, medusa's unless a test says otherwise, and adapter, as train_heads
+    leaves it."""
     target = TargetModel.from_pretrained(str(target_folder))
     digest = target.weights_digest()
     train_heads(
         target,
         make_rows(24),
         eval_dataset=make_rows(6, seed=9),
-        config=HeadsConfig(num_heads=3),
+        config=HeadsConfig(num_heads=3, **getattr(request, "param", {})),
         output_dir=tmp_path / "run",
         training_args=arguments(tmp_path, max_steps=12),
         joint=SMALL,
@@ -44,6 +47,7 @@ def trained(target_folder: Path, make_rows: Rows, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.parametrize("trained", [{}, {"kind": "eagle3", "features": (0, 1)}], indirect=True)
 def test_heads_and_adapter_come_back_in_one_call(
     trained: Path, target_folder: Path, make_rows: Rows
 ) -> None:

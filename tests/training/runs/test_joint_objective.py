@@ -15,18 +15,18 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from medusa_heads.heads import MedusaHeads
+from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.loss.next_token import own_losses
-from medusa_heads.training.loss.rows import own_rows
+from medusa_heads.training.loss.next_token import next_losses
+from medusa_heads.training.loss.rows import next_rows
 from medusa_heads.training.loss.teacher import Teacher
 from medusa_heads.training.runs.joint import JointObjective, adapted
 from tests.training.joint_cases import SMALL, Rows, disturb, fresh, text
 
 
 def written_out(
-    heads: MedusaHeads, target: TargetModel, model: PeftModel, batch: dict[str, Tensor]
+    heads: DraftHeads, target: TargetModel, model: PeftModel, batch: dict[str, Tensor]
 ) -> Tensor:
     """The loss with weights 0.7, 0.4 and 0.3 from whole logits, summed over all tokens."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -34,7 +34,9 @@ def written_out(
         p_BTV = target.model(**inputs).logits.softmax(-1)
     with target.capture_hidden() as hidden:
         log_q_BTV = target.model(**inputs).logits.log_softmax(-1)
-        heads_BTKV = heads(heads.fuse(hidden())).log_softmax(-1)
+        tokens_BTK = F.pad(batch["input_ids"], (0, 3)).unfold(1, 3, 1)[:, 1:]
+        encoded_BTE = heads.encode(hidden(), batch["input_ids"])
+        heads_BTKV = heads(encoded_BTE, tokens_BTK).log_softmax(-1)
     loss = torch.zeros(())
     labels = batch["labels"].tolist()
     for b, row in enumerate(labels):
@@ -49,12 +51,22 @@ def written_out(
     return loss
 
 
-@pytest.mark.parametrize("features", [None, (0, 1)])
+SHAPES: dict[str, dict[str, Any]] = {
+    "medusa": {},
+    "features": {"features": (0, 1)},
+    "hydra": {"kind": "hydra", "prefix_attention": True},
+    "block": {"kind": "block"},
+    "eagle3": {"kind": "eagle3"},
+    "eagle3, features": {"kind": "eagle3", "features": (0, 1)},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_loss_and_gradients_are_those_of_the_written_out_formula(
-    target: TargetModel, make_rows: Rows, features: Any
+    target: TargetModel, make_rows: Rows, shape: str
 ) -> None:
-    target = target.with_features(features)
-    heads, batch = fresh(target, features=features), text(make_rows)
+    target = target.with_features(SHAPES[shape].get("features"))
+    heads, batch = fresh(target, **SHAPES[shape]), text(make_rows)
     config = replace(SMALL, lm_weight=0.7, kl_weight=0.4, heads_weight=0.3)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -118,8 +130,8 @@ def test_own_loss_follows_what_the_target_does_behind_its_lm_head(
     )
     plain = plain + 0.5 * kl_BT[:, :-1].flatten()[labels_N != -100].sum()
     objective = LossConfig({"cross_entropy": 1.0, "forward_kl": 0.5})
-    rows = own_rows(batch["labels"])
-    got_N, _ = own_losses(Teacher.from_target(target), hidden_BTD, rows, objective, before_BTD)
+    rows = next_rows(batch["labels"])
+    got_N, _ = next_losses(Teacher.from_target(target), hidden_BTD, rows, objective, before_BTD)
     torch.testing.assert_close(got_N.sum(), plain, rtol=1e-5, atol=1e-5)
     got, wanted = (
         torch.autograd.grad(x, hidden_BTD, retain_graph=True)[0] for x in (got_N.sum(), plain)
@@ -135,8 +147,8 @@ def _logits(target: TargetModel, hidden_BTD: Tensor) -> Tensor:
 def test_own_rows_do_not_cross_documents() -> None:
     labels_BT = torch.tensor([[-100, -100, 5, 6, -100, 7, 8, 9]])
     positions_BT = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1]])
-    assert own_rows(labels_BT).positions_N.tolist() == [1, 2, 4, 5, 6]
-    rows = own_rows(labels_BT, positions_BT)
+    assert next_rows(labels_BT).positions_N.tolist() == [1, 2, 4, 5, 6]
+    rows = next_rows(labels_BT, positions_BT)
     assert (rows.positions_N.tolist(), rows.labels_N.tolist()) == ([1, 2, 4, 6], [5, 6, 7, 9])
 
 

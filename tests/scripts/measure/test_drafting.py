@@ -1,0 +1,26 @@
+"""What drafting takes: every kind is drafted with, and is set beside the target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.measure.drafting import KINDS, main
+from tests.conftest import Refused, TinyLlama
+
+
+def test_every_kind_is_measured(
+    tiny_llama: TinyLlama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    amounts = "--num_heads 3 --context 16 --rounds 2 --dtype float32 --trees static:8 dynamic:8"
+    assert main(["--target", str(tmp_path), *amounts.split()]) == 0
+    printed = capsys.readouterr().out
+    for kind in KINDS:
+        assert printed.count(f" {kind} ") == 2
+    assert "the target, one token" in printed and " 1.00 " in printed
+
+
+def test_unknown_kinds_are_refused(refused: Refused) -> None:
+    assert "kinds are independent, corrected" in refused(main, ["--kinds", "medusa"])
