@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from medusa_heads.decoder_shape import DecoderShape
+from medusa_heads.decoder_shape import BlockShape, DecoderShape, LayerShape
 from medusa_heads.settings import MOST, NO_FLAG, as_flag, one_of, sizes, switches
 
 HeadsKind = Literal["medusa", "hydra", "block", "eagle3"]
@@ -44,7 +44,7 @@ class HeadsConfig:
         num_heads: K, how many tokens beyond the target's own next token are predicted.
         num_layers: residual blocks in each head; of kind `"block"` the layers that all share.
         vocab_matrix: `"shared"` projects with the target's own frozen lm_head; `"own"` gives each
-            head, and eagle3's layer, a trainable copy of it.
+            head, and the layers of a block or of eagle3, a trainable copy of it.
         draft_vocab_size: how many tokens the heads can draft; None for all of the target's. Which
             ones is stored with the heads.
         prefix_attention: a layer of the heads' own attends over the text so far (prefix.py).
@@ -54,7 +54,8 @@ class HeadsConfig:
             hidden state (fusion.py), in the order of their weights; None for none.
         raw_embeddings: token embeddings are read as the target has them, as the heads of Hydra's
             authors do, and not brought to unit scale.
-        decoder: of kind `"eagle3"`, the layer's shape; None for a usual one of the target's width.
+        decoder: of kinds `"block"` and `"eagle3"`, the shape of their layers; None for a usual one
+            of the target's width.
         hidden_size: D of the target; filled in by `from_target`.
         vocab_size: V of the target; filled in by `from_target`.
 
@@ -69,7 +70,7 @@ class HeadsConfig:
         metadata=as_flag(
             "Independent heads (medusa), heads that also see the drafts before them (hydra), or "
             "a block that attends over the text so far (block), or one decoder layer that goes on "
-            "from its own output (eagle3). vLLM serves medusa and eagle3 heads."
+            "from its own output (eagle3). vLLM serves medusa, block and eagle3 heads."
         ),
     )
     num_heads: int = field(
@@ -113,7 +114,7 @@ class HeadsConfig:
         ),
     )
     raw_embeddings: bool = field(default=False, metadata=NO_FLAG)
-    decoder: DecoderShape | None = field(default=None, metadata=NO_FLAG)
+    decoder: LayerShape | None = field(default=None, metadata=NO_FLAG)
     hidden_size: int | None = field(default=None, metadata=NO_FLAG)
     vocab_size: int | None = field(default=None, metadata=NO_FLAG)
 
@@ -131,15 +132,24 @@ class HeadsConfig:
                 f"draft_vocab_size {self.draft_vocab_size} is more than the target's "
                 f"{self.vocab_size} tokens: leave it out to draft all of them"
             )
-        if self.kind == "block" and self.prefix_attention:
-            raise ValueError(
-                "heads of kind 'block' attend over the text so far as they are: leave "
-                "prefix_attention out"
-            )
-        if self.kind == "eagle3":
+        if self.kind == "block":
+            self._check_block()
+        elif self.kind == "eagle3":
             self._check_eagle3()
         elif self.decoder is not None:
             raise ValueError(f"{self.kind} heads have no decoder layer: leave decoder out")
+
+    def _check_block(self) -> None:
+        """Raises ValueError, by name: what such heads have no use for."""
+        for name in ("prefix_attention", "raw_embeddings"):
+            if getattr(self, name):
+                raise ValueError(
+                    "heads of kind 'block' attend over the text so far, and read embeddings, as "
+                    f"they are: leave {name} out"
+                )
+        self._check_features("block")
+        if self.num_heads > _MOST_STEPS:
+            raise ValueError(f"a block has at most {_MOST_STEPS} heads, got {self.num_heads}")
 
     def _check_eagle3(self) -> None:
         """Raises ValueError, by name: what such heads have no use for."""
@@ -154,9 +164,12 @@ class HeadsConfig:
                     f"eagle3 heads read the text and the token before by themselves: leave {name} "
                     "out"
                 )
+        self._check_features("eagle3")
+
+    def _check_features(self, kind: str) -> None:
         if self.features is not None and list(self.features) != sorted(self.features):
             raise ValueError(
-                f"eagle3 heads read features from the lowest layer on, got {list(self.features)}"
+                f"{kind} heads read features from the lowest layer on, got {list(self.features)}"
             )
 
     def for_target(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
@@ -189,12 +202,19 @@ class HeadsConfig:
     @property
     def vocab_bias(self) -> str:
         """Name of the bias of the first own vocabulary matrix, where it has one."""
-        return "lm_head.bias" if self.kind == "eagle3" else f"0.{self.num_blocks}.bias"
+        return f"0.{self.num_blocks}.bias" if self.num_blocks else "lm_head.bias"
 
     @property
     def num_blocks(self) -> int:
         """Residual blocks of each head, behind which its own vocabulary matrix stands."""
-        return 1 if self.kind == "block" else self.num_layers
+        return 0 if self.kind in ("block", "eagle3") else self.num_layers
+
+    @property
+    def served_as(self) -> str | None:
+        """What engines call layers such as these heads have; None where they hold none such."""
+        if self.kind == "block" and self.features:
+            return "dspark" if self.correction_rank else "dflash"
+        return "eagle3" if self.kind == "eagle3" else None
 
     @property
     def is_plain_medusa(self) -> bool:
@@ -221,7 +241,8 @@ class HeadsConfig:
             raise ValueError(f"unknown heads configuration keys {unknown}; known: {sorted(known)}")
         decoder = values.get("decoder")
         if decoder is not None:
-            values = {**values, "decoder": DecoderShape.from_dict(decoder)}
+            shape = BlockShape if values.get("kind") == "block" else DecoderShape
+            values = {**values, "decoder": shape.from_dict(decoder)}
         return cls(**values)
 
 

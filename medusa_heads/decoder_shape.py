@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
-from medusa_heads.settings import one_of, sizes, switches
+from medusa_heads.settings import MOST, one_of, sizes, switches
 
 _RULES_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
+_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+
+_Shape = TypeVar("_Shape", bound="LayerShape")
 
 
 @dataclass(frozen=True)
-class DecoderShape:
-    """Shape of a decoder layer of the heads' own, in the words of transformers' `LlamaConfig`.
+class LayerShape:
+    """Shape of decoder layers of the heads' own, in the words of transformers' configurations.
 
     Args:
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps,
             attention_bias, rope_parameters: as there.
-        norm_before_residual: the layer's output is added to its normalised input.
-        feature_norm: what is normalised of several features before they are made one: `"each"`,
-            `"all"` side by side, or `"none"`.
 
     Raises:
         ValueError: a size below one or beyond reason, or a rule of positions that is not known.
@@ -32,21 +32,18 @@ class DecoderShape:
     intermediate_size: int
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
-    norm_before_residual: bool = True
-    feature_norm: Literal["each", "all", "none"] = "each"
     rope_parameters: Mapping[str, Any] = field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0}, hash=False
     )
 
     def __post_init__(self) -> None:
-        sizes(self, "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        sizes(self, *_SIZES)
         if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
             raise ValueError(
                 f"the decoder's {self.num_attention_heads} attention heads must be a multiple of "
                 f"its {self.num_key_value_heads} key-value heads, and head_dim {self.head_dim} even"
             )
-        switches(self, "attention_bias", "norm_before_residual")
-        one_of(self, "feature_norm", ("each", "all", "none"))
+        switches(self, *(part.name for part in fields(self) if part.type == "bool"))
         rope, eps = self.rope_parameters, self.rms_norm_eps
         if not isinstance(eps, float) or not 0 < eps < 1:
             raise ValueError(f"rms_norm_eps must be between 0 and 1, got {eps!r}")
@@ -57,37 +54,73 @@ class DecoderShape:
             )
 
     @classmethod
-    def from_dict(cls, values: Any) -> DecoderShape:
+    def from_dict(cls: type[_Shape], values: Any) -> _Shape:
         """Read what `asdict` wrote. Raises ValueError: it is none such."""
         if not isinstance(values, Mapping):
             raise ValueError(f"decoder must be an object, got {values!r}")
         known = {part.name for part in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"unknown keys {unknown} of the decoder; known: {sorted(known)}")
-        needed = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-        if missing := [name for name in needed if name not in values]:
+        if missing := [name for name in _SIZES if name not in values]:
             raise ValueError(f"the decoder's shape lacks {missing}")
         return cls(**values)
 
     @classmethod
-    def of_width(cls, hidden_size: int) -> DecoderShape:
-        """A layer of a usual shape: heads about 64 wide, a gated MLP of twice the width. Raises
+    def of_width(cls: type[_Shape], hidden_size: int) -> _Shape:
+        """Layers of a usual shape: heads about 64 wide, a gated MLP of twice the width. Raises
         ValueError: the width is odd."""
         widths = [w for w in range(2, hidden_size + 1, 2) if hidden_size % w == 0]
         if not widths:
             raise ValueError(
-                f"eagle3 heads need an even hidden size, this target's is {hidden_size}"
+                f"eagle3 and block heads need an even hidden size, this target's is {hidden_size}"
             )
         width = min(widths, key=lambda width: abs(width - 64))
         heads = hidden_size // width
         return cls(heads, heads, width, 2 * hidden_size)
 
-    def llama_config(self, hidden_size: int) -> Any:
-        """The layer's configuration as transformers takes it."""
-        from transformers import LlamaConfig
-
-        ours = ("norm_before_residual", "feature_norm")
-        said = {key: value for key, value in asdict(self).items() if key not in ours}
-        config = LlamaConfig(hidden_size=hidden_size, num_hidden_layers=1, **said)
+    def layer_config(self, of_layer: Any, hidden_size: int, num_layers: int = 1) -> Any:
+        """The layers' configuration as transformers takes it, of the class `of_layer`."""
+        said = {part.name: getattr(self, part.name) for part in fields(LayerShape)}
+        said |= {"rope_parameters": dict(self.rope_parameters)}
+        config = of_layer(hidden_size=hidden_size, num_hidden_layers=num_layers, **said)
         config._attn_implementation = "sdpa"
         return config
+
+
+@dataclass(frozen=True)
+class DecoderShape(LayerShape):
+    """Shape of an eagle3 layer, a Llama layer.
+
+    Args:
+        norm_before_residual: the layer's output is added to its normalised input.
+        feature_norm: what is normalised of several features before they are made one: `"each"`,
+            `"all"` side by side, or `"none"`.
+    """
+
+    norm_before_residual: bool = True
+    feature_norm: Literal["each", "all", "none"] = "each"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self, "feature_norm", ("each", "all", "none"))
+
+
+@dataclass(frozen=True)
+class BlockShape(LayerShape):
+    """Shape of a block's layers, Qwen3 layers, and what the block reads.
+
+    Args:
+        mask_token_id: whose embedding stands for every token that is not known yet; None while no
+            target has been looked at.
+        sample_from_anchor: the last known token's query drafts the first token (DSpark), or none
+            (DFlash): then there is one query more than there are heads.
+    """
+
+    mask_token_id: int | None = None
+    sample_from_anchor: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        token = self.mask_token_id
+        if token is not None and (type(token) is not int or not 0 <= token <= MOST):
+            raise ValueError(f"mask_token_id must be the id of a token, got {token!r}")

@@ -181,13 +181,12 @@ def memory_overhead(
     per_token = cache_bytes_per_token(target)
     drafted = nodes * batch_size
     prefix = heads.prefix
-    row_bytes = target.hidden_size * prefix.dtype.itemsize if prefix else 0
     return {
         "target": _bytes(target.model.parameters()),
         "heads": _heads_bytes(heads),
         "cache_per_token": per_token,  # the target's keys and values
         # Those of the heads' own layers, if they have any.
-        "prefix_per_token": 2 * len(prefix.layers) * row_bytes if prefix else 0,
+        "prefix_per_token": prefix.held_per_token * prefix.dtype.itemsize if prefix else 0,
         "tree_cache": drafted * per_token,  # held until the walk has dropped most of its rows
         "tree_logits": drafted * target.vocab_size * target.dtype.itemsize,  # of the target
     }

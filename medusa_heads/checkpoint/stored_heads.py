@@ -161,6 +161,11 @@ def read_stored(folder: str | os.PathLike[str]) -> StoredHeads:
             f"{folder / SIDECAR_FILE} does not say the heads' hidden_size and vocab_size: it is "
             "damaged"
         )
+    if config.kind == "block" and config.decoder is None:
+        raise ValueError(
+            f"{folder} holds a block whose queries read the target's hidden state, as an earlier "
+            "version made them: blocks now read what DFlash and DSpark do, so train it anew"
+        )
     _check_shapes(mapped_tensors(path), config, path)
     if file_sha256(path) != sidecar.get("weights_sha256"):
         raise ValueError(
@@ -205,7 +210,7 @@ def _check_shapes(
 ) -> None:
     unlike = f"{path} does not hold the heads its configuration describes: "
     # A damaged configuration may ask for millions of heads, each of which is built below.
-    built = 1 if KINDS[config.kind].unrolled else config.num_heads
+    built = 1 if KINDS[config.kind].one_module else config.num_heads
     if max(built * config.num_blocks, config.num_layers) > len(got):
         raise ValueError(
             f"{unlike}expected {config.num_heads} heads of {config.num_layers} layers, found "

@@ -7,6 +7,7 @@ from torch import Tensor
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads.base import DraftHeads, product_dtype
 from medusa_heads.heads.block import BlockHeads
+from medusa_heads.heads.decoder import DecoderHeads
 from medusa_heads.heads.eagle3 import Eagle3Heads
 from medusa_heads.heads.hydra import HydraHeads
 from medusa_heads.heads.medusa import MedusaHeads
@@ -15,6 +16,7 @@ from medusa_heads.heads.vocabulary import HasVocabulary, frequent_tokens
 __all__ = [
     "KINDS",
     "BlockHeads",
+    "DecoderHeads",
     "DraftHeads",
     "Eagle3Heads",
     "HasVocabulary",

@@ -60,7 +60,7 @@ class DraftHeads(nn.Module, ABC):
     kind: str
     previews: Sequence[VocabularyPreview] | None = None  # of each vocabulary matrix, for drafting
     reads_drafts = False  # whether the blocks of a head read the tokens drafted before its own
-    unrolled = False  # whether one module that reads its own output stands for all heads
+    one_module = False  # whether one module stands for all heads, none for each
     draft_tokens: Tensor | None
 
     def __init__(self, config: HeadsConfig) -> None:
@@ -78,15 +78,15 @@ class DraftHeads(nn.Module, ABC):
         self._embedding_scale = 1.0
         size = config.draft_vocab_size
         self.register_buffer("draft_tokens", None if size is None else torch.arange(size))
-        for i in range(0 if self.unrolled else config.num_heads):
+        for i in range(0 if self.one_module else config.num_heads):
             blocks = self._blocks(i)
             if config.vocab_matrix == "own":
                 blocks.append(nn.Linear(config.hidden_size, config.num_candidates, bias=False))
             # Named "0", "1", ... as in FasterDecoding's checkpoints.
             self.add_module(str(i), nn.Sequential(*blocks))
-        fused = () if self.unrolled else config.features or ()
+        fused = () if self.one_module else config.features or ()
         self.fusion = Fusion(config.hidden_size, len(fused)) if fused else None
-        self.prefix = PrefixLayer(config.hidden_size) if config.prefix_attention else None
+        self.prefix: Any = PrefixLayer(config.hidden_size) if config.prefix_attention else None
         self.correction = None
         if config.correction_rank is not None:
             sizes = (config.vocab_size, config.num_candidates, config.correction_rank)
@@ -100,7 +100,7 @@ class DraftHeads(nn.Module, ABC):
     @property
     def num_matrices(self) -> int:
         """How many vocabulary matrices there are: one for each head, or one for all."""
-        own = self.config.vocab_matrix == "own" and not self.unrolled
+        own = self.config.vocab_matrix == "own" and not self.one_module
         return self.config.num_heads if own else 1
 
     @abstractmethod

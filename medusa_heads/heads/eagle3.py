@@ -24,16 +24,16 @@ from torch import Tensor, nn
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import DecoderShape
-from medusa_heads.errors import first_line
-from medusa_heads.heads.base import After, DraftHeads
+from medusa_heads.heads.base import After
 from medusa_heads.heads.chains import Chains
-from medusa_heads.heads.vocabulary import HasVocabulary
+from medusa_heads.heads.decoder import DecoderHeads, settings_of
 
 
 class Eagle3Layer(nn.Module):
     """The decoder layer; fresh, it hands the hidden state on."""
 
     def __init__(self, hidden_size: int, shape: DecoderShape) -> None:
+        from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import (
             LlamaAttention,
             LlamaMLP,
@@ -41,13 +41,7 @@ class Eagle3Layer(nn.Module):
         )
 
         super().__init__()
-        try:
-            self.config = shape.llama_config(hidden_size)
-            rotary = LlamaRotaryEmbedding(self.config)
-        except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"rope_parameters {shape.rope_parameters!r} are not complete: {first_line(error)}"
-            ) from error
+        self.config, rotary = settings_of(shape, LlamaConfig, LlamaRotaryEmbedding, hidden_size)
         # In a tuple, because its frequencies keep their precision whatever the layer is cast to.
         self._rotary = (rotary,)
         self._norm_before_residual = shape.norm_before_residual
@@ -133,10 +127,9 @@ class Eagle3Decoder(nn.Module):
         return fused_RD
 
 
-class Eagle3Heads(DraftHeads):
+class Eagle3Heads(DecoderHeads):
     """K steps of one layer: `decoder.midlayer.*`, `decoder.norm.weight` [D], with features
-    `decoder.fc.weight` [D, N * D] and its norms, and with an own vocabulary matrix
-    `lm_head.weight` [V, D].
+    `decoder.fc.weight` [D, N * D] and its norms.
 
     Without features, fresh heads rank tokens as the target's lm_head does. With features, they read
     these in place of the last hidden state, and begin with the last of them.
@@ -144,40 +137,13 @@ class Eagle3Heads(DraftHeads):
 
     kind = "eagle3"
     reads_drafts = True
-    unrolled = True
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
         assert config.hidden_size is not None
         shape = config.decoder or DecoderShape.of_width(config.hidden_size)
+        assert isinstance(shape, DecoderShape)
         self.decoder = Eagle3Decoder(config.hidden_size, shape, len(config.features or ()))
-        if config.vocab_matrix == "own":
-            self.lm_head = nn.Linear(config.hidden_size, config.num_candidates, bias=False)
-
-    def _blocks(self, head: int) -> list[nn.Module]:
-        return []
-
-    def _own(self, head: int) -> nn.Linear:
-        return self.lm_head
-
-    def share(self, target: HasVocabulary) -> None:
-        """See DraftHeads. Embeddings are read as the target has them: a norm comes behind."""
-        super().share(target)
-        self._embedding_scale = 1.0
-
-    @torch.no_grad()
-    def scale_to(self, hidden_BTX: Tensor) -> None:
-        """Let fresh heads be as sure as the target's lm_head is, of whose hidden states these are
-        some."""
-        last_BTD = hidden_BTX[..., -self.decoder.norm.weight.numel() :].float()
-        self.decoder.norm.weight.fill_(float(last_BTD.square().mean().sqrt()))
-
-    def fuse(self, hidden_RX: Tensor) -> Tensor:
-        """See DraftHeads."""
-        if self.config.features is None:
-            return hidden_RX
-        width = self.decoder.norm.weight.numel()
-        return self.decoder.fuse(hidden_RX[..., :-width].to(self.dtype))
 
     def encoder(self) -> nn.Module:
         """See DraftHeads; `fuse` is part of it."""
@@ -228,15 +194,6 @@ class Eagle3Heads(DraftHeads):
         """See Eagle3Layer."""
         embedded_BTD = self.embed(following_BT).to(self.dtype)
         self.decoder.midlayer.remember(hidden_BTD.to(self.dtype), embedded_BTD, positions_BT, cache)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the layer computes in."""
-        return self.decoder.norm.weight.dtype
-
-    def features(self, hidden_RE: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
-        """See DraftHeads: what `encode` has made of each step."""
-        return hidden_RE.unflatten(-1, (self.config.num_heads, -1))
 
     def after_text(
         self,

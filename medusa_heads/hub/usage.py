@@ -51,14 +51,14 @@ def engines(
     repo_id: str, config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool
 ) -> list[str]:
     """By vLLM and TGI, or why they cannot hold the heads."""
-    why = None
-    if config.kind == "eagle3" and not sidecar.get("adapter"):
+    why, method = None, config.served_as
+    if method and not sidecar.get("adapter"):
         return [
-            "vLLM drafts a chain with them by its own EAGLE-3, from files that it reads:",
+            f"vLLM drafts a chain with them by its own `{method}`, from files that it reads:",
             f"""```bash
-medusa-heads export {repo_id} heads-eagle3 --to eagle3
-vllm serve {sidecar["target"]["name_or_path"]} --speculative-config '{{"method": "eagle3", \
-"model": "heads-eagle3", "num_speculative_tokens": {config.num_heads}}}'
+medusa-heads export {repo_id} heads-{method} --to {method}
+vllm serve {sidecar["target"]["name_or_path"]} --speculative-config '{{"method": "{method}", \
+"model": "heads-{method}", "num_speculative_tokens": {config.num_heads}}}'
 ```""",
         ]
     if config.kind == "hydra":

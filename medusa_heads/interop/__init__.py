@@ -9,8 +9,27 @@ from __future__ import annotations
 from typing import Literal
 
 ReadFormat = Literal[
-    "fasterdecoding", "tgi", "lorax", "merged", "vllm", "modelopt", "hydra", "eagle3"
+    "fasterdecoding",
+    "tgi",
+    "lorax",
+    "merged",
+    "vllm",
+    "modelopt",
+    "hydra",
+    "eagle3",
+    "dflash",
+    "dspark",
 ]
-WrittenFormat = Literal["fasterdecoding", "tgi", "lorax", "vllm", "modelopt", "eagle3"]
+WrittenFormat = Literal[
+    "fasterdecoding",
+    "tgi",
+    "lorax",
+    "vllm",
+    "modelopt",
+    "eagle3",
+    "eagle3-speculators",
+    "dflash",
+    "dspark",
+]
 # Besides what engines read of heads: a target's whole checkpoint with its trained modules in it.
 ExportFormat = Literal[WrittenFormat, "transformers"]

@@ -22,8 +22,8 @@ from medusa_heads.checkpoint.stored_heads import (
     write_stored,
 )
 from medusa_heads.config import HeadsConfig
-from medusa_heads.interop import ReadFormat, eagle3
-from medusa_heads.interop.formats import FORMATS, Layout, detect, find
+from medusa_heads.interop import ReadFormat
+from medusa_heads.interop.formats import DECODERS, FORMATS, Layout, detect, find
 from medusa_heads.interop.layout import heads_config, read_heads, shared_matrix
 from medusa_heads.interop.source import Source, open_source
 from medusa_heads.interop.target_files import TargetVocabulary, read_target, write_model
@@ -76,8 +76,8 @@ def convert_heads(
             "is, or write it for an engine with medusa-heads export"
         )
     source_format = source_format or detect(found)
-    of_eagle3 = source_format == "eagle3"
-    layout = Layout({}, {}) if of_eagle3 else find(found, source_format)
+    decoder = DECODERS.get(source_format)
+    layout = Layout({}, {}) if decoder else find(found, source_format)
     if extract_target and (not layout.whole_model or target is not None):
         raise ValueError(
             "extract_target writes the model that the heads lie in: give it a source that is a "
@@ -97,8 +97,8 @@ def convert_heads(
                 "were trained with it: leave the target out"
             )
     rows = None if known is None else len(known.weight_VD)
-    if of_eagle3:
-        config, tensors, layout.notices = eagle3.read(found, rows)
+    if decoder is not None:
+        config, tensors, layout.notices = decoder(found, rows)
     else:
         config = heads_config(found, layout, rows)
     if known is not None and known.weight_VD.shape != (config.vocab_size, config.hidden_size):
@@ -107,7 +107,7 @@ def convert_heads(
             f"{config.hidden_size}, the target's are {list(known.weight_VD.shape)}: give the "
             "target they belong to"
         )
-    if not of_eagle3:
+    if decoder is None:
         tensors = read_heads(found, layout, config)
     matrix_VD = shared_matrix(found, layout, config)
     if known is not None and matrix_VD is not None:
@@ -148,7 +148,7 @@ def _check_matrix(matrix_VD: Tensor, known: TargetVocabulary, tokens_V: Tensor |
 
 def _claimed_target(found: Source, config: HeadsConfig, matrix_VD: Tensor | None) -> dict[str, Any]:
     """What the source says of a target whose files nobody has looked at."""
-    name = found.config.get("base_model_name_or_path")
+    name = found.config.get("base_model_name_or_path") or _verifier(found)
     if name is not None and not isinstance(name, str):
         raise ValueError(f"config.json: base_model_name_or_path must be a name, got {name!r}")
     sha256 = None
@@ -163,6 +163,13 @@ def _claimed_target(found: Source, config: HeadsConfig, matrix_VD: Tensor | None
         "vocab_size": config.vocab_size,
         "lm_head_sha256": sha256,
     }
+
+
+def _verifier(found: Source) -> Any:
+    """The target by the name that speculators' files have for it."""
+    said = found.config.get("speculators_config")
+    verifier = said.get("verifier") if isinstance(said, dict) else None
+    return verifier.get("name_or_path") if isinstance(verifier, dict) else None
 
 
 def _copied_matrix(

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from torch import Tensor
 from medusa_heads.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, write_json
 from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
 from medusa_heads.checkpoint.tensor_file import write_tensors
-from medusa_heads.interop import WrittenFormat, eagle3
+from medusa_heads.config import HeadsKind
+from medusa_heads.decoder_shape import BlockShape
+from medusa_heads.interop import ReadFormat, WrittenFormat, block, eagle3
 from medusa_heads.interop.formats import FORMATS
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import write_model
@@ -29,6 +31,15 @@ ENGINES: dict[WrittenFormat, str] = {
     "vllm": "vLLM",
     "modelopt": "ModelOpt",
     "eagle3": "EAGLE-3's layout",
+    "eagle3-speculators": "speculators' layout of EAGLE-3",
+    "dflash": "DFlash's layout",
+    "dspark": "DSpark's layout",
+}
+_KINDS: dict[WrittenFormat, HeadsKind] = {
+    "eagle3": "eagle3",
+    "eagle3-speculators": "eagle3",
+    "dflash": "block",
+    "dspark": "block",
 }
 
 _VLLM_NAMES = {
@@ -58,17 +69,20 @@ class Outgoing:
         """Raises ValueError, by name, for what an engine cannot hold: sequential heads, a prefix
         layer, features, a vocabulary matrix with a bias, ..."""
         config, engine = self.config, ENGINES[to]
-        if (to == "eagle3") != (config.kind == "eagle3"):
+        kind = _KINDS.get(to, "medusa")
+        if config.kind != kind:
+            fitting = [name for name, held in _KINDS.items() if held == config.kind]
             raise ValueError(
                 f"{engine} holds no {config.kind} heads: "
-                + ("give --to eagle3" if config.kind == "eagle3" else "train kind 'eagle3' for it")
+                + (
+                    f"give --to {' or '.join(fitting)}"
+                    if fitting
+                    else f"train kind '{kind}' for it"
+                )
             )
-        if to == "eagle3":
-            if self.stored.has_vocab_bias:
-                raise ValueError(f"{engine} holds no bias in the vocabulary matrix")
+        if kind != "medusa":
+            self._check_layers(to)
             return
-        if config.kind != "medusa":
-            raise ValueError(f"{engine} holds no {config.kind} heads: train kind 'medusa' for it")
         if config.prefix_attention:
             raise ValueError(f"{engine} holds no prefix layer: train without prefix_attention")
         if config.features is not None:
@@ -95,6 +109,36 @@ class Outgoing:
             raise ValueError(
                 "ModelOpt's checkpoints are read with one block a head, and these heads have "
                 f"{config.num_layers}: train num_layers 1 for it"
+            )
+
+    def _check_layers(self, to: WrittenFormat) -> None:
+        """Raises ValueError, by name, for what a layout of decoder layers cannot hold."""
+        config, engine = self.config, ENGINES[to]
+        if self.stored.has_vocab_bias:
+            raise ValueError(f"{engine} holds no bias in the vocabulary matrix")
+        if to != "eagle3" and config.features is None:
+            raise ValueError(
+                f"{engine} holds layers that read features, and these read the target's last "
+                "hidden state: train with features"
+            )
+        if config.kind != "block":
+            return
+        if (to == "dspark") != (config.correction_rank is not None):
+            what, other = ("no", "dflash") if to == "dspark" else ("a", "dspark")
+            raise ValueError(
+                f"these heads have {what} correction by the token before: give --to {other}"
+            )
+        shape = config.decoder
+        assert isinstance(shape, BlockShape)
+        if to == "dflash" and shape.sample_from_anchor:
+            raise ValueError(
+                "DFlash drafts nothing from the last known token's query, and these heads do "
+                "(sample_from_anchor): train with a correction_rank, and give --to dspark"
+            )
+        if not self.shared and config.draft_vocab_size is None:
+            raise ValueError(
+                f"{engine} reads the target's own vocabulary matrix in place of a whole one: train "
+                "vocab_matrix 'shared' for it"
             )
 
     def with_own_matrices(self) -> dict[str, Tensor]:
@@ -132,8 +176,8 @@ class Outgoing:
         if to == "modelopt":
             self._write_whole_model(folder)
             return
-        if to == "eagle3":
-            self._write_eagle3(folder)
+        if to in _KINDS:
+            self._write_layers(folder, to)
             return
         file, tensors, config = self._of_vllm() if to == "vllm" else self._of_fasterdecoding(to)
         if file.endswith(".safetensors"):
@@ -141,17 +185,31 @@ class Outgoing:
         else:
             torch.save(tensors, folder / file)
         base_model = self.stored.target.get("name_or_path")
-        sizes = {key: getattr(self.config, ours) for ours, key in FORMATS[to].keys.items()}
+        keys = FORMATS[cast(ReadFormat, to)].keys
+        sizes = {key: getattr(self.config, ours) for ours, key in keys.items()}
         write_json(folder / CONFIG_FILE, {"base_model_name_or_path": base_model, **sizes, **config})
 
-    def _write_eagle3(self, folder: Path) -> None:
-        """One layer, with its rows of the target's vocabulary matrix where it shares that."""
-        tensors, config = eagle3.written(self.stored, self.matrix_VD() if self.shared else None)
+    def _write_layers(self, folder: Path, to: WrittenFormat) -> None:
+        """Decoder layers, with their rows of the target's vocabulary matrix where they share that;
+        of a block's whole one engines read the target's own."""
+        copied = self.config.kind == "eagle3" or self.config.draft_vocab_size is not None
+        matrix_VD = self.matrix_VD() if self.shared and copied else None
+        if self.config.kind == "block":
+            tensors, config = block.written(self.stored, matrix_VD)
+        else:
+            plain = to == "eagle3"
+            tensors, config = eagle3.written(self.stored, matrix_VD, speculators=not plain)
         write_tensors(folder / "model.safetensors", tensors)
         base_model = self.stored.target.get("name_or_path")
         write_json(folder / CONFIG_FILE, {"base_model_name_or_path": base_model, **config})
+        if to == "eagle3" and config["norm_before_residual"]:
+            self.notices.append(
+                "SGLang 0.5 drafts badly with these heads, and does not say so: it knows no "
+                "norm_before_residual, and adds the layer's output to what was not normalised"
+            )
+        method = to.removesuffix("-speculators")
         self.notices.append(
-            f'serve it with vLLM: --speculative-config \'{{"method": "eagle3", "model": '
+            f'serve it with vLLM: --speculative-config \'{{"method": "{method}", "model": '
             f'"{folder.name}", "num_speculative_tokens": {self.config.num_heads}}}\''
         )
 

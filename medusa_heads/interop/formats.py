@@ -6,10 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from medusa_heads.config import HeadsKind
-from medusa_heads.interop import ReadFormat, eagle3
+from torch import Tensor
+
+from medusa_heads.config import HeadsConfig, HeadsKind
+from medusa_heads.interop import ReadFormat, block, eagle3
 from medusa_heads.interop.source import Source
 from medusa_heads.settings import MOST
 
@@ -199,8 +202,18 @@ FORMATS: dict[ReadFormat, Format] = {
         keys={"num_heads": "hydra_num_heads", "num_layers": "hydra_num_layers"},
         finish=_finish_hydra,
     ),
-    # One layer and no heads: read and written in a file of its own.
+    # Layers and no heads: read and written in files of their own, `DECODERS`.
     "eagle3": Format(mark=eagle3.MARK, names={}, stranger="", keys={}),
+    "dflash": Format(mark=block.DFLASH_MARK, names={}, stranger="", keys={}),
+    "dspark": Format(mark=block.DSPARK_MARK, names={}, stranger="", keys={}),
+}
+
+
+_ReadDecoder = Callable[[Source, int | None], tuple[HeadsConfig, dict[str, Tensor], list[str]]]
+DECODERS: dict[ReadFormat, _ReadDecoder] = {
+    "eagle3": eagle3.read,
+    "dflash": partial(block.read, corrected=False),
+    "dspark": partial(block.read, corrected=True),
 }
 
 
@@ -212,6 +225,8 @@ def detect(source: Source) -> ReadFormat:
         for name, form in FORMATS.items()
         if name not in ("tgi", "lorax") and form.recognises(source)
     ]
+    if found == ["dflash", "dspark"]:  # which is the former and more
+        found = ["dspark"]
     if len(found) == 1:
         return found[0]
     if found:

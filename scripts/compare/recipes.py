@@ -106,8 +106,8 @@ RECIPES = {
         learning_rate=3e-3,
     ),
     "block": Recipe(
-        "self-distilled, 5 corrected heads of a block",
-        CORRECTED | {"kind": "block"},
+        "self-distilled, 5 corrected heads of a block over three layers",
+        CORRECTED | {"kind": "block", "features": [1, 3, 5]},
         True,
         learning_rate=3e-3,
     ),

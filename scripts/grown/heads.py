@@ -15,7 +15,7 @@ from torch import Tensor
 from medusa_heads import TargetModel
 from medusa_heads.checkpoint.checkpoint import LoadedHeads
 from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS
-from medusa_heads.heads import DraftHeads, new_heads
+from medusa_heads.heads import DecoderHeads, DraftHeads, new_heads
 from scripts.grown.llama import Noise, grown_norm, grown_vocabulary
 from scripts.grown.shape import Placement
 
@@ -29,6 +29,11 @@ def grow_heads(
         ValueError: they were trained together with an adapter, read features, or have a layer of
             their own whose attention heads are of another width at the new size.
     """
+    if isinstance(loaded.heads, DecoderHeads):
+        raise ValueError(
+            f"{loaded.heads.kind} heads are layers of their own, which do not grow with a target: "
+            "grow medusa or hydra heads"
+        )
     if loaded.stored.adapter is not None:
         raise ValueError(
             "heads that were trained together with an adapter of their target cannot be grown: "
@@ -88,8 +93,6 @@ class _Grown:
         module, _, kind = name.rpartition(".")
         if module.startswith("prefix."):
             return self._prefix(module.rpartition(".")[2], old)
-        if name == "prefix.queries":
-            return self._block(old, (shape[0], self._large), quiet=True)
         if kind == "bias":
             return self._block(old[:, None], (shape[0], 1), quiet=True)[:, 0]
         if module.endswith("linear"):

@@ -191,6 +191,17 @@ def test_eagle3_heads_say_how_vllm_reads_them(target: TargetModel, tmp_path: Pat
     )
 
 
+@pytest.mark.parametrize(("rank", "method"), [(4, "dspark"), (None, "dflash")])
+def test_blocks_say_how_vllm_reads_them(
+    target: TargetModel, tmp_path: Path, rank: int | None, method: str
+) -> None:
+    config = HeadsConfig(kind="block", num_heads=2, features=[0], correction_rank=rank)
+    card = card_of(
+        save_heads(tmp_path, new_heads(target, config), target), base_model="alice/target"
+    )
+    assert f"medusa-heads export alice/heads heads-{method} --to {method}" in card
+
+
 def test_heads_of_an_adapter_say_so_and_take_it_along(
     tiny_llama: TinyLlama, tmp_path: Path
 ) -> None:

@@ -210,7 +210,7 @@ def test_there_and_back(tmp_path: Path, target: Path, config: dict[str, Any]) ->
     [
         ({"model_type": "qwen3"}, {}, "holds a layer of 'qwen3': heads here hold Llama's"),
         ({"hidden_act": "gelu"}, {}, "is not of silu"),
-        ({"target_hidden_size": 128}, {}, "says target_hidden_size: 128 and its lm_head is 64"),
+        ({"target_hidden_size": 128}, {}, "says target_hidden_size: 128 and its tensors are 64"),
         ({"norm_output": True}, {}, "reads its own output behind the last norm"),
         ({"eagle_aux_hidden_state_layer_ids": None}, {}, "does not say which layers it reads"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, {}, "features must be different numbers"),
@@ -246,3 +246,23 @@ def test_other_layouts_and_kinds_are_told_apart(tmp_path: Path, target: Path) ->
         save_heads(native, new_heads(model, HeadsConfig(kind=kind, num_heads=2)), model)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=message):
             export_heads(native, tmp_path / "out", to)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_sglang_would_not_read_is_said(tmp_path: Path, target: Path, before: bool) -> None:
+    source = written(tmp_path / "theirs", published(2), norm_before_residual=before)
+    convert_heads(source, tmp_path / "ours", target=str(target))
+    exported = export_heads(tmp_path / "ours", tmp_path / "out", "eagle3", target=str(target))
+    assert any("SGLang" in notice for notice in exported.notices) == before
+
+
+def test_speculators_layer_comes_back(tmp_path: Path, target: Path) -> None:
+    source = written(tmp_path / "theirs", published(2))
+    made = convert_heads(source, tmp_path / "ours", target=str(target))
+    to: Any = "eagle3-speculators"
+    exported = export_heads(made.folder, tmp_path / "out", to, target=str(target))
+    assert "layers.0.self_attn.q_proj.weight" in load_file(exported.folder / "model.safetensors")
+    again = convert_heads(exported.folder, tmp_path / "again", target=str(target))
+    before, after = read_stored(made.folder), read_stored(again.folder)
+    assert_same_bits(after.tensors, before.tensors)
+    assert after.config == before.config

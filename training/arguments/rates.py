@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainingArguments
 
-from medusa_heads.heads import DraftHeads
+from medusa_heads.heads import DecoderHeads, DraftHeads
 from medusa_heads.heads.correction import Correction
 from medusa_heads.heads.fusion import Fusion
 from medusa_heads.heads.hydra import WideBlock
@@ -48,23 +48,24 @@ def fit_rate(args: TrainingArguments, width: int) -> None:
 def rate_shares(heads: DraftHeads) -> dict[str, float]:
     """What share of a default rate suits each parameter, by its name in the heads. A block that
     reads the embeddings of n tokens too has 1 + n times the inputs of one that reads none; a
-    correction's inputs, and a block's queries, do not grow with the target's width, and those of
-    features do with their number."""
+    correction's inputs do not grow with the target's width, and those of features do with their
+    number."""
     shares = dict.fromkeys(dict(heads.named_parameters()), 1.0)
     undivided = max(1.0, (heads.config.hidden_size or 0) / TUNED_WIDTH)
+    layers = set(heads.encoder().modules()) if isinstance(heads, DecoderHeads) else set()
     for name, module in heads.named_modules():
         if isinstance(module, WideBlock | Fusion):
             share = module.linear.out_features / module.linear.in_features
         elif name in ("prefix", "decoder"):
             share = PREFIX_SHARE
-        elif name.startswith("decoder.") and isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear) and module in layers:
             share = PREFIX_SHARE * (heads.config.hidden_size or 0) / module.in_features
         elif isinstance(module, Correction):
             share = undivided
         else:
             continue
         shares |= {f"{name}.{inner}": share for inner, _ in module.named_parameters()}
-    return shares | {name: undivided for name in shares if name == "prefix.queries"}
+    return shares
 
 
 def rate_groups(

@@ -8,11 +8,11 @@ Shapes: R supervised rows, K heads, D hidden, X columns of hidden states with fe
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, MedusaHeads
 from medusa_heads.target.target import TargetModel
 
@@ -27,10 +27,13 @@ class FreshHeads(MedusaHeads):
     @classmethod
     def like(cls, heads: DraftHeads, target: TargetModel) -> FreshHeads:
         """What `heads` were when they were made."""
-        config = replace(heads.config, kind="medusa", vocab_matrix="shared")
+        config = heads.config
         fresh = cls(
-            replace(
-                config, prefix_attention=False, correction_rank=None, features=None, decoder=None
+            HeadsConfig(
+                num_heads=config.num_heads,
+                draft_vocab_size=config.draft_vocab_size,
+                hidden_size=config.hidden_size,
+                vocab_size=config.vocab_size,
             )
         )
         fresh.draft_tokens = heads.draft_tokens

@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import KINDS
-from medusa_heads.heads.prefix import AT_ONCE
+from medusa_heads.heads.block import AT_ONCE
 from medusa_heads.target.mtp import empty_mtp, own_parts
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig

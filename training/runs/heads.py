@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import DraftHeads, Eagle3Heads, frequent_tokens, new_heads
+from medusa_heads.heads import DecoderHeads, DraftHeads, frequent_tokens, new_heads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
@@ -185,7 +185,7 @@ def train_heads(
 
 def scale_fresh(heads: DraftHeads, hidden_states: HiddenStates, row: Mapping[str, Any]) -> None:
     """Let fresh heads whose output is normalised be as sure as the target, by a row of text."""
-    if isinstance(heads, Eagle3Heads):
+    if isinstance(heads, DecoderHeads):
         some = send_to_device(hidden_states.collate([row]), hidden_states.target.device)
         heads.scale_to(hidden_states.of(some))
 

@@ -139,7 +139,6 @@ def test_presets_hold_the_demo_target() -> None:
         HeadsConfig(kind="hydra", num_heads=3, num_layers=2),
         HeadsConfig(kind="hydra", num_heads=2, raw_embeddings=True, vocab_matrix="own"),
         HeadsConfig(kind="hydra", num_heads=2, prefix_attention=True),
-        HeadsConfig(kind="block", num_heads=2, num_layers=2),
     ],
     ids=lambda config: f"{config.kind}-{config.vocab_matrix}-{config.draft_vocab_size}",
 )

@@ -115,8 +115,10 @@ def test_the_rate_of_a_correction_does_not_fall_with_the_width() -> None:
         heads = random_heads(1, hidden=width, correction_rank=2)
         assert rate_shares(heads)["correction.before.weight"] == share
         assert rate_shares(heads)["0.0.linear.weight"] == 1.0
-        shares = rate_shares(random_heads(1, hidden=width, kind="block"))
-        assert (shares["prefix.queries"], shares["prefix.down.weight"]) == (share, PREFIX_SHARE)
+        shares = rate_shares(random_heads(1, hidden=width, kind="block", correction_rank=2))
+        assert shares["correction.before.weight"] == share
+        assert shares["prefix.hidden_norm.weight"] == PREFIX_SHARE
+        assert shares["prefix.layers.0.mlp.up_proj.weight"] == pytest.approx(PREFIX_SHARE)
 
 
 def test_rates_of_an_eagle3_layer_follow_what_its_matrices_read(target: TargetModel) -> None:
@@ -135,7 +137,7 @@ def test_only_a_default_rate_of_a_built_draft_model_is_fitted(tmp_path: Path) ->
         assert args.learning_rate == pytest.approx(fitted)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "block"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("draft_vocab_size", [None, 20])
 def test_fresh_heads_are_what_heads_begin_as(
     target: TargetModel, kind: Any, draft_vocab_size: int | None
@@ -145,7 +147,7 @@ def test_fresh_heads_are_what_heads_begin_as(
         kind=kind,
         num_heads=2,
         vocab_matrix="own" if own else "shared",
-        prefix_attention=kind != "block",
+        prefix_attention=True,
         correction_rank=4,
         features=[0],
         draft_vocab_size=draft_vocab_size,

@@ -1,0 +1,176 @@
+"""The block drafters DFlash and DSpark, as speculators and vLLM read and write them.
+
+Speculators counts layers by what goes into them, the authors' own files and we by what comes out. A
+block has as many queries as `block_size` says; where the first of them drafts nothing, one more
+than there are heads.
+
+Shapes: D hidden, V vocabulary, W rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
+from medusa_heads.config import HeadsConfig
+from medusa_heads.decoder_shape import BlockShape
+from medusa_heads.interop.decoders import (
+    BESIDE,
+    check_width,
+    layer_ids,
+    layer_settings,
+    layers_said,
+    matrix_shape,
+    one_of_said,
+    read_tensors,
+    shape_said,
+    speculators_config,
+    steps_said,
+    vocabulary_tensors,
+)
+from medusa_heads.interop.source import Source
+
+DFLASH_MARK, DSPARK_MARK = r"hidden_norm\.weight", r"markov_head\.markov_w[12]\.weight"
+_CORRECTION = {
+    "correction.before.weight": "markov_head.markov_w1.weight",
+    "correction.after.weight": "markov_head.markov_w2.weight",
+}
+_OURS = {theirs: ours for ours, theirs in _CORRECTION.items()} | {
+    "lm_head.weight": "lm_head.weight"
+}
+_CONFIDENCE = "confidence_head."
+_MASK_FILE = "mask_embedding.pt"
+_QUERY = re.compile(r"layers\.(\d+)\.self_attn\.q_proj\.weight")
+
+
+def written(
+    stored: StoredHeads, matrix_VD: Tensor | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and config.json of block heads; `matrix_VD` is the target's vocabulary matrix
+    where the heads share that and draft from rows of it alone."""
+    config, shape = stored.config, stored.config.decoder
+    assert isinstance(shape, BlockShape) and config.features is not None
+    tensors = {
+        _CORRECTION.get(name, name.removeprefix("prefix.")): tensor
+        for name, tensor in stored.tensors.items()
+        if name != DRAFT_TOKENS
+    }
+    said: dict[str, Any] = {
+        "block_size": config.num_heads + (not shape.sample_from_anchor),
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.features],
+        "mask_token_id": shape.mask_token_id,
+        "sample_from_anchor": shape.sample_from_anchor,
+        # There is no window. vLLM lets a block's queries see only what stands before them where it
+        # does not read this, windows or not.
+        "sliding_window_non_causal": True,
+        "dtype": str(tensors["norm.weight"].dtype).removeprefix("torch."),
+    }
+    algorithm = "dflash" if config.correction_rank is None else "dspark"
+    if algorithm == "dspark":
+        said |= {
+            "markov_rank": config.correction_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
+            "confidence_head_with_markov": False,
+        }
+    said["architectures"] = ["DSparkSpeculator" if algorithm == "dspark" else "DFlashSpeculator"]
+    layers = layer_settings(config, shape, "qwen3", config.num_layers)
+    full = speculators_config(stored, algorithm, layers, said)
+    return tensors | vocabulary_tensors(stored, matrix_VD), full
+
+
+def read(
+    source: Source, target_vocab: int | None, *, corrected: bool
+) -> tuple[HeadsConfig, dict[str, Tensor], list[str]]:
+    """Heads under our names, and what the user should know; `target_vocab`: rows of the target's
+    lm_head, where it is known; `corrected` as DSpark's are. Raises ValueError: a block of another
+    kind, or a tensor or setting that is missing, surplus or ill-fitting."""
+    top, layers, notices = source.config, layers_said(source), list[str]()
+    nested = top.get("dflash_config") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"config.json: dflash_config must be an object, got {nested!r}")
+    said = (nested, top, layers)
+    _check_kind(source, said)
+    left_out = (*BESIDE, "verifier_norm.weight", "verifier_lm_head.weight")
+    names = {_ours(name): name for name in source.files if name not in left_out}
+    if confidence := [name for name in names if name.startswith(f"prefix.{_CONFIDENCE}")]:
+        names = {ours: theirs for ours, theirs in names.items() if ours not in confidence}
+        notices.append(
+            "its confidence head is left out: how far to draft follows from the heads' own chances"
+        )
+    numbers = {int(match[1]) for name in source.files if (match := _QUERY.fullmatch(name))}
+    if numbers != set(range(len(numbers))) or not numbers:
+        raise ValueError(f"{source.name!r} lacks one of its layers: download it anew")
+    hidden_size, _ = matrix_shape(source, "fc.weight")
+    check_width(source, layers, hidden_size)
+    features = _features(source, said)
+    vocab_size, reduced = (
+        target_vocab or one_of_said((layers, top), "vocab_size"),
+        "d2t" in source.files,
+    )
+    if vocab_size is None:
+        raise ValueError(f"{source.name!r} does not say its target's vocab_size: give the target")
+    own = "lm_head.weight" in names
+    if reduced and not own:
+        raise ValueError(f"{source.name!r} lacks lm_head.weight of its reduced vocabulary")
+    rank = matrix_shape(source, _CORRECTION["correction.before.weight"])[1] if corrected else None
+    anchor = one_of_said(said, "sample_from_anchor")
+    anchor = corrected if anchor is None else anchor
+    size = one_of_said((top, nested), "block_size", "dspark_block_size")
+    rows, _ = matrix_shape(source, "layers.0.self_attn.q_proj.weight")
+    mask = one_of_said(said, "mask_token_id", "dspark_noise_token_id")
+    if type(mask) is not int or not 0 <= mask < vocab_size:
+        raise ValueError(
+            f"{source.name!r}: mask_token_id must be one of the target's {vocab_size} tokens, got "
+            f"{mask!r}"
+        )
+    shape = {"mask_token_id": mask, "sample_from_anchor": anchor}
+    config = HeadsConfig(
+        kind="block",
+        num_heads=steps_said(source, notices) if type(size) is not int else size - (not anchor),
+        num_layers=len(numbers),
+        vocab_matrix="own" if own else "shared",
+        draft_vocab_size=matrix_shape(source, "lm_head.weight")[0] if reduced else None,
+        correction_rank=rank,
+        features=features,
+        decoder=BlockShape.from_dict(shape_said(layers, rows) | shape),
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+    )
+    tensors = read_tensors(source, config, names, "a block's layers", notices)
+    return config, tensors, notices
+
+
+def _ours(theirs: str) -> str:
+    return _OURS.get(theirs, f"prefix.{theirs}")
+
+
+def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...]) -> None:
+    """Raises ValueError, by name: what a block here cannot be."""
+    windows = set(one_of_said(said, "layer_types") or ()) - {"full_attention"}
+    strange = {
+        "layers with a window (layer_types)": bool(windows) or one_of_said(said, "use_swa"),
+        "queries that see only what stands before them (causal)": one_of_said(said[:1], "causal"),
+        "attention sinks": one_of_said(said, "attention_sink_bias", "add_swa_attention_sink_bias"),
+        "scaled values (attention_value_scale)": one_of_said(said, "attention_value_scale"),
+        "scaled logits (logit_scale)": one_of_said(said, "logit_scale") not in (None, 1, 1.0),
+        "positions turned pair by pair (is_neox_style)": one_of_said(said, "is_neox_style")
+        is False,
+        "a correction with a state (markov_head_type)": one_of_said(said, "markov_head_type")
+        not in (None, "vanilla"),
+        f"an embedding of its own for masks ({_MASK_FILE})": source.find(_MASK_FILE) is not None,
+    }
+    if found := [what for what, is_so in strange.items() if is_so]:
+        raise ValueError(f"{source.name!r} holds a block with {found[0]}: blocks here have none")
+
+
+def _features(source: Source, said: tuple[Mapping[str, Any], ...]) -> list[int]:
+    """The layers whose outputs are read."""
+    into = one_of_said(said, "aux_hidden_state_layer_ids")
+    ids = into or one_of_said(said, "target_layer_ids", "dspark_target_layer_ids")
+    ids = layer_ids(source, ids, "aux_hidden_state_layer_ids")
+    return [number - 1 for number in ids] if into else ids

@@ -1,0 +1,294 @@
+"""DFlash's and DSpark's checkpoints: what theirs say, ours say; ours are written as theirs are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from medusa_heads import HeadsConfig, TargetModel, new_heads
+from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
+from medusa_heads.checkpoint.stored_heads import read_stored
+from medusa_heads.interop import WrittenFormat
+from medusa_heads.interop.convert import convert_heads
+from medusa_heads.interop.export import export_heads
+from tests.interop.conftest import Decodes
+from tests.interop.layouts import D, V, assert_same_bits, values
+
+HEADS, GROUPS, WIDTH, WIDE, FEW, RANK, BLOCK, MASK = 4, 2, 16, 96, 30, 6, 4, 11
+Tensors = dict[str, Tensor]
+
+
+def published(*, reduced: bool = False, corrected: bool = True, layers: int = 2) -> Tensors:
+    """Every tensor different, under the names of the authors' files."""
+    shapes = {"fc.weight": (D, 2 * D)}
+    norms = {"hidden_norm": D, "norm": D}
+    for layer in (f"layers.{i}" for i in range(layers)):
+        shapes |= {
+            f"{layer}.self_attn.q_proj.weight": (HEADS * WIDTH, D),
+            f"{layer}.self_attn.k_proj.weight": (GROUPS * WIDTH, D),
+            f"{layer}.self_attn.v_proj.weight": (GROUPS * WIDTH, D),
+            f"{layer}.self_attn.o_proj.weight": (D, HEADS * WIDTH),
+            f"{layer}.mlp.gate_proj.weight": (WIDE, D),
+            f"{layer}.mlp.up_proj.weight": (WIDE, D),
+            f"{layer}.mlp.down_proj.weight": (D, WIDE),
+        }
+        norms |= {f"{layer}.self_attn.{name}": WIDTH for name in ("q_norm", "k_norm")}
+        norms |= {f"{layer}.{name}": D for name in ("input_layernorm", "post_attention_layernorm")}
+    if corrected:
+        drafted = FEW if reduced else V
+        shapes["markov_head.markov_w1.weight"] = (V, RANK)
+        shapes["markov_head.markov_w2.weight"] = (drafted, RANK)
+    if reduced:
+        shapes["lm_head.weight"] = (FEW, D)
+    tensors = {name: 3 * values(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    for i, (name, width) in enumerate(norms.items()):
+        tensors[f"{name}.weight"] = 1 + values(width, seed=100 + i)
+    if reduced:
+        drafted_C = torch.arange(3, 3 + 5 * FEW, 5)
+        tensors["d2t"] = drafted_C - torch.arange(FEW)
+        tensors["t2d"] = torch.zeros(V, dtype=torch.bool)
+        tensors["t2d"][drafted_C] = True
+    return tensors
+
+
+LAYERS = {
+    "model_type": "qwen3",
+    "hidden_size": D,
+    "intermediate_size": WIDE,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": WIDTH,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "vocab_size": V,
+}
+
+
+def speculators(algorithm: str, *, anchor: bool, **changed: Any) -> dict[str, Any]:
+    """config.json as speculators writes it."""
+    method = {"proposal_type": "greedy", "speculative_tokens": BLOCK - (not anchor)}
+    verifier: dict[str, Any] = {"name_or_path": None, "architectures": []}
+    said = {
+        "speculators_model_type": algorithm,
+        "speculators_config": {"proposal_methods": [method], "verifier": verifier},
+        "transformer_layer_config": LAYERS,
+        "block_size": BLOCK,
+        "aux_hidden_state_layer_ids": [1, 2],
+        "mask_token_id": MASK,
+        "sample_from_anchor": anchor,
+    }
+    return said | changed
+
+
+def written(folder: Path, tensors: Tensors, said: dict[str, Any]) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
+
+
+def their_logits(
+    of: Tensors, features_TX: Tensor, anchor_D: Tensor, mask_D: Tensor, *, layers: int = 2
+) -> Tensor:
+    """What all queries of a block say behind a text, written out after the authors' model."""
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), of[f"{name}.weight"], 1e-5)
+
+    def heads(name: str, x: Tensor) -> Tensor:
+        return (x @ of[f"{name}.weight"].T).view(len(x), -1, WIDTH).transpose(0, 1)
+
+    def turned(x_HTX: Tensor, start: int) -> Tensor:
+        steps = torch.arange(0, WIDTH, 2) / WIDTH
+        angles = (start + torch.arange(x_HTX.shape[1]))[:, None] * 5000.0**-steps
+        cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+        first, second = x_HTX.chunk(2, -1)
+        return x_HTX * cos + torch.cat([-second, first], -1) * sin
+
+    context_TD = norm("hidden_norm", features_TX @ of["fc.weight"].T)
+    x_QD = torch.stack([anchor_D] + [mask_D] * (BLOCK - 1))
+    for layer in (f"layers.{i}" for i in range(layers)):
+        own_QD = norm(f"{layer}.input_layernorm", x_QD)
+        both = torch.cat([context_TD, own_QD])
+        query = norm(f"{layer}.self_attn.q_norm", heads(f"{layer}.self_attn.q_proj", own_QD))
+        keys = norm(f"{layer}.self_attn.k_norm", heads(f"{layer}.self_attn.k_proj", both))
+        mixed = F.scaled_dot_product_attention(
+            turned(query, len(context_TD))[None],
+            turned(keys, 0)[None].repeat_interleave(2, 1),
+            heads(f"{layer}.self_attn.v_proj", both)[None].repeat_interleave(2, 1),
+        )[0]
+        x_QD = x_QD + mixed.transpose(0, 1).flatten(1) @ of[f"{layer}.self_attn.o_proj.weight"].T
+        inner = norm(f"{layer}.post_attention_layernorm", x_QD)
+        gate, up = (inner @ of[f"{layer}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        x_QD = x_QD + (F.silu(gate) * up) @ of[f"{layer}.mlp.down_proj.weight"].T
+    return norm("norm", x_QD) @ of["lm_head.weight"].T
+
+
+_PLAIN = {**LAYERS, "block_size": BLOCK}
+PLAIN_DFLASH = _PLAIN | {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]}}
+PLAIN_DSPARK = _PLAIN | {"mask_token_id": MASK, "target_layer_ids": [0, 1], "markov_rank": RANK}
+THEIRS: dict[str, tuple[dict[str, Any], bool, bool, bool]] = {
+    # config.json, corrected, a reduced vocabulary, drafts from the anchor's query
+    "dspark": (speculators("dspark", anchor=True), True, False, True),
+    "dspark, reduced": (speculators("dspark", anchor=True), True, True, True),
+    "dspark, filling in": (speculators("dspark", anchor=False), True, False, False),
+    "dspark of its authors": (PLAIN_DSPARK, True, False, True),
+    "dflash": (speculators("dflash", anchor=False), False, True, False),
+    "dflash of its authors": (PLAIN_DFLASH, False, False, False),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@torch.no_grad()
+def test_a_block_says_what_theirs_says(
+    tmp_path: Path, target: Path, decodes: Decodes, name: str
+) -> None:
+    said, corrected, reduced, anchor = THEIRS[name]
+    tensors = published(reduced=reduced, corrected=corrected)
+    source = written(tmp_path / "theirs", tensors, said)
+    made = convert_heads(source, tmp_path / "ours", target=str(target))
+    assert made.format == ("dspark" if corrected else "dflash")
+    plain = TargetModel.from_pretrained(str(target))
+    heads = load_heads(made.folder, plain).heads
+    model = plain.with_features(heads.config.features)
+    assert heads.config.num_heads == BLOCK - (not anchor) and heads.config.features == (0, 1)
+
+    ids_1T = torch.arange(3, 12)[None]
+    hidden_1TX = model.hidden(ids_1T)
+    before_K = torch.tensor([ids_1T[0, 7], 5, 9, 20])[: heads.config.num_heads]
+    got_KV = heads(heads.encode(hidden_1TX, ids_1T)[0, 6], before_K)
+    embedded_VD = plain.get_input_embeddings().weight
+    whole = {"lm_head.weight": plain.get_output_embeddings().weight} | tensors
+    features_TX = hidden_1TX[0, :7, : 2 * D]
+    theirs = their_logits(whole, features_TX, embedded_VD[before_K[0]], embedded_VD[MASK])
+    theirs = theirs[-heads.config.num_heads :]
+    if corrected:
+        bias_KR = tensors["markov_head.markov_w1.weight"][before_K]
+        theirs = theirs + bias_KR @ tensors["markov_head.markov_w2.weight"].T
+    torch.testing.assert_close(got_KV, theirs, atol=1e-4, rtol=1e-4)
+    decodes(made.folder, str(target))
+
+
+WAYS: dict[str, tuple[WrittenFormat, dict[str, Any]]] = {
+    "dspark": ("dspark", {"correction_rank": 4, "num_layers": 2}),
+    "dspark, reduced": ("dspark", {"correction_rank": 4, "draft_vocab_size": FEW}),
+    "dspark, own": (
+        "dspark",
+        {"correction_rank": 4, "draft_vocab_size": FEW, "vocab_matrix": "own"},
+    ),
+    "dflash": ("dflash", {}),
+}
+
+
+def saved(folder: Path, target: Path, **config: Any) -> Path:
+    model = TargetModel.from_pretrained(str(target))
+    size = config.get("draft_vocab_size")
+    tokens = None if size is None else torch.arange(2, 2 + size)
+    said: dict[str, Any] = {"kind": "block", "num_heads": 3, "features": [0, 1]} | config
+    heads = new_heads(model, HeadsConfig(**said), tokens)
+    save_heads(folder, heads, model)
+    return folder
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_is_written_comes_back(tmp_path: Path, target: Path, name: str) -> None:
+    to, config = WAYS[name]
+    folder = saved(tmp_path / "heads", target, **config)
+    exported = export_heads(folder, tmp_path / "out", to, target=str(target))
+    assert f'"method": "{to}"' in exported.notices[-1]
+    again = convert_heads(exported.folder, tmp_path / "again", target=str(target))
+    before, after = read_stored(folder), read_stored(again.folder)
+    reduced = config.get("draft_vocab_size") is not None
+    tensors = dict(after.tensors)
+    if reduced and config.get("vocab_matrix") != "own":  # a copy of rows became an own matrix
+        del tensors["lm_head.weight"]
+    assert_same_bits(tensors, before.tensors)
+    assert after.config.decoder == before.config.decoder
+    assert ("lm_head.weight" in load_file(exported.folder / "model.safetensors")) == reduced
+
+
+@pytest.mark.parametrize(
+    ("to", "config", "message"),
+    [
+        ("dspark", {}, "have no correction by the token before: give --to dflash"),
+        ("dflash", {"correction_rank": 4}, "have a correction by the token before"),
+        ("dflash", {"features": None}, "train with features"),
+        ("eagle3", {}, "holds no block heads: give --to dflash or dspark"),
+        ("vllm", {}, "holds no block heads: give --to dflash or dspark"),
+        ("dflash", {"vocab_matrix": "own"}, "in place of a whole one"),
+        ("dflash", {"kind": "medusa", "features": None}, "holds no medusa heads: train kind"),
+    ],
+)
+def test_what_cannot_be_written_is_said(
+    tmp_path: Path, target: Path, to: WrittenFormat, config: dict[str, Any], message: str
+) -> None:
+    folder = saved(tmp_path / "heads", target, **config)
+    with pytest.raises(ValueError, match=message):
+        export_heads(folder, tmp_path / "out", to, target=str(target))
+
+
+@pytest.mark.parametrize(
+    ("said", "tensors", "message"),
+    [
+        ({"sample_from_anchor": 3}, {}, "sample_from_anchor must be true or false"),
+        ({"mask_token_id": None}, {}, "mask_token_id must be one of the target's"),
+        ({"mask_token_id": V}, {}, "mask_token_id must be one of the target's"),
+        ({"aux_hidden_state_layer_ids": None}, {}, "does not say which layers it reads"),
+        ({"aux_hidden_state_layer_ids": [2, 1]}, {}, "features from the lowest layer on"),
+        ({"aux_hidden_state_layer_ids": [1]}, {}, r"fc.weight has shape \[64, 128\]"),
+        ({"markov_head_type": "rnn"}, {}, r"a correction with a state"),
+        ({"target_hidden_size": 128}, {}, "heads here are as wide as their target"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, {}, "layers with a window"),
+        ({"dflash_config": {"attention_sink_bias": True}}, {}, "attention sinks"),
+        ({"dflash_config": 3}, {}, "dflash_config must be an object"),
+        ({"block_size": 1000}, {}, "at most 64"),
+        ({}, {"fc.weight": None}, "lacks fc.weight"),
+        ({}, {"layers.0.self_attn.q_proj.weight": None}, "lacks one of its layers"),
+        ({}, {"layers.1.mlp.up_proj.weight": None}, "lacks prefix.layers.1.mlp.up_proj.weight"),
+        ({}, {"layers.1.extra.weight": torch.zeros(2)}, "is no tensor of a block's layers"),
+        ({}, {"d2t": torch.zeros(3, dtype=torch.long)}, "lacks lm_head.weight of its reduced"),
+        ({}, {"markov_head.markov_w1.weight": None}, "lacks markov_head.markov_w1.weight"),
+        ({}, {"markov_head.markov_w2.weight": torch.zeros(5, RANK)}, "markov_w2.weight has shape"),
+        ({}, {"norm.weight": torch.full((D,), torch.nan)}, "holds NaN"),
+        ({}, {"midlayer.hidden_norm.weight": torch.zeros(D)}, "heads in several layouts"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_said(
+    tmp_path: Path, said: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    stored = {name: t for name, t in (published() | tensors).items() if t is not None}
+    source = written(tmp_path / "theirs", stored, speculators("dspark", anchor=True, **said))
+    with pytest.raises(ValueError, match=message):
+        convert_heads(source, tmp_path / "ours")
+
+
+def test_a_mask_of_its_own_is_said(tmp_path: Path) -> None:
+    source = written(tmp_path / "theirs", published(corrected=False), PLAIN_DFLASH)
+    torch.save(torch.zeros(D), source / "mask_embedding.pt")
+    with pytest.raises(ValueError, match="an embedding of its own for masks"):
+        convert_heads(source, tmp_path / "ours")
+
+
+def test_confidences_are_left_out(tmp_path: Path) -> None:
+    tensors = published() | {"confidence_head.proj.weight": torch.zeros(1, D + RANK)}
+    source = written(tmp_path / "theirs", tensors, speculators("dspark", anchor=True))
+    made = convert_heads(source, tmp_path / "ours")
+    assert any("confidence head is left out" in notice for notice in made.notices)
+
+
+def test_a_block_of_an_earlier_version_is_said(tmp_path: Path, target: Path) -> None:
+    folder = saved(tmp_path / "heads", target)
+    sidecar = json.loads((folder / "medusa_heads.json").read_text())
+    del sidecar["heads"]["decoder"]
+    (folder / "medusa_heads.json").write_text(json.dumps(sidecar))
+    with pytest.raises(ValueError, match="as an earlier version made them"):
+        read_stored(folder)
