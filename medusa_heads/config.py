@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from medusa_heads.decoder_shape import DecoderShape
-from medusa_heads.settings import MOST, NO_FLAG, as_flag, one_of, sizes
+from medusa_heads.settings import MOST, NO_FLAG, as_flag, one_of, sizes, switches
 
 HeadsKind = Literal["medusa", "hydra", "block", "eagle3"]
 VocabMatrix = Literal["shared", "own"]
@@ -121,9 +121,7 @@ class HeadsConfig:
         optional = ("draft_vocab_size", "correction_rank", "hidden_size", "vocab_size")
         given = [name for name in optional if getattr(self, name) is not None]
         sizes(self, "num_heads", "num_layers", *given)
-        for name in ("prefix_attention", "raw_embeddings"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        switches(self, "prefix_attention", "raw_embeddings")
         if self.features is not None:
             object.__setattr__(self, "features", _layers(self.features))
         one_of(self, "kind", get_args(HeadsKind))

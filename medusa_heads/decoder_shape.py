@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from medusa_heads.settings import one_of, sizes
+from medusa_heads.settings import one_of, sizes, switches
 
 _RULES_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
 
@@ -45,9 +45,7 @@ class DecoderShape:
                 f"the decoder's {self.num_attention_heads} attention heads must be a multiple of "
                 f"its {self.num_key_value_heads} key-value heads, and head_dim {self.head_dim} even"
             )
-        for name in ("attention_bias", "norm_before_residual"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        switches(self, "attention_bias", "norm_before_residual")
         one_of(self, "feature_norm", ("each", "all", "none"))
         rope, eps = self.rope_parameters, self.rms_norm_eps
         if not isinstance(eps, float) or not 0 < eps < 1:

@@ -56,6 +56,11 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
         move_in(made, path.parent, [path.name])
 
 
+def replace_json(path: str | os.PathLike[str], content: Any, *, indent: int = 2) -> None:
+    """`replace_file` with plain values, as indented JSON."""
+    replace_file(path, json.dumps(content, indent=indent) + "\n")
+
+
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
     """Remove what killed processes left in a folder. A living one holds a lock on what is its."""
     for left in Path(folder).glob(".*.part"):

@@ -57,6 +57,13 @@ def sizes(settings: object, *names: str) -> None:
         at_least(settings, 1, name)
 
 
+def switches(settings: object, *names: str) -> None:
+    """Raises ValueError where a named attribute is neither True nor False."""
+    for name in names:
+        if not isinstance(value := getattr(settings, name), bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
 def above_zero(settings: object, *names: str) -> None:
     """Raises ValueError where a named attribute is neither None nor a finite number above 0."""
     for name in names:

@@ -51,19 +51,25 @@ class Bandit:
             to take.
         allowance: pays for the trials.
         weight: steps for which a prior counts.
+        idle: whether the first way is to do nothing. What that gives is known without a trial.
 
     Attributes:
         columns: what is known, as `Lessons` keeps it.
     """
 
     def __init__(
-        self, priors: Sequence[tuple[float, float]], allowance: Allowance, *, weight: float = 2.0
+        self,
+        priors: Sequence[tuple[float, float]],
+        allowance: Allowance,
+        *,
+        weight: float = 2.0,
+        idle: bool = False,
     ) -> None:
         self._tokens = [weight * tokens for tokens, _ in priors]
         self._seconds = [weight * seconds for _, seconds in priors]
         self._steps = [weight] * len(priors)
         self.columns = self._tokens, self._steps, self._seconds
-        self._allowance = allowance
+        self._allowance, self._tried = allowance, range(idle, len(priors))
 
     def pick(self, worth: float, prices: Sequence[float] | None = None, steps: float = 1.0) -> int:
         """The way of the next step.
@@ -79,7 +85,7 @@ class Bandit:
                 value - worth * price / steps for value, price in zip(values, prices, strict=True)
             ]
         best = max(range(len(values)), key=values.__getitem__)
-        least = min(range(len(values)), key=self._steps.__getitem__)
+        least = min(self._tried, key=self._steps.__getitem__)
         rare = self._steps[least] < min(self._steps[best], _KNOWN)
         price = prices[least] * (1.0 - 1.0 / steps) if prices is not None else 0.0
         if rare and self._allowance.pay((values[best] - values[least]) / worth + price):

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from medusa_heads.inference.adapt.bandit import Allowance, Bandit
 from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 # Accepted tokens that are expected without a source: from each bound on it is another situation.
 BOUNDS = (0.3, 0.9, 2.2)
 _TYPICAL = (0.1, 0.6, 1.4, 4.0)
-_AHEAD = 0.16  # of a token's worth, what it loses in a batch each time that the rows double
+# What a row's second token counts beside its first, in a batch: who is furthest behind ends it, and
+# who runs ahead waits.
+FURTHER = 0.7
 _DRAWN = 0.7  # of what is expected of a source, where the target's tokens are drawn
 _BESIDE = 0.2  # of what drafting takes for one row, what it takes for each further one
 
@@ -46,14 +50,13 @@ class Situation:
         drawn: bool = False,
         padded: bool = False,
     ) -> None:
-        self.group, self.rows = group, rows
+        self._clock, self.group, self.rows = clock, group, rows
         self.graphs = list(sizes) if padded else []
         self.allowance = Allowance(clock.step(rows))
         # Where more is expected of the text, a second is worth more; such passages last.
         self.budgets = [Budget(clock, sizes, rows, padded=padded) for _ in _TYPICAL]
-        self.looking = Bandit(
-            [(0.0, 0.0), (0.5, 0.0)], self.allowance
-        )  # not at the text, and at it
+        # Not at the text, and at it.
+        self.looking = Bandit([(0.0, 0.0), (0.5, 0.0)], self.allowance, idle=True)
         # Each source pays for its own trials: a dear one would leave nothing to a cheap one.
         self.allowances = [Allowance(clock.step(rows), 1.0) for _ in sources]
         self.gains = [
@@ -76,11 +79,26 @@ class Situation:
             for known, gain in enumerate(gains):
                 yield f"gains {source} {known}", gain.columns
 
-    @property
-    def share(self) -> float:
-        """What a token that one row gains is worth in a batch, which ends with its last row: rows
-        that run ahead gain little where fewer rows take almost as long."""
-        return max(1.0 - _AHEAD * math.log2(self.rows), 0.3)
+    def progress(
+        self, written_B: Sequence[float], more_BX: np.ndarray, left_BX: np.ndarray
+    ) -> list[float]:
+        """How far a batch comes, in tokens of each row.
+
+        A row that ends saves its own part of every step. The last one saves all the rest, so that
+        it counts how far those come who are furthest behind: a mean that is soft, as nobody knows
+        which one will be the last.
+
+        Args:
+            written_B: tokens of each row so far; endless of one that has ended.
+            more_BX: that come, in each of several cases.
+            left_BX: `FURTHER` to the power of that, or the expectation of it.
+        """
+        half = self._clock.step(-(-self.rows // 2))
+        own = min(max(2.0 - 2.0 * half / self._clock.step(self.rows), 0.0), 1.0)
+        behind_B = FURTHER ** (np.asarray(written_B) - min(written_B))
+        last_X = np.log(behind_B @ left_BX / behind_B.sum()) / math.log(FURTHER)
+        both_X: list[float] = (own * more_BX.mean(axis=0) + (1.0 - own) * last_X).tolist()
+        return both_X
 
     def grow(self, seconds: float) -> None:
         """So much time has passed."""
@@ -93,19 +111,20 @@ class Situation:
         """Whether to ask a source where so many tokens are known without it, before any of it was
         seen: the two ways are not to, and to."""
         drafting = clock.drafting(source.name) * (1 + _BESIDE * (self.group - 1))
-        share, budget = self.share * (_DRAWN if drawn else 1.0), self.budgets[0]
+        usual, budget = _DRAWN if drawn else 1.0, self.budgets[0]
         worth = budget.worth * (1.0 + known)
         # What both know is mostly the same; and nothing of it need be verified.
+        sizes = np.array([source.expected(size) for size in budget.sizes])
+        more_1X = usual * np.maximum(sizes - 0.7 * known, 0.2 * sizes)[None]
+        if self.rows > 1:  # as if each further token were as likely as the first
+            more_1X[0] = self.progress([0], more_1X, 1 / (1 + (1 - FURTHER) * more_1X))
         gains = [
-            (
-                share * max(source.expected(size) - 0.7 * known, 0.2 * source.expected(size)),
-                budget.seconds(size) - budget.seconds(0) + drafting,
-            )
-            for size in budget.sizes
+            (gain, budget.seconds(size) - budget.seconds(0) + drafting)
+            for gain, size in zip(more_1X[0].tolist(), budget.sizes, strict=True)
         ]
         gains.append((0.0, drafting))
         best = max(gains, key=lambda gain: gain[0] - worth * gain[1])
-        return Bandit([(0.0, 0.0), best], allowance)
+        return Bandit([(0.0, 0.0), best], allowance, idle=True)
 
 
 class Draft(NamedTuple):
@@ -126,10 +145,11 @@ class Draft(NamedTuple):
         """Accepted tokens that are expected of a mean row."""
         return self.expected[min(self.size, len(self.expected) - 1)]
 
-    def accepted(self, committed: Sequence[Sequence[int]]) -> int:
-        """Accepted tokens of all rows, had this been verified, of those that were committed."""
-        each = zip(self.trees, committed, strict=False)
-        return sum(tree.accepted(tokens, self.size) for tree, tokens in each)
+    def accepted(self, committed: Sequence[Sequence[int]]) -> list[int]:
+        """Accepted tokens of each row, had this been verified, of those that were committed."""
+        trees = self.trees or [PrefixTree(-1)] * len(committed)
+        each = zip(trees, committed, strict=True)
+        return [tree.accepted(tokens, self.size) for tree, tokens in each]
 
 
 class Trial(NamedTuple):
@@ -155,9 +175,9 @@ class Step:
         asked: the sources.
         trials: what is learnt of them.
         rows: all of them; those that had ended commit nothing.
+        written: tokens of each by then; endless of those that had ended.
         offered: what the sources offered for each.
         expected: tokens of a mean row that were expected to be accepted, as far as they count.
-        share: how far they do.
         nodes: verified in each row, the root and spare ones included.
         again: tokens that were read again in front of them.
         drafting: seconds that it took.
@@ -171,9 +191,9 @@ class Step:
     asked: list[Source]
     trials: list[Trial]
     rows: list[Row]
+    written: list[float]
     offered: list[list[Proposal]]
     expected: float
-    share: float
     nodes: int
     again: int
     drafting: float

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import replace_file, replace_json
 from medusa_heads.inference.bench.plots import draw, setting_title, where_measured
 from medusa_heads.tables import Rows, formatted, in_markdown, on_screen
 from medusa_heads.trees.statistics import HeadStatistics
@@ -145,5 +144,5 @@ def write_numbers(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> 
     path.mkdir(parents=True, exist_ok=True)
     json_file, markdown_file = path / JSON_FILE, path / MARKDOWN_FILE
     replace_file(markdown_file, markdown(report))
-    replace_file(json_file, json.dumps(report, indent=2) + "\n")
+    replace_json(json_file, report)
     return json_file, markdown_file

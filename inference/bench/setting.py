@@ -12,7 +12,13 @@ from tqdm.auto import tqdm
 
 from medusa_heads.inference.bench.methods import HEADS, PLAIN, PLAIN_METHODS, PROMPT_LOOKUP
 from medusa_heads.inference.bench.prompts import Prompt, batches_of
-from medusa_heads.inference.bench.timed_run import WARM_UP_TOKENS, Method, Run, run_once, summarise
+from medusa_heads.inference.bench.timed_run import (
+    WARM_UP_TOKENS,
+    Method,
+    TimedRun,
+    run_once,
+    summarise,
+)
 from medusa_heads.settings import at_least
 
 
@@ -92,7 +98,7 @@ def measure(
     with tqdm(total=total, desc=title, unit="run", disable=not progress) as bar:
         running, left_out = _warm_up(methods, model, batches[0], options)
         bar.update(len(left_out) * len(batches))
-        runs: dict[str, list[Run]] = {method.name: [] for method in running}
+        runs: dict[str, list[TimedRun]] = {method.name: [] for method in running}
         for index, batch in enumerate(batches):
             turn, seed = index % len(running), plan.seed + index
             rows = [prompt.tokens for prompt in batch]
@@ -165,7 +171,7 @@ def _warm_up(
 
 
 def _by_category(
-    kinds: Sequence[str | None], compared: Sequence[Sequence[Run]]
+    kinds: Sequence[str | None], compared: Sequence[Sequence[TimedRun]]
 ) -> dict[str, dict[str, Any]]:
     shown = ("tokens_per_second", "speedup", "speedup_quartiles", "tokens_per_step", "identical")
     found = {}

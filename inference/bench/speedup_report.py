@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import replace_json
 from medusa_heads.inference.bench.plots import speedup_axes, target_name, where_measured
 from medusa_heads.pictures import Line, draw_lines, save_picture
 from medusa_heads.tables import formatted, on_screen
@@ -118,7 +117,7 @@ def write_analysis(folder: str | os.PathLike[str], report: Mapping[str, Any]) ->
     png_file.parent.mkdir(parents=True, exist_ok=True)
     save_picture(png_file, partial(_draw, report=report), size=(12.8, 4.4))
     # The numbers last: where they are, the picture is too.
-    replace_file(json_file, json.dumps(report, indent=2) + "\n")
+    replace_json(json_file, report)
     return json_file, png_file
 
 

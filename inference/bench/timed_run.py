@@ -37,7 +37,7 @@ class Method:
 
 
 @dataclass
-class Run:
+class TimedRun:
     """One method on one batch of prompts; `phases` and `accepted` are of methods of this engine."""
 
     rows: list[list[int]]  # the tokens written behind each prompt, up to the end token
@@ -62,7 +62,7 @@ class Run:
 
 def run_once(
     method: Method, model: Any, prompts: Sequence[Sequence[int]], seed: int, **generate_kwargs: Any
-) -> Run:
+) -> TimedRun:
     """One timed generation of a batch, padded on the left, seeded; what it runs of the target is
     counted from outside."""
     pad = generate_kwargs.get("pad_token_id") or 0
@@ -91,7 +91,7 @@ def run_once(
     texts, stops = output_BT[:, input_ids_BT.shape[1] :].tolist(), stop_ids(model)
     rows = [until_end(tokens, stops) for tokens in texts]
     first = ends[0] if ends else 0.0
-    run = Run(rows, seconds, len(ends), len(ends), first - started, peak, above)
+    run = TimedRun(rows, seconds, len(ends), len(ends), first - started, peak, above)
     if method.compiled:
         run.forwards = max(map(len, rows))  # plain: a token a forward
     if method.stats is not None:
@@ -157,7 +157,7 @@ def _resident(name: str) -> int:
 
 
 def summarise(
-    runs: Sequence[Run], reference: Sequence[Run], plain: Sequence[Run] | None = None
+    runs: Sequence[TimedRun], reference: Sequence[TimedRun], plain: Sequence[TimedRun] | None = None
 ) -> dict[str, Any]:
     """What a report says of a method, from its runs of all batches. Those of `reference` count as
     1.0, and its text is compared with that of `plain`, or else of the reference.

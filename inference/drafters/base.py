@@ -5,6 +5,7 @@ Shapes: B active rows, N nodes, P fresh positions (the most of any row), D hidde
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
 
 
-class Drafter:
+class Drafter(ABC):
     """Proposes a token tree from the decoding state, and never touches the target's cache.
 
     Attributes:
@@ -27,22 +28,22 @@ class Drafter:
     num_nodes: int
     reads_prompt = False
 
+    @abstractmethod
     def propose(self, state: DecodingState) -> TokenTree:
         """A tree for every active row; node 0 holds `state.roots_B`."""
-        raise NotImplementedError
 
     def most_again(self, rows: int) -> int:
         """How many tokens of each of so many rows a target with a recurrent state reads again in
         front of a tree; where there are more, the row reads them in a step without drafts."""
         return USUAL_AGAIN
 
-    def rest(self, state: DecodingState) -> None:
+    def rest(self, state: DecodingState) -> None:  # noqa: B027
         """The next step goes without drafts, and nothing is observed or learnt of it."""
 
-    def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
+    def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:  # noqa: B027
         """Learn from what the target says of every node; called after every verification."""
 
-    def learn_seconds(self, nodes: int, seconds: float) -> None:
+    def learn_seconds(self, nodes: int, seconds: float) -> None:  # noqa: B027
         """Learn from how long a step took, its drafting left out; `nodes` are those drafted in each
         row, spare ones included."""
 

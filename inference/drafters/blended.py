@@ -5,18 +5,20 @@ Shapes: B active rows, N tree nodes (root included), V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 from torch import Tensor
 
 from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock, most_again
 from medusa_heads.inference.adapt.lessons import Lessons
-from medusa_heads.inference.adapt.situation import BOUNDS, Draft, Situation, Step, Trial
+from medusa_heads.inference.adapt.situation import BOUNDS, FURTHER, Draft, Situation, Step, Trial
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.growing import Proposal, Source, grow
 from medusa_heads.inference.drafters.text import TextSource
@@ -83,7 +85,8 @@ class BlendedDrafter(Drafter):
         self.learn(state)
         situation = self._situation(state)
         offered, budget = self._look(state, situation)
-        draft = self._grow(state, situation, budget, offered)
+        written = [math.inf if row.done else len(row.tokens) for row in state.rows]
+        draft = self._grow(state, situation, written, budget, offered)
         # Steps since each source was asked; it has read nothing of a text that has just begun.
         rested: list[int] = state.memories.setdefault(
             (self, "rested"), [_LONG] * len(self._sources)
@@ -110,7 +113,7 @@ class BlendedDrafter(Drafter):
             for own, drafted in zip(offered, source.draft(state), strict=True):
                 own.append(drafted)
             asked.append(source)
-            before, draft = draft, self._grow(state, situation, budget, offered)
+            before, draft = draft, self._grow(state, situation, written, budget, offered)
             if not usual:  # part of what finding out costs
                 situation.allowances[i].owe(time.perf_counter() - began)
                 continue
@@ -133,9 +136,9 @@ class BlendedDrafter(Drafter):
             asked,
             trials,
             list(state.rows),
+            written,
             offered,
             expected=draft.expected_accepted,
-            share=situation.share,
             nodes=tree.num_nodes,
             again=state.again,
             drafting=time.perf_counter() - started,
@@ -158,16 +161,17 @@ class BlendedDrafter(Drafter):
         committed_B = [
             row.behind(length) for row, length in zip(step.rows, step.lengths, strict=True)
         ]
-        active = sum(map(bool, committed_B))
-        if not active:
+        if not any(committed_B):
             return
         for committed, own in zip(committed_B, step.offered, strict=True):
             for proposal in own if committed else ():
                 proposal.learn(committed)
-        share, situation = step.share / active, step.situation
+        situation = step.situation
         for gains, before, behind, seconds in step.trials:
-            gained = behind.accepted(committed_B) - before.accepted(committed_B)
-            gains.learn(1, share * gained, seconds)
+            accepted = before.accepted(committed_B), behind.accepted(committed_B)
+            more_BX = np.array(accepted).T
+            known, gained = situation.progress(step.written, more_BX, FURTHER**more_BX)
+            gains.learn(1, gained - known, seconds)
         verified = step.nodes * situation.rows + step.again
         if step.verifying is not None:
             self._clock.learn(verified, max(step.verifying, 1e-9), max(step.lengths))
@@ -210,6 +214,7 @@ class BlendedDrafter(Drafter):
         self,
         state: DecodingState,
         situation: Situation,
+        written: Sequence[float],
         budget: Budget,
         offered: Sequence[Sequence[Proposal]],
     ) -> Draft:
@@ -225,11 +230,12 @@ class BlendedDrafter(Drafter):
             else grow(row.tokens[-1], own, most, least, chain_only=self._chain_only)
             for row, own, most in zip(state.rows, offered, most_B, strict=True)
         ]
-        active = zip(trees, state.rows, strict=True)
-        expected = _mean(
-            [tree.expected() for tree, row in active if not row.done],
-            situation.share,
-        )
+        expected = trees[0].expected()
+        if len(trees) > 1:
+            more_BX, nearer_BX = (
+                _filled([tree.expected(further) for tree in trees]) for further in (1.0, FURTHER)
+            )
+            expected = situation.progress(written, more_BX, 1.0 - (1.0 - FURTHER) * nearer_BX)
         return Draft(trees, expected, budget.best(expected)[0])
 
     def _situation(self, state: DecodingState) -> Situation:
@@ -260,8 +266,7 @@ def text_drafter(most: int, corpus: CorpusIndex | None = None) -> BlendedDrafter
     return BlendedDrafter(Clock.flat(), range(most + 1), text=text, always=True, chain_only=True)
 
 
-def _mean(expected: Sequence[list[float]], share: float) -> list[float]:
-    """Tokens expected of a mean row by nodes; a shorter tree gains no more than all of it."""
+def _filled(expected: Sequence[list[float]]) -> np.ndarray:
+    """By rows and nodes; a shorter tree gains no more than all of it."""
     longest = max(map(len, expected))
-    rows = [row + row[-1:] * (longest - len(row)) for row in expected]
-    return [share * sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    return np.array([row + row[-1:] * (longest - len(row)) for row in expected])

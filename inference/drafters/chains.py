@@ -7,7 +7,7 @@ Shapes: B active rows, R ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.drafters.growing import Proposal, Source
+from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawn
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree, TreeShape
 
@@ -40,7 +40,7 @@ class ChainSource(Source):
         most: tokens of a chain.
         agreement: how often its tokens are expected to be right.
         apart: places whose tokens are believed for themselves; later ones as the last of these.
-        reads_prompt: see Source.
+        reads_prompt, facts: see Source.
     """
 
     reads_on = True
@@ -56,17 +56,18 @@ class ChainSource(Source):
         *,
         apart: int = 1,
         reads_prompt: bool = False,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
-        self.name, self.reads_prompt = name, reads_prompt
+        self.name, self.reads_prompt, self.facts = name, reads_prompt, facts or {}
         self._continuation, self._clock, self._token = continuation, clock, token
         self._most, self._agreement, self._apart = most, agreement, apart
-        self._evidence = Evidence([1.0] * (apart * LEVELS))
+        self.evidence = by_drawn(lambda: Evidence([1.0] * (apart * LEVELS)))
         self._usual = Evidence([agreement])  # chances of tokens that were drafted
         self._budgets: dict[int, Budget] = {}  # by rows
         clock.learn_drafting(name, _USUAL_LENGTH * token(1))
 
     def draft(self, state: DecodingState) -> list[Proposal]:
-        rows = len(state.rows)
+        rows, evidence = len(state.rows), self.evidence[state.warpers is not None]
         chains: list[list[list[tuple[int, float, int]]]] = [[] for _ in state.rows]
         chances, expected, seconds = [1.0] * rows, 1.0, 0.0
         budget = self._budgets.get(rows)
@@ -79,7 +80,7 @@ class ChainSource(Source):
                 for b, (tokens, probs) in enumerate(zip(*level_BR, strict=True)):
                     groups = [self._group(drafted, prob) for prob in probs]
                     chains[b].append(list(zip(tokens, probs, groups, strict=True)))
-                    chance = min(probs[0] * self._evidence.rate(groups[0]), 1.0)
+                    chance = min(probs[0] * evidence.rate(groups[0]), 1.0)
                     self._usual.learn(0, chance)
                     chances[b] *= chance
                 reached = sum(chances) / rows
@@ -92,7 +93,7 @@ class ChainSource(Source):
                 if drafted == self._most or gain < budget.worth * longer:
                     break
         budget.learn(expected, seconds + budget.seconds(drafted))
-        return [Proposal(self._evidence, 0, partial(_behind, chain)) for chain in chains]
+        return [Proposal(evidence, 0, partial(_behind, chain)) for chain in chains]
 
     def expected(self, nodes: int) -> float:
         return sum(self._agreement**depth for depth in range(1, min(nodes, self._most) + 1))

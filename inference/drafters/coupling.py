@@ -1,6 +1,6 @@
 """Drafts that know the noise: what is about to be drawn, not what is likeliest.
 
-Shapes: B active rows, F paths, C candidates, L looked-at tokens, R ranks.
+Shapes: B active rows, F paths, C candidates, L of them that are looked at, R ranks.
 Source: Daliri et al. 2024, arXiv:2408.07978.
 """
 
@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 from medusa_heads.inference.acceptance.base import look_at_scores_alone
 from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.trees.dynamic_tree import Ranking
+from medusa_heads.trees.dynamic_tree import Ranking, placed
 
 _LOOKED_AT = 64  # tokens of a head whose noise is made
 # What a draft says of a token differs from what the target says, so the largest sum of score and
@@ -59,10 +59,10 @@ class _Coupled(Ranking):
     ) -> tuple[Tensor, Tensor]:
         paths, most = logits_BFC.shape[1], max(num_ranks, min(_LOOKED_AT, logits_BFC.shape[2]))
         logits_BFL, ids_BFL = logits_BFC.float().topk(most, dim=-1)
-        tokens_BFL = self.tokens(ids_BFL, places_BC)
+        tokens_BFL = self.heads.token_ids(placed(ids_BFL, places_BC))
         flat: Any = logits_BFL.flatten(0, 1)
         scores_BFL = self._warpers(flat, flat).view_as(logits_BFL)
         ahead = list(range(paths)) if level is None else [level]
         noise_BFL = self._noise.of(self._rows, ahead, tokens_BFL)
-        best_BFR, places_BFR = drawn_chances(scores_BFL, noise_BFL).topk(num_ranks, dim=-1)
-        return tokens_BFL.gather(-1, places_BFR), best_BFR
+        best_BFR, chosen_BFR = drawn_chances(scores_BFL, noise_BFL).topk(num_ranks, dim=-1)
+        return tokens_BFL.gather(-1, chosen_BFR), best_BFR

@@ -72,12 +72,12 @@ class Source(ABC):
         reads_prompt: whether the first drafts need the hidden states of the whole prompt.
         reads_on: whether it reads all of the text, also what was written while it was not asked.
         observes: whether it learns from what the target says.
-        evidence: by whether the target's tokens are drawn; of some sources there is none.
+        evidence: by whether the target's tokens are drawn.
         facts: what its evidence is of, besides the target.
     """
 
     name: str
-    evidence: Mapping[bool, Evidence] = {}
+    evidence: Mapping[Any, Evidence] = {}
     facts: Mapping[str, Any] = {}
     reads_prompt = reads_on = False
     observes = False

@@ -48,8 +48,8 @@ class MtpDrafts:
     """
 
     def __init__(self, target: TargetModel, folder: str | os.PathLike[str] | None = None) -> None:
-        if folder is not None:
-            check_mtp(folder, target)
+        # Modules that were trained on learn for themselves.
+        self.facts = {"modules": None if folder is None else check_mtp(folder, target)}
         self.target, self.modules = target, load_mtp(target, folder)
         self.ranks = min(_RANKS, target.vocab_size)
 
@@ -214,5 +214,6 @@ def mtp_source(drafts: MtpDrafts, most: int, clock: Clock | None) -> tuple[Chain
         _AGREEMENT,
         apart=modules + _REUSED,
         reads_prompt=True,
+        facts=drafts.facts,
     )
     return source, clock

@@ -55,8 +55,10 @@ class TextSource:
 
     def __init__(self, most: int, corpus: CorpusIndex | None = None) -> None:
         self._most, self._corpus = most, corpus
-        self.evidence = by_drawn(lambda: Evidence(_PRIOR))
-        self._of_corpus = by_drawn(lambda: Evidence(_PRIOR))
+        self.evidence: dict[Any, Evidence] = {**by_drawn(lambda: Evidence(_PRIOR))}
+        self.facts = {"corpus": corpus and corpus.digest()}
+        if corpus is not None:  # what is copied from there is right more or less often
+            self.evidence |= {("corpus", drawn): Evidence(_PRIOR) for drawn in (False, True)}
         self._usual = 1.0  # accepted tokens expected of a search of the corpus: a running mean
         self._passed_by = 0  # searches since the last that was made
 
@@ -70,7 +72,7 @@ class TextSource:
             found = [TextProposal(self.evidence[drawn], automaton.continuation(self._most))]
             if self._corpus is not None and self._worth_looking():
                 continuation = self._corpus.continuation(automaton.text, self._most)
-                found.append(TextProposal(self._of_corpus[drawn], continuation))
+                found.append(TextProposal(self.evidence["corpus", drawn], continuation))
                 self._usual += 0.05 * (found[-1].expected() - self._usual)
             drafts.append(found)
         return drafts

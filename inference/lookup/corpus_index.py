@@ -12,6 +12,7 @@ Shapes: C tokens of the corpus with the marks between its documents, P places, M
 
 from __future__ import annotations
 
+import hashlib
 import os
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -72,6 +73,10 @@ class CorpusIndex:
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._tokens_C != _MARK))
+
+    def digest(self) -> str:
+        """Of its tokens."""
+        return hashlib.sha256(self._tokens_C.tobytes()).hexdigest()
 
     @property
     def largest(self) -> int:

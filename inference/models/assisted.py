@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
@@ -41,7 +42,7 @@ class EngineOptions(TypedDict, total=False):
     compile_backend: str | Callable[..., Any]
 
 
-class AssistedModel:
+class AssistedModel(ABC):
     """What every target with a drafter can do; which drafter, the classes below it say.
 
     Args:
@@ -62,6 +63,7 @@ class AssistedModel:
     """
 
     drafter: Drafter
+    deterministic = False  # each text then has a drafter that knows of no other
 
     def __init__(
         self,
@@ -99,18 +101,18 @@ class AssistedModel:
         self.acceptance_settings = dict(acceptance_settings or {})
         make_rule(acceptance, LogitsProcessorList(), False, **self.acceptance_settings)
         self.last_stats = GenerationStats()
-        self._fresh: Callable[[], Drafter] | None = None  # a drafter that knows of no text yet
 
-    def _refuse_clocks(self, deterministic: bool) -> None:
-        if deterministic and self._late is not None:
+    def _set_deterministic(self, wanted: bool) -> None:
+        self.deterministic = wanted
+        if wanted and self._late is not None:
             raise ValueError(
                 "compile='auto' goes by clocks, which deterministic=True does without: use "
                 "compile=True"
             )
 
+    @abstractmethod
     def _drafter_for(self, target: TargetModel) -> Drafter:
         """A drafter as this model's own, for a view of its target."""
-        raise NotImplementedError
 
     @classmethod
     def _own_options(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +123,10 @@ class AssistedModel:
             for name, parameter in inspect.signature(each).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
         }
-        return {name: options.pop(name) for name in names & options.keys()}
+        own = {name: options.pop(name) for name in names & options.keys()}
+        if own.get("trust_remote_code"):  # of the target as well
+            options["trust_remote_code"] = True
+        return own
 
     def generate(
         self,
@@ -190,7 +195,7 @@ class AssistedModel:
         # One text at a time: hidden states are read off the target as it runs.
         with self._lock:
             self.last_stats = GenerationStats()
-            drafter = self.drafter if self._fresh is None else self._fresh()
+            drafter = self._drafter_for(self.target) if self.deterministic else self.drafter
             return decode(
                 self.target,
                 drafter,

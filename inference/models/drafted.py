@@ -17,7 +17,7 @@ from medusa_heads.inference.drafters.model.draft_model import DraftModelDrafter
 from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft, fitted
 from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
 from medusa_heads.inference.models.named_target import load_target, named_target
-from medusa_heads.inference.plan.draft import DraftPlan, draft_plan
+from medusa_heads.inference.plan.draft import draft_plan
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
@@ -94,11 +94,11 @@ class DraftedModel(AssistedModel):
             ValueError: an unknown form, or more nodes than a draft model will offer.
         """
         compiled = isinstance(self.target, CompiledTarget)
-        plan = draft_plan(tree, depth, chain_only=self._chain_only, one_size=compiled)
-        self.drafter, self.tree = self._drafting(plan), plan.tree
+        self._plan = draft_plan(tree, depth, chain_only=self._chain_only, one_size=compiled)
+        self.drafter, self.tree = self._drafter_for(self.target), self._plan.tree
 
-    def _drafting(self, plan: DraftPlan) -> Drafter:
-        vocab_size = self.target.vocab_size
+    def _drafter_for(self, target: TargetModel) -> Drafter:
+        plan, vocab_size = self._plan, target.vocab_size
         if len(self.drafts) == 1 and not plan.adaptive:
             return DraftModelDrafter(self.draft, vocab_size, **plan.options)
         clocks = [target_clock(draft) for draft in self.drafts]
@@ -106,8 +106,8 @@ class DraftedModel(AssistedModel):
             (plan.drafter(draft, vocab_size, clock), clock)
             for draft, clock in zip(self.drafts, clocks, strict=True)
         ]
-        most = min(max(SIZES), room(self.target) - 1) if plan.adaptive else 0
-        return ChosenDraftDrafter(target_clock(self.target), drafters, most)
+        most = min(max(SIZES), room(target) - 1) if plan.adaptive else 0
+        return ChosenDraftDrafter(target_clock(target), drafters, most)
 
     @property
     def draft(self) -> TargetModel:

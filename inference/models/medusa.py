@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ from medusa_heads.checkpoint.adapter import adapter_digest, load_adapter
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
-from medusa_heads.files import read_json, replace_file
+from medusa_heads.files import read_json, replace_json
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.preview import with_preview
 from medusa_heads.hub.folder import own_files
@@ -77,8 +76,7 @@ class MedusaModel(AssistedModel):
         **options: Unpack[EngineOptions],
     ) -> None:
         super().__init__(target, heads.config.features, **options)
-        self._refuse_clocks(deterministic)
-        self.deterministic = deterministic
+        self._set_deterministic(deterministic)
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
         self.drafting = with_preview(self.heads)
@@ -101,8 +99,6 @@ class MedusaModel(AssistedModel):
                 stays.
         """
         self.tree, self.drafter = self._plan(tree, self.target)
-        if self.deterministic:
-            self._fresh = lambda: self._drafter_for(self.target)
 
     def _drafter_for(self, target: TargetModel) -> Drafter:
         return self._plan(self.tree, target)[1]
@@ -163,8 +159,6 @@ class MedusaModel(AssistedModel):
             "deterministic": deterministic,
             **cls._own_options(options),
         }
-        if own.get("trust_remote_code"):  # of the target as well
-            options["trust_remote_code"] = True
         hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         folder = find_checkpoint(checkpoint, revision=revision, **hub)  # type: ignore[arg-type]
         view = load_target(folder, target, hub=hub, **options)
@@ -274,8 +268,8 @@ def _carry_along(came_from: Path, stored: StoredHeads, made: Path) -> None:
     if known_as and not is_local(known_as, came_from):
         sidecar["target"] |= {"name_or_path": known_as, "revision": stored.target.get("revision")}
         foreign = read_json(made / files.CONFIG_FILE) | {"base_model_name_or_path": known_as}
-        replace_file(made / files.CONFIG_FILE, json.dumps(foreign, indent=2) + "\n")
-    replace_file(made / files.SIDECAR_FILE, json.dumps(sidecar, indent=2) + "\n")
+        replace_json(made / files.CONFIG_FILE, foreign)
+    replace_json(made / files.SIDECAR_FILE, sidecar)
 
 
 def attach(

@@ -91,7 +91,7 @@ class TrainingFreeModel(AssistedModel):
         compiled = options.get("compile") or isinstance(target, CompiledTarget)
         _check_drafter(drafter, corpus, calibration, compiled, modules)
         super().__init__(target, **options)
-        self._refuse_clocks(deterministic)
+        self._set_deterministic(deterministic)
         name, _, suffix = drafter.partition("+")
         name, _, kept = name.partition(":")
         if self._chain_only and name not in _CHAINS:
@@ -99,7 +99,7 @@ class TrainingFreeModel(AssistedModel):
                 f"the drafter {drafter!r} adds branches, and this target verifies chains alone: "
                 f"use one of {', '.join(_CHAINS)}"
             )
-        self.method, self.deterministic, self.modules = drafter, deterministic, modules
+        self.method, self.modules = drafter, modules
         self._suffix = bool(suffix)
         self.skipped_layers: tuple[int, ...] = ()
         self._agreement: dict[str, float] = {}
@@ -114,8 +114,6 @@ class TrainingFreeModel(AssistedModel):
         if name == "early_exit" and not kept:
             self._find_layers(calibration)
         self.drafter = self._drafter_for(self.target)
-        if deterministic:
-            self._fresh = lambda: self._drafter_for(self.target)
 
     def _drafter_for(self, target: TargetModel) -> Drafter:
         blend = partial(blended, target, corpus=self.corpus, deterministic=self.deterministic)
@@ -151,8 +149,6 @@ class TrainingFreeModel(AssistedModel):
         # Before seconds of loading.
         parts = ("corpus", "calibration", "compile", "modules")
         _check_drafter(drafter, *(own.get(name) for name in parts))
-        if own.get("trust_remote_code"):  # of the target as well
-            options["trust_remote_code"] = True
         if named:
             loaded = load_target(target, None, read=read_mtp_sidecar, **options)
         else:

@@ -80,13 +80,15 @@ def blended(
         clock, sizes = clock or target_clock(target), sizes_for(target)
         if compiled:  # every number of nodes is another graph
             sizes = [0, _best_fixed(clock, sizes, sources)]
-        facts = {"name": target.name_or_path, "text": [text, corpus is not None], "sizes": sizes}
-        facts |= {"sources": [[source.name, dict(source.facts)] for source in sources]}
+    own = TextSource(max(sizes), corpus) if text else None
+    if not deterministic:
+        asked = {each.name: dict(each.facts) for each in (own, *sources) if each}
+        facts = {"name": target.name_or_path, "compiled": compiled, "sources": asked}
         lessons = Lessons(target_facts(target) | facts)
     return BlendedDrafter(
         clock,
         sizes,
-        text=TextSource(max(sizes), corpus) if text else None,
+        text=own,
         sources=sources,
         always=deterministic,
         chain_only=chain_only,

@@ -5,7 +5,6 @@ Which files stand in the folder, `files.py` says.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from medusa_heads.checkpoint.stored_heads import (
     write_stored,
 )
 from medusa_heads.contents import SIDECAR_FILE
-from medusa_heads.files import replace_file
+from medusa_heads.files import replace_json
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.masking import masked
 from medusa_heads.target.target import TargetModel
@@ -114,7 +113,7 @@ def replace_statistics(
     sidecar["statistics"] = statistics.to_dict()
     known = sidecar.get("provenance") or {}
     sidecar["provenance"] = masked(known | {"calibrated": dict(measured)})
-    replace_file(Path(folder) / SIDECAR_FILE, json.dumps(sidecar, indent=2) + "\n")
+    replace_json(Path(folder) / SIDECAR_FILE, sidecar)
 
 
 def load_heads(folder: str | os.PathLike[str], target: TargetModel) -> LoadedHeads:

@@ -82,18 +82,20 @@ def read_mtp_tensors(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     return read_tensors(Path(folder) / MTP_WEIGHTS)
 
 
-def check_mtp(folder: str | os.PathLike[str], target: TargetModel) -> None:
-    """Raises ValueError where modules that were trained cannot be this target's: another's, or a
-    file is missing or damaged."""
+def check_mtp(folder: str | os.PathLike[str], target: TargetModel) -> str:
+    """The digest of modules that were trained. Raises ValueError: they cannot be this target's:
+    another's, or a file is missing or damaged."""
     check_same_target("modules", read_mtp_sidecar(folder)["target"], target.fingerprint())
-    _check_weights(folder)
+    return _check_weights(folder)
 
 
-def _check_weights(folder: str | os.PathLike[str]) -> None:
+def _check_weights(folder: str | os.PathLike[str]) -> str:
     sidecar, path = read_mtp_sidecar(folder), Path(folder) / MTP_WEIGHTS
     mapped_tensors(path)
-    if file_sha256(path) != sidecar.get("weights_sha256"):
+    digest = file_sha256(path)
+    if digest != sidecar.get("weights_sha256"):
         raise ValueError(
             f"{path} is not the file that {MTP_FILE} was written for (its checksum differs): "
             "copy it anew, or train the modules again"
         )
+    return digest

@@ -6,10 +6,11 @@ train-draft --model_name_or_path Qwen/Qwen2.5-7B --draft_model Qwen/Qwen2.5-0.5B
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from medusa_heads.cli.flags.arguments import command
-from medusa_heads.cli.training import Run
+from medusa_heads.cli.flags.arguments import arguments_of, command
+from medusa_heads.cli.training import Command
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.tables import on_screen
 from medusa_heads.training.arguments.data import DataArguments
@@ -20,14 +21,6 @@ from medusa_heads.training.arguments.draft import (
 )
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.launched import launched_sharding
-
-ARGUMENTS = (
-    TargetArguments,
-    DataArguments,
-    DraftArguments,
-    DistillArguments,
-    DraftOptimisationArguments,
-)
 
 
 def train(
@@ -43,47 +36,28 @@ def train(
             "a draft model is taught by a whole target in each process: leave shard_target out, "
             "and launch several with configs/accelerate/ddp.yaml"
         )
-    run = Run(to_target, to_data, to_distill, to_optimise)
+    command = Command(to_target, to_data, to_distill, to_optimise)
 
     from medusa_heads.training.measure.metrics import CHAINS
+    from medusa_heads.training.runs.draft import train_draft
+    from medusa_heads.training.runs.dry_run import plan_draft
     from medusa_heads.training.runs.pruned_target import draft_shape
 
-    given = to_draft.draft_model is not None
-    args = draft_training_arguments(to_optimise, given=given, autocast=run.autocast)
-    beginning = {**to_draft.beginning(), "trust_remote_code": to_target.trust_remote_code}
-    if to_optimise.dry_run:
-        from medusa_heads.training.runs.dry_run import plan_draft
-
-        run.plan(
-            args,
-            CHAINS[-1],
-            lambda target, size: plan_draft(
-                target,
-                draft_shape(target, **beginning),
-                args,
-                size,
-                four_bits=to_target.load_in_4bit,
-            ),
-        )
-        return
-
-    from medusa_heads.training.runs.draft import train_draft
-
-    target = run.load_target(args)
-    # Begun when the text is there; refused here, before hours may go into writing it.
-    draft_shape(target, **beginning)
-    data = run.prepare(target, args, CHAINS[-1])
-    train_draft(
-        target,
-        data,
-        draft=to_draft,
-        training_args=args,
-        tokenizer=run.tokenizer,
-        trust_remote_code=to_target.trust_remote_code,
-        **run.run_options(),
+    given, trusted = to_draft.draft_model is not None, to_target.trust_remote_code
+    args = draft_training_arguments(to_optimise, given=given, autocast=command.autocast)
+    shape = partial(draft_shape, **to_draft.beginning(), trust_remote_code=trusted)
+    four_bits = to_target.load_in_4bit
+    told = {"draft": to_draft, "tokenizer": command.tokenizer, "trust_remote_code": trusted}
+    command.run(
+        args,
+        CHAINS[-1],
+        plan=lambda target, size: plan_draft(
+            target, shape(target), args, size, four_bits=four_bits
+        ),
+        check=shape,
+        train=partial(train_draft, **told),
+        report=_report,
     )
-    if args.process_index == 0:
-        _report(Path(to_optimise.output_dir))
 
 
 def _report(folder: Path) -> None:
@@ -107,7 +81,8 @@ def _report(folder: Path) -> None:
     print(f"Draft model: {folder}")
 
 
-main = command("train-draft", train, ARGUMENTS, train.__doc__)
+ARGUMENTS = arguments_of(train)
+main = command("train-draft", train, train.__doc__)
 
 if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.train_draft
     raise SystemExit(main())

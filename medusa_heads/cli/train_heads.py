@@ -8,11 +8,12 @@ train-heads --mtp --model_name_or_path my-finetune --mtp_from Qwen/Qwen3.5-2B --
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.cli.flags.arguments import command
-from medusa_heads.cli.training import Run
+from medusa_heads.cli.flags.arguments import arguments_of, command
+from medusa_heads.cli.training import Command
 from medusa_heads.config import HeadsConfig
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.settings import flag, flag_name
@@ -22,7 +23,7 @@ from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.arguments.mtp import MtpArguments, mtp_training_arguments
+from medusa_heads.training.arguments.mtp import MTP_LEARNING_RATE, MtpArguments
 from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
@@ -38,21 +39,6 @@ class CheckpointArguments(MatrixFlag):
         "Train an adapter of the target together with the heads. It becomes another model: heads "
         "and adapter are saved, and loaded, together.",
     )
-
-
-ARGUMENTS = (
-    TargetArguments,
-    DataArguments,
-    RecipeArguments,
-    HeadsConfig,
-    LossConfig,
-    DistillArguments,
-    CacheArguments,
-    CheckpointArguments,
-    JointConfig,
-    MtpArguments,
-    OptimisationArguments,
-)
 
 
 def train(
@@ -72,8 +58,7 @@ def train(
     joint = joint_settings(to_save.joint, to_join)
     if to_mtp.mtp:
         refuse_beside_modules(to_target, recipe, config, to_cache, to_save)
-        run = Run(to_target, to_data, to_distill, to_optimise)
-        _train_modules(run, to_mtp, objective)
+        _train_modules(Command(to_target, to_data, to_distill, to_optimise), to_mtp, objective)
         return
     if to_save.with_vocab_matrix:
         from medusa_heads.checkpoint.stored_heads import check_takes_matrix
@@ -86,38 +71,25 @@ def train(
             "apart: make it with medusa-heads regenerate, and give it as --dataset"
         )
     to_cache.check(joint=joint is not None, spread=sharding is not None)
-    run = Run(to_target, to_data, to_distill, to_optimise)
-    args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=run.autocast)
-    if to_optimise.dry_run:
-        from medusa_heads.training.runs.dry_run import plan_heads
+    command = Command(to_target, to_data, to_distill, to_optimise)
+    args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=command.autocast)
 
-        four_bits = to_target.load_in_4bit
-        run.plan(
-            args,
-            config.num_heads,
-            lambda target, size: plan_heads(
-                target, config, args, size, four_bits=four_bits, joint=joint
-            ),
-        )
-        return
-
+    from medusa_heads.training.runs.dry_run import plan_heads
     from medusa_heads.training.runs.heads import train_heads
 
-    target = run.load_target(args, sharding)
-    target.with_features(config.features)  # refused before hours may go into writing text
-    train_heads(
-        target,
-        run.prepare(target, args, config.num_heads),
-        config=config,
-        training_args=args,
-        objective=objective,
-        hidden_cache=to_cache,
-        joint=joint,
-        with_vocab_matrix=to_save.with_vocab_matrix,
-        **run.run_options(),
+    four_bits, matrix = to_target.load_in_4bit, to_save.with_vocab_matrix
+    told: dict[str, Any] = {"objective": objective, "hidden_cache": to_cache, "joint": joint}
+    command.run(
+        args,
+        config.num_heads,
+        plan=lambda target, size: plan_heads(
+            target, config, args, size, four_bits=four_bits, joint=joint
+        ),
+        check=lambda target: target.with_features(config.features),
+        train=partial(train_heads, config=config, with_vocab_matrix=matrix, **told),
+        report=_report,
+        sharding=sharding,
     )
-    if args.process_index == 0:
-        _report(Path(to_optimise.output_dir))
 
 
 def joint_settings(joint: bool, config: JointConfig) -> JointConfig | None:
@@ -151,32 +123,22 @@ def refuse_beside_modules(to_target: TargetArguments, *of_heads: Any) -> None:
             )
 
 
-def _train_modules(run: Run, to_mtp: MtpArguments, objective: LossConfig) -> None:
-    args = mtp_training_arguments(run.to_optimise, autocast=run.autocast)
-    depths = to_mtp.mtp_depth or 1
-    if run.to_optimise.dry_run:
-        from medusa_heads.training.runs.dry_run import plan_modules
-
-        run.plan(
-            args, depths, lambda target, size: plan_modules(target, to_mtp.mtp_depth, args, size)
-        )
-        return
-
+def _train_modules(command: Command, to_mtp: MtpArguments, objective: LossConfig) -> None:
+    from medusa_heads.training.runs.dry_run import plan_modules
     from medusa_heads.training.runs.mtp import begin_modules, train_mtp
 
-    target = run.load_target(args)
-    # Read before hours may go into writing text; they are small beside the target.
-    begin_modules(target, to_mtp)
-    train_mtp(
-        target,
-        run.prepare(target, args, depths),
-        mtp=to_mtp,
-        training_args=args,
-        objective=objective,
-        **run.run_options(),
+    args = to_training_arguments(
+        command.to_optimise, "shared", rate=MTP_LEARNING_RATE, autocast=command.autocast
     )
-    if args.process_index == 0:
-        _report_modules(Path(run.to_optimise.output_dir))
+    depth = to_mtp.mtp_depth
+    command.run(
+        args,
+        depth or 1,
+        plan=lambda target, size: plan_modules(target, depth, args, size),
+        check=lambda target: begin_modules(target, to_mtp),  # small beside the target
+        train=partial(train_mtp, mtp=to_mtp, objective=objective),
+        report=_report_modules,
+    )
 
 
 def _report_modules(folder: Path) -> None:
@@ -200,17 +162,18 @@ def _report(folder: Path) -> None:
     """What was learnt: accuracy of each head, the trees that implies, and where it all lies."""
     from rich.console import Console
 
-    from medusa_heads.training.measure.metrics import describe_own
+    from medusa_heads.training.measure.metrics import target_line
     from medusa_heads.training.measure.report import LEGEND, headline, read_report, tables
 
     report = read_report(folder)
     Console(highlight=False).print(*tables(report), f"[dim]{LEGEND}", headline(report), sep="\n")
     if (own := report["held_out"].get("target")) is not None:
-        print(describe_own(own))
+        print(target_line(own))
     print(f"Checkpoint: {folder}")
 
 
-main = command("train-heads", train, ARGUMENTS, train.__doc__, presets={"recipe": RECIPES})
+ARGUMENTS = arguments_of(train)
+main = command("train-heads", train, train.__doc__, presets={"recipe": RECIPES})
 
 if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.train_heads
     raise SystemExit(main())

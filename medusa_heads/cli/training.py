@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from medusa_heads.target.target import TargetModel
     from medusa_heads.training.data.prepare import TrainingData
     from medusa_heads.training.hidden.launched import Sharding
-    from medusa_heads.training.runs.dry_run import Plan, TextSize
+    from medusa_heads.training.runs.dry_run import DryRun, TextSize
 
 
 @dataclass
-class Run:
-    """What a run was told, and the text and tokenizer (None: there is none) found for it."""
+class Command:
+    """What a command was told of a run, and the text and tokenizer (None: there is none) for it."""
 
     to_target: TargetArguments
     to_data: DataArguments
@@ -50,9 +50,42 @@ class Run:
             trust_remote_code=self.to_target.trust_remote_code,
         )
 
-    def load_target(self, args: TrainingArguments, sharding: Sharding | None = None) -> TargetModel:
-        """The target, perhaps spread over the processes; ValueError where the run cannot begin in
-        its folder, or its target cannot be had."""
+    def run(
+        self,
+        args: TrainingArguments,
+        num_heads: int,
+        *,
+        plan: Callable[[TargetModel, TextSize], DryRun],
+        check: Callable[[TargetModel], object],
+        train: Callable[..., object],
+        report: Callable[[Path], None],
+        sharding: Sharding | None = None,
+    ) -> None:
+        """Load the target, prepare the text, train, and report what was learnt; of a dry run the
+        plan alone. What is refused of the target is refused by `check`, before hours may go into
+        writing text."""
+        if self.to_optimise.dry_run:
+            self._show(args, num_heads, plan)
+            return
+        output_dir = self.to_optimise.output_dir
+        target = self._load_target(args, sharding)
+        check(target)
+        train(
+            target,
+            self._prepare(target, args, num_heads),
+            training_args=args,
+            output_dir=output_dir,
+            resume_from_checkpoint=self.to_optimise.resume_from_checkpoint,
+            overwrite_output_dir=self.to_optimise.overwrite_output_dir,
+            early_stopping_patience=self.to_optimise.early_stopping_patience,
+            record={"data": asdict(self.to_data), "distillation": asdict(self.to_distill)},
+        )
+        if args.process_index == 0:
+            report(Path(output_dir))
+
+    def _load_target(self, args: TrainingArguments, sharding: Sharding | None) -> TargetModel:
+        """Perhaps spread over the processes; ValueError where the run cannot begin in its folder,
+        or its target cannot be had."""
         from medusa_heads.target.target import TargetModel
         from medusa_heads.training.hidden.sharding import load_to_spread
         from medusa_heads.training.runs.setup import as_target, find_start
@@ -93,7 +126,9 @@ class Run:
         apply_choice(choice, "training", threads=False)
         return choice.dtype == torch.bfloat16
 
-    def prepare(self, target: TargetModel, args: TrainingArguments, num_heads: int) -> TrainingData:
+    def _prepare(
+        self, target: TargetModel, args: TrainingArguments, num_heads: int
+    ) -> TrainingData:
         """Rows of the corpus, or of the target's continuations of it; the first one is shown."""
         from rich.console import Console
 
@@ -112,7 +147,7 @@ class Run:
                     continue_prompts(target, prompts, "distilled text", *distill),
                     continue_prompts(target, of_held_out, "distilled held-out text", *distill),
                 )
-        data = self._rows(target, texts, self.to_data, args, num_heads)
+        data = self._rows(target, *texts, self.to_data, args, num_heads)
         if args.process_index == 0:
             show_sample(data.rows, self.tokenizer, Console())
         return data
@@ -120,22 +155,16 @@ class Run:
     def _rows(
         self,
         target: TargetModel,
-        texts: tuple[Corpus, Corpus | None],
+        corpus: Corpus,
+        held_out: Corpus | None,
         settings: DataArguments,
         args: TrainingArguments,
         num_heads: int,
     ) -> TrainingData:
         from medusa_heads.training.data.prepare import prepare_data
 
-        return prepare_data(
-            target,
-            *texts,
-            self.tokenizer,
-            settings,
-            num_heads=num_heads,
-            seed=args.seed,
-            max_steps=args.max_steps,
-        )
+        limits = {"num_heads": num_heads, "seed": args.seed, "max_steps": args.max_steps}
+        return prepare_data(target, corpus, held_out, self.tokenizer, settings, **limits)
 
     def prompts(self, target: TargetModel) -> list[Dataset]:
         """Prompts for the target from the text to train on, and from the held-out text."""
@@ -166,8 +195,11 @@ class Run:
             for text, count in zip(texts, counts, strict=True)
         ]
 
-    def plan(
-        self, args: TrainingArguments, num_heads: int, make: Callable[[TargetModel, TextSize], Plan]
+    def _show(
+        self,
+        args: TrainingArguments,
+        num_heads: int,
+        plan: Callable[[TargetModel, TextSize], DryRun],
     ) -> None:
         """Everything but steps: print a sample of the text and what the run would be; only the
         first process does."""
@@ -180,12 +212,12 @@ class Run:
         # Several processes take the target in the dtype it is stored in.
         target = meta_target(self.to_target, args.device if args.world_size == 1 else None)
         rows, size = self._planned_text(target, args, num_heads)
-        plan = make(target, size)
+        planned = plan(target, size)
         if args.process_index == 0:
             print_choices()
             console = Console()
             show_sample(rows, self.tokenizer, console)
-            show_plan(plan, console)
+            show_plan(planned, console)
 
     def _planned_text(
         self, target: TargetModel, args: TrainingArguments, num_heads: int
@@ -204,22 +236,12 @@ class Run:
             return [first], TextSize(len(prompts), len(prompts) * length, learnt, length)
         # Whether packed documents see each other is measured with weights, which are not here.
         unpacked = replace(self.to_data, packing=False)
-        data = self._rows(target, (self.corpus, self.held_out), unpacked, args, num_heads)
+        data = self._rows(target, self.corpus, self.held_out, unpacked, args, num_heads)
         length = self.to_data.max_length
         if data.is_stream:
             return data.rows, TextSize(None, None, None, length)
         rows: Any = pack_rows(data.known_rows, length) if self.to_data.packing else data.rows
         return rows, text_size(rows, data.facts.supervised_tokens)
-
-    def run_options(self) -> dict[str, Any]:
-        """What `train_heads` and `train_draft` are given alike."""
-        return {
-            "output_dir": self.to_optimise.output_dir,
-            "resume_from_checkpoint": self.to_optimise.resume_from_checkpoint,
-            "overwrite_output_dir": self.to_optimise.overwrite_output_dir,
-            "early_stopping_patience": self.to_optimise.early_stopping_patience,
-            "record": {"data": asdict(self.to_data), "distillation": asdict(self.to_distill)},
-        }
 
 
 def continue_prompts(

@@ -1,5 +1,4 @@
-"""The model card: what a checkpoint's own files say of it, and how it is loaded here, in
-transformers, and in the engines that can hold it."""
+"""The model card: what a checkpoint's own files say of it."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from medusa_heads.checkpoint.files import BENCHMARK_FILE, PICTURES, REPORT_FILE,
 from medusa_heads.config import HeadsConfig, head_offset
 from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.hub.published import LOCAL_DATA, is_published
+from medusa_heads.hub.usage import engines, loading
 from medusa_heads.tables import in_markdown
 from medusa_heads.trees.statistics import HeadStatistics
 
@@ -45,9 +45,9 @@ def make_card(
         _summary(config, sidecar, with_matrix),
         *measured,
         *(f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in PICTURES if name in files),
-        *_loading(repo_id, sidecar),
+        *loading(repo_id, sidecar),
         "## Other engines",
-        *_engines(repo_id, config, sidecar, with_matrix),
+        *engines(repo_id, config, sidecar, with_matrix),
         *training,
     ]
     return "\n\n".join(parts) + "\n"
@@ -202,99 +202,3 @@ def _training(provenance: Mapping[str, Any], report: Mapping[str, Any] | None) -
         return []
     listed = "\n".join(f"- {fact}" for fact in facts)
     return ["## Training", f"{listed}\n\n`{SIDECAR_FILE}` holds the rest."]
-
-
-def _loading(repo_id: str, sidecar: Mapping[str, Any]) -> list[str]:
-    base_model, pinned = (sidecar["target"].get(key) for key in ("name_or_path", "revision"))
-    named = f'"{base_model}", revision="{pinned}"' if pinned else f'"{base_model}"'
-    parts = [
-        "## Use",
-        "Install the package medusa-heads from a checkout of its sources (`pip install -e .`). The "
-        "target is downloaded by its name and checked against the heads:",
-        f"""```python
-from transformers import AutoTokenizer
-from medusa_heads import MedusaModel
-
-model = MedusaModel.from_pretrained("{repo_id}")
-tokenizer = AutoTokenizer.from_pretrained({named})
-inputs = tokenizer("Once upon a time", return_tensors="pt").to(model.target.device)
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=128)[0]))
-```""",
-    ]
-    if sidecar.get("adapter"):
-        return [
-            *parts,
-            "transformers' own `generate(custom_generate=...)` needs a target that carries the "
-            "adapter: `peft.PeftModel.from_pretrained(target, ...)` with the folder `adapter/`.",
-        ]
-    return [
-        *parts,
-        "Or in transformers alone, by name:",
-        f"""```python
-from transformers import AutoModelForCausalLM
-
-target = AutoModelForCausalLM.from_pretrained({named})
-target.generate(
-    **inputs, custom_generate="{repo_id}", trust_remote_code=True, max_new_tokens=128
-)
-```""",
-    ]
-
-
-def _engines(
-    repo_id: str, config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool
-) -> list[str]:
-    why = None
-    if config.kind == "eagle3" and not sidecar.get("adapter"):
-        return [
-            "vLLM drafts a chain with them by its own EAGLE-3, from files that it reads:",
-            f"""```bash
-medusa-heads export {repo_id} heads-eagle3 --to eagle3
-vllm serve {sidecar["target"]["name_or_path"]} --speculative-config '{{"method": "eagle3", \
-"model": "heads-eagle3", "num_speculative_tokens": {config.num_heads}}}'
-```""",
-        ]
-    if config.kind == "hydra":
-        why = f"their kind is `{config.kind}`, whose heads also see the tokens drafted before"
-    elif config.reads_text:
-        why = "a layer of theirs attends over the text so far"
-    elif config.features:
-        why = "they read layers of the target below its last hidden state"
-    elif sidecar.get("adapter"):
-        why = "they belong to the target with its adapter, which would have to be merged first"
-    if why:
-        return [f"vLLM and TGI cannot hold these heads: {why}."]
-    base_model = sidecar["target"]["name_or_path"]
-    plugin = [
-        "vLLM 0.33, which has no Medusa of its own, drafts with them by this package's plugin:",
-        f"""```bash
-medusa-heads pull {repo_id} heads
-vllm serve {base_model} --speculative-config '{{"method": "custom_class", \
-"num_speculative_tokens": {config.num_heads}, \
-"model": "medusa_heads.inference.serving.vllm.MedusaProposer"}}' \
---additional-config '{{"medusa_heads": "heads"}}'
-```""",
-    ]
-    if config.draft_vocab_size is not None:
-        return [*plugin, "TGI cannot hold them: they draft from a part of the vocabulary."]
-    if config.correction_rank is not None:
-        return [*plugin, "TGI cannot hold them: the token before corrects what they say."]
-    own = config.vocab_matrix == "own"
-    as_it_is = own or with_matrix
-    export = "" if as_it_is else f"medusa-heads export {repo_id} heads-vllm --to vllm\n"
-    tgi = ["TGI cannot hold them: it reads one layer a head where the matrix is shared."]
-    if own or config.num_layers == 1:
-        tgi = [
-            "TGI finds the target in `config.json`; this was not tried:",
-            f"```bash\ntext-generation-launcher --model-id {repo_id}\n```",
-        ]
-    return [
-        "vLLM 0.32 (the last release with Medusa) drafts a chain with them, no tree"
-        + (":" if as_it_is else ". It wants the target's vocabulary matrix beside them:"),
-        f"""```bash
-{export}vllm serve {base_model} --speculative-config '{{"method": "medusa", \
-"model": "{repo_id if as_it_is else "heads-vllm"}", "num_speculative_tokens": {config.num_heads}}}'
-```""",
-        *plugin,
-        *tgi,
-    ]

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.files import parse_json, remove_leftovers, replace_file
+from medusa_heads.files import read_json, remove_leftovers, replace_json
 from medusa_heads.machine.facts import machine_facts
 
 CACHE_VARIABLE = "MEDUSA_HEADS_CACHE"
 _VERSION = 2
+_MOST = 256  # measurements of a kind: the oldest ones go
 MOMENT, AGE = 1e-12, 1e9  # what no clock tells apart, and what nobody has waited for
 
 
@@ -48,7 +49,7 @@ class Measurements:
 
     Nothing here ever fails: a file that is damaged, foreign or of another version is no
     measurement; where nothing can be written, nothing is kept; of two processes that write at
-    once, the last one's values stay.
+    once, the last one's values stay. Of each kind the latest ones are kept.
     """
 
     folder: Path | None = None
@@ -58,12 +59,10 @@ class Measurements:
         path, stamp = self._place(kind, facts)
         try:
             remove_leftovers(path.parent)
-            stored = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+            stored = read_json(path)
         except (OSError, ValueError):
             return None
-        if not isinstance(stored, dict) or stored.get("of") != stamp:
-            return None
-        values = stored.get("values")
+        values = stored.get("values") if stored.get("of") == stamp else None
         return values if isinstance(values, dict) else None
 
     def write(self, kind: str, facts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -71,7 +70,10 @@ class Measurements:
         path, stamp = self._place(kind, facts)
         with suppress(OSError):  # a read-only home: measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, json.dumps({"of": stamp, "values": dict(values)}, indent=2) + "\n")
+            replace_json(path, {"of": stamp, "values": dict(values)})
+            kept = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+            for oldest in kept[:-_MOST]:
+                oldest.unlink(missing_ok=True)
 
     def _place(self, kind: str, facts: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
         """A measurement's file, and what it is of, as JSON would give it back."""

@@ -1,7 +1,7 @@
 """The best tree for this very step: best-first expansion over what heads take to follow.
 
 Shapes: B batch, F frontier: paths drafted so far, J tokens of a path (the root first), K heads,
-R ranks, N tree nodes (root included), C candidates, S measured positions, D hidden,
+R ranks, N tree nodes (root included), C all candidates, S measured positions, D hidden,
 V vocabulary.
 """
 
@@ -40,21 +40,15 @@ class Ranking:
         level: int | None = None,
         places_BC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Token ids and log-probabilities [B, F, R], best first, of logits that are all for the
-        token at depth `level` + 1; without a level, F counts the heads. Places are as those of
-        `After`."""
-        inverse = logits_BFC.new_tensor(
+        """Token ids and log-probabilities [B, F, R], best first: of logits of all that the heads
+        can draft, or of what stands at these places (see `After`). All are for the token at depth
+        `level` + 1; without a level, F counts the heads."""
+        inverse_F = logits_BFC.new_tensor(
             self._inverse if level is None else [self._inverse[level]], dtype=torch.float32
         )
-        log_probs_BFC = (logits_BFC.float() * inverse[:, None]).log_softmax(dim=-1)
+        log_probs_BFC = (logits_BFC.float() * inverse_F[:, None]).log_softmax(dim=-1)
         best_BFR, ids_BFR = log_probs_BFC.topk(num_ranks, dim=-1)
-        return self.tokens(ids_BFR, places_BC), best_BFR
-
-    def tokens(self, ids_BFR: Tensor, places_BC: Tensor | None = None) -> Tensor:
-        """The token ids of some of the logits, by where they stand among them."""
-        if places_BC is not None:
-            ids_BFR = places_BC.gather(1, ids_BFR.flatten(1)).view_as(ids_BFR)
-        return self.heads.token_ids(ids_BFR)
+        return self.heads.token_ids(placed(ids_BFR, places_BC)), best_BFR
 
 
 def guesses(ranking: Ranking, after: After, num_ranks: int) -> Guess:
@@ -77,6 +71,13 @@ def same_guesses(ranking: Ranking, hidden_BD: Tensor, num_ranks: int) -> Guess:
         return tokens_BKR[:, level, None].expand(shape), log_probs_BKR[:, level, None].expand(shape)
 
     return of_level
+
+
+def placed(ids_BFR: Tensor, places_BC: Tensor | None) -> Tensor:
+    """Where candidates stand in the heads' vocabulary."""
+    if places_BC is None:
+        return ids_BFR
+    return places_BC.gather(1, ids_BFR.flatten(1)).view_as(ids_BFR)
 
 
 def best_first_tree(

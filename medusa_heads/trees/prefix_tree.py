@@ -46,15 +46,16 @@ class PrefixTree:
                     break
         return found
 
-    def expected(self) -> list[float]:
+    def expected(self, further: float = 1.0) -> list[float]:
         """How many tokens the first 0, 1, 2, .. nodes besides the root are expected to have
-        accepted. No depth promises more than a certainty, though drafters that disagree may."""
+        accepted. No depth promises more than a certainty, though drafters that disagree may. Each
+        token behind the first counts `further` as much as the one before it."""
         totals = [0.0] * (max(self.depth) + 1)
         sums, total = [0.0], 0.0
         for chance, depth in zip(self.chances[1:], self.depth[1:], strict=True):
             gain = min(chance, 1.0 - totals[depth])
             totals[depth] += gain
-            total += gain
+            total += gain * further ** (depth - 1)
             sums.append(total)
         return sums
 

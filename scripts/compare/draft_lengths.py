@@ -107,7 +107,7 @@ def measured(
     """A table of tokens per step and per second; ratios to the best fixed length."""
     from rich.table import Table
 
-    from medusa_heads.inference.bench.timed_run import WARM_UP_TOKENS, Method, Run, run_once
+    from medusa_heads.inference.bench.timed_run import WARM_UP_TOKENS, Method, TimedRun, run_once
     from medusa_heads.inference.models.drafted import DraftedModel
 
     sampling: dict[str, Any] = {"do_sample": False}
@@ -121,7 +121,7 @@ def measured(
         methods.append(Method(label, DraftedModel(target, draft, tree=tree).generate))
     for method in methods[:-1]:  # what is adaptive would begin to learn
         run_once(method, target.model, [prompts[0]], 0, max_new_tokens=WARM_UP_TOKENS, **options)
-    runs: dict[str, list[Run]] = {method.name: [] for method in methods}
+    runs: dict[str, list[TimedRun]] = {method.name: [] for method in methods}
     for index, prompt in enumerate(prompts):
         turn = index % len(methods)
         for method in [*methods[turn:], *methods[:turn]]:

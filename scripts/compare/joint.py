@@ -10,7 +10,6 @@ of the standard library and on held-out continuations that it wrote before.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +22,13 @@ from rich.table import Table
 from transformers import HfArgumentParser
 
 from medusa_heads import HeadsConfig, MedusaModel, TargetModel, train_heads
-from medusa_heads.files import replace_file
+from medusa_heads.files import replace_json
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.data.prepare import collate
-from medusa_heads.training.loss.next_token import own_losses
-from medusa_heads.training.loss.rows import own_rows
+from medusa_heads.training.loss.next_token import next_losses
+from medusa_heads.training.loss.rows import next_rows
 from medusa_heads.training.loss.teacher import Teacher
 from scripts.demo.texts import CONTINUATION, PROMPT, TARGET, check_recipes, windows, written
 
@@ -96,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
                 "tokens_per_step": decode(model, held_out, arguments.num_decoded),
             }
         )
-        replace_file(arguments.output_dir / "joint.json", json.dumps(results, indent=2) + "\n")
+        replace_json(arguments.output_dir / "joint.json", results)
     show(results)
 
 
@@ -141,7 +140,7 @@ def own_loss(target: TargetModel, rows: Dataset) -> float:
     for start in range(0, len(rows), 16):
         batch = collate([rows[i] for i in range(start, min(start + 16, len(rows)))])
         hidden_BTD = target.hidden(batch["input_ids"], batch["attention_mask"])
-        losses_N, _ = own_losses(head, hidden_BTD, own_rows(batch["labels"]), LossConfig())
+        losses_N, _ = next_losses(head, hidden_BTD, next_rows(batch["labels"]), LossConfig())
         total, count = total + float(losses_N.sum()), count + len(losses_N)
     return total / count
 

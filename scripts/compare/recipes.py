@@ -13,7 +13,6 @@ Shapes: B texts, T tokens, K heads.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from transformers import HfArgumentParser
 
 from medusa_heads import HeadsConfig, TargetModel, train_heads
 from medusa_heads.config import IGNORED
-from medusa_heads.files import replace_file
+from medusa_heads.files import replace_json
 from medusa_heads.heads import DraftHeads
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
@@ -143,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     results = []
     for name in arguments.recipes:
         results.append(run(name, target, texts, arguments))
-        replace_file(arguments.output_dir / "recipes.json", json.dumps(results, indent=2) + "\n")
+        replace_json(arguments.output_dir / "recipes.json", results)
     show(results)
 
 

@@ -10,7 +10,6 @@ error, in bf16 they are counted (near ties fall either way). `none` runs our loo
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -31,7 +30,7 @@ from medusa_heads import MedusaModel
 from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.cli.flags.decoding import ModelArguments
-from medusa_heads.files import replace_file
+from medusa_heads.files import replace_json
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.plan.tree_size import expected_tokens, fastest, tune
 from medusa_heads.machine import describe_machine
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console = Console()
         console.print(table_of(report))
         Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
-        replace_file(arguments.output, json.dumps(report, indent=2) + "\n")
+        replace_json(arguments.output, report)
         console.print(f"Written: {arguments.output}", soft_wrap=True, highlight=False)
 
     return run_command(work, prog="scripts.compare.trees")

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from medusa_heads.cli import train_heads
 from medusa_heads.cli.flags.arguments import run_command
-from medusa_heads.files import replace_file
+from medusa_heads.files import replace_json
 from scripts.demo.plan import Plan
 from scripts.demo.recipe import Recipe
 from scripts.demo.screen import show_plan, show_result
@@ -137,7 +137,7 @@ def is_done(stage: Stage, recipe: Recipe) -> bool:
 def remember(stage: Stage, recipe: Recipe) -> None:
     """Note that the stage has finished."""
     content = _done(recipe) | {stage.name: stage.key()}
-    replace_file(recipe.stages_file, json.dumps(content, indent=2) + "\n")
+    replace_json(recipe.stages_file, content)
 
 
 def _done(recipe: Recipe) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def measure(arguments: Arguments) -> None:
     from medusa_heads.inference.bench.timed_run import (
         WARM_UP_TOKENS,
         Method,
-        Run,
+        TimedRun,
         run_once,
         summarise,
     )
@@ -99,7 +99,7 @@ def measure(arguments: Arguments) -> None:
         options: dict[str, Any] = {"pad_token_id": 0, **how}
         for method in methods:
             run_once(method, target, [prompts[0]], 0, max_new_tokens=WARM_UP_TOKENS, **options)
-        runs: dict[str, list[Run]] = {method.name: [] for method in methods}
+        runs: dict[str, list[TimedRun]] = {method.name: [] for method in methods}
         for index, prompt in enumerate(prompts):
             turn = index % len(methods)
             for method in [*methods[turn:], *methods[:turn]]:

@@ -9,7 +9,6 @@ Epochs are timed whole, reading and writing included.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from transformers import TrainerCallback
 
 from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
-from medusa_heads.files import replace_file
+from medusa_heads.files import replace_json
 from medusa_heads.heads import new_heads
 from medusa_heads.machine import describe_machine
 from medusa_heads.settings import at_least
@@ -102,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         path = Path(arguments.output)
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(report, indent=2) + "\n")
+        replace_json(path, report)
         console = Console()
         console.print(table_of(report))
         console.print(f"Written: {path}", soft_wrap=True, highlight=False)

@@ -17,7 +17,6 @@ On a GPU, work queued in one phase may be waited for in a later one: there only 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.cli.flags.decoding import ModelArguments
-from medusa_heads.files import replace_file
+from medusa_heads.files import replace_json
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.machine import describe_machine, find_device
 from scripts.grown.model import grown_medusa
@@ -95,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(table_of(report))
         path = Path(arguments.output)
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(report, indent=2) + "\n")
+        replace_json(path, report)
         console.print(f"Written: {path}", soft_wrap=True, highlight=False)
 
     return run_command(work, prog="scripts.measure.step")

@@ -35,7 +35,7 @@ from torch import Tensor
 from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.config import HeadsKind
-from medusa_heads.files import replace_file
+from medusa_heads.files import replace_json
 from medusa_heads.heads import new_heads
 from medusa_heads.inference.bench.timed_run import PeakMemory
 from medusa_heads.machine import describe_machine
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report["memory"] = [peak_of(given, heads) for heads in arguments.memory_heads]
         path = Path(arguments.output)
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(report, indent=2) + "\n")
+        replace_json(path, report)
         console = Console()
         for table in tables_of(report):
             console.print(table)

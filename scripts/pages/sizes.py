@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from medusa_heads import HeadsConfig, TargetModel
-from medusa_heads.training.runs.dry_run import Plan, TextSize, byte_size, plan_heads
+from medusa_heads.training.runs.dry_run import DryRun, TextSize, byte_size, plan_heads
 
 ROWS, LENGTH = 8, 2048  # of a step's forward, as in configs/llama-3.1-8b.yaml
 HEADS = HeadsConfig(num_heads=4)
@@ -77,7 +77,7 @@ def cache_bytes(target: TargetModel) -> int:
     return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head
 
 
-def planned(target: TargetModel) -> Plan:
+def planned(target: TargetModel) -> DryRun:
     """As `train-heads --dry_run` plans it."""
     row = ROWS * LENGTH
     return plan_heads(target, HEADS, _ARGUMENTS, TextSize(ROWS, row, row, LENGTH))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +31,7 @@ from medusa_heads.target.cache import IndexedRowLayer, RowCache, RowLayer
 from medusa_heads.target.recurrent import CompressedRowLayer, RecurrentCache, StateLayer
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
+from scripts.prove.differences import after_first_difference, margins_of
 from scripts.prove.tiny_models import BITSANDBYTES_4BIT, BITSANDBYTES_8BIT, Build, Widths, builder
 from tests.inference.planted import BUSHY, PlainCausalDrafter, PlantedDrafter
 
@@ -169,8 +169,8 @@ def _decode_and_compare(
                     "generate() itself is wrong on padded rows: compared with it row by row"
                 )
         tokens += expected_BT[:, PROMPT:].numel()
-        mismatches += _after_first_difference(got_BT, expected_BT)
-        margins += _margins(target, inputs, got_BT, expected_BT)
+        mismatches += after_first_difference(got_BT, expected_BT, PROMPT)
+        margins += margins_of(target, inputs, got_BT, expected_BT)
         accepted.append(stats.tokens_per_step)
         distinct += [len(set(row)) for row in reference]
         if batch == 1:
@@ -265,32 +265,6 @@ def _goes_wrong(
 
 def _new(sequences_BT: Tensor) -> list[list[int]]:
     return sequences_BT[:, PROMPT:].tolist()
-
-
-def _after_first_difference(got_BT: Tensor, expected_BT: Tensor) -> int:
-    if got_BT.shape != expected_BT.shape:
-        return expected_BT[:, PROMPT:].numel()
-    return int((got_BT != expected_BT).long().cumsum(dim=1).clamp_max(1).sum())
-
-
-@torch.no_grad()
-def _margins(
-    target: TargetModel, inputs: dict[str, Tensor], got_BT: Tensor, expected_BT: Tensor
-) -> Sequence[float]:
-    """Where a sequence first differs: how far a plain forward's two best logits are apart there, in
-    standard deviations. Rounding can only exchange what is next to equal."""
-    if got_BT.shape != expected_BT.shape:
-        return [float("inf")]
-    margins = []
-    for row in (got_BT != expected_BT).any(dim=1).nonzero().flatten().tolist():
-        first = int((got_BT[row] != expected_BT[row]).nonzero()[0])
-        padding = int((inputs["attention_mask"][row] == 0).sum())
-        ids_1T = expected_BT[row : row + 1, padding:first]
-        model: Any = target.model
-        logits_V = model(ids_1T, use_cache=False).logits[0, -1].float()
-        best, second = logits_V.topk(2).values.tolist()
-        margins.append((best - second) / float(logits_V.std()))
-    return margins
 
 
 def one_line(error: Exception) -> str:

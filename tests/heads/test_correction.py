@@ -72,7 +72,7 @@ def test_after_a_path_heads_say_what_they_learnt_to_say_of_it(
             assert torch.equal(own_BKV[:, head].topk(5).indices.sort()[0], places_BC.sort()[0])
             index_BFC = places_BC[:, None].expand_as(some_BFC)
             torch.testing.assert_close(some_BFC, got_BFV.gather(2, index_BFC))
-            tokens_BFR, _ = Ranking(heads, [1.0] * 3).best(some_BFC, 2, head, places_BC)
+            tokens_BFR, _ = Ranking(heads, [1.0]).best(some_BFC, 2, 0, places_BC)
             rest_BFV = torch.full_like(got_BFV, -torch.inf).scatter(2, index_BFC, some_BFC)
             assert torch.equal(tokens_BFR, rest_BFV.topk(2).indices)
 

@@ -50,12 +50,22 @@ def written(tokens: int, copied: float, seed: int) -> list[int]:
 
 class Guesses(Source):
     """Two guesses at each of the next four tokens. The first is right as often as it says: a known
-    share of the time, which falls with the depth and is another in every text."""
+    share of the time, which falls with the depth, and is another in every text unless they are
+    `even`."""
 
     name = "guesses"
 
-    def __init__(self, texts: Sequence[Sequence[int]], right: float, machine: Machine, time: Time):
+    def __init__(
+        self,
+        texts: Sequence[Sequence[int]],
+        right: float,
+        machine: Machine,
+        time: Time,
+        *,
+        even: bool = False,
+    ):
         self._texts, self._right, self._machine, self._time = texts, right, machine, time
+        self._even = even
         self.evidence = {False: Evidence([1.0] * LEVELS)}
 
     def draft(self, state: DecodingState) -> list[Proposal]:
@@ -65,7 +75,9 @@ class Guesses(Source):
     def _behind(self, row: Any) -> Callable[[int], list[tuple[int, float, int, Any]]]:
         ahead = self._texts[row.index][row.length : row.length + 4]
         chance = random.Random(1000 * row.index + row.length)
-        right = self._right * (0.6 + 0.8 * random.Random(row.index).random())
+        right = self._right
+        if not self._even:
+            right *= 0.6 + 0.8 * random.Random(row.index).random()
 
         def behind(place: int) -> list[tuple[int, float, int, Any]]:
             if place >= len(ahead):
@@ -85,12 +97,17 @@ class Guesses(Source):
 
 
 def ways(
-    texts: Sequence[Sequence[int]], right: float, machine: Machine, time: Time
+    texts: Sequence[Sequence[int]],
+    right: float,
+    machine: Machine,
+    time: Time,
+    *,
+    even: bool = False,
 ) -> dict[str, Drafter | None]:
     """Plain decoding, fixed ways to draft, and `auto`."""
 
     def guesses() -> Guesses:
-        return Guesses(texts, right, machine, time)
+        return Guesses(texts, right, machine, time, even=even)
 
     clock = Clock({tokens: machine.step(tokens) for tokens in _MEASURED})
     clock.learn_drafting("guesses", machine.guess(1))

@@ -1,7 +1,7 @@
 """The flags and YAML keys of train-draft alone. Light: no torch or transformers is imported."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.settings import above_zero, at_least, flag
@@ -102,8 +102,6 @@ def draft_training_arguments(
     """`to_training_arguments` for a draft model; one that is `given`, trained before, wants the
     lower learning rate."""
     rate = GIVEN_LEARNING_RATE if given else BUILT_LEARNING_RATE
-    args = to_training_arguments(
-        replace(arguments, learning_rate=arguments.learning_rate or rate), "own", autocast=autocast
-    )
-    args.rates_by_width = arguments.learning_rate is None and not given
+    args = to_training_arguments(arguments, "own", rate=rate, autocast=autocast)
+    args.rates_by_width &= not given
     return args

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
 
 from medusa_heads.settings import at_least, flag
-from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
-
-if TYPE_CHECKING:
-    from medusa_heads.training.arguments.rates import RunArguments
 
 MTP_LEARNING_RATE = 1e-3  # at width 384, as new draft models have it
 
@@ -40,15 +34,3 @@ class MtpArguments:
         idle = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
         if idle and not self.mtp:
             raise ValueError(f"{idle[0]} is of the target's own modules: add --mtp")
-
-
-def mtp_training_arguments(
-    arguments: OptimisationArguments, *, autocast: Callable[[str | None], bool] = lambda _: False
-) -> RunArguments:
-    """`to_training_arguments` for modules, which were trained before."""
-    rate = arguments.learning_rate or MTP_LEARNING_RATE
-    args = to_training_arguments(
-        replace(arguments, learning_rate=rate), "shared", autocast=autocast
-    )
-    args.rates_by_width = arguments.learning_rate is None
-    return args

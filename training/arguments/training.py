@@ -108,9 +108,11 @@ def to_training_arguments(
     arguments: OptimisationArguments,
     vocab_matrix: str,
     *,
+    rate: float | None = None,
     autocast: Callable[[str | None], bool] = lambda _: False,
 ) -> "RunArguments":
-    """The same run as transformers.TrainingArguments; the learning rate goes by the vocab_matrix.
+    """The same run as transformers.TrainingArguments; by default the learning rate is `rate`, or
+    goes by the vocab_matrix of heads.
 
     `autocast` says whether to train in bf16 where `arguments` do not, told the device if that is
     certain. ValueError: a field of `training_args` is unknown or has a flag, or a value is refused.
@@ -131,8 +133,8 @@ def to_training_arguments(
     values["rates_by_width"] = values["learning_rate"] is None
     if values["rates_by_width"]:
         # A shared matrix leaves few parameters to learn with and wants the higher rate (measured).
-        rate = SHARED_LEARNING_RATE if vocab_matrix == "shared" else OWN_LEARNING_RATE
-        values["learning_rate"] = rate
+        usual = SHARED_LEARNING_RATE if vocab_matrix == "shared" else OWN_LEARNING_RATE
+        values["learning_rate"] = rate or usual
     if values["bf16"] is None:
         values["bf16"] = not extra.get("fp16") and autocast("cpu" if extra.get("use_cpu") else None)
     # The best heads are among those that were both evaluated and saved: one follows the other.

@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from transformers import TrainingArguments
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.files import parse_json
+from medusa_heads.files import read_json
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.data.prepare import TrainingData
@@ -135,10 +135,10 @@ def _nearest(folder: Path, key: CacheKey) -> str:
     found: list[list[str]] = []
     for path in folder.glob(f"*/{INDEX_FILE}"):
         try:
-            other: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))["key"]
+            other: dict[str, Any] = read_json(path)["key"]
             mine = key.to_dict()
             found.append([name for name, value in mine.items() if other.get(name) != value])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, AttributeError):
             continue
     if not found:
         return ""

@@ -26,7 +26,7 @@ def several_processes() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def anywhere(flag: bool, device: torch.device) -> bool:
+def any_process(flag: bool, device: torch.device) -> bool:
     """Whether the flag is set in any process; all must ask."""
     if not several_processes():
         return flag
@@ -67,7 +67,7 @@ def shard_target(
     layers = _layers(model, sharding.layer_classes)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     kept = target.get_input_embeddings(), target.get_output_embeddings()
-    empty = anywhere(any(p.is_meta for p in model.parameters()), device)
+    empty = any_process(any(p.is_meta for p in model.parameters()), device)
     if empty:
         _take_dtypes(model, device)
     weights = _tensors(model) if empty and dist.get_rank() == 0 else {}
@@ -129,7 +129,7 @@ def _take_dtypes(model: nn.Module, device: torch.device) -> None:
     sent: list[Any] = [[(name, tensor.shape, tensor.dtype) for name, tensor in own.items()]]
     dist.broadcast_object_list(sent, src=0)
     same = [(name, tensor.shape) for name, tensor in own.items()] == [e[:2] for e in sent[0]]
-    if anywhere(not same, device):
+    if any_process(not same, device):
         raise ValueError(
             f"the weights of {type(model).__name__} do not follow from its configuration alone: "
             "set fsdp_cpu_ram_efficient_loading: false, so that each process reads them"

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from medusa_heads.files import move_in, parse_json, remove_leftovers, replace_file, staging
+from medusa_heads.files import move_in, parse_json, remove_leftovers, replace_json, staging
 from medusa_heads.training.hidden.cached_rows import KeptPositions, RowPlan
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class HiddenCache:
             "kept_rows": len(self.plan.counts),
             "kept_positions": self.plan.positions,
         }
-        replace_file(self.folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+        replace_json(self.folder / INDEX_FILE, index)
 
     def _indexed_dtype(self) -> torch.dtype:
         path = self.folder / INDEX_FILE

@@ -24,7 +24,7 @@ from medusa_heads.training.loss.teacher import Lessons, Teacher
 _OVERLAP = LossConfig({"total_variation": 1.0})  # at temperature 1, whatever is learnt at
 
 
-def own_losses(
+def next_losses(
     head: Teacher,
     hidden_BTX: Tensor,
     rows: Pairs,

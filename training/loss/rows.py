@@ -59,7 +59,7 @@ def head_labels(labels_BT: Tensor, num_heads: int, position_ids_BT: Tensor | Non
     return torch.stack(ahead, dim=2).masked_fill(~next_is_generated_BT[..., None], IGNORED)
 
 
-def own_rows(labels_BT: Tensor, position_ids_BT: Tensor | None = None) -> Pairs:
+def next_rows(labels_BT: Tensor, position_ids_BT: Tensor | None = None) -> Pairs:
     """All positions whose next token is supervised and of the same document, with that token;
     arguments as those of `head_labels`."""
     next_P = _ahead(labels_BT, 1, position_ids_BT).flatten()

@@ -22,7 +22,7 @@ from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_st
 
 TREE_SIZES = (16, 32)
 CHAINS = tuple(range(1, 9))  # drafts of a draft model in a row
-OWN_FIGURES = ("loss", "loss_before", "kl")  # of a target that learns too
+TARGET_FIGURES = ("loss", "loss_before", "kl")  # of a target that learns too
 
 
 @torch.no_grad()
@@ -114,8 +114,8 @@ def describe(metrics: Mapping[str, Any]) -> str | None:
         f"{metrics[f'eval_tokens_per_step_{size}']:.2f} with {size} nodes" for size in TREE_SIZES
     )
     line = f"{_described(metrics)} | tokens per step {steps}"
-    own = own_figures(metrics)
-    return line if own is None else f"{line}\n{describe_own(own)}"
+    own = target_figures(metrics)
+    return line if own is None else f"{line}\n{target_line(own)}"
 
 
 def describe_chain(metrics: Mapping[str, Any]) -> str | None:
@@ -134,15 +134,15 @@ def _described(metrics: Mapping[str, Any]) -> str:
     return f"held-out top-1 {of_heads(1)} | top-5 {of_heads(5)}"
 
 
-def own_figures(metrics: Mapping[str, Any]) -> dict[str, float] | None:
+def target_figures(metrics: Mapping[str, Any]) -> dict[str, float] | None:
     """How the target itself did, with its adapter and without; None where it did not learn."""
     if "eval_target_loss" not in metrics:
         return None
-    return {name: metrics[f"eval_target_{name}"] for name in OWN_FIGURES}
+    return {name: metrics[f"eval_target_{name}"] for name in TARGET_FIGURES}
 
 
-def describe_own(figures: Mapping[str, float]) -> str:
-    """`own_figures` in a line."""
+def target_line(figures: Mapping[str, float]) -> str:
+    """`target_figures` in a line."""
     now, before = figures["loss"], figures["loss_before"]
     return (
         f"the target's own held-out loss {now:.4f}, without adapter {before:.4f} "

@@ -6,7 +6,6 @@ heads later, such as a model card, needs no other file.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from medusa_heads.checkpoint.files import REPORT_FILE as JSON_FILE
 from medusa_heads.config import head_offset
-from medusa_heads.files import parse_json, replace_file
+from medusa_heads.files import parse_json, replace_file, replace_json
 from medusa_heads.hub.card import REPORT_VERSION
 from medusa_heads.pictures import LIGHT, Line, draw_lines, save_picture
 from medusa_heads.tables import Rows, in_markdown, on_screen
-from medusa_heads.training.measure.metrics import own_figures
+from medusa_heads.training.measure.metrics import target_figures
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
 
 MARKDOWN_FILE = "report.md"
@@ -78,7 +77,7 @@ def make_report(
         "held_out": {
             "positions": statistics.positions,
             "loss": metrics.get("eval_loss"),
-            "target": own_figures(metrics),
+            "target": target_figures(metrics),
         },
         "tokens_per_step": {"nodes": len(best), "static": simulate_tokens_per_step(runs, best)},
         "accuracy": [
@@ -116,7 +115,7 @@ def write_report(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> N
     path = Path(folder)
     pictures = draw_plots(path, report)
     replace_file(path / MARKDOWN_FILE, markdown(report, [picture.name for picture in pictures]))
-    replace_file(path / JSON_FILE, json.dumps(report, indent=1) + "\n")
+    replace_json(path / JSON_FILE, report, indent=1)
 
 
 def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:

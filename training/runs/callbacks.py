@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
-from medusa_heads.training.hidden.sharding import anywhere
+from medusa_heads.training.hidden.sharding import any_process
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Interruptions(TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_evaluate |= args.eval_strategy == IntervalStrategy.STEPS
             control.should_save |= args.save_strategy == SaveStrategy.STEPS
-        self._stopping = anywhere(self._told, args.device)  # all after the same step
+        self._stopping = any_process(self._told, args.device)  # all after the same step
         if self._stopping:
             control.should_save = control.should_training_stop = True
         control.should_log |= control.should_save

@@ -32,13 +32,12 @@ from medusa_heads.training.data.pack import check_packing, hidden_of
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.loss.fused import Pairs
 from medusa_heads.training.loss.next_token import DraftLoss
-from medusa_heads.training.loss.rows import own_rows
-from medusa_heads.training.measure.fresh_heads import Comparison
+from medusa_heads.training.loss.rows import next_rows
 from medusa_heads.training.measure.metrics import CHAINS, describe_draft, draft_metrics
 from medusa_heads.training.runs.pruned_target import begin_draft
 from medusa_heads.training.runs.record import write_figures
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
-from medusa_heads.training.runs.trainer import Inputs, Judged, TaughtTrainer
+from medusa_heads.training.runs.trainer import GoingOnTrainer, Inputs, Judged
 
 _OWN = "own_text"  # marks batches that the draft model wrote
 
@@ -150,16 +149,16 @@ def train_draft(
     return model
 
 
-class DraftTrainer(TaughtTrainer):
+class DraftTrainer(GoingOnTrainer):
     """Teaches a draft model, in place, what a frozen target would say. Its checkpoints are those of
     the draft model alone, each a folder that transformers loads. During evaluation `draft_metrics`
     become `eval_acceptance`, `eval_tokens_per_step_4`, ...
 
     Args:
         own_text: batches that the draft model writes itself; without it, all are the corpus's.
-        known_rows: some of the training set, of which the first are the text that the draft model
-            is compared on with what it was. Default: the set, a table.
     """
+
+    worse = "the draft model worse than it was"
 
     metrics_of = staticmethod(draft_metrics)
     describe = staticmethod(describe_draft)
@@ -169,35 +168,21 @@ class DraftTrainer(TaughtTrainer):
         draft: PreTrainedModel,
         target: TargetModel,
         args: TrainingArguments,
-        train_dataset: Dataset,
-        *held_out: Dataset,
+        *sets: Dataset,
         objective: LossConfig,
         own_text: OwnText | None = None,
-        known_rows: Dataset | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            draft,
-            target,
-            args,
-            train_dataset,
-            *held_out,
-            comparison=Comparison("the draft model worse than it was"),
-            data_collator=collate,
-            **kwargs,
-        )
+        super().__init__(draft, target, args, *sets, data_collator=collate, **kwargs)
         self.draft = TargetModel(draft)
         self.draft_loss = DraftLoss(self.draft, target, objective)
         self.own_text = own_text
         self._plain_loss = DraftLoss(self.draft, target, LossConfig())
-        self._known_rows = train_dataset if known_rows is None else known_rows
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As transformers' own, with the text at hand taken up again; what a checkpoint replaces is
-        measured before."""
-        self.beginning = self._losses_of_known_text()
+        """As GoingOnTrainer's, with the text at hand taken up again."""
         if self.own_text is not None and isinstance(resume_from_checkpoint, str):
             self.own_text.load(self._own_text_file(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -223,22 +208,17 @@ class DraftTrainer(TaughtTrainer):
                 batches[number] = collate(rows) | {_OWN: torch.tensor(True)}
         return batches, self._get_num_items_in_batch(batches, device)
 
-    @torch.no_grad()
-    def _losses_of_known_text(self) -> Tensor:
-        """Cross-entropy and the run's own loss, [2]: one may rise while the other is learnt."""
-        count = min(self.args.per_device_train_batch_size, len(self._known_rows))
-        batch: Any = self._prepare_inputs(collate(list(self._known_rows.select(range(count)))))
-        read = self._supervised(self.draft.model, batch)
-        both = (self._plain_loss, self.draft_loss)
-        return torch.stack([loss(*read, len(read[0])) for loss in both])
+    def _plain_and_own_loss(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        read = self._supervised(self.draft.model, inputs)
+        count = len(read[0])
+        return self._plain_loss(*read, count), self.draft_loss(*read, count)
 
     def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
         own = bool(inputs.pop(_OWN, False))
         features_RD, rows, hidden_BTD = self._supervised(model, inputs)
         if own:  # no truth to learn, only a place to hear the target's
             rows = replace(rows, labels_N=torch.full_like(rows.labels_N, IGNORED))
-        if self._comparison.is_due(self.state.global_step):
-            self._check_progress(torch.stack([self._losses_of_known_text(), self.beginning]))
+        self._compare_with_before()
         return self.draft_loss(features_RD, rows, hidden_BTD, items)
 
     def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> Judged:
@@ -249,7 +229,7 @@ class DraftTrainer(TaughtTrainer):
     def _supervised(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Pairs, Tensor]:
         """features_RD of the draft where the next token is generated text of the same document,
         these rows, and hidden_BTD of the target."""
-        rows = own_rows(inputs["labels"], inputs.get("position_ids"))
+        rows = next_rows(inputs["labels"], inputs.get("position_ids"))
         names = ("input_ids", "attention_mask", "position_ids")
         read = {name: inputs[name] for name in names if name in inputs}
         hidden_BTD = hidden_of(self.target, inputs)

@@ -52,7 +52,7 @@ def text_size(rows: Any, learnt: int) -> TextSize:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DryRun:
     """What a run would be: what the target is, what learns from how much text, and the estimated
     bytes of each process's memory and of the disk, by what they are for."""
 
@@ -72,7 +72,7 @@ def plan_heads(
     *,
     four_bits: bool = False,
     joint: JointConfig | None = None,
-) -> Plan:
+) -> DryRun:
     """Steps, memory and disk of a run, on a target that may be on the meta device. The memory of
     activations is an estimate for targets of dense layers, without that of the attention's own
     kernel."""
@@ -111,12 +111,12 @@ def plan_heads(
     parts = "layers" if config.kind == "block" else "blocks"
     kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} {parts}, {matrix}"
     learner = ("heads", f"{kind}: {count(heads)} parameters")
-    return Plan(_named(target, four_bits), learner, text, args, memory, disk)
+    return DryRun(_named(target, four_bits), learner, text, args, memory, disk)
 
 
 def plan_modules(
     target: TargetModel, depths: int | None, args: TrainingArguments, text: TextSize
-) -> Plan:
+) -> DryRun:
     """The same for the target's own modules, which train in fp32. Raises ValueError: it brings
     none."""
     modules = empty_mtp(target)
@@ -134,7 +134,7 @@ def plan_modules(
     kind = f"{len(modules.layers)} modules in {depths} depths: {count(size)} parameters"
     disk = {"each checkpoint": size * _SAVED_BYTES}
     learner = ("multi-token-prediction modules", kind)
-    return Plan(_named(target, False), learner, text, args, memory, disk)
+    return DryRun(_named(target, False), learner, text, args, memory, disk)
 
 
 def plan_draft(
@@ -144,7 +144,7 @@ def plan_draft(
     text: TextSize,
     *,
     four_bits: bool = False,
-) -> Plan:
+) -> DryRun:
     """The same for a draft model, which trains in fp32."""
     tokens = args.per_device_train_batch_size * text.longest_row
     small = TargetModel(draft)  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ def plan_draft(
     share = f"{size / _size(target.model):.0%} of the target's"
     kind = f"{type(draft).__name__} of {layers} layers: {count(size)} parameters, {share}"
     disk = {"each checkpoint": size * _SAVED_BYTES}
-    return Plan(_named(target, four_bits), ("draft model", kind), text, args, memory, disk)
+    return DryRun(_named(target, four_bits), ("draft model", kind), text, args, memory, disk)
 
 
 def _forward(target: TargetModel, tokens: int) -> float:
@@ -218,7 +218,7 @@ def adapter_size(target: TargetModel, joint: JointConfig) -> int:
     )
 
 
-def show_plan(plan: Plan, console: Console) -> None:
+def show_plan(plan: DryRun, console: Console) -> None:
     """Print a plan, one line a fact."""
     text, args = plan.text, plan.args
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size

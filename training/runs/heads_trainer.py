@@ -22,7 +22,7 @@ from medusa_heads.training.hidden.states import HiddenStates
 from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.rows import read_rows
 from medusa_heads.training.loss.teacher import Teacher
-from medusa_heads.training.measure.fresh_heads import Comparison, FreshHeads
+from medusa_heads.training.measure.fresh_heads import FreshHeads
 from medusa_heads.training.measure.metrics import describe, head_ranks, rank_metrics
 from medusa_heads.training.runs.trainer import Inputs, Judged, TaughtTrainer
 from medusa_heads.trees.statistics import MAX_RANK
@@ -53,7 +53,7 @@ class HeadsTrainer(TaughtTrainer):
 
     metrics_of = staticmethod(rank_metrics)
     describe = staticmethod(describe)
-    rates = "learning_rate"  # settings of what learns
+    worse = "the heads worse than fresh ones"
     unusable: ClassVar[Mapping[str, Any]] = {
         **TaughtTrainer.unusable,
         "neftune_noise_alpha": None,
@@ -85,7 +85,6 @@ class HeadsTrainer(TaughtTrainer):
             target,
             args,
             *sets,
-            comparison=Comparison("the heads worse than fresh ones", self.rates),
             data_collator=self.hidden_states.collate,
             **kwargs,
         )

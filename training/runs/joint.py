@@ -29,10 +29,10 @@ from medusa_heads.training.arguments.rates import rate_groups
 from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.loss.fused import Pairs
 from medusa_heads.training.loss.heads import batch_loss
-from medusa_heads.training.loss.next_token import own_losses
-from medusa_heads.training.loss.rows import own_rows, per_item
+from medusa_heads.training.loss.next_token import next_losses
+from medusa_heads.training.loss.rows import next_rows, per_item
 from medusa_heads.training.loss.teacher import Teacher
-from medusa_heads.training.measure.metrics import OWN_FIGURES
+from medusa_heads.training.measure.metrics import TARGET_FIGURES
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.trainer import Inputs, Judged, TaughtTrainer
 
@@ -161,8 +161,8 @@ class JointObjective(nn.Module):
             return self.loss(hidden_BTD, hidden_BTD.new_zeros(()), inputs, num_items)
         before_BTD = self.read_before(inputs) if self.own_objective.needs_teacher else None
         now_BTD = self.read_now(inputs)
-        own = own_rows(inputs["labels"], inputs.get("position_ids"))
-        losses_N, _ = own_losses(self.lm_head, now_BTD, own, self.own_objective, before_BTD)
+        own = next_rows(inputs["labels"], inputs.get("position_ids"))
+        losses_N, _ = next_losses(self.lm_head, now_BTD, own, self.own_objective, before_BTD)
         return self.loss(now_BTD, losses_N, inputs, num_items)
 
     def read_now(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -187,8 +187,8 @@ class JointObjective(nn.Module):
         """losses_N, and figures_N3: the target's own loss with the adapter and without, and
         KL(before || now)."""
         both = LossConfig({"cross_entropy": 1.0, "forward_kl": 1.0})
-        sums_N, log_true_N = own_losses(self.lm_head, now_BTD, rows, both, before_BTD)
-        before_N, _ = own_losses(self.lm_head, before_BTD, rows, LossConfig())
+        sums_N, log_true_N = next_losses(self.lm_head, now_BTD, rows, both, before_BTD)
+        before_N, _ = next_losses(self.lm_head, before_BTD, rows, LossConfig())
         figures_N3 = torch.stack([-log_true_N, before_N, sums_N + log_true_N], dim=1)
         weights = self.settings.lm_weight, self.settings.kl_weight
         return weights[0] * figures_N3[:, 0] + weights[1] * figures_N3[:, 2], figures_N3
@@ -270,10 +270,10 @@ class JointTrainer(HeadsTrainer):
         return loss
 
     def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> Judged:
-        own = own_rows(inputs["labels"], inputs.get("position_ids"))
+        own = next_rows(inputs["labels"], inputs.get("position_ids"))
         now_BTD, before_BTD = self.joint.read_twice(inputs)
         losses_N, figures_N3 = self.joint.measure(now_BTD, before_BTD, own)
-        for name, figure_N in zip(OWN_FIGURES, figures_N3.unbind(dim=1), strict=True):
+        for name, figure_N in zip(TARGET_FIGURES, figures_N3.unbind(dim=1), strict=True):
             self._add_up(f"target_{name}", figure_N.sum(), torch.ones_like(figure_N).sum())
         loss = self.joint.loss(now_BTD, losses_N, inputs, items)
         return loss, *self._ranks(now_BTD, inputs)

@@ -3,7 +3,6 @@
 A target that was fine-tuned predicts other text than its modules learnt to foresee. They learn
 here as heads do, over the frozen target's hidden states, with its lm_head and its embeddings.
 
-Shapes: F figures.
 Source: DeepSeek-AI 2024, "DeepSeek-V3", arXiv:2412.19437, section 2.2.
 """
 
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
@@ -26,16 +24,15 @@ from medusa_heads.files import expanded
 from medusa_heads.target.mtp import load_mtp, stored_tensors
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.arguments.mtp import MtpArguments, mtp_training_arguments
+from medusa_heads.training.arguments.mtp import MTP_LEARNING_RATE, MtpArguments
 from medusa_heads.training.arguments.rates import fit_rate
-from medusa_heads.training.arguments.training import OptimisationArguments
+from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.loss.heads import batch_loss
-from medusa_heads.training.measure.fresh_heads import Comparison
 from medusa_heads.training.measure.metrics import TREE_SIZES, chain_metrics, describe_chain
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.record import write_figures
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
-from medusa_heads.training.runs.trainer import Inputs
+from medusa_heads.training.runs.trainer import GoingOnTrainer, Inputs
 from medusa_heads.training.runs.unrolled import UnrolledModules, check_depths
 
 
@@ -63,7 +60,7 @@ def train_mtp(
     Args:
         target: a hub id or path, or a model in memory that was loaded from one. It stays frozen.
         mtp: which modules to begin with, and how far they are unrolled.
-        training_args: of the run. Default: those of `mtp_training_arguments`.
+        training_args: of the run. Default: as `train_heads`, with a peak rate of 1e-3.
         objective: what the depths learn, and how much each counts, as heads do.
         dataset, eval_dataset, output_dir, tokenizer, resume_from_checkpoint, overwrite_output_dir,
             early_stopping_patience, record, data_settings: as in `train_heads`.
@@ -85,7 +82,8 @@ def train_mtp(
         eval_dataset,
         data_settings,
         output_dir=output_dir,
-        args=training_args or mtp_training_arguments(OptimisationArguments()),
+        args=training_args
+        or to_training_arguments(OptimisationArguments(), "shared", rate=MTP_LEARNING_RATE),
         tokenizer=tokenizer,
         num_heads=mtp.mtp_depth or 1,
         resume_from_checkpoint=resume_from_checkpoint,
@@ -140,54 +138,24 @@ def _figures(metrics: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-class MtpTrainer(HeadsTrainer):
+class MtpTrainer(GoingOnTrainer, HeadsTrainer):
     """Trains modules, in place, on what their frozen target sees. Evaluation measures each depth as
-    a head, and the tokens per step of chains.
+    a head, and the tokens per step of chains."""
 
-    Args:
-        known_rows: some of the training set, of which the first are the text that the modules are
-            compared on with what they were. Default: the set, a table.
-    """
+    worse = "the modules worse than they were"
 
     metrics_of = staticmethod(chain_metrics)
     describe = staticmethod(describe_chain)
-
-    def __init__(
-        self,
-        unrolled: UnrolledModules,
-        target: TargetModel,
-        args: TrainingArguments,
-        train_dataset: Dataset,
-        *held_out: Dataset,
-        known_rows: Dataset | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(unrolled, target, args, train_dataset, *held_out, **kwargs)
-        self._comparison = Comparison("the modules worse than they were")
-        self._known_rows = train_dataset if known_rows is None else known_rows
-
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """As transformers' own; what a checkpoint replaces is measured before."""
-        self._began_F = self._losses_of_known_text()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _groups(self) -> None:
         """All of one rate."""
 
     def _compare(self, inputs: Inputs, hidden: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        if self._comparison.is_due(self.state.global_step):
-            self._check_progress(torch.stack([self._losses_of_known_text(), self._began_F]))
+        self._compare_with_before()
 
-    @torch.no_grad()
-    def _losses_of_known_text(self) -> Tensor:
-        """Cross-entropy and the run's own loss, [2]: one may rise while the other is learnt."""
-        count = min(self.args.per_device_train_batch_size, len(self._known_rows))
-        rows = list(self._known_rows.select(range(count)))
-        inputs: Any = self._prepare_inputs(self.hidden_states.collate(rows))
+    def _plain_and_own_loss(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         hidden_BTD = self.hidden_states.of(inputs)
         learnt: Any = self.model
         plain = batch_loss(self.heads, hidden_BTD, inputs, objective=LossConfig())
         own = learnt.loss(hidden_BTD, inputs, (inputs["labels"] != IGNORED).sum())
-        return torch.stack([plain.float(), own.float()])
+        return plain.float(), own.float()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,47 +29,36 @@ def begin_draft(
     num_layers: int | None = None,
     hidden_size: int | None = None,
     trust_remote_code: bool = False,
+    weights: bool = True,
 ) -> PreTrainedModel:
     """A causal LM to be trained as a draft model, in fp32, on the target's device: a named one of
     the target's vocabulary, to go on from; or some of the target's layers, by default a quarter,
-    rounded up; with a hidden size, as many fresh ones of that width. Raises ValueError: sizes that
-    cannot be, a quantised target, or another vocabulary."""
+    rounded up; with a hidden size, as many fresh ones of that width. Without `weights` its shape
+    alone, on the meta device. Raises ValueError: sizes that cannot be, a quantised target, or
+    another vocabulary."""
     model: Any
     if draft_model is not None:
-        given = load_draft(
-            draft_model, target, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
+        trusted: Any = {"trust_remote_code": trust_remote_code}
+        if weights:
+            given = load_draft(draft_model, target, dtype=torch.float32, **trusted)
+        else:
+            given = meta_target(TargetArguments(draft_model, dtype="float32", **trusted))
         check_vocabulary(given, target)
         model = given.model
+    elif weights and hidden_size is None:
+        model = _pruned(target, _chosen(target, num_layers))
     else:
-        chosen = _chosen(target, num_layers)
-        if hidden_size is None:
-            model = _pruned(target, chosen)
-        else:
-            model = _smaller(target, chosen, hidden_size)
+        with nullcontext() if weights else torch.device("meta"):
+            model = _smaller(target, _chosen(target, num_layers), hidden_size)
+    if not weights:
+        return model
     model.to(device=target.device, dtype=torch.float32)
     model.generation_config = copy.deepcopy(target.model.generation_config)
     model.requires_grad_(True)
     return model
 
 
-def draft_shape(
-    target: TargetModel,
-    *,
-    draft_model: str | None = None,
-    num_layers: int | None = None,
-    hidden_size: int | None = None,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """What `begin_draft` would make of the same, without weights (on the meta device); raises
-    likewise."""
-    if draft_model is not None:
-        named = TargetArguments(draft_model, dtype="float32", trust_remote_code=trust_remote_code)
-        given = meta_target(named)
-        check_vocabulary(given, target)
-        return given.model
-    with torch.device("meta"):
-        return _smaller(target, _chosen(target, num_layers), hidden_size)
+draft_shape = partial(begin_draft, weights=False)
 
 
 def _chosen(target: TargetModel, num_layers: int | None) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from transformers import Trainer, TrainingArguments
 
-from medusa_heads.files import replace_file
+from medusa_heads.files import replace_file, replace_json
 from medusa_heads.masking import masked
 from medusa_heads.plain_yaml import parse_yaml
 
@@ -96,7 +96,7 @@ def write_figures(
         "steps": state.global_step,
         "best_step": state.best_global_step,
     }
-    replace_file(output / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
+    replace_json(output / METRICS_FILE, metrics)
     write_run(output, story)
     return metrics
 

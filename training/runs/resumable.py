@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from medusa_heads.files import parse_json
+from medusa_heads.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +24,10 @@ _PARTS = ("*model*", "optimizer*", "scheduler.pt", "rng_state*")  # under any ki
 def is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint was written to its end, and nothing of it is missing."""
     try:
-        state = parse_json((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        state = read_json(checkpoint / STATE_FILE)
+    except ValueError:
         return False
-    parts = all(any(checkpoint.glob(pattern)) for pattern in _PARTS)
-    return isinstance(state, dict) and "global_step" in state and parts
+    return "global_step" in state and all(any(checkpoint.glob(pattern)) for pattern in _PARTS)
 
 
 def checkpoints(output: Path) -> list[Path]:

@@ -39,8 +39,8 @@ class TaughtTrainer(Trainer, ABC):
     setting of transformers that has no place in it.
 
     Attributes:
-        comparison: whether training makes worse what learns.
         record: gives what the `run.yaml` in each checkpoint says, as plain values.
+        worse, rates: what a run that is stopped has done, and the settings that may be too high.
         metrics_of: what an evaluation says, out of figures_BTF.
         describe: the line that the screen shows of its metrics, None where they are others.
     """
@@ -55,6 +55,8 @@ class TaughtTrainer(Trainer, ABC):
         "push_to_hub": False,  # the folder as it is, with all that a run leaves there
     }
 
+    worse: ClassVar[str]
+    rates: ClassVar[str] = "learning_rate"
     metrics_of: Callable[[Tensor], dict[str, float]]
     describe: Callable[[Mapping[str, Any]], str | None]
 
@@ -66,7 +68,6 @@ class TaughtTrainer(Trainer, ABC):
         train_dataset: Dataset,
         eval_dataset: Dataset | None = None,
         *,
-        comparison: Comparison,
         record: Callable[[], Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -97,7 +98,7 @@ class TaughtTrainer(Trainer, ABC):
         target.freeze()
         self.target = target
         self.record = record
-        self._comparison = comparison
+        self._comparison = Comparison(self.worse, self.rates)
         self._sums: defaultdict[str, list[Tensor]] = defaultdict(list)  # of an evaluation's batches
         super().__init__(
             model=model,
@@ -235,6 +236,39 @@ class TaughtTrainer(Trainer, ABC):
         if self.record is not None and self.args.should_save:
             write_run(output_dir, self.record())
         self.accelerator.wait_for_everyone()
+
+
+class GoingOnTrainer(TaughtTrainer):
+    """Trains what was trained before, and compares it with what it was.
+
+    Args:
+        known_rows: some of the training set, the first of which are the text that is compared on.
+            Default: the set, a table.
+    """
+
+    def __init__(self, *args: Any, known_rows: Dataset | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._known_rows: Any = self.train_dataset if known_rows is None else known_rows
+
+    @abstractmethod
+    def _plain_and_own_loss(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Cross-entropy and the run's own loss of a batch: one may rise while the other is
+        learnt."""
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As TaughtTrainer's; what a checkpoint replaces is measured before."""
+        self.beginning = self._losses_of_known_text()
+        return super().train(*args, **kwargs)
+
+    def _compare_with_before(self) -> None:
+        if self._comparison.is_due(self.state.global_step):
+            self._check_progress(torch.stack([self._losses_of_known_text(), self.beginning]))
+
+    @torch.no_grad()
+    def _losses_of_known_text(self) -> Tensor:
+        count = min(self.args.per_device_train_batch_size, len(self._known_rows))
+        batch: Any = self.data_collator(list(self._known_rows.select(range(count))))
+        return torch.stack(self._plain_and_own_loss(self._prepare_inputs(batch)))
 
 
 def _is_finished(state: TrainerState, args: TrainingArguments) -> bool:

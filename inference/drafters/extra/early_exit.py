@@ -33,7 +33,7 @@ class ThinnedTarget:
 
     def __init__(self, target: TargetModel, stack: LayerStack, skipped: Collection[int]) -> None:
         self._target, self._stack, self._skipped = target, stack, sorted(set(skipped))
-        self.layers = len(stack) - len(self._skipped)
+        self.layers, self.facts = len(stack) - len(self._skipped), {"without": self._skipped}
         assert self.layers > 0
 
     def continuation(self, state: DecodingState) -> Generator[Level, None, None]:
@@ -111,4 +111,7 @@ class EarlyExitSource(ChainSource):
         self, thinned: ThinnedTarget, clock: ExitClock, most: int, agreement: float = 0.6
     ) -> None:
         token = partial(clock.token, thinned.layers)
-        super().__init__("early exit", thinned.continuation, clock.steps, token, most, agreement)
+        drafts = thinned.continuation
+        super().__init__(
+            "early exit", drafts, clock.steps, token, most, agreement, facts=thinned.facts
+        )

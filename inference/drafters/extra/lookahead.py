@@ -36,7 +36,7 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import Evidence
 from medusa_heads.inference.drafters.base import Drafter, Memory
 from medusa_heads.inference.drafters.blended import BlendedDrafter
-from medusa_heads.inference.drafters.growing import Proposal, Source
+from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawn
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree, TreeShape
@@ -99,10 +99,11 @@ class NgramSource(Source):
 
     def __init__(self, pool: NgramPool) -> None:
         self._pool = pool
-        self._evidence = Evidence([1.0] * (len(_FIRST) * NGRAM))
+        self.evidence = by_drawn(lambda: Evidence([1.0] * (len(_FIRST) * NGRAM)))
 
     def draft(self, state: DecodingState) -> list[Proposal]:
-        return [ngram_proposal(self._evidence, self._pool, row.tokens[-1]) for row in state.rows]
+        evidence = self.evidence[state.warpers is not None]
+        return [ngram_proposal(evidence, self._pool, row.tokens[-1]) for row in state.rows]
 
     def expected(self, nodes: int) -> float:
         return nodes / (nodes + 6.0)

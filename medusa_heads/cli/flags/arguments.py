@@ -2,7 +2,7 @@
 
 parse_arguments((TargetArguments, DataArguments), argv, prog="train-heads", description=...)
 run_command(lambda: work(arguments))
-main = command("medusa-heads env", show, [EnvArguments], __doc__, "target")  # both of them
+main = command("medusa-heads env", show, __doc__, "target")  # both of them
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from types import FrameType, MappingProxyType
-from typing import Any
+from typing import Any, get_type_hints
 
 from medusa_heads.cli.choices import forget_choices
 from medusa_heads.cli.flags.config_file import read_config
@@ -203,22 +203,26 @@ def _made(kind: type, given: Namespace) -> Any:
         raise ValueError(f"{flags[first]} {rest}") from error
 
 
+def arguments_of(work: Callable[..., object]) -> tuple[type, ...]:
+    """The dataclasses that a command's work is given, by its annotations."""
+    return tuple(kind for name, kind in get_type_hints(work).items() if name != "return")
+
+
 def command(
     prog: str,
     work: Callable[..., object],
-    types: Sequence[type],
     description: str | None,
     *positional: str,
     presets: Presets = MappingProxyType({}),
 ) -> Callable[..., int]:
-    """The entry point of a command: does the work with these dataclasses of its arguments. See
+    """The entry point of a command: does the work with the dataclasses of its arguments. See
     `parse_arguments`."""
 
     def main(argv: Sequence[str] | None = None) -> int:
         def parse_and_work() -> None:
             told: dict[str, Any] = {"prog": prog, "description": description or ""}
             told |= {"positional": positional, "presets": presets}
-            work(*parse_arguments(types, argv, **told))
+            work(*parse_arguments(arguments_of(work), argv, **told))
 
         return run_command(parse_and_work, prog=prog.split()[0])
 

@@ -62,4 +62,4 @@ def analyze(arguments: AnalyzeArguments) -> None:
             print(f"Written: {path}")
 
 
-main = command("medusa-heads analyze", analyze, [AnalyzeArguments], __doc__, "checkpoint")
+main = command("medusa-heads analyze", analyze, __doc__, "checkpoint")

@@ -227,4 +227,4 @@ def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt
     return [Prompt(tuple(window)) for window in windows], 0
 
 
-main = command("medusa-heads benchmark", benchmark, [BenchmarkArguments], __doc__, "checkpoint")
+main = command("medusa-heads benchmark", benchmark, __doc__, "checkpoint")

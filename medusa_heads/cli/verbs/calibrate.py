@@ -164,4 +164,4 @@ def _folder(name: str) -> Path:
     return folder
 
 
-main = command("medusa-heads calibrate", calibrate, [CalibrateArguments], __doc__, "checkpoint")
+main = command("medusa-heads calibrate", calibrate, __doc__, "checkpoint")

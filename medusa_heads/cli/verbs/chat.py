@@ -225,4 +225,4 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-main = command("medusa-heads chat", chat, [ChatArguments], f"{__doc__}\n\n{HELP}", "checkpoint")
+main = command("medusa-heads chat", chat, f"{__doc__}\n\n{HELP}", "checkpoint")

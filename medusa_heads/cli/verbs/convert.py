@@ -79,4 +79,4 @@ def _describe(config: HeadsConfig) -> str:
     )
 
 
-main = command("medusa-heads convert", convert, [ConvertArguments], __doc__, "source", "out")
+main = command("medusa-heads convert", convert, __doc__, "source", "out")

@@ -74,4 +74,4 @@ def show(arguments: EnvArguments) -> None:
     say(f"measurements are kept in {shown}")
 
 
-main = command("medusa-heads env", show, [EnvArguments], __doc__, "target")
+main = command("medusa-heads env", show, __doc__, "target")

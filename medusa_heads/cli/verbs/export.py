@@ -38,4 +38,4 @@ def export(arguments: ExportArguments) -> None:
     print(f"written for {arguments.to} to {exported.folder}")
 
 
-main = command("medusa-heads export", export, [ExportArguments], __doc__, "checkpoint", "out")
+main = command("medusa-heads export", export, __doc__, "checkpoint", "out")

@@ -61,4 +61,4 @@ def _from_standard_input() -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
-main = command("medusa-heads generate", generate, [GenerateArguments], __doc__, "checkpoint")
+main = command("medusa-heads generate", generate, __doc__, "checkpoint")

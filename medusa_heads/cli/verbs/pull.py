@@ -25,4 +25,4 @@ def pull_heads(arguments: PullArguments) -> None:
     print(f"Checkpoint: {pull(**asdict(arguments))}")
 
 
-main = command("medusa-heads pull", pull_heads, [PullArguments], __doc__, "repo_id", "out")
+main = command("medusa-heads pull", pull_heads, __doc__, "repo_id", "out")

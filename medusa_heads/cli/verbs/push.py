@@ -52,4 +52,4 @@ def push_heads(arguments: PushArguments) -> None:
     print(f"{'Proposed' if arguments.create_pr else 'Pushed'}: {address}")
 
 
-main = command("medusa-heads push", push_heads, [PushArguments], __doc__, "checkpoint", "repo_id")
+main = command("medusa-heads push", push_heads, __doc__, "checkpoint", "repo_id")

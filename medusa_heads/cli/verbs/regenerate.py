@@ -142,6 +142,4 @@ def _server(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
     )
 
 
-main = command(
-    "medusa-heads regenerate", regenerate, [RegenerateArguments], __doc__, "model_name_or_path"
-)
+main = command("medusa-heads regenerate", regenerate, __doc__, "model_name_or_path")

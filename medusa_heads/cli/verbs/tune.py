@@ -89,4 +89,4 @@ def _table(sizes: Sequence[TreeSize], title: str) -> Table:
     return on_screen(title, (columns, cells), bold=best)
 
 
-main = command("medusa-heads tune", tune, [TuneArguments], __doc__, "checkpoint")
+main = command("medusa-heads tune", tune, __doc__, "checkpoint")

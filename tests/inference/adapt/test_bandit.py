@@ -45,6 +45,19 @@ def test_a_way_that_was_thought_good_is_left() -> None:
     assert gone[0] == 1 and sum(gone[100:]) < 30
 
 
+def test_doing_nothing_needs_no_trial() -> None:
+    """What it gains is known, so that no step is spent on finding out."""
+    tried = []
+    for idle in (True, False):
+        bandit = Bandit([(0.0, 0.0), (0.1, 0.05)], Allowance(1.0), idle=idle)
+        ways = []
+        for _ in range(80):
+            ways.append(bandit.pick(1.0))
+            bandit.learn(ways[-1], 0.1 * ways[-1], 0.05 * ways[-1])
+        tried.append(ways.count(0))
+    assert tried[0] == 0 and tried[1] > 20
+
+
 def test_a_bad_way_that_becomes_good_is_noticed() -> None:
     allowance = Allowance(1.0)
     bandit = Bandit([PLAIN, (0.5, 1.0)], allowance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 import torch
 
 from medusa_heads.inference.adapt.bandit import Allowance, Bandit
+from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.evidence import Evidence
 from medusa_heads.inference.adapt.lessons import Lessons
 from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.inference.plan import adaptive
+from medusa_heads.machine import Measurements, measurements
+from medusa_heads.target.compiled import CompiledTarget
 from tests.conftest import TinyLlama
 
 PRIORS = [0.5, 0.5]
@@ -122,3 +127,69 @@ def test_a_model_drafts_with_what_another_learnt(tiny_llama: TinyLlama, cache: P
         gc.collect()  # a drafter that is gone has written
     greedy, drawn, greedy_later, drawn_later = known
     assert greedy_later != greedy and drawn_later == drawn
+
+
+def evidence_of(model: Any, drafter: str, **options: Any) -> dict[Any, list[float]]:
+    """What the text's, or else the first source's, drafts came to before this process; then it
+    drafts, and ends."""
+    drafted: Any = TrainingFreeModel(model, drafter, **options)
+    own = drafted.drafter._text or drafted.drafter._sources[0]
+    known = {key: list(evidence._expected) for key, evidence in own.evidence.items()}
+    ids_BT = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
+    drafted.generate(ids_BT, max_new_tokens=40, do_sample=False, pad_token_id=0)
+    del drafted, own
+    gc.collect()
+    return known
+
+
+def test_each_corpus_teaches_for_itself(tiny_llama: TinyLlama, cache: Path) -> None:
+    """What is copied from it is right as often as it is, and no other corpus."""
+    model: Any = tiny_llama(vocab_size=24)
+    ids_BT = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
+    text = model.generate(ids_BT, max_new_tokens=40, do_sample=False, pad_token_id=0)[0].tolist()
+    right, wrong = [text] * 2, [text[::-1]]
+    new, again, other = (evidence_of(model, "suffix", corpus=c) for c in (right, right, wrong))
+    assert new == other
+    for key in (False, ("corpus", False)):
+        assert again[key] != new[key]
+
+
+def test_chains_that_are_drafted_token_by_token_keep_what_they_learn(
+    tiny_llama: TinyLlama, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts without other layers are other drafts."""
+    monkeypatch.setattr(Bandit, "pick", lambda *_: 1)  # they are asked, also where they do not pay
+    model: Any = tiny_llama(num_hidden_layers=3)
+    new, again, other = (evidence_of(model, f"early_exit:{n}") for n in (1, 1, 2))
+    assert new == other and again[False] != new[False] and again[True] == new[True]
+
+
+def test_the_clock_decides_of_no_lessons(
+    tiny_llama: TinyLlama, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled target verifies a number of nodes that pays by the clock, which varies."""
+    target = CompiledTarget(tiny_llama(), "eager")
+    for best in (7, 15):
+        monkeypatch.setattr(adaptive, "_best_fixed", lambda *_, best=best: best)
+        lessons = adaptive.blended(target, clock=Clock.flat())._lessons
+        assert lessons is not None
+        lessons.go_on("one", ([1.0 * best], [2.0]))
+        lessons._learning["one"][0][1][0] = 3.0
+        lessons.count()
+        lessons.write()
+    assert len(list((cache / "lessons").iterdir())) == 1
+
+
+def test_of_each_kind_the_latest_measurements_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurements, "_MOST", 3)
+    store = Measurements(tmp_path)
+    for number in range(5):
+        store.write("lessons", {"heads": number}, {"text": number})
+        for file in (tmp_path / "lessons").iterdir():  # as if it had been a second ago
+            os.utime(file, (file.stat().st_atime, file.stat().st_mtime - 1))
+    store.write("clock", {"heads": 0}, {"step": 1})
+    kept = [store.read("lessons", {"heads": number}) for number in range(5)]
+    assert kept == [None, None, *({"text": number} for number in (2, 3, 4))]
+    assert store.read("clock", {"heads": 0}) == {"step": 1}

@@ -17,20 +17,28 @@ USUAL = Machine(lambda tokens: STEP * (1 + 0.03 * tokens), lambda rows: STEP * (
 @pytest.mark.parametrize("copied", [0.0, 0.4], ids=["new", "repeated"])
 @pytest.mark.parametrize("right", [0.15, 0.7], ids=["wrong", "right"])
 @pytest.mark.parametrize(
-    ("machine", "rows"),
-    [(FLAT, 1), (STEEP, 1), (DEAR, 1), (USUAL, 1), (USUAL, 8)],
-    ids=["flat", "steep", "dear", "usual", "usual-8"],
+    ("machine", "rows", "even"),
+    [
+        *((machine, 1, False) for machine in (FLAT, STEEP, DEAR, USUAL)),
+        *((USUAL, 8, False), (USUAL, 8, True), (DEAR, 8, False)),
+    ],
+    ids=["flat", "steep", "dear", "usual", "usual-8", "usual-8-even", "dear-8"],
 )
 def test_auto_keeps_up_with_the_best_fixed_way(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine, rows: int, right: float, copied: float
+    monkeypatch: pytest.MonkeyPatch,
+    machine: Machine,
+    rows: int,
+    even: bool,
+    right: float,
+    copied: float,
 ) -> None:
-    """From the first text on, what it spends on finding out included."""
+    """From the first text on, what it spends on finding out included; also where nobody knows
+    beforehand which of several rows is the last, and where all of them can be guessed alike."""
     time = Time(monkeypatch)
     texts = [written(200, copied, seed) for seed in range(4 if rows == 1 else 16)]
     took = {
         name: seconds(drafter, texts, machine, time, rows)
-        for name, drafter in ways(texts, right, machine, time).items()
+        for name, drafter in ways(texts, right, machine, time, even=even).items()
     }
     auto, best = took.pop("auto"), min(took, key=took.__getitem__)
-    # Of rows that are decoded together, nobody knows beforehand which one is the last.
-    assert took[best] / auto >= (0.97 if rows == 1 else 0.96), (best, took, auto)
+    assert took[best] / auto >= 0.97, (best, took, auto)

@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from medusa_heads.inference.bench.timed_run import Run, accepted_by_depth, summarise
+from medusa_heads.inference.bench.timed_run import TimedRun, accepted_by_depth, summarise
 
 
 def test_medians_are_of_rates_and_of_ratios_prompt_by_prompt() -> None:
-    def run(token: int, count: int, seconds: float, steps: int) -> Run:
-        return Run([[token] * count], seconds, steps, steps)
+    def run(token: int, count: int, seconds: float, steps: int) -> TimedRun:
+        return TimedRun([[token] * count], seconds, steps, steps)
 
     plain = [run(1, 10, 1.0, 10), run(2, 10, 2.0, 10), run(3, 10, 5.0, 10)]
     fast = [run(1, 10, 0.5, 4), run(2, 10, 2.0, 5), run(4, 5, 0.5, 1)]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from medusa_heads.checkpoint.mtp_checkpoint import read_mtp_sidecar, save_mtp
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters import mtp
-from medusa_heads.inference.drafters.mtp import MtpDrafts, MtpText
+from medusa_heads.inference.drafters.mtp import MtpDrafts, MtpText, mtp_source
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.target.target import TargetModel
@@ -208,6 +209,18 @@ def test_the_modules_are_asked_only_where_they_pay(
     expected_BT = written(target.model, prompts(1), max_new_tokens=150)
     assert torch.equal(written(model, prompts(1), max_new_tokens=150), expected_BT)
     assert 0 < len(asked) < 50
+
+
+def test_modules_that_were_trained_learn_for_themselves(
+    targets: dict[str, TargetModel], tmp_path: Path
+) -> None:
+    """What the target's own ones teach says little of them."""
+    target = targets["glm4_moe"]
+    own = MtpDrafts(target)
+    trained = MtpDrafts(target, save_mtp(tmp_path / "modules", own.modules, target))
+    sources = [mtp_source(drafts, 3, clock_of(0.01))[0] for drafts in (own, trained)]
+    digest = read_mtp_sidecar(tmp_path / "modules")["weights_sha256"]
+    assert [source.facts for source in sources] == [{"modules": None}, {"modules": digest}]
 
 
 def test_always_the_same_steps(targets: dict[str, TargetModel]) -> None:

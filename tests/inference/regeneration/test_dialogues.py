@@ -22,10 +22,8 @@ from medusa_heads.inference.regeneration.answers import (
     Answers,
     Sampling,
 )
-from medusa_heads.inference.regeneration.dialogues import ChatDialogue, read_dialogues, read_table
-from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.inference.regeneration.dialogues import ChatDialogue, read_dialogues
 from medusa_heads.inference.regeneration.regenerate import Regenerated, answer_dialogues, dataset_of
-from medusa_heads.inference.regeneration.store import AnswerStore
 from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
@@ -249,50 +247,3 @@ def test_what_a_corpus_needs_of_the_tokenizer() -> None:
     with pytest.raises(ValueError, match="needs the target's tokenizer"):
         read_dialogues(talks, None)
     assert len(read_dialogues(Dataset.from_dict({"input_ids": [[1]]}), None)) == 1
-
-
-def test_tables_of_every_kind(tmp_path: Path) -> None:
-    table = Dataset.from_dict({"prompt": ["a", "b"]})
-    table.to_json(tmp_path / "t.jsonl")
-    table.to_parquet(tmp_path / "t.parquet")
-    table.to_csv(tmp_path / "t.csv")
-    table.save_to_disk(str(tmp_path / "saved"))
-    for name in ("t.jsonl", "t.parquet", "t.csv", "saved"):
-        assert read_table(str(tmp_path / name))["prompt"] == ["a", "b"]
-    (tmp_path / "t.txt").write_text("one\ntwo")
-    assert read_table(str(tmp_path / "t.txt"))["text"] == ["one\ntwo"]
-    assert "path" in read_table("stdlib", "held_out").column_names
-    (tmp_path / "q.csv").write_bytes(b'\xef\xbb\xbf"prompt"\r\n7\r\nNA\r\n')
-    assert read_table(str(tmp_path / "q.csv"))["prompt"] == ["7", "NA"]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("./nowhere", "there is nothing"),
-        ("EMPTY.jsonl", "the file is empty"),
-        ("WRONG.doc", "its suffix is none of"),
-        ("BROKEN.jsonl", "JSON"),
-    ],
-)
-def test_tables_that_cannot_be_read(name: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "EMPTY.jsonl").touch()
-    (tmp_path / "WRONG.doc").write_text("x")
-    (tmp_path / "BROKEN.jsonl").write_text('{"prompt": ')
-    place = name if name.startswith(".") else str(tmp_path / name)
-    with pytest.raises(ValueError, match=f"expected a corpus of prompts at .*{message}"):
-        read_table(place)
-
-
-def test_a_damaged_part_is_named(tmp_path: Path) -> None:
-    prompt = Prompt([1, 2], greedy=True)
-    store = AnswerStore(tmp_path, {"who": "me"})
-    store.add([(prompt, Answer([5, 6], remarks=("odd",)))])
-    store.flush()
-    again = AnswerStore(tmp_path, {"who": "me"}).get(prompt)
-    assert again is not None and (list(again.tokens), again.remarks) == ([5, 6], ("odd",))
-    assert AnswerStore(tmp_path, {"who": "you"}).get(prompt) is None
-    (part,) = store.folder.glob("part-*")
-    part.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"part-.* is damaged .*: remove it"):
-        AnswerStore(tmp_path, {"who": "me"})

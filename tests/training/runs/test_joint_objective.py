@@ -18,8 +18,8 @@ from transformers import (
 from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.loss.next_token import own_losses
-from medusa_heads.training.loss.rows import own_rows
+from medusa_heads.training.loss.next_token import next_losses
+from medusa_heads.training.loss.rows import next_rows
 from medusa_heads.training.loss.teacher import Teacher
 from medusa_heads.training.runs.joint import JointObjective, adapted
 from tests.training.joint_cases import SMALL, Rows, disturb, fresh, text
@@ -130,8 +130,8 @@ def test_own_loss_follows_what_the_target_does_behind_its_lm_head(
     )
     plain = plain + 0.5 * kl_BT[:, :-1].flatten()[labels_N != -100].sum()
     objective = LossConfig({"cross_entropy": 1.0, "forward_kl": 0.5})
-    rows = own_rows(batch["labels"])
-    got_N, _ = own_losses(Teacher.from_target(target), hidden_BTD, rows, objective, before_BTD)
+    rows = next_rows(batch["labels"])
+    got_N, _ = next_losses(Teacher.from_target(target), hidden_BTD, rows, objective, before_BTD)
     torch.testing.assert_close(got_N.sum(), plain, rtol=1e-5, atol=1e-5)
     got, wanted = (
         torch.autograd.grad(x, hidden_BTD, retain_graph=True)[0] for x in (got_N.sum(), plain)
@@ -147,8 +147,8 @@ def _logits(target: TargetModel, hidden_BTD: Tensor) -> Tensor:
 def test_own_rows_do_not_cross_documents() -> None:
     labels_BT = torch.tensor([[-100, -100, 5, 6, -100, 7, 8, 9]])
     positions_BT = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1]])
-    assert own_rows(labels_BT).positions_N.tolist() == [1, 2, 4, 5, 6]
-    rows = own_rows(labels_BT, positions_BT)
+    assert next_rows(labels_BT).positions_N.tolist() == [1, 2, 4, 5, 6]
+    rows = next_rows(labels_BT, positions_BT)
     assert (rows.positions_N.tolist(), rows.labels_N.tolist()) == ([1, 2, 4, 6], [5, 6, 7, 9])
 
 
