@@ -6,6 +6,8 @@ Source: Daliri et al. 2024, arXiv:2408.07978.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +35,16 @@ def drawn_chances(scores: Tensor, noise: Tensor) -> Tensor:
     """How likely each token is to be drawn (..., C), as log-probabilities, where a drafter gives it
     these scores and this is its noise."""
     return (_SHARPNESS * (scores + noise)).log_softmax(dim=-1).clamp_min(_LEAST)
+
+
+def chances_drawn(
+    known: Sequence[tuple[int, float]], luck: Callable[[int], float]
+) -> list[tuple[int, float]]:
+    """The same of few tokens with their probabilities, on the host: likeliest first."""
+    weights = {token: (chance / max(luck(token), 1e-9)) ** _SHARPNESS for token, chance in known}
+    total = math.fsum(weights.values()) or 1.0
+    ranked = sorted(weights, key=weights.__getitem__, reverse=True)
+    return [(token, weights[token] / total) for token in ranked]
 
 
 class _Coupled(Ranking):

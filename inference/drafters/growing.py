@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from medusa_heads.trees.prefix_tree import PrefixTree
 from medusa_heads.trees.tree import TokenTree
 
 _SUREST = 0.999  # no draft is certain
+_Of = TypeVar("_Of")
 
 # What a source says behind a place: tokens, what it says of each, the group of evidence that each
 # belongs to, and the places behind them. Places are whatever the source names them by.
@@ -98,8 +99,8 @@ class Source(ABC):
         """See Drafter."""
 
 
-def by_drawing(make: Callable[[], Evidence]) -> dict[Drawing, Evidence]:
-    """Evidence of tokens that come about in each way."""
+def by_drawing(make: Callable[[], _Of]) -> dict[Drawing, _Of]:
+    """What is known of tokens that come about in each way."""
     return {"greedy": make(), "drawn": make(), "coupled": make()}
 
 

@@ -28,7 +28,6 @@ from medusa_heads.trees.dynamic_tree import (
     Ranking,
     best_first_tree,
     guesses,
-    placed,
     same_guesses,
 )
 from medusa_heads.trees.tree import TokenTree, TreeShape
@@ -203,7 +202,7 @@ class SequentialDrafter(StaticDrafter):
                 log_probs_BN[:, level.places_N] = picked_BN
             else:
                 ids_BFR = logits_BFC.topk(level.num_ranks).indices
-                tokens_BFR = self._heads.token_ids(placed(ids_BFR, places_BC))
+                tokens_BFR = ranking.tokens(ids_BFR, places_BC)
             drafted_BN = tokens_BFR.flatten(1).index_select(1, level.picks_N)
             tokens_BN[:, level.places_N] = drafted_BN
             above_N = level.picks_N // level.num_ranks

@@ -6,13 +6,16 @@ Source: token recycling (Luo et al. 2024, arXiv:2408.08696).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
+from medusa_heads.inference.drafters.coupling import chances_drawn
 from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawing
+from medusa_heads.inference.engine.noise import Luck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
 
@@ -44,19 +47,26 @@ class RecyclingSource(Source):
             self._successors_VR[tokens_BN, :ranks] = successors_BNR
             self._chances_VR[tokens_BN, :ranks] = chances_BNR
         self._seen.clear()
-        evidence = self.evidence[state.drawing]
-        return [Proposal(evidence, row.tokens[-1], self._behind) for row in state.rows]
+        evidence, noise = self.evidence[state.drawing], state.noise
+        lucks = [None if noise is None else partial(noise.luck, row) for row in state.rows]
+        return [
+            Proposal(evidence, (row.tokens[-1], 0), partial(self._behind, luck))
+            for row, luck in zip(state.rows, lucks, strict=True)
+        ]
 
-    def _behind(self, place: Any) -> list[tuple[int, float, int, Any]]:
-        """The successors of a token; it is its own place."""
-        successors = self._successors_VR[place].tolist()
+    def _behind(self, luck: Luck | None, place: Any) -> list[tuple[int, float, int, Any]]:
+        """The successors of a token. A place is a token, and how far ahead of it they stand."""
+        before, ahead = place
+        successors = self._successors_VR[before].tolist()
         if successors[0] == _UNKNOWN:
             return []
-        chances = self._chances_VR[place].tolist()
+        chances = self._chances_VR[before].tolist()
+        known = [pair for pair in zip(successors, chances, strict=True) if pair[0] != _UNKNOWN]
+        if luck is not None:
+            known = chances_drawn(known, partial(luck, ahead))
         return [
-            (token, chance, level(chance) + LEVELS * (rank > 0), token)
-            for rank, (token, chance) in enumerate(zip(successors, chances, strict=True))
-            if token != _UNKNOWN
+            (token, chance, level(chance) + LEVELS * (rank > 0), (token, ahead + 1))
+            for rank, (token, chance) in enumerate(known)
         ]
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:

@@ -170,10 +170,9 @@ def seconds(
             Row(first + b, 1, torch.tensor(text[:PROMPT]), stop)
             for b, text in enumerate(texts[first : first + rows])
         ]
-        state: Any = SimpleNamespace(
-            rows=batch, padding=[0] * len(batch), memories={}, warpers=None, room=None, again=0
-        )
-        state.warpers = [] if usual else None
+        drawing = "drawn" if usual else "greedy"
+        state: Any = SimpleNamespace(rows=batch, padding=[0] * len(batch), memories={}, again=0)
+        state.drawing, state.noise, state.room = drawing, None, None
         for row in batch:
             row.tokens.append(texts[row.index][PROMPT])
         while state.rows:

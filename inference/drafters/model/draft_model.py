@@ -23,6 +23,7 @@ from torch import Tensor
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.growing import by_drawing
 from medusa_heads.inference.drafters.model.choice import DraftChoice
 from medusa_heads.inference.drafters.model.drafted_tree import MOST_RANKS, DraftedTree, Experience
 from medusa_heads.inference.drafters.model.walk import Walk, draw_different
@@ -97,7 +98,7 @@ class DraftModelDrafter(Drafter):
             self.num_nodes = num_drafted + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
-        coupled = state.noise is not None
+        coupled = state.drawing == "coupled"
         warpers = state.warpers if self._draws or coupled else None
         walk = Walk(self._draft, self, state, self._vocab_size, warpers)
         if self._width > 1:
@@ -152,14 +153,12 @@ class AdaptiveTree:
         chain_only = not _reads_trees(draft) or chain_only
         self._draft, self._vocab_size, self._clock = draft, vocab_size, clock
         self._ranks = 1 if chain_only else min(MOST_RANKS, vocab_size)
-        # Of tokens that were drawn, and of those that were chosen.
-        self._experience = {drawn: Experience() for drawn in (True, False)}
+        self._experience = by_drawing(Experience)
 
     def draft(self, state: DecodingState, choice: DraftChoice) -> TokenTree:
         """A tree for every active row, all of one shape."""
-        drawn = state.warpers is not None and state.noise is None
-        device = state.roots_B.device
-        drafted = DraftedTree(state.rows, self._experience[drawn], choice, self._clock)
+        drawn, device = state.drawing == "drawn", state.roots_B.device
+        drafted = DraftedTree(state.rows, self._experience[state.drawing], choice, self._clock)
         state.memories[self, "last"] = drafted
         walk = Walk(self._draft, self, state, self._vocab_size, state.warpers)
         places = [0]

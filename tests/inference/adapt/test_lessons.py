@@ -121,7 +121,7 @@ def test_a_model_drafts_with_what_another_learnt(tiny_llama: TinyLlama, cache: P
     for _ in range(2):
         drafted: Any = TrainingFreeModel(model, "auto")
         text = drafted.drafter._text.evidence
-        known += [list(text[drawn]._expected) for drawn in (False, True)]
+        known += [list(text[drawing]._expected) for drawing in ("greedy", "drawn")]
         assert torch.equal(drafted.generate(ids_BT, **options), expected_BT)
         del drafted
         gc.collect()  # a drafter that is gone has written
@@ -150,7 +150,7 @@ def test_each_corpus_teaches_for_itself(tiny_llama: TinyLlama, cache: Path) -> N
     right, wrong = [text] * 2, [text[::-1]]
     new, again, other = (evidence_of(model, "suffix", corpus=c) for c in (right, right, wrong))
     assert new == other
-    for key in (False, ("corpus", False)):
+    for key in ("greedy", ("corpus", "greedy")):
         assert again[key] != new[key]
 
 
@@ -161,7 +161,8 @@ def test_chains_that_are_drafted_token_by_token_keep_what_they_learn(
     monkeypatch.setattr(Bandit, "pick", lambda *_: 1)  # they are asked, also where they do not pay
     model: Any = tiny_llama(num_hidden_layers=3)
     new, again, other = (evidence_of(model, f"early_exit:{n}") for n in (1, 1, 2))
-    assert new == other and again[False] != new[False] and again[True] == new[True]
+    assert new == other and again["greedy"] != new["greedy"]
+    assert again["drawn"] == new["drawn"]
 
 
 def test_the_clock_decides_of_no_lessons(

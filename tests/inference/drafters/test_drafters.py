@@ -73,7 +73,7 @@ def heads(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> DraftHeads:
 
 def state_at(hidden_BD: Tensor, roots_B: Tensor) -> Any:
     """As much of a decoding state as drafters without a memory read."""
-    return SimpleNamespace(hidden_BD=hidden_BD, roots_B=roots_B)
+    return SimpleNamespace(hidden_BD=hidden_BD, roots_B=roots_B, noise=None)
 
 
 def log_probs_after(heads: DraftHeads, hidden_D: Tensor, path: Sequence[int]) -> Tensor:

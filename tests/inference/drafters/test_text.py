@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.engine.rows import Row, StopCheck
@@ -18,12 +18,13 @@ def test_greedy_text_says_nothing_of_drawn_text() -> None:
     row = Row(0, 1, ids_T, StopCheck(StoppingCriteriaList()))
     source = TextSource(4)
 
-    def suggested(warpers: LogitsProcessorList | None) -> Any:
-        state: Any = SimpleNamespace(rows=[row], padding=[0], memories={}, warpers=warpers)
+    def suggested(drawing: str) -> Any:
+        state: Any = SimpleNamespace(rows=[row], padding=[0], memories={}, noise=None)
+        state.drawing = drawing
         return source.draft(state)[0][0]
 
-    before = suggested(None).expected()
+    before = suggested("greedy").expected()
     for _ in range(50):
-        suggested(None).learn([6, 7, 5, 6])
-    assert suggested(None).expected() > 1.2 * before
-    assert suggested(LogitsProcessorList()).expected() == before
+        suggested("greedy").learn([6, 7, 5, 6])
+    assert suggested("greedy").expected() > 1.2 * before
+    assert suggested("drawn").expected() == before

@@ -75,7 +75,7 @@ def test_recycled_drafts_are_the_latest_successors() -> None:
 
     def grown(root: int) -> list[int]:
         row = SimpleNamespace(tokens=[1, root])
-        state: Any = SimpleNamespace(rows=[row], warpers=None)
+        state: Any = SimpleNamespace(rows=[row], drawing="greedy", noise=None)
         return grow(root, source.draft(state), 3).tokens
 
     source.observe(tree, logits_BNV)

@@ -148,7 +148,7 @@ class Saying(ThinnedTarget):
     def __init__(self, *probs: float) -> None:
         self.probs, self.asked, self.layers = probs, 0, 1
 
-    layers = 1
+    layers, facts = 1, {}
 
     def continuation(self, state: DecodingState) -> Any:
         for prob in self.probs:
