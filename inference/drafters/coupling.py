@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,8 @@ _LEAST = -60.0  # log-probability of what cannot be drawn
 def as_drawn(ranking: Ranking, state: DecodingState) -> Ranking:
     """The ranking by which heads draft in this step: where the noise is known, by what it lets the
     target draw."""
-    return ranking if state.noise is None else _Coupled(ranking, state, state.noise)
+    coupled = coupling(state)
+    return ranking if coupled is None else _CoupledRanking(ranking, coupled)
 
 
 def drawn_chances(scores: Tensor, noise: Tensor) -> Tensor:
@@ -47,15 +49,12 @@ def chances_drawn(
     return [(token, weights[token] / total) for token in ranked]
 
 
-class _Coupled(Ranking):
-    """Candidates by their scores, as the target's warpers would leave them, and the target's noise.
+class Coupling:
+    """What the target is about to draw behind the texts of this step, as far as a drafter's scores
+    are the target's: by its warpers, and its noise."""
 
-    Heads' temperatures count for nothing here: they were fitted for a text's probabilities, and the
-    warpers bring the temperature that tokens are drawn at.
-    """
-
-    def __init__(self, ranking: Ranking, state: DecodingState, noise: Noise) -> None:
-        self.heads, self._rows, self._noise = ranking.heads, state.rows, noise
+    def __init__(self, state: DecodingState, noise: Noise) -> None:
+        self._rows, self._noise = state.rows, noise
         self._warpers = LogitsProcessorList(
             warper
             for warper in state.warpers or ()
@@ -66,15 +65,51 @@ class _Coupled(Ranking):
         self,
         logits_BFC: Tensor,
         num_ranks: int,
-        level: int | None = None,
-        places_BC: Tensor | None = None,
+        ahead: Sequence[int],
+        tokens_of: Callable[[Tensor], Tensor] = lambda ids: ids,
     ) -> tuple[Tensor, Tensor]:
-        paths, most = logits_BFC.shape[1], max(num_ranks, min(_LOOKED_AT, logits_BFC.shape[2]))
+        """Token ids and log-probabilities [B, F, R], best first. `ahead` is as for Noise, and
+        `tokens_of` gives the tokens that places among the C stand for."""
+        most = max(num_ranks, min(_LOOKED_AT, logits_BFC.shape[2]))
         logits_BFL, ids_BFL = logits_BFC.float().topk(most, dim=-1)
-        tokens_BFL = self.tokens(ids_BFL, places_BC)
+        tokens_BFL = tokens_of(ids_BFL)
         flat: Any = logits_BFL.flatten(0, 1)
         scores_BFL = self._warpers(flat, flat).view_as(logits_BFL)
-        ahead = list(range(paths)) if level is None else [level]
         noise_BFL = self._noise.of(self._rows, ahead, tokens_BFL)
         best_BFR, places_BFR = drawn_chances(scores_BFL, noise_BFL).topk(num_ranks, dim=-1)
         return tokens_BFL.gather(-1, places_BFR), best_BFR
+
+
+def coupling(state: DecodingState) -> Coupling | None:
+    """None where drafters do not know the noise."""
+    return None if state.noise is None else Coupling(state, state.noise)
+
+
+def best_drafts(
+    logits_B1V: Tensor, num_ranks: int, coupled: Coupling | None, ahead: int
+) -> tuple[Tensor, Tensor]:
+    """The best tokens [B, R] so far ahead, and their probabilities."""
+    if coupled is None:
+        best_BR = logits_B1V[:, 0].float().softmax(dim=-1).topk(num_ranks, dim=-1)
+        return best_BR.indices, best_BR.values
+    tokens_B1R, log_probs_B1R = coupled.best(logits_B1V, num_ranks, [ahead])
+    return tokens_B1R[:, 0], log_probs_B1R[:, 0].exp()
+
+
+class _CoupledRanking(Ranking):
+    """Heads' temperatures count for nothing here: they were fitted for a text's probabilities, and
+    the warpers bring the temperature that tokens are drawn at."""
+
+    def __init__(self, ranking: Ranking, coupled: Coupling) -> None:
+        self.heads, self._coupled = ranking.heads, coupled
+
+    def best(
+        self,
+        logits_BFC: Tensor,
+        num_ranks: int,
+        level: int | None = None,
+        places_BC: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        ahead = list(range(logits_BFC.shape[1])) if level is None else [level]
+        tokens_of = partial(self.tokens, places_BC=places_BC)
+        return self._coupled.best(logits_BFC, num_ranks, ahead, tokens_of)

@@ -26,6 +26,7 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.measure import target_clock
 from medusa_heads.inference.drafters.base import Memory
 from medusa_heads.inference.drafters.chains import ChainSource, Level, OneToken
+from medusa_heads.inference.drafters.coupling import best_drafts, coupling
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.attention import TreeMask, tree_attention
@@ -92,6 +93,7 @@ class MtpText(Memory):
         """Take in what was committed since last time; of each module its likeliest tokens [B, R]
         behind every row, and their probabilities."""
         self._let_go(state.rows)
+        self._coupling, self._ahead = coupling(state), 0
         hidden_BFD, starts, counts = self._unread(state)
         most, device = hidden_BFD.shape[1], hidden_BFD.device
         # A row that has ended, and stays in a compiled batch, may have fewer tokens than steps.
@@ -191,11 +193,14 @@ class MtpText(Memory):
         return positions if limit is None else positions.clamp_max(limit - 1)
 
     def _best(self) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens [B, R] of the last module that was read, and their probabilities."""
+        """The likeliest tokens [B, R] of the last module that was read, and their probabilities;
+        they are the next ones of this step's chain."""
         logits_B1V = self._drafts.target.get_output_embeddings()(self._end_B1D)
-        best_BR = logits_B1V[:, 0].float().softmax(dim=-1).topk(self._drafts.ranks, dim=-1)
-        self._token_B1 = best_BR.indices[:, :1]
-        return best_BR.indices, best_BR.values
+        tokens_BR, probs_BR = best_drafts(
+            logits_B1V, self._drafts.ranks, self._coupling, self._ahead
+        )
+        self._token_B1, self._ahead = tokens_BR[:, :1], self._ahead + 1
+        return tokens_BR, probs_BR
 
 
 def mtp_source(drafts: MtpDrafts, most: int, clock: Clock | None) -> tuple[ChainSource, Clock]:

@@ -20,6 +20,7 @@ import torch
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.measure import target_clock
 from medusa_heads.inference.drafters.chains import ChainSource, Level, OneToken
+from medusa_heads.inference.drafters.coupling import best_drafts, coupling
 from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.attention import TreeMask
@@ -48,7 +49,7 @@ class ThinnedTarget:
         own_B1 = torch.ones(batch, 1, dtype=torch.bool, device=device)
         positions_BP = lengths_B1[:, :0]
         limit = self._target.max_positions
-        tokens_B = state.roots_B
+        tokens_B, coupled = state.roots_B, coupling(state)
         try:
             while True:
                 written = positions_BP.shape[1]
@@ -67,9 +68,9 @@ class ThinnedTarget:
                 with self._stack.without(self._skipped):
                     logits_B1V = self._target.read(tokens_B[:, None], cache, mask)
                 positions_BP = torch.cat([positions_BP, position_B1], dim=1)
-                best_B1 = logits_B1V[:, 0].float().softmax(dim=-1).topk(1, dim=-1)
-                tokens_B = best_B1.indices[:, 0]
-                yield best_B1.indices.tolist(), best_B1.values.tolist()
+                tokens_B1, probs_B1 = best_drafts(logits_B1V, 1, coupled, written)
+                tokens_B = tokens_B1[:, 0]
+                yield tokens_B1.tolist(), probs_B1.tolist()
         finally:
             cache.set_length(past)
 

@@ -81,7 +81,7 @@ def test_what_is_drafted_changes_no_token(target: TargetModel, heads: Any) -> No
     plain = text(drafting(target, heads, "none"))
     for name in ("chain", "7", "static:15", "dynamic:12", "auto", "7+suffix", "suffix"):
         assert torch.equal(text(drafting(target, heads, name)), plain), name
-    for name in ("recycling", "auto"):
+    for name in ("recycling", "auto", "early_exit:2", "lookahead"):
         model = TrainingFreeModel(target, name, acceptance="coupled")
         assert torch.equal(text(model), plain), name
     assert not torch.equal(text(drafting(target, heads, "7"), seed=4), plain)
@@ -111,8 +111,8 @@ class _Elsewhere(Noise):
 
 def _misled(ranking: Ranking, state: DecodingState) -> Ranking:
     told: Any = as_drawn(ranking, state)
-    told._noise = object.__new__(_Elsewhere)
-    told._noise.__dict__ = vars(state.noise)
+    wrong = told._coupled._noise = object.__new__(_Elsewhere)
+    wrong.__dict__ = vars(state.noise)
     return told
 
 

@@ -179,6 +179,7 @@ def test_what_is_remembered_is_what_is_read_anew(
         row = state.rows[b]
         ids_1T = row.ids_1T()[:, state.padding[b] :]
         alone: Any = DecodingState.__new__(DecodingState)
+        alone.noise = None
         alone.rows, alone.memories = [row], {}
         alone._fresh = [(target.hidden(ids_1T[:, :-1]), [list(range(ids_1T.shape[1] - 1))])]
         return continuation(self, alone)

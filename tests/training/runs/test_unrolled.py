@@ -27,6 +27,7 @@ def drafted(target: TargetModel, text: list[int]) -> tuple[list[int], list[list[
     """A chain behind a text, and how likely its tokens and the next best ones seemed."""
     row: Any = SimpleNamespace(last=lambda count: text[-count:], finished=False, length=len(text))
     state: Any = DecodingState.__new__(DecodingState)
+    state.noise = None
     state.rows, state.memories = [row], {}
     hidden_BTD = target.hidden(torch.tensor([text[:-1]]))
     state._fresh = [(hidden_BTD, [list(range(len(text) - 1))])]
