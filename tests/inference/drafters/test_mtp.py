@@ -81,6 +81,18 @@ def test_equals_generate(
         assert model.last_stats.tokens_per_step > 1.2
 
 
+def test_modules_draft_what_is_about_to_be_drawn(targets: dict[str, TargetModel]) -> None:
+    """At a temperature at which the likeliest token is seldom the one that is drawn."""
+    tokens_per_step, texts, hot = {}, {}, DRAWN | {"temperature": 2.0}
+    for acceptance in ("lossless", "coupled"):
+        model = TrainingFreeModel(targets["deepseek_v3"], "mtp", acceptance=acceptance)
+        texts[acceptance] = written(model, prompts(4), **hot)
+        tokens_per_step[acceptance] = model.last_stats.tokens_per_step
+    assert tokens_per_step["coupled"] > 1.2 * tokens_per_step["lossless"]
+    undrafted = TrainingFreeModel(targets["deepseek_v3"], "suffix", acceptance="coupled")
+    assert torch.equal(written(undrafted, prompts(4), **hot), texts["coupled"])
+
+
 def test_modules_that_know_nothing_change_no_text(tmp_path: Path) -> None:
     target = read_target(write_checkpoint("deepseek_v3", tmp_path, right=False))
     model = TrainingFreeModel(target, "mtp")
