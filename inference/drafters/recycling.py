@@ -48,7 +48,7 @@ class RecyclingSource(Source):
             self._chances_VR[tokens_BN, :ranks] = chances_BNR
         self._seen.clear()
         evidence, noise = self.evidence[state.drawing], state.noise
-        lucks = [None if noise is None else partial(noise.luck, row) for row in state.rows]
+        lucks = [None if noise is None else noise.luck(row) for row in state.rows]
         return [
             Proposal(evidence, (row.tokens[-1], 0), partial(self._behind, luck))
             for row, luck in zip(state.rows, lucks, strict=True)

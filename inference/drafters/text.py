@@ -7,7 +7,6 @@ al. 2024, arXiv:2411.10666).
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import partial
 from typing import Any
 
 from medusa_heads.inference.adapt.evidence import Evidence
@@ -74,7 +73,7 @@ class TextSource:
         drawing, drafts = state.drawing, []
         for row, padding in zip(state.rows, state.padding, strict=True):
             automaton = _read(automata, row, padding)
-            luck = None if state.noise is None else partial(state.noise.luck, row)
+            luck = None if state.noise is None else state.noise.luck(row)
             own = automaton.continuation(self._most)
             found = [TextProposal(self.evidence[drawing], own, luck)]
             if self._corpus is not None and self._worth_looking():

@@ -54,7 +54,8 @@ class Noise:
     def of(self, rows: Sequence[Row], ahead: Sequence[int], tokens_BFC: Tensor) -> Tensor:
         """Of tokens of each row, [B, F, C] in fp32: of all F at one place, `ahead` [1] tokens
         behind the next of the row, or of each of them at its own, `ahead` [F]."""
-        places = [[_place(self._keys[row.index], row, far) for far in ahead] for row in rows]
+        keys = [(self._keys[row.index], len(row.tokens)) for row in rows]
+        places = [[_place(key, next_one + far) for far in ahead] for key, next_one in keys]
         words_BFC = torch.tensor(places, device=tokens_BFC.device)[..., None]
         words_BFC = words_BFC + (tokens_BFC + 1) * _signed(_STRIDE)
         for shift, factor in _MIX:
@@ -66,11 +67,15 @@ class Noise:
         uniform_BFC = ((bits_BFC.float() + 0.5) * _FRACTION).clamp_max(1 - 2.0**-24)
         return -(-torch.log1p(-uniform_BFC)).log()
 
-    def luck(self, row: Row, ahead: int, token: int) -> float:
-        """See Luck: for one token, on the host."""
-        place = _place(self._keys[row.index], row, ahead) % _WORD
-        word = _mixed((place + (token + 1) * _STRIDE) % _WORD)
-        return -math.log1p(-((word >> (64 - _BITS)) + 0.5) * _FRACTION)
+    def luck(self, row: Row) -> Luck:
+        """Behind the row as it stands now, also once it is longer: token by token, on the host."""
+        key, next_one = self._keys[row.index], len(row.tokens)
+
+        def of(ahead: int, token: int) -> float:
+            word = _mixed((_place(key, next_one + ahead) + (token + 1) * _STRIDE) % _WORD)
+            return -math.log1p(-((word >> (64 - _BITS)) + 0.5) * _FRACTION)
+
+        return of
 
 
 def chance_drawn(chance: float, luck: float) -> float:
@@ -79,8 +84,8 @@ def chance_drawn(chance: float, luck: float) -> float:
     return math.exp(-luck * (1.0 - chance) / max(chance, 1e-9))
 
 
-def _place(key: int, row: Row, ahead: int) -> int:
-    return _signed(_mixed((key + (len(row.tokens) + ahead) * _STRIDE) % _WORD))
+def _place(key: int, place: int) -> int:
+    return _signed(_mixed((key + place * _STRIDE) % _WORD))
 
 
 def _mixed(word: int) -> int:

@@ -72,7 +72,7 @@ def test_the_host_knows_each_tokens_noise() -> None:
     on_device = noise.of(rows, [0, 2], tokens_BFC)
     on_host = torch.tensor(
         [
-            [[-math.log(noise.luck(row, far, token)) for token in own] for far, own in by_far]
+            [[-math.log(noise.luck(row)(far, token)) for token in own] for far, own in by_far]
             for row, by_far in (
                 (row, zip((0, 2), tokens, strict=True))
                 for row, tokens in zip(rows, tokens_BFC.tolist(), strict=True)
