@@ -16,6 +16,8 @@ from medusa_heads.inference.acceptance.lossless import SampleThenMatch
 from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row
 
+_NONE = -1  # no token
+
 
 class Coupled(SampleThenMatch):
     """Exact for all drafts: at each node the target's next token is the argmax of its processed
@@ -34,4 +36,18 @@ class Coupled(SampleThenMatch):
             return super()._pick(scores_WV, rows)
         tokens_V = torch.arange(scores_WV.shape[1], device=scores_WV.device)
         tokens_W1V = tokens_V.expand(len(rows), 1, -1)
-        return (scores_WV + self.noise.of(rows, [0], tokens_W1V)[:, 0]).argmax(dim=-1)
+        # Near 0, where noise that is added keeps its digits however large the scores are.
+        best_W1 = scores_WV.amax(dim=-1, keepdim=True)
+        noisy_WV = scores_WV - best_W1 + self.noise.of(rows, [0], tokens_W1V)[:, 0]
+        return noisy_WV.argmax(dim=-1).where(best_W1[:, 0].isfinite(), _NONE)
+
+    def _draw(
+        self, logits_BNV: Tensor, rows: Sequence[Row], walking: Sequence[int], nodes: Sequence[int]
+    ) -> list[int]:
+        drawn = super()._draw(logits_BNV, rows, walking, nodes)
+        if _NONE in drawn:  # as multinomial refuses them
+            raise ValueError(
+                "the processed scores of a next token are no distribution: each is -inf, or some "
+                "are inf or nan"
+            )
+        return drawn

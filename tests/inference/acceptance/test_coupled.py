@@ -143,3 +143,29 @@ def test_a_draft_model_that_says_what_the_target_says_is_never_refused(
     assert torch.equal(text(model), text(drafting(target, heads, "none")))
     if tree != "auto":  # which chooses how deep it drafts
         assert model.last_stats.tokens_per_step > 4.4  # of 5, and the last step ends early
+
+
+def test_equal_scores_are_drawn_alike_however_large_they_are() -> None:
+    """As in half precision at a temperature near 0."""
+    logits_1NV = torch.zeros(1, 6, VOCAB)
+    logits_1NV[..., :2] = 20.0
+    rule = Coupled(LogitsProcessorList([TemperatureLogitsWarper(1e-6)]), do_sample=True)
+    first = 0
+    for seed in range(1000):
+        rows: list[Row] = [row()]
+        rule.noise = Noise(seed, rows, [0])
+        rule(tree(1), logits_1NV, rows)
+        first += rows[0].tokens[0] == 0
+    assert abs(first - 500) < 52  # p = 0.001
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_scores_that_are_no_distribution_are_refused(wrong: float, batch: int) -> None:
+    rows = [row(index=b, batch=batch) for b in range(batch)]
+    rule = Coupled(LogitsProcessorList(), do_sample=True)
+    rule.noise = Noise(0, rows, [0] * batch)
+    logits_BNV = torch.zeros(batch, 6, VOCAB)
+    logits_BNV[-1] = wrong
+    with pytest.raises(ValueError, match="no distribution"):
+        rule(tree(batch), logits_BNV, rows)
