@@ -46,7 +46,7 @@ class Noise:
         self._keys: dict[int, int] = {}
         earlier: dict[bytes, int] = {}
         for row, left in zip(rows, padding, strict=True):
-            prompt = row.ids_1T()[0, left:].cpu().numpy().tobytes()
+            prompt = row.ids_1T()[0, left:].long().cpu().numpy().tobytes()
             nth = earlier[prompt] = earlier.get(prompt, -1) + 1
             name = hashlib.blake2b(prompt, digest_size=8, salt=nth.to_bytes(8, "little"))
             self._keys[row.index] = _mixed((seed + _whole(name)) % _WORD)

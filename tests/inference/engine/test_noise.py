@@ -57,6 +57,10 @@ def test_noise_knows_nothing_of_other_rows_padding_and_how_it_is_asked() -> None
         rows[0].commit(token)
     assert torch.equal(noise.of(rows, [0], torch.tensor([[[7, 2]]]))[:, 0], later[:, 1])
     assert torch.equal(alone[0, [7, 2]], later[0, 0])
+    stop = StopCheck(StoppingCriteriaList())
+    short = [Row(0, 1, torch.tensor([5, 6], dtype=torch.int32), stop)]
+    asked = Noise(SEED, short, [0]).of(short, [0], torch.tensor([[[7, 2]]]))
+    assert torch.equal(asked, later[:, :1])
 
 
 def test_the_same_prompt_twice_is_drawn_for_twice() -> None:
