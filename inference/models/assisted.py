@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.inference.acceptance import make_rule
+from medusa_heads.inference.acceptance import RULES, make_rule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.decoding import decode
@@ -48,7 +48,8 @@ class AssistedModel(ABC):
     Args:
         target: the causal LM. It is not changed.
         features: layers of it that the drafter reads beside its last hidden state.
-        acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"` or `"log_ratio"`.
+        acceptance: `"lossless"`; `"coupled"`, as exact, by noise that drafters know; or a lossy
+            rule: `"typical"`, `"threshold"` or `"log_ratio"`.
         acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
         compile: run the target through torch.compile. The first text takes longer. `"auto"`
             compiles in the middle of the text in which it has come to pay, if ever.
@@ -109,6 +110,11 @@ class AssistedModel(ABC):
                 "compile='auto' goes by clocks, which deterministic=True does without: use "
                 "compile=True"
             )
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the acceptance rule leaves the text's law the target's own."""
+        return bool(RULES[self.acceptance].lossless)
 
     @abstractmethod
     def _drafter_for(self, target: TargetModel) -> Drafter:

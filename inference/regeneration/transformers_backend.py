@@ -105,7 +105,7 @@ class HeadsBackend(TransformersBackend):
     name = "heads"  # which they are is no part of the description: lossless, they decide the speed
 
     def __init__(self, model: MedusaModel, *, batch_size: int | None = None) -> None:
-        if model.acceptance != "lossless":
+        if not model.lossless:
             raise ValueError(
                 f"{model.acceptance} acceptance is lossy, and the text must be the target's own: "
                 "use lossless acceptance"

@@ -133,7 +133,7 @@ def _load(
 
 def warn_if_lossy(model: AssistedModel) -> None:
     """One line on standard error where the output is not the target's."""
-    if model.acceptance != "lossless":
+    if not model.lossless:
         print(
             f"{model.acceptance} acceptance is lossy: the output is no longer the target's own",
             file=sys.stderr,

@@ -220,8 +220,9 @@ def test_a_lossy_rule_says_so_once(
     told = capsys.readouterr().err
     assert told.count(f"{rule} acceptance is lossy") == told.count("own\n") == 1
     assert "lossy acceptance\n" in told
-    assert main(base) == 0
-    assert "lossy" not in capsys.readouterr().err
+    for exact in ([], ["--acceptance", "coupled"]):
+        assert main([*base, *exact]) == 0
+        assert "lossy" not in capsys.readouterr().err
 
 
 def test_groups_are_the_tokens_of_a_step(
