@@ -54,7 +54,7 @@ class LayerShape:
                 f"{rope!r}"
             )
         for name in ("rope_theta", "factor"):  # else positions turn by no number
-            number = rope.get(name)
+            number: Any = rope.get(name)
             plain = type(number) in (int, float) and 0 < number < math.inf
             if number is not None and not plain:
                 raise ValueError(
