@@ -24,6 +24,7 @@ IGNORED = -100
 """Label of a token that nothing learns from: a prompt's, padding's."""
 
 _MOST_STEPS = 64  # of a layer that reads its own output
+_SHAPES: dict[str, type[LayerShape]] = {"block": BlockShape, "eagle3": DecoderShape}
 
 
 def head_offset(head: int) -> int:
@@ -138,6 +139,9 @@ class HeadsConfig:
             self._check_eagle3()
         elif self.decoder is not None:
             raise ValueError(f"{self.kind} heads have no decoder layer: leave decoder out")
+        if not isinstance(self.decoder, _SHAPES.get(self.kind, LayerShape) | None):
+            shape = type(self.decoder).__name__
+            raise ValueError(f"{self.kind} heads have no decoder of the shape {shape}")
 
     def _check_block(self) -> None:
         """Raises ValueError, by name: what such heads have no use for."""
@@ -147,6 +151,11 @@ class HeadsConfig:
                     "heads of kind 'block' attend over the text so far, and read embeddings, as "
                     f"they are: leave {name} out"
                 )
+        mask = getattr(self.decoder, "mask_token_id", None)
+        if (mask or 0) >= (self.vocab_size or MOST + 1):
+            raise ValueError(
+                f"mask_token_id {mask} is none of the target's {self.vocab_size} tokens"
+            )
         self._check_features("block")
         if self.num_heads > _MOST_STEPS:
             raise ValueError(f"a block has at most {_MOST_STEPS} heads, got {self.num_heads}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
@@ -52,6 +53,13 @@ class LayerShape:
                 f"rope_parameters must name a rope_type among {list(_RULES_OF_POSITIONS)}, got "
                 f"{rope!r}"
             )
+        for name in ("rope_theta", "factor"):  # else positions turn by no number
+            number: Any = rope.get(name)
+            plain = type(number) in (int, float) and 0 < number < math.inf
+            if number is not None and not plain:
+                raise ValueError(
+                    f"rope_parameters: {name} must be a positive number, got {number!r}"
+                )
 
     @classmethod
     def from_dict(cls: type[_Shape], values: Any) -> _Shape:

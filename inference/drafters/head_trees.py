@@ -100,8 +100,10 @@ class StaticDrafter(HeadsDrafter):
                 f"the tree is {shape.max_depth} levels deep, but there are only "
                 f"{self._depth} heads: use a shallower tree"
             )
-        most = heads.config.num_candidates if heads.correction is None else LIKELY
-        if shape.max_rank >= min(most, heads.config.num_candidates):
+        most = heads.config.num_candidates
+        if heads.correction is not None:
+            most = min(most, LIKELY)
+        if shape.max_rank >= most:
             raise ValueError(f"the tree asks for rank {shape.max_rank} of {most} tokens")
         self.shape, self.num_nodes = shape, shape.num_nodes
         self._with_log_probs = with_log_probs

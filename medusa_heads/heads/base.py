@@ -43,8 +43,8 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 class DraftHeads(nn.Module, ABC):
     """K heads over a frozen target. Head i predicts token t + 2 + i from h_t.
 
-    Fresh heads predict exactly what the target's lm_head does. The state dict holds what is trained
-    and nothing of the target: `{i}.{l}...` of each head's blocks, with own vocabulary matrices
+    Fresh heads, but for a block, predict what the target's lm_head does. The state dict holds what
+    is trained and nothing of the target: `{i}.{l}...` of each head's blocks, with own matrices
     `{i}.{L}.weight` [V, D] (and `{i}.{L}.bias` [V] where the target's lm_head has one), with a
     prefix layer `prefix.*`, with a correction `correction.*`, with features
     `fusion.linear.weight` [D, F * D], and with a reduced vocabulary `draft_tokens` [V].
@@ -114,7 +114,7 @@ class DraftHeads(nn.Module, ABC):
         config: HeadsConfig | None = None,
         draft_tokens: Tensor | None = None,
     ) -> AnyHeads:
-        """Fresh fp32 heads on the target's device; each predicts what its lm_head does. Of a
+        """Fresh fp32 heads on the target's device, as the class describes them. Of a
         reduced vocabulary `draft_tokens` are the ids, as of `frequent_tokens`.
 
         Raises:

@@ -112,7 +112,7 @@ def read(
         target_vocab or one_of_said((layers, top), "vocab_size"),
         "d2t" in source.files,
     )
-    if vocab_size is None:
+    if type(vocab_size) is not int:
         raise ValueError(f"{source.name!r} does not say its target's vocab_size: give the target")
     own = "lm_head.weight" in names
     if reduced and not own:
@@ -151,9 +151,10 @@ def _ours(theirs: str) -> str:
 
 def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...]) -> None:
     """Raises ValueError, by name: what a block here cannot be."""
-    windows = set(one_of_said(said, "layer_types") or ()) - {"full_attention"}
+    layers = one_of_said(said, "layer_types") or []
+    windows = not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)
     strange = {
-        "layers with a window (layer_types)": bool(windows) or one_of_said(said, "use_swa"),
+        "layers with a window (layer_types)": windows or one_of_said(said, "use_swa"),
         "queries that see only what stands before them (causal)": one_of_said(said[:1], "causal"),
         "attention sinks": one_of_said(said, "attention_sink_bias", "add_swa_attention_sink_bias"),
         "scaled values (attention_value_scale)": one_of_said(said, "attention_value_scale"),

@@ -152,9 +152,15 @@ class Outgoing:
 
     def over_full_vocabulary(self) -> Outgoing:
         """Heads that draft every token of the target's: those they were not trained to draft, too.
-        Raises ValueError: they have matrices of their own, without rows for other tokens."""
+        Raises ValueError: they have matrices of their own, or a correction, without rows for other
+        tokens."""
         if self.config.draft_vocab_size is None:
             return self
+        if self.config.correction_rank is not None:
+            raise ValueError(
+                "a correction by the token before has no rows for tokens that the heads cannot "
+                "draft: leave full_vocabulary out, or train without draft_vocab_size"
+            )
         if not self.shared:
             raise ValueError(
                 "heads with a reduced vocabulary and matrices of their own have no rows for other "

@@ -231,6 +231,8 @@ def test_what_does_not_go_together_is_refused(config: dict[str, Any], expected: 
         ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
         ({"rope_parameters": {"rope_type": "magic"}}, "must name a rope_type among"),
         ({"rope_parameters": 3}, "must name a rope_type among"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta must be"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be a positive"),
         ({"colour": "red"}, r"unknown keys \['colour'\] of the decoder"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
+from medusa_heads.decoder_shape import BlockShape, DecoderShape
 from medusa_heads.heads import DraftHeads, block, new_heads
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
@@ -147,3 +149,14 @@ def test_a_mask_token_is_one_that_exists(tiny_llama: TinyLlama) -> None:
 def test_a_block_has_no_second_layer_over_the_text() -> None:
     with pytest.raises(ValueError, match="as they are: leave prefix_attention out"):
         HeadsConfig(kind="block", prefix_attention=True)
+
+
+def test_shapes_that_no_block_of_such_a_target_has() -> None:
+    with pytest.raises(ValueError, match="block heads have no decoder of the shape DecoderShape"):
+        HeadsConfig(kind="block", decoder=DecoderShape.of_width(64))
+    with pytest.raises(ValueError, match="eagle3 heads have no decoder of the shape BlockShape"):
+        HeadsConfig(kind="eagle3", decoder=BlockShape.of_width(64))
+    masked = HeadsConfig(kind="block", decoder=replace(BlockShape.of_width(64), mask_token_id=199))
+    with pytest.raises(ValueError, match="mask_token_id 199 is none of the target's 199 tokens"):
+        masked.for_target(64, 199)
+    assert masked.for_target(64, 200).decoder == masked.decoder

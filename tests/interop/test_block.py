@@ -225,14 +225,16 @@ def test_what_is_written_comes_back(tmp_path: Path, target: Path, name: str) -> 
         ("vllm", {}, "holds no block heads: give --to dflash or dspark"),
         ("dflash", {"vocab_matrix": "own"}, "in place of a whole one"),
         ("dflash", {"kind": "medusa", "features": None}, "holds no medusa heads: train kind"),
+        ("dspark", {"correction_rank": 4, "draft_vocab_size": FEW}, "a correction .* has no rows"),
     ],
 )
 def test_what_cannot_be_written_is_said(
     tmp_path: Path, target: Path, to: WrittenFormat, config: dict[str, Any], message: str
 ) -> None:
     folder = saved(tmp_path / "heads", target, **config)
+    whole = "draft_vocab_size" in config
     with pytest.raises(ValueError, match=message):
-        export_heads(folder, tmp_path / "out", to, target=str(target))
+        export_heads(folder, tmp_path / "out", to, target=str(target), full_vocabulary=whole)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +249,9 @@ def test_what_cannot_be_written_is_said(
         ({"markov_head_type": "rnn"}, {}, r"a correction with a state"),
         ({"target_hidden_size": 128}, {}, "heads here are as wide as their target"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, {}, "layers with a window"),
+        ({"layer_types": 3}, {}, "layers with a window"),
+        ({"layer_types": [[1]]}, {}, "layers with a window"),
+        ({"transformer_layer_config": LAYERS | {"vocab_size": "9"}}, {}, "target's vocab_size"),
         ({"dflash_config": {"attention_sink_bias": True}}, {}, "attention sinks"),
         ({"dflash_config": 3}, {}, "dflash_config must be an object"),
         ({"block_size": 1000}, {}, "at most 64"),

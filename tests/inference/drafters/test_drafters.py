@@ -172,7 +172,7 @@ def test_rows_of_a_padded_batch_are_the_targets_own(
 def test_a_tree_beyond_the_heads_is_refused(heads: DraftHeads) -> None:
     with pytest.raises(ValueError, match="only 3 heads"):
         make_drafter([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], heads, None)
-    with pytest.raises(ValueError, match="asks for rank 199 of"):
+    with pytest.raises(ValueError, match=r"asks for rank 199 of (199|50) tokens"):
         make_drafter([[199]], heads, None)
     with pytest.raises(ValueError, match="a dynamic tree here has 1 to"):
         make_drafter("dynamic:99999", heads, None)
