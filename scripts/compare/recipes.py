@@ -112,6 +112,9 @@ RECIPES = {
         learning_rate=3e-3,
     ),
     "together": Recipe("all together, cross-entropy", TOGETHER, True, learning_rate=3e-3),
+    "together-6": Recipe(
+        "all together, 6 heads", TOGETHER | {"num_heads": 6}, True, learning_rate=3e-3
+    ),
     "together-kl": Recipe("all together, KL", TOGETHER, True, FORWARD_KL, learning_rate=3e-3),
 }
 
