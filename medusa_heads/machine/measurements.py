@@ -59,7 +59,7 @@ class Measurements:
         path, stamp = self._place(kind, facts)
         try:
             remove_leftovers(path.parent)
-            stored = read_json(path)
+            stored = read_json(path) if path.is_file() else {}
         except (OSError, ValueError):
             return None
         values = stored.get("values") if stored.get("of") == stamp else None
