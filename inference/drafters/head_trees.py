@@ -9,6 +9,7 @@ arXiv:2406.16858, section 3).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -117,12 +118,13 @@ class StaticDrafter(HeadsDrafter):
             self._places = (device, self._find(device))
         return self._draft(state, self._places[1])
 
+    @abstractmethod
     def _find(self, device: torch.device) -> Any:
         """Where nodes find their tokens among the candidates."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _draft(self, state: DecodingState, places: Any) -> TokenTree:
-        raise NotImplementedError
+        """The tree of this step; places are those that were found."""
 
 
 class MedusaDrafter(StaticDrafter):
