@@ -25,7 +25,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 def layer() -> Any:
-    module = nn.Module()
+    module: Any = nn.Module()
     module.num_key_value_groups, module.is_causal = H // K, True
     return module
 
@@ -83,7 +83,7 @@ def test_what_is_no_tree_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_compiled_target_reads_each_key_once(tiny_llama: TinyLlama) -> None:
-    model = tiny_llama(num_attention_heads=4, num_key_value_heads=2)
+    model: Any = tiny_llama(num_attention_heads=4, num_key_value_heads=2)
     heads_read: list[int] = []
 
     def look(graph: Any, inputs: Any) -> Any:
@@ -96,5 +96,6 @@ def test_a_compiled_target_reads_each_key_once(tiny_llama: TinyLlama) -> None:
     medusa = MedusaModel(model, heads, tree="static:4", compile=True, compile_backend=look)
     ids = torch.arange(1, 7)[None]
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
-    assert medusa.generate(ids, max_new_tokens=12, do_sample=False).tolist() == expected.tolist()
+    given: Any = medusa.generate(ids, max_new_tokens=12, do_sample=False)
+    assert given.tolist() == expected.tolist()
     assert heads_read == [2] * model.config.num_hidden_layers
