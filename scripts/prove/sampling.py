@@ -116,7 +116,8 @@ def prove(
         ):
             statistic, degrees = chi_square(counts.flatten(), law.flatten())
             p_value = upper_tail(statistic, degrees)
-            outcomes.append(Outcome(*case, tokens, statistic, degrees, p_value, tokens_per_step))
+            figures = (statistic, degrees, p_value, tokens_per_step)
+            outcomes.append(Outcome(name, tree, acceptance, rng, tokens, *figures))
     return outcomes
 
 

@@ -220,8 +220,8 @@ def demo_ways(target: ProofTarget) -> Iterator[Way]:
     model = MedusaModel.from_pretrained(heads, target=target.view, deterministic=True, rng=RNG)
     yield assisted(model, "trained heads", "auto, deterministic", slow=True)
     for name in UNTRAINED:
-        model = TrainingFreeModel(target.view, name, rng=RNG)
-        yield assisted(model, "no training", name, slow=True)
+        free = TrainingFreeModel(target.view, name, rng=RNG)
+        yield assisted(free, "no training", name, slow=True)
     draft = noisy(target)
     for tree in (*DRAFT_TREES, "auto", "sampled:3x2x1"):
         drawn = tree in ("auto", "sampled:3x2x1")

@@ -101,7 +101,7 @@ def test_scores_are_handed_out_and_change_no_draw(target: TargetModel, heads: An
     assert torch.equal(out.sequences[:, len(PROMPT) :], text(model))
     with torch.no_grad():
         logits_TV = target.model(out.sequences[:, :-1]).logits[0, len(PROMPT) - 1 :]
-    scores_TV = TopKLogitsWarper(40)(ids, logits_TV / 0.7)  # type: ignore[arg-type]
+    scores_TV = TopKLogitsWarper(40)(ids, logits_TV / 0.7)
     torch.testing.assert_close(torch.cat(out.scores), scores_TV, rtol=1e-4, atol=1e-4)
 
 
