@@ -28,6 +28,7 @@ _STRIDE = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 _BITS = 53  # of a word that make a number
 _FRACTION = 2.0**-_BITS
+_AT_ONCE = 1 << 15  # tokens on a CPU, whose cache holds as many
 _FEW = 64  # tokens that are looked at alone, where no other can be drawn
 
 # Of a token so far behind the next one: its draw of the exponential law, of which noise is minus
@@ -61,20 +62,12 @@ class Noise:
         """Of tokens of each row, [B, F, C] in fp32: of all F at one place, `ahead` [1] tokens
         behind the next of the row, or of each of them at its own, `ahead` [F]."""
         keys = [(self._keys[row.index], len(row.tokens)) for row in rows]
-        places = [[_signed(_place(key, next_one + far)) for far in ahead] for key, next_one in keys]
-        words_BFC = tokens_BFC * _signed(_STRIDE) + torch.tensor(
-            places, device=tokens_BFC.device
-        ).unsqueeze(-1)
-        # All in place: of a whole vocabulary, to ask for memory takes longer than to count.
-        shifted_BFC = torch.empty_like(words_BFC)
-        for shift, factor in _MIX:
-            words_BFC ^= _to_the_right(words_BFC, shift, shifted_BFC)
-            if factor != 1:
-                words_BFC *= _signed(factor)
-        below_0_BFC = _to_the_right(words_BFC, 64 - _BITS, shifted_BFC).float()
-        # Small numbers, which decide, keep all their digits in fp32; -1 itself would be infinity.
-        below_0_BFC.add_(0.5).mul_(-_FRACTION).clamp_min_(2.0**-24 - 1)
-        return below_0_BFC.log1p_().neg_().log_().neg_()
+        places = [[[_signed(_place(key, at + far))] for far in ahead] for key, at in keys]
+        places_BF1 = torch.tensor(places, device=tokens_BFC.device)
+        if tokens_BFC.shape[2] <= _AT_ONCE or tokens_BFC.device.type != "cpu":
+            return _gumbel(places_BF1, tokens_BFC)
+        pieces = tokens_BFC.split(_AT_ONCE, dim=2)
+        return torch.cat([_gumbel(places_BF1, piece) for piece in pieces], dim=2)
 
     def draw(self, rows: Sequence[Row], scores_BV: Tensor) -> Tensor:
         """The next token [B] of each row: that with the largest sum of processed score, in fp32,
@@ -107,6 +100,20 @@ def chance_drawn(chance: float, luck: float) -> float:
 def _place(key: int, place: int) -> int:
     """What a place's tokens are counted from."""
     return (_mixed((key + place * _STRIDE) % _WORD) + _STRIDE) % _WORD
+
+
+def _gumbel(places_BF1: Tensor, tokens_BFC: Tensor) -> Tensor:
+    words_BFC = torch.add(places_BF1, tokens_BFC, alpha=_signed(_STRIDE))
+    # All in place: of many tokens, to ask for memory takes longer than to count.
+    shifted_BFC = torch.empty_like(words_BFC)
+    for shift, factor in _MIX:
+        words_BFC ^= _to_the_right(words_BFC, shift, shifted_BFC)
+        if factor != 1:
+            words_BFC *= _signed(factor)
+    below_0_BFC = _to_the_right(words_BFC, 64 - _BITS, shifted_BFC).float()
+    # Small numbers, which decide, keep all their digits in fp32; -1 itself would be infinity.
+    below_0_BFC.add_(0.5).mul_(-_FRACTION).clamp_min_(2.0**-24 - 1)
+    return below_0_BFC.log1p_().neg_().log_().neg_()
 
 
 def _possible(scores_BV: Tensor) -> tuple[Tensor, Tensor]:

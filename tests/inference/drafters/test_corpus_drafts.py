@@ -129,7 +129,7 @@ def test_a_useless_corpus_is_soon_left_alone(
     monkeypatch.setattr(CorpusIndex, "continuation", counted)
     nodes = []
     for index in (CorpusIndex.build(wrong), None):
-        drafted = TrainingFreeModel(model, "suffix")
+        drafted = TrainingFreeModel(model, "suffix", rng="transformers")
         clock = Clock({1: 1.0, 4: 1.1}, learns=False)
         drafter = Counting(clock, (0, 3), text=TextSource(3, index))
         drafted.drafter, drafter.nodes = drafter, []
