@@ -183,5 +183,9 @@ def test_scores_that_are_no_distribution_are_refused(wrong: float, batch: int) -
     rule.noise = Noise(0, rows, [0] * batch)
     logits_BNV = torch.zeros(batch, 6, VOCAB)
     logits_BNV[-1] = wrong
-    with pytest.raises(ValueError, match="no distribution"):
+    said = (
+        "^the processed scores of a next token are no distribution: each is -inf, or some are inf "
+        "or nan$"
+    )
+    with pytest.raises(ValueError, match=said):
         rule(tree(batch), logits_BNV, rows)
