@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft, Share
 from medusa_heads.inference.drafters.model.walk import draw_different
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.model import test_sampled_drafts as law
+from tests.inference.reference import reference
 
 TEXT = "the cat sat on the mat; the hat, the bat and the rat sat there too: what a chat, d\u00e9"
 NEW = 40
@@ -102,9 +104,9 @@ def test_equal_to_generate(tokenizers: Any, pair: Any, tree: str) -> None:
         options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": NEW, "eos_token_id": 7}
         options |= {"temperature": 0.4, "top_k": 0} if sampled else {}
         texts: list[Any] = []
-        for each in (pair[0], model):
+        for decode in (partial(reference, pair[0]), model.generate):
             torch.manual_seed(3)
-            texts.append(each.generate(**inputs(tokenizers[0], batch), **options))
+            texts.append(decode(**inputs(tokenizers[0], batch), **options))
         assert torch.equal(*texts), (batch, sampled)
         assert tree == "auto" or model.last_stats.tokens_per_step > 1.1
     assert 0.6 < model.shared_vocabulary[0] < 0.9
