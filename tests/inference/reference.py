@@ -8,17 +8,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-_made: WeakKeyDictionary[Any, dict[Any, tuple[Any, Tensor]]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[Any, dict[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
 
 def reference(model: Any, **settings: Any) -> Any:
     """`model.generate(**settings)` of a model, remembered as long as the model lives.
 
     Asked anew where a weight, a default of generation, a setting or the dice differ; the dice are
-    left as generate() leaves them. Settings that are no plain values are never remembered.
+    left as generate() leaves them. Nothing is remembered of settings that are no plain
+    values, or of whole outputs.
     """
     given = {name: _plain(value) for name, value in settings.items()}
-    if any(value is _NOT_PLAIN for value in given.values()):
+    if any(value is _NOT_PLAIN for value in given.values()) or "return_dict_in_generate" in given:
         return model.generate(**settings)
     dice = torch.get_rng_state().numpy().tobytes() if settings.get("do_sample") else None
     weights = tuple(parameter._version for parameter in model.parameters())
