@@ -190,6 +190,7 @@ class Promising(Source):
 
 
 @pytest.mark.parametrize("with_heads", [False, True])
+@pytest.mark.usefixtures("untraced")
 def test_rows_that_end_apart_where_all_are_kept(tiny_llama: TinyLlama, with_heads: bool) -> None:
     """Compiled, rows stay until all are done: those that have ended draft nothing."""
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
@@ -217,6 +218,7 @@ def test_rows_that_end_apart_where_all_are_kept(tiny_llama: TinyLlama, with_head
         assert len(ends) > 3
 
 
+@pytest.mark.usefixtures("untraced")
 def test_rows_that_have_ended_count_for_nothing(tiny_llama: TinyLlama) -> None:
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
     source = Promising()

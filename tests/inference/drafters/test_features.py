@@ -122,6 +122,7 @@ def test_features_of_another_place_are_noticed(model: Any, shape: str, wrong: st
 
 
 @pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.usefixtures("untraced")
 def test_several_heads_on_one_target(tiny_llama: TinyLlama, compile: bool) -> None:
     """Each reads its own features, in turns, and so do drafters that read none."""
     target = tiny_llama(num_hidden_layers=3).to(DEVICE)

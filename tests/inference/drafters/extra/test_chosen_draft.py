@@ -216,6 +216,7 @@ def test_a_list_of_draft_models(
         DraftedModel.from_pretrained([])
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_compiled_target_chooses_among_chains(target: Any, bad: Any, near: Any) -> None:
     model = DraftedModel(target, [bad, near], compile=True, compile_backend="eager")
     settings: dict[str, Any] = {**ragged(), "do_sample": False, "max_new_tokens": 30}
@@ -223,6 +224,7 @@ def test_a_compiled_target_chooses_among_chains(target: Any, bad: Any, near: Any
     assert torch.equal(got_BT, target.generate(**settings)) and model.tree == "chain:4"
 
 
+@pytest.mark.usefixtures("untraced")
 def test_rows_that_have_ended_count_for_nothing(
     target: Any, bad: Any, near: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +238,6 @@ def test_rows_that_have_ended_count_for_nothing(
 
     monkeypatch.setattr(DraftChoice, "learn", noted)
     model = DraftedModel(target, [bad, near], compile=True, compile_backend="eager")
-    monkeypatch.setattr(model.target, "_forward", target.forward)  # saves the seconds of compiling
     settings: dict[str, Any] = {**ragged(), "do_sample": False, "max_new_tokens": 40}
     settings["eos_token_id"] = END
     got_BT: Any = model.generate(**settings)
