@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
@@ -26,6 +26,8 @@ from medusa_heads.errors import UnsupportedArchitecture
 
 SUPPORTED_ATTENTION = ("sdpa", "eager")
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
+_TRACED = [False]  # whether what is compiled now verifies trees: a compiler reads no ContextVar
+_OF_OTHER_KERNELS = ("position_bias", "cache", "softcap", "s_aux")
 
 
 _ROWS_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
@@ -43,6 +45,8 @@ class TreeMask:
     bias_BNS: Tensor | None = None  # causal layers' mask as numbers, where it is kept ready
     # Where P nodes of the same tree, written before `first_slot` in earlier forwards, stand.
     written_positions_BP: Tensor | None = None
+    # Masks of layers, each with itself once for every query head of a group.
+    of_groups: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def key_positions_BS(self) -> Tensor:
@@ -72,12 +76,12 @@ def tree_attention(mask: TreeMask) -> Iterator[None]:
 @cache
 def take_tree_masks() -> None:
     """Let transformers' models ask for the masks of trees; once, when there is a model."""
-    from transformers.integrations import sdpa_attention
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    sdpa_attention.use_gqa_in_sdpa = _grouped_on_cpu(sdpa_attention.use_gqa_in_sdpa)
     # Assigning to the instance leaves transformers' global table alone; models look up this
     # instance.
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _folded(ALL_ATTENTION_FUNCTIONS["sdpa"])
     for name in SUPPORTED_ATTENTION:
         ALL_MASK_ATTENTION_FUNCTIONS[name] = _with_tree(ALL_MASK_ATTENTION_FUNCTIONS[name])
 
@@ -162,14 +166,70 @@ def _apply_rule(rule: Any, tree: TreeMask) -> Tensor:
     )
 
 
-def _grouped_on_cpu(decide: Callable[..., bool]) -> Callable[..., bool]:
-    """transformers repeats keys and values for grouped queries wherever there is a mask, a copy of
-    the whole cache in every layer of every step. The CPU kernel takes grouped queries with a mask.
+def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers repeats keys and values for grouped queries wherever there is a mask: a copy of
+    the whole cache in every layer of every step. And a kernel that reads grouped heads reads keys
+    and values once for each query head. Here the queries of a group are further tokens of one head:
+    all read the same keys, and with a mask that is the same for all heads, see the same.
     """
 
-    def use_gqa(attention_mask: Any, key: Tensor, *args: Any) -> bool:
-        if not torch.compiler.is_compiling() and _ACTIVE.get() is not None:
-            return key.device.type == "cpu" or decide(attention_mask, key, *args)
-        return decide(attention_mask, key, *args)
+    def forward(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        batch, heads, tokens, width = query.shape
+        groups = heads // key.shape[1]
+        causal = attention_mask is None and tokens > 1
+        others = any(kwargs.get(name) is not None for name in _OF_OTHER_KERNELS)
+        if not _reads_tree() or groups == 1 or causal or others:
+            return attend(
+                module, query, key, value, attention_mask, dropout, scaling=scaling, **kwargs
+            )
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query.reshape(batch, key.shape[1], groups * tokens, width),
+            key,
+            value,
+            attn_mask=_for_groups(attention_mask, groups),
+            dropout_p=dropout,
+            scale=scaling,
+        )
+        by_group = attended.view(batch, key.shape[1], groups, tokens, value.shape[-1])
+        return by_group.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads, -1), None
 
-    return use_gqa
+    return forward
+
+
+def _for_groups(mask: Tensor | None, groups: int) -> Tensor | None:
+    """The mask [B, 1, N, S] or [B, heads, N, S] for each group's queries one behind the other; once
+    a forward where its layers share it."""
+    if mask is None or mask.shape[2] == 1 == mask.shape[1]:
+        return mask
+    if mask.shape[1] > 1:
+        return mask.reshape(mask.shape[0], -1, groups * mask.shape[2], mask.shape[3])
+    if torch.compiler.is_compiling():
+        return mask.repeat(1, 1, groups, 1)
+    known, name = _ACTIVE.get().of_groups, (id(mask), groups)  # type: ignore[union-attr]
+    if name not in known:
+        known[name] = mask, mask.repeat(1, 1, groups, 1)
+    return known[name][1]
+
+
+@contextmanager
+def compiled_tree_attention() -> Iterator[None]:
+    """Within the block, what is compiled verifies trees, whose masks it is given."""
+    before, _TRACED[0] = _TRACED[0], True
+    try:
+        yield
+    finally:
+        _TRACED[0] = before
+
+
+def _reads_tree() -> bool:
+    """Whether a tree is being verified, or what verifies trees is compiled."""
+    return _TRACED[0] if torch.compiler.is_compiling() else _ACTIVE.get() is not None

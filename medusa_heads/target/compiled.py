@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.target.attention import TreeMask, explicit_masks
+from medusa_heads.target.attention import TreeMask, compiled_tree_attention, explicit_masks
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.features import Read, check_layers, watch
 from medusa_heads.target.numbers import TOLERANCE, is_half, relative_error
@@ -187,7 +187,7 @@ class CompiledTarget(TargetModel):
         if self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         slots = cache.tree_slots(mask.first_slot, tokens_BN.shape[1], tokens_BN.device)
-        with slots, _nothing_collected():
+        with slots, _nothing_collected(), compiled_tree_attention():
             # Batch sizes, capacities and tree sizes are graphs of their own, and all wanted.
             many = torch._dynamo.config.patch(recompile_limit=256)
             try:

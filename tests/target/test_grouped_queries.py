@@ -1,0 +1,101 @@
+"""Queries that share keys are read together while a tree is verified, and change nothing.
+
+Shapes: B rows, H query heads, K key heads, N tree nodes, S cache slots, D of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads.target.attention import TreeMask, take_tree_masks, tree_attention
+from tests.conftest import TinyLlama
+
+B, H, K, S, D = 2, 6, 2, 9, 8
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def layer() -> Any:
+    module: Any = nn.Module()
+    module.num_key_value_groups, module.is_causal = H // K, True
+    return module
+
+
+def attended(nodes: int, mask: Tensor | None, **more: Any) -> Tensor:
+    attend: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    # As models hand it over: heads in front of tokens, though they lie the other way round.
+    query_BHND = drawn(B, nodes, H, D).transpose(1, 2)
+    output, _ = attend(layer(), query_BHND, drawn(B, K, S, D), drawn(B, K, S, D), mask, **more)
+    return output
+
+
+def tree(nodes: int) -> TreeMask:
+    return TreeMask(torch.ones(B, nodes, S).bool(), torch.zeros(B, nodes).long(), S - nodes)
+
+
+def refused(*_: Any) -> Any:
+    raise AssertionError("keys and values are repeated for every query head")
+
+
+@pytest.fixture(autouse=True)
+def taken() -> None:
+    take_tree_masks()
+
+
+@pytest.mark.parametrize("scaling", [None, 0.5])
+@pytest.mark.parametrize(("nodes", "masks"), [(1, 0), (1, 1), (1, H), (4, 1), (4, H)])
+def test_the_same_as_query_head_by_query_head(
+    nodes: int, masks: int, scaling: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = drawn(B, masks, nodes, S) if masks else None
+    expected = attended(nodes, mask, scaling=scaling)
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", refused)
+    with tree_attention(tree(nodes)):
+        torch.testing.assert_close(attended(nodes, mask, scaling=scaling), expected)
+
+
+def test_layers_that_share_a_mask_share_what_is_made_of_it() -> None:
+    first, second = drawn(B, 1, 4, S), drawn(B, 1, 4, S) + 1
+    mask = tree(4)
+    with tree_attention(mask):
+        once = attended(4, first)
+        attended(4, second)
+        torch.testing.assert_close(attended(4, first), once)
+    assert len(mask.of_groups) == 2
+
+
+def test_what_is_no_tree_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = drawn(B, 1, 4, S)
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", refused)
+    with pytest.raises(AssertionError, match="are repeated"):
+        attended(4, mask)
+    with tree_attention(tree(4)), pytest.raises(ValueError, match="softcap"):
+        attended(4, mask, softcap=30.0)
+
+
+def test_a_compiled_target_reads_each_key_once(tiny_llama: TinyLlama) -> None:
+    model: Any = tiny_llama(num_attention_heads=4, num_key_value_heads=2)
+    heads_read: list[int] = []
+
+    def look(graph: Any, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is torch.nn.functional.scaled_dot_product_attention:
+                heads_read.append(node.args[1].meta["example_value"].shape[1])
+        return graph.forward
+
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=2))
+    medusa = MedusaModel(model, heads, tree="static:4", compile=True, compile_backend=look)
+    ids = torch.arange(1, 7)[None]
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+    given: Any = medusa.generate(ids, max_new_tokens=12, do_sample=False)
+    assert given.tolist() == expected.tolist()
+    assert heads_read == [2] * model.config.num_hidden_layers
