@@ -66,7 +66,7 @@ def drafts_of(
         trees.append(tree)
         return verify(tree, *others)
 
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 200, **options}
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 300, **options}
     with monkeypatch.context() as patch:
         patch.setattr(model.target, "verify", noted)
         model.generate(torch.tensor([[5, 6, 7, 8]]).to(DEVICE), **settings)
