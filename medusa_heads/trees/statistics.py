@@ -66,7 +66,7 @@ class HeadStatistics:
         Raises:
             ValueError: no position has all K true tokens.
         """
-        complete_SK = ranks_SK[(ranks_SK >= 0).all(dim=1)].cpu()
+        complete_SK = ranks_SK[ranks_SK.amin(dim=1) >= 0].cpu()
         if not len(complete_SK):
             raise ValueError(
                 "head statistics need at least one position with a true token for every head, got "
@@ -146,22 +146,25 @@ def _most_counted(ranks_SK: Tensor) -> list[tuple[RankPath, int]]:
     on from a path is never met more often, and so is counted only where the path is among them."""
     best: list[tuple[RankPath, int]] = []
     paths: list[RankPath] = [()]
-    path_S = ranks_SK.new_zeros(len(ranks_SK), dtype=torch.long)  # that a position began with
-    for head in range(ranks_SK.shape[1]):
-        near_S = ranks_SK[:, head] < MAX_RANK
-        ranks_SK = ranks_SK[near_S]
-        longer_S = path_S[near_S] * MAX_RANK + ranks_SK[:, head]
-        counts = torch.bincount(longer_S, minlength=len(paths) * MAX_RANK)
-        met = counts.nonzero()[:, 0].tolist()
-        longer = {(*paths[code // MAX_RANK], code % MAX_RANK): code for code in met}
-        best += zip(longer, counts[met].tolist(), strict=True)
+    path_S = torch.zeros(len(ranks_SK), dtype=torch.int32)  # it began with; len(paths): with none
+    for ranks_S in ranks_SK.T:
+        longer_S = path_S * (MAX_RANK + 1) + ranks_S.clamp(max=MAX_RANK)
+        counts = torch.bincount(longer_S, minlength=(len(paths) + 1) * (MAX_RANK + 1))
+        counts_PR = counts.view(-1, MAX_RANK + 1)[:-1, :-1].tolist()
+        longer = {
+            (*path, rank): (p, rank)
+            for p, path in enumerate(paths)
+            for rank, count in enumerate(counts_PR[p])
+            if count
+        }
+        best += ((path, counts_PR[p][rank]) for path, (p, rank) in longer.items())
         # Among equal counts the shallower and more probable path first: parents before children.
         best = heapq.nsmallest(MAX_NODES, best, key=lambda item: (-item[1], len(item[0]), item[0]))
         paths = [path for path, _ in best if path in longer]
-        place = torch.full_like(counts, -1)
-        place[[longer[path] for path in paths]] = torch.arange(len(paths))
-        path_S = place[longer_S]
-        ranks_SK, path_S = ranks_SK[path_S >= 0], path_S[path_S >= 0]
+        place_PR = torch.full((len(counts_PR) + 1, MAX_RANK + 1), len(paths), dtype=torch.int32)
+        for place, path in enumerate(paths):
+            place_PR[longer[path]] = place
+        path_S = place_PR.flatten().index_select(0, longer_S)
     return best
 
 
@@ -258,7 +261,7 @@ def simulate_tokens_per_step(ranks_BTK: Tensor, choices: Sequence[RankPath]) -> 
     it: at a position, descend while the path of ranks is in the tree, commit that many tokens plus
     the target's own, move on. Counts are summed over all stretches before the ratio is taken.
     """
-    complete_BT = (ranks_BTK >= 0).all(dim=2)
+    complete_BT = ranks_BTK.amin(dim=2) >= 0
     edges = F.pad(complete_BT.int(), (1, 1)).diff().flatten()
     lengths = (edges < 0).nonzero()[:, 0] - (edges > 0).nonzero()[:, 0]
     end = lengths.cumsum(0)
@@ -277,11 +280,12 @@ def _accepted(ranks_SK: Tensor, choices: Sequence[RankPath]) -> Tensor:
     """How many drafts of the tree are accepted at each position, [S]."""
     nodes: dict[RankPath, int] = {path: node for node, path in enumerate([(), *choices])}
     outside, far = len(nodes), 1 + max((rank for path in choices for rank in path), default=0)
-    child_NR = torch.full((outside + 1, far + 1), outside)
+    child_NR = torch.full((outside + 1, far + 1), outside, dtype=torch.int32)
     for path in choices:
         child_NR[nodes[path[:-1]], path[-1]] = nodes[path]
-    node_S, accepted_S = torch.zeros(2, len(ranks_SK), dtype=torch.long)
-    for depth in range(max(map(len, choices), default=0)):
-        node_S = child_NR[node_S, ranks_SK[:, depth].long().clamp(max=far)]
+    node_S, accepted_S = torch.zeros(2, len(ranks_SK), dtype=torch.int32)
+    for ranks_S in ranks_SK.T[: max(map(len, choices), default=0)]:
+        child_S = node_S * (far + 1) + ranks_S.clamp(max=far)
+        node_S = child_NR.flatten().index_select(0, child_S)
         accepted_S += node_S != outside
     return accepted_S

@@ -79,7 +79,10 @@ def make_report(
             "loss": metrics.get("eval_loss"),
             "target": target_figures(metrics),
         },
-        "tokens_per_step": {"nodes": len(best), "static": simulate_tokens_per_step(ranks_BTK, best)},
+        "tokens_per_step": {
+            "nodes": len(best),
+            "static": simulate_tokens_per_step(ranks_BTK, best),
+        },
         "accuracy": [
             {"head": head, "looks_ahead": head_offset(head), "top_k": list(shares)}
             for head, shares in enumerate(top_k)

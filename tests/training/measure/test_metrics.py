@@ -4,6 +4,7 @@ import torch
 
 from medusa_heads.training.measure.metrics import describe, rank_metrics
 
+
 def test_heads_that_are_always_right_commit_every_head_and_the_targets_own_token() -> None:
     metrics = rank_metrics(torch.zeros(2, 12, 3, dtype=torch.long))
     assert metrics["head2_top1"] == metrics["head0_top5"] == 1
