@@ -69,6 +69,7 @@ def make_report(
             }
         )
     best = statistics.choices(HEADLINE_SIZE)
+    walked = simulate_tokens_per_step(ranks_BTK, best)
     top_k = zip(*(statistics.top_k_accuracy(k + 1) for k in range(RANKS)), strict=True)
     return {
         "report_version": REPORT_VERSION,
@@ -79,10 +80,7 @@ def make_report(
             "loss": metrics.get("eval_loss"),
             "target": target_figures(metrics),
         },
-        "tokens_per_step": {
-            "nodes": len(best),
-            "static": simulate_tokens_per_step(ranks_BTK, best),
-        },
+        "tokens_per_step": {"nodes": len(best), "static": walked},
         "accuracy": [
             {"head": head, "looks_ahead": head_offset(head), "top_k": list(shares)}
             for head, shares in enumerate(top_k)
