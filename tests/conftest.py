@@ -59,6 +59,12 @@ def same_process() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of a training run's report: they take four times as long as a tiny run itself."""
+    monkeypatch.setattr("medusa_heads.training.measure.report.draw_plots", lambda *_: [])
+
+
 @pytest.fixture
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache for one test alone, which is not there yet."""

@@ -30,6 +30,11 @@ from tests.conftest import TinyLlama
 from tests.training.measure.test_report import by_hand
 
 
+@pytest.fixture(autouse=True)
+def pictures() -> None:
+    """Of reports: they are pushed, too."""
+
+
 def card_of(checkpoint: Path, **options: Any) -> str:
     content = prepare_push(checkpoint, "alice/heads", **options).files["README.md"]
     assert isinstance(content, bytes)

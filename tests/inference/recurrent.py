@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medusa_heads import TargetModel
 from medusa_heads.config import RankPath
@@ -18,6 +18,7 @@ from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.stats import GenerationStats
 from scripts.prove.tiny_models import builder
 from tests.inference.planted import PlantedDrafter
+from tests.inference.reference import reference
 
 KINDS = (
     "bamba",
@@ -58,7 +59,10 @@ def repeating() -> dict[str, Any]:
 def written(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
     """What its generate() writes; the same seed before every text."""
     torch.manual_seed(7)
-    return model.generate(**inputs, **{"max_new_tokens": 48, "do_sample": False} | options)
+    settings = {**inputs, "max_new_tokens": 48, "do_sample": False, **options}
+    if isinstance(model, nn.Module):
+        return reference(model, **settings)
+    return model.generate(**settings)
 
 
 def planted(

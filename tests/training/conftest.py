@@ -9,16 +9,9 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.measure import report
 from tests.training.cache_runs import Runs
 
 VOCAB = 61
-
-
-@pytest.fixture(autouse=True)
-def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of a run's report: they take four times as long as such a small run itself."""
-    monkeypatch.setattr(report, "draw_plots", lambda *_: [])
 
 
 @pytest.fixture

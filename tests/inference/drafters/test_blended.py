@@ -189,11 +189,9 @@ class Promising(Source):
         return float(nodes)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("with_heads", [False, True])
-def test_rows_that_end_apart_where_all_are_kept(
-    tiny_llama: TinyLlama, sampled: bool, with_heads: bool
-) -> None:
+@pytest.mark.usefixtures("untraced")
+def test_rows_that_end_apart_where_all_are_kept(tiny_llama: TinyLlama, with_heads: bool) -> None:
     """Compiled, rows stay until all are done: those that have ended draft nothing."""
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
     options: dict[str, Any] = {"compile": True, "compile_backend": "eager"}
@@ -202,22 +200,25 @@ def test_rows_that_end_apart_where_all_are_kept(
         drafted = MedusaModel(
             model, MedusaHeads.from_target(model, HeadsConfig(num_heads=3)), **options
         )
-    batch, ends = 8, set()
-    for seed in range(3):
-        ids_BT = torch.randint(1, 24, (batch, 12), generator=torch.Generator().manual_seed(seed))
-        inputs: dict[str, Any] = {"input_ids": ids_BT.to(DEVICE), "pad_token_id": 0}
-        inputs |= {"attention_mask": torch.ones_like(ids_BT).to(DEVICE), "max_new_tokens": 40}
-        inputs |= {"eos_token_id": [3, 9], "do_sample": sampled}
-        if sampled:
-            inputs |= {"temperature": 1.5, "top_k": 0}
-        torch.manual_seed(seed)
-        got_BT = drafted.generate(**inputs)
-        if not sampled:
-            assert torch.equal(got_BT, model.generate(**inputs))
-        ends |= {int((row != 0).sum()) for row in got_BT}
-    assert len(ends) > 3
+    for sampled in (False, True):
+        batch, ends = 8, set()
+        for seed in range(3):
+            random = torch.Generator().manual_seed(seed)
+            ids_BT = torch.randint(1, 24, (batch, 12), generator=random).to(DEVICE)
+            inputs: dict[str, Any] = {"input_ids": ids_BT, "pad_token_id": 0}
+            inputs |= {"attention_mask": torch.ones_like(ids_BT), "max_new_tokens": 40}
+            inputs |= {"eos_token_id": [3, 9], "do_sample": sampled}
+            if sampled:
+                inputs |= {"temperature": 1.5, "top_k": 0}
+            torch.manual_seed(seed)
+            got_BT = drafted.generate(**inputs)
+            if not sampled:
+                assert torch.equal(got_BT, model.generate(**inputs))
+            ends |= {int((row != 0).sum()) for row in got_BT}
+        assert len(ends) > 3
 
 
+@pytest.mark.usefixtures("untraced")
 def test_rows_that_have_ended_count_for_nothing(tiny_llama: TinyLlama) -> None:
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
     source = Promising()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.padded import padded
 from tests.inference.planted import Misremembering
+from tests.inference.reference import reference
 from tests.inference.rereading import random_heads
 
 DRAFTERS = ("suffix", "auto", "lookahead+suffix", "early_exit+suffix")
@@ -41,6 +43,17 @@ def cheap_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExitClock, "measured", lambda *_: ExitClock(clock, layers=2, first=0.05))
 
 
+@pytest.fixture(scope="module")
+def model(tiny_llama: TinyLlama) -> Any:
+    return tiny_llama(vocab_size=24).to(DEVICE)
+
+
+@pytest.fixture(scope="module")
+def varied(tiny_llama: TinyLlama) -> Any:
+    """One with so many tokens that it hardly repeats itself."""
+    return tiny_llama().to(DEVICE)
+
+
 def scattered(text: list[int]) -> list[list[int]]:
     """A corpus that holds most of a text, in pieces between which it is wrong."""
     pieces = [text[start : start + 14] for start in range(0, len(text), 16)]
@@ -49,7 +62,7 @@ def scattered(text: list[int]) -> list[list[int]]:
 
 def seeded(generate: Any, input_ids: Tensor, **options: Any) -> Tensor:
     torch.manual_seed(3)
-    made: Tensor = generate(input_ids, **{"max_new_tokens": NEW} | options)
+    made: Tensor = generate(input_ids=input_ids, **{"max_new_tokens": NEW} | options)
     return made
 
 
@@ -63,10 +76,9 @@ def seeded(generate: Any, input_ids: Tensor, **options: Any) -> Tensor:
     ],
     ids=str,
 )
-def test_equals_generate(tiny_llama: TinyLlama, drafter: str, options: dict[str, Any]) -> None:
-    model: Any = tiny_llama().to(DEVICE)
-    ids_BT = torch.tensor([[5, 6, 7, 8]], device=DEVICE)
-    expected_BT = seeded(model.generate, ids_BT, **options)
+def test_equals_generate(varied: Any, drafter: str, options: dict[str, Any]) -> None:
+    model, ids_BT = varied, torch.tensor([[5, 6, 7, 8]], device=DEVICE)
+    expected_BT = seeded(partial(reference, model), ids_BT, **options)
     corpus = scattered(expected_BT[0].tolist())
     with_corpus = TrainingFreeModel(model, drafter, corpus=corpus)
     assert torch.equal(seeded(with_corpus.generate, ids_BT, **options), expected_BT)
@@ -76,11 +88,10 @@ def test_equals_generate(tiny_llama: TinyLlama, drafter: str, options: dict[str,
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama, drafter: str) -> None:
-    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+def test_rows_of_a_batch_equal_generate(model: Any, drafter: str) -> None:
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
     options |= padded((0, 3, 7, 1, 5), 10)
-    expected_BT = seeded(model.generate, **options)
+    expected_BT = seeded(partial(reference, model), **options)
     corpus = [piece for row in expected_BT.tolist() for piece in scattered(row)]
     drafted = TrainingFreeModel(model, drafter, corpus=corpus)
     assert torch.equal(seeded(drafted.generate, **options), expected_BT)

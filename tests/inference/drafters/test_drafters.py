@@ -19,6 +19,7 @@ from medusa_heads.inference.plan.trees import make_drafter
 from medusa_heads.trees.tree import TreeShape, cartesian_choices
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.planted import BUSHY
+from tests.inference.reference import reference
 from tests.inference.rereading import RereadingDrafter, random_heads, run
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -65,10 +66,15 @@ SEQUENTIAL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=KINDS)
-def heads(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> DraftHeads:
+@pytest.fixture(scope="module")
+def target(tiny_llama: TinyLlama) -> Any:
+    return tiny_llama().to(DEVICE)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def heads(request: pytest.FixtureRequest, target: Any) -> DraftHeads:
     torch.manual_seed(0)
-    return random_heads(tiny_llama().to(DEVICE), **KINDS[request.param])
+    return random_heads(target, **KINDS[request.param])
 
 
 def state_at(hidden_BD: Tensor, roots_B: Tensor) -> Any:
@@ -84,10 +90,8 @@ def log_probs_after(heads: DraftHeads, hidden_D: Tensor, path: Sequence[int]) ->
 
 @pytest.mark.parametrize("kind", SEQUENTIAL)
 @torch.no_grad()
-def test_a_static_tree_of_sequential_heads_follows_each_path(
-    tiny_llama: TinyLlama, kind: str
-) -> None:
-    heads = random_heads(tiny_llama(), **SEQUENTIAL[kind])
+def test_a_static_tree_of_sequential_heads_follows_each_path(target: Any, kind: str) -> None:
+    heads = random_heads(target, **SEQUENTIAL[kind])
     assert heads.sequential
     shape = TreeShape.from_choices([*cartesian_choices([3, 2, 2]), (3,), (4,), (4, 5)])
     hidden_BD = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
@@ -112,9 +116,9 @@ def test_a_static_tree_of_sequential_heads_follows_each_path(
 @pytest.mark.parametrize("kind", SEQUENTIAL)
 @torch.no_grad()
 def test_a_dynamic_tree_of_sequential_heads_holds_the_likeliest_paths(
-    tiny_llama: TinyLlama, kind: str
+    target: Any, kind: str
 ) -> None:
-    heads = random_heads(tiny_llama(), **SEQUENTIAL[kind], draft_vocab_size=9)
+    heads = random_heads(target, **SEQUENTIAL[kind], draft_vocab_size=9)
     hidden_1D = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
     tree = DynamicDrafter(heads, 8).propose(state_at(hidden_1D, torch.tensor([17])))
     assert heads.draft_tokens is not None
@@ -139,14 +143,13 @@ def test_a_dynamic_tree_of_sequential_heads_holds_the_likeliest_paths(
 @pytest.mark.parametrize("tree", ["chain", "cartesian:3,2,1", "dynamic:9", "auto", "none"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_text_is_the_targets_own(
-    heads: DraftHeads, tiny_llama: TinyLlama, tree: str, do_sample: bool
+    heads: DraftHeads, target: Any, tree: str, do_sample: bool
 ) -> None:
-    target = tiny_llama().to(DEVICE)
     model = MedusaModel(target, heads, tree=tree, deterministic=tree == "auto")
     ids_BT = torch.randint(199, (1, 9), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": do_sample, "pad_token_id": 0}
     torch.manual_seed(1)
-    expected_BT = target.generate(ids_BT, **options)
+    expected_BT = reference(target, input_ids=ids_BT, **options)
     torch.manual_seed(1)
     got_BT: Any = model.generate(ids_BT, **options)
     assert torch.equal(got_BT, expected_BT)
@@ -154,9 +157,8 @@ def test_text_is_the_targets_own(
 
 @pytest.mark.parametrize("tree", ["cartesian:3,2,1", "dynamic:9"])
 def test_rows_of_a_padded_batch_are_the_targets_own(
-    heads: DraftHeads, tiny_llama: TinyLlama, tree: str
+    heads: DraftHeads, target: Any, tree: str
 ) -> None:
-    target = tiny_llama().to(DEVICE)
     model = MedusaModel(target, heads, tree=tree)
     generator = torch.Generator().manual_seed(4)
     ids_BT = torch.randint(199, (4, 9), generator=generator).to(DEVICE)
@@ -164,7 +166,7 @@ def test_rows_of_a_padded_batch_are_the_targets_own(
     for row, padding in enumerate((0, 3, 5, 1)):
         mask_BT[row, :padding] = 0
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-    expected_BT = target.generate(ids_BT, attention_mask=mask_BT, **options)
+    expected_BT = reference(target, input_ids=ids_BT, attention_mask=mask_BT, **options)
     got_BT: Any = model.generate(ids_BT, attention_mask=mask_BT, **options)
     assert torch.equal(got_BT, expected_BT)
 
@@ -181,25 +183,23 @@ def test_a_tree_beyond_the_heads_is_refused(heads: DraftHeads) -> None:
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("kind", READERS)
 def test_layers_over_the_text_read_on_as_if_from_the_start(
-    tiny_llama: TinyLlama, kind: str, chunk: int | None
+    target: Any, kind: str, chunk: int | None
 ) -> None:
-    model = tiny_llama().to(DEVICE)
-    heads = random_heads(model, **READERS[kind])
-    target = TargetModel(model)
+    heads, view = random_heads(target, **READERS[kind]), TargetModel(target)
     generator = torch.Generator().manual_seed(5)
     ids_BT = torch.randint(199, (3, 9), generator=generator).to(DEVICE)
     mask_BT = torch.ones_like(ids_BT)
     mask_BT[1, :4] = 0
     options: dict[str, Any] = {"attention_mask": mask_BT, "max_new_tokens": 40, "do_sample": False}
-    expected_BT = model.generate(ids_BT, **options, pad_token_id=0)
+    expected_BT = reference(target, input_ids=ids_BT, **options, pad_token_id=0)
     references = expected_BT[:, 9:].tolist()
     # A token that ends one row early: rows leave the batch at different steps.
     options |= {"eos_token_id": references[2][11], "pad_token_id": 0}
     if chunk:
         options["prefill_chunk_size"] = chunk
-    drafter = RereadingDrafter(heads, target, references, 199, BUSHY, 0.5)
+    drafter = RereadingDrafter(heads, view, references, 199, BUSHY, 0.5)
     with torch.no_grad():
-        got_BT = model.generate(ids_BT, **options, custom_generate=partial(run, target, drafter))
+        got_BT = target.generate(ids_BT, **options, custom_generate=partial(run, view, drafter))
     options.pop("prefill_chunk_size", None)
-    assert torch.equal(got_BT, model.generate(ids_BT, **options))
+    assert torch.equal(got_BT, reference(target, input_ids=ids_BT, **options))
     assert drafter.compared > 15

@@ -17,6 +17,7 @@ from medusa_heads.target.compiled import CompiledTarget
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.planted import BUSHY
 from tests.inference.recurrent import CHAIN, tiny_target
+from tests.inference.reference import reference
 from tests.inference.rereading import RereadingDrafter, random_heads, run
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -52,23 +53,27 @@ def reread(
     """Decode planted drafts with a view that reads features; compare the text, and at every step
     what heads read with what they make of the whole text."""
     heads, length = random_heads(model, **shape), read["input_ids"].shape[1]
-    references = model.generate(**read, **OPTIONS)[:, length:].tolist()
+    references = reference(model, **read, **OPTIONS)[:, length:].tolist()
     # A token that ends one row early: rows leave the batch at different steps.
     options = OPTIONS | {"eos_token_id": references[-1][11]}
     drafter = RereadingDrafter(heads, TargetModel(model), references, 190, choices, 0.6)
     custom = partial(run, view, drafter)
     got_BT = model.generate(**read, **options, **more, custom_generate=custom)
-    assert torch.equal(got_BT, model.generate(**read, **options))
+    assert torch.equal(got_BT, reference(model, **read, **options))
     assert drafter.compared > 5 * len(read["input_ids"])
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: TinyLlama) -> Any:
+    return tiny_llama(num_hidden_layers=3).to(DEVICE)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_drafting_reads_what_training_does(
-    tiny_llama: TinyLlama, shape: str, view: str, chunk: int | None
+    model: Any, shape: str, view: str, chunk: int | None
 ) -> None:
-    model = tiny_llama(num_hidden_layers=3).to(DEVICE)
     target = VIEWS[view](model).with_features(SHAPES[shape]["features"])
     more = {"prefill_chunk_size": chunk} if chunk else {}
     reread(model, target, SHAPES[shape], ragged(), **more)
@@ -105,11 +110,9 @@ class Shifted(TargetModel):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("wrong", ["layer", "position"])
-def test_features_of_another_place_are_noticed(
-    tiny_llama: TinyLlama, shape: str, wrong: str
-) -> None:
+def test_features_of_another_place_are_noticed(model: Any, shape: str, wrong: str) -> None:
     """The negative control: what was compared above differs."""
-    model, layers = tiny_llama(num_hidden_layers=3).to(DEVICE), SHAPES[shape]["features"]
+    layers = SHAPES[shape]["features"]
     if wrong == "layer":
         target = TargetModel(model).with_features([(layer + 1) % 3 for layer in layers])
     else:
@@ -119,6 +122,7 @@ def test_features_of_another_place_are_noticed(
 
 
 @pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.usefixtures("untraced")
 def test_several_heads_on_one_target(tiny_llama: TinyLlama, compile: bool) -> None:
     """Each reads its own features, in turns, and so do drafters that read none."""
     target = tiny_llama(num_hidden_layers=3).to(DEVICE)

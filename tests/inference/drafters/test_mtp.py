@@ -111,10 +111,8 @@ def test_rows_of_a_batch_equal_generate(targets: dict[str, TargetModel], kind: s
         assert model.last_stats.tokens_per_step > 1.2
 
 
-def test_rows_that_stay_in_a_compiled_batch(
-    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+@pytest.mark.usefixtures("untraced")
+def test_rows_that_stay_in_a_compiled_batch(targets: dict[str, TargetModel]) -> None:
     target = targets["deepseek_v3"]
     options = {"eos_token_id": int(written(target.model, prompts(3))[1, 30])}
     model = TrainingFreeModel(target, "mtp", compile=True, deterministic=True)

@@ -28,6 +28,7 @@ from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE
 from tests.inference.planted import PlainCausalDrafter, PlantedDrafter
+from tests.inference.reference import reference
 
 VOCAB = 199
 PROMPT = 21
@@ -137,9 +138,9 @@ def decode_planted(
     return got_BT, stats
 
 
-def reference(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+def plain(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
     torch.manual_seed(7)
-    expected_BT: Tensor = model.generate(**inputs, max_new_tokens=NEW, **options)
+    expected_BT: Tensor = reference(model, **inputs, max_new_tokens=NEW, **options)
     return expected_BT
 
 
@@ -160,7 +161,7 @@ def assert_accepted(stats: GenerationStats) -> None:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_equal_to_generate(model: Any, options: dict[str, Any]) -> None:
     inputs = prompts(1)
-    expected_BT = reference(model, inputs, **options)
+    expected_BT = plain(model, inputs, **options)
     got_BT, stats = decode_planted(model, expected_BT, inputs, PlantedDrafter, **options)
     assert torch.equal(got_BT, expected_BT)
     assert stats.tokens == expected_BT.shape[1] - PROMPT
@@ -171,7 +172,7 @@ def test_equal_to_generate(model: Any, options: dict[str, Any]) -> None:
 def test_ragged_batch_equal_to_generate(model: Any, options: dict[str, Any]) -> None:
     """Rows of unequal padding, acceptance and end; each equal to its row of generate()."""
     inputs = prompts(4)
-    expected_BT = reference(model, inputs, **options)
+    expected_BT = plain(model, inputs, **options)
     got_BT, stats = decode_planted(model, expected_BT, inputs, PlantedDrafter, **options)
     assert torch.equal(got_BT, expected_BT)
     assert_accepted(stats)
@@ -184,7 +185,7 @@ def test_equal_to_generate_where_the_device_runs_ahead(
     monkeypatch.setattr(f"{SampleThenMatch.__module__}._runs_ahead", lambda device: True)
     monkeypatch.delattr(SampleThenMatch, "_draw")
     inputs = prompts(batch)
-    expected_BT = reference(model, inputs, **OPTIONS["ends"])
+    expected_BT = plain(model, inputs, **OPTIONS["ends"])
     got_BT, stats = decode_planted(model, expected_BT, inputs, PlantedDrafter, **OPTIONS["ends"])
     assert torch.equal(got_BT, expected_BT)
     assert_accepted(stats)
@@ -193,6 +194,6 @@ def test_equal_to_generate_where_the_device_runs_ahead(
 def test_plain_causal_mask_is_caught(model: Any) -> None:
     """Negative control: siblings that see each other must change the output."""
     inputs = prompts(1)
-    expected_BT = reference(model, inputs, do_sample=False)
+    expected_BT = plain(model, inputs, do_sample=False)
     got_BT, _ = decode_planted(model, expected_BT, inputs, PlainCausalDrafter, do_sample=False)
     assert not torch.equal(got_BT, expected_BT)

@@ -141,8 +141,9 @@ def test_what_is_not_one_graph_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
 def test_states_weigh_like_rows() -> None:
     """A text's states, and the copies of them, count among what caches may hold together."""
     target, expected = tiny_target("lfm2"), written(tiny_target("lfm2").model, prompt(), **SHORT)
-    compiled = CompiledTarget(target.model, Counting())
-    planted(compiled, prompt(), expected, **SHORT)
+    compiled = CompiledTarget(target.model, "eager")
+    with compiled.uncompiled():
+        planted(compiled, prompt(), expected, **SHORT)
     (cache,) = (each for (batch, _), each in compiled._caches.items() if batch == 1)
     assert isinstance(cache, StaticRecurrentCache) and cache.states()
     states = sum(state.nbytes for state in cache.states())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.inference.padded import padded
 from tests.inference.recurrent import repeating, tiny_target, written
 
 PADDING = [0, 3, 5]
+DRAFTERS = ("auto", "suffix", "lookahead", "static:7", "prefix", "block")
 LATE: Any = {"compile": "auto", "compile_backend": "eager"}
 
 
@@ -61,10 +63,32 @@ def heads_for(model: Any, **settings: Any) -> DraftHeads:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("drafter", ["auto", "suffix", "lookahead", "static:7", "prefix", "block"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.usefixtures("untraced")
+def test_a_text_goes_on_in_fixed_shapes(
+    tiny_llama: TinyLlama, steps_by_view: dict[str, int], drafter: str, rows: int
+) -> None:
+    goes_on(tiny_llama, steps_by_view, drafter, rows)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rows"),
+    [
+        ("static:7", 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in product(DRAFTERS, (1, 3))
+            if each != ("static:7", 1)
+        ),
+    ],
+)
 def test_a_text_goes_on_compiled(
     tiny_llama: TinyLlama, steps_by_view: dict[str, int], drafter: str, rows: int
 ) -> None:
+    goes_on(tiny_llama, steps_by_view, drafter, rows)
+
+
+def goes_on(tiny_llama: TinyLlama, steps_by_view: dict[str, int], drafter: str, rows: int) -> None:
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
     given = padded(PADDING[:rows], 8)
     options = {"max_new_tokens": 60, "do_sample": rows == 1, "temperature": 0.5}
@@ -86,8 +110,19 @@ def test_a_text_goes_on_compiled(
 
 
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
-def test_states_go_on_compiled(steps_by_view: dict[str, int]) -> None:
+@pytest.mark.usefixtures("untraced")
+def test_states_go_on_in_fixed_shapes(steps_by_view: dict[str, int]) -> None:
     """What a recurrent target holds of its text moves into the cache of fixed shape."""
+    states_go_on(steps_by_view)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+def test_states_go_on_compiled(steps_by_view: dict[str, int]) -> None:
+    states_go_on(steps_by_view)
+
+
+def states_go_on(steps_by_view: dict[str, int]) -> None:
     target, inputs = tiny_target("lfm2"), repeating()
     drafted = TrainingFreeModel(target.model, "suffix", **LATE)
     expected = written(target.model, inputs)

@@ -19,16 +19,28 @@ from medusa_heads.inference.plan import adaptive as adaptive_plan
 from medusa_heads.trees.tree import TreeShape
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.padded import padded
+from tests.inference.reference import reference
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: TinyLlama) -> Any:
+    return tiny_llama(vocab_size=24).to(DEVICE)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Which layers that model can do without is tried once."""
+    return tmp_path_factory.mktemp("measured")
 
 
 @pytest.fixture(autouse=True)
-def cheap_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def cheap_nodes(monkeypatch: pytest.MonkeyPatch, measured: Path) -> None:
     """A machine on which many nodes pay, as they do not on a model this small."""
     clock = Clock({1: 1.0, 4: 1.02, 8: 1.05, 16: 1.1, 32: 1.3}, learns=False)
     for module in (training_free, adaptive_plan):
         monkeypatch.setattr(module, "target_clock", lambda *_: clock)
     monkeypatch.setattr(ExitClock, "measured", lambda *_: ExitClock(clock, layers=2, first=0.05))
-    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path))
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(measured))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -41,13 +53,12 @@ def cheap_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_equals_generate(tiny_llama: TinyLlama, drafter: str, options: dict[str, Any]) -> None:
-    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+def test_equals_generate(model: Any, drafter: str, options: dict[str, Any]) -> None:
     ids_BT = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]], device=DEVICE)
     drafted = TrainingFreeModel(model, drafter)
     for _ in range(2):  # what is recycled is carried from text to text
         torch.manual_seed(3)
-        expected_BT = model.generate(ids_BT, max_new_tokens=70, **options)
+        expected_BT = reference(model, input_ids=ids_BT, max_new_tokens=70, **options)
         torch.manual_seed(3)
         got_BT: Any = drafted.generate(ids_BT, max_new_tokens=70, **options)
         assert torch.equal(got_BT, expected_BT)
@@ -57,13 +68,12 @@ def test_equals_generate(tiny_llama: TinyLlama, drafter: str, options: dict[str,
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama, drafter: str) -> None:
-    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+def test_rows_of_a_batch_equal_generate(model: Any, drafter: str) -> None:
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
     options |= padded((0, 3, 7, 1, 5), 10) | {"max_new_tokens": 60}
     drafted = TrainingFreeModel(model, drafter)
     got_BT: Any = drafted.generate(**options)
-    assert torch.equal(got_BT, model.generate(**options))
+    assert torch.equal(got_BT, reference(model, **options))
 
 
 def test_recycled_drafts_are_the_latest_successors() -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +26,7 @@ from medusa_heads.inference.regeneration.transformers_backend import (
 )
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
+from tests.killed import dies
 
 SAMPLING = Sampling(max_new_tokens=10, temperature=0.9, seed=3)
 
@@ -171,46 +167,26 @@ def test_lossy_heads_are_refused(target: TargetModel) -> None:
     HeadsBackend(MedusaModel(target, heads, tree="chain", acceptance="coupled"))
 
 
-def test_a_killed_run_goes_on_and_gives_the_same_rows(
-    tiny_llama: TinyLlama, target: TargetModel, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_and_gives_the_same_rows(target: TargetModel, tmp_path: Path) -> None:
     """SIGKILL after the first part; then larger batches, and rows as if nothing had happened."""
-    model = tiny_llama()
-    model.save_pretrained(tmp_path / "target")
-    Dataset.from_dict({"input_ids": prompt_ids(2000)}).save_to_disk(str(tmp_path / "prompts"))
-    script = (
-        "import sys; from datasets import load_from_disk\n"
-        "from medusa_heads.target.target import TargetModel\n"
-        "from medusa_heads.inference.regeneration.regenerate import regenerate\n"
-        "target = TargetModel.from_pretrained(sys.argv[1])\n"
-        "regenerate(target, load_from_disk(sys.argv[2]), max_new_tokens=40, batch_size=16,\n"
-        "           cache_dir=sys.argv[3], progress=False)\n"
-    )
+    prompts = Dataset.from_dict({"input_ids": prompt_ids(400)})
     store = tmp_path / "answers"
-    paths = [str(tmp_path / name) for name in ("target", "prompts", "answers")]
-    process = subprocess.Popen([sys.executable, "-c", script, *paths], cwd=Path.cwd())
-    deadline = time.monotonic() + 120
+    options: dict[str, Any] = {"max_new_tokens": 40, "progress": False}
 
-    def parts() -> list[Path]:  # a part that is being written lies in a hidden folder
-        return [part for part in store.rglob("part-*.arrow") if part.parent.suffix != ".part"]
+    def begin() -> None:
+        regenerate(target, prompts, batch_size=16, cache_dir=store, **options)
 
-    while not parts():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    kept = len(parts())
-    prompts = Dataset.load_from_disk(str(tmp_path / "prompts"))
-    loaded = TargetModel.from_pretrained(str(tmp_path / "target"))
-    options: dict[str, Any] = {"max_new_tokens": 40, "batch_size": 250, "progress": False}
+    assert dies(begin, renames=2)  # the settings and a part are there
+    # A part that is being written lies in a hidden folder.
+    kept = len([part for part in store.rglob("part-*.arrow") if part.parent.suffix != ".part"])
     resumed = answer_dialogues(
-        TransformersBackend(loaded, batch_size=250),
+        TransformersBackend(target, batch_size=200),
         [Dialogue(row, ids) for row, ids in enumerate(prompts["input_ids"])],
         Sampling(40),
         cache_dir=store,
         progress=False,
     )
-    assert kept >= 1 and 0 < resumed.accounting.reused < 2000
+    assert kept >= 1 and 0 < resumed.accounting.reused < 400
     assert resumed.accounting.reused >= 64 * kept
-    whole = regenerate(loaded, prompts, cache_dir=tmp_path / "whole", **options)
+    whole = regenerate(target, prompts, batch_size=200, cache_dir=tmp_path / "whole", **options)
     assert resumed.rows.to_dict() == whole.to_dict()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,12 @@ def references(target: ProofTarget) -> list[Reference]:
     return [Reference(text, target.model) for text in usual(target, "tiny", 0, 32)]
 
 
+@cache
+def another(kind: str) -> tuple[ProofTarget, list[Reference]]:
+    target = random_target(kind, (0.15, 0.15))
+    return target, references(target)
+
+
 def names(made: list[Reference]) -> list[str]:
     return [reference.text.name for reference in made]
 
@@ -84,8 +91,7 @@ def test_every_fault_is_noticed_in_all_texts(
     fault: Fault, target: ProofTarget, made: list[Reference]
 ) -> None:
     if fault.name in OTHERS:
-        target = random_target(OTHERS[fault.name], (0.15, 0.15))
-        made = references(target)
+        target, made = another(OTHERS[fault.name])
     matter = [reference for reference in made if fault.matters(target, reference)]
     assert matter
     assert all(caught(fault, target, reference) for reference in matter)

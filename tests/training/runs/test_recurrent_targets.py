@@ -72,6 +72,7 @@ def test_heads_learn_from_packed_text_of_the_target_and_decode_exactly(
     args = OptimisationArguments(
         output_dir=str(tmp_path),
         max_steps=30,
+        eval_steps=30,
         per_device_train_batch_size=4,
         learning_rate=2e-2,
         training_args={"use_cpu": True, "disable_tqdm": True},

@@ -27,13 +27,21 @@ from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.inference.drafters.extra.thinned import STEPS, drafted, layered, read_state
 from tests.inference.padded import padded
+from tests.inference.reference import reference
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 50, "pad_token_id": 0}
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Which layers a model can do without is tried once."""
+    return tmp_path_factory.mktemp("measured")
+
+
 @pytest.fixture(autouse=True)
-def drafting_pays(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def drafting_pays(monkeypatch: pytest.MonkeyPatch, measured: Path) -> None:
     """A machine on which drafting pays, as it does not on a model this small."""
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(measured))
     clock = Clock(STEPS, learns=False)
     exits = ExitClock(clock, layers=5, first=0.05)
     monkeypatch.setattr(ExitClock, "measured", lambda *_: exits)
@@ -64,7 +72,7 @@ def test_first_layers_draft_what_they_would_write_alone(model: Any) -> None:
 
 def test_all_layers_draft_the_text_itself(model: Any) -> None:
     given = inputs(3)
-    expected_BT = model.generate(**given, do_sample=False, max_new_tokens=6, pad_token_id=0)
+    expected_BT = reference(model, **given, do_sample=False, max_new_tokens=6, pad_token_id=0)
     target = TargetModel(model)
     state = read_state(target, given["input_ids"], given["attention_mask"])
     levels = drafted(target, state, [], 6)
@@ -101,7 +109,7 @@ def test_equals_generate(model: Any, drafter: str, options: dict[str, Any]) -> N
     given = inputs(1)
     drafting = TrainingFreeModel(model, drafter)
     torch.manual_seed(3)
-    expected_BT = model.generate(**given, max_new_tokens=70, **options)
+    expected_BT = reference(model, **given, max_new_tokens=70, **options)
     torch.manual_seed(3)
     got_BT: Any = drafting.generate(**given, max_new_tokens=70, **options)
     assert torch.equal(got_BT, expected_BT)
@@ -111,7 +119,7 @@ def test_equals_generate(model: Any, drafter: str, options: dict[str, Any]) -> N
 def test_rows_of_a_batch_equal_generate(model: Any) -> None:
     given = inputs(4)
     options = GREEDY | {"eos_token_id": 2}
-    expected_BT = model.generate(**given, **options)
+    expected_BT = reference(model, **given, **options)
     for drafter in ("early_exit", "early_exit:2", "early_exit:2+suffix"):
         drafting = TrainingFreeModel(model, drafter)
         got_BT: Any = drafting.generate(**given, **options)
@@ -134,7 +142,7 @@ def test_a_cache_that_is_not_left_as_it_was_is_caught(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = inputs(1)
-    expected_BT = model.generate(**given, **GREEDY)
+    expected_BT = reference(model, **given, **GREEDY)
     got_BT: Any = TrainingFreeModel(model, "early_exit:2").generate(**given, **GREEDY)
     assert torch.equal(got_BT, expected_BT)
     monkeypatch.setattr(early_exit, "ThinnedTarget", Leaking)

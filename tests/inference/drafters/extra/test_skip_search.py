@@ -69,7 +69,8 @@ def test_damaged_files_are_measured_anew(
     model: Any, cache: Path, damage: str, within: bool
 ) -> None:
     target = TargetModel(model)
-    measured = skip_sets(target, LayerStack(target))
+    text_BT = torch.randint(3, 24, (2, 16), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    measured = skip_sets(target, LayerStack(target), text_BT)
     (kept,) = (cache / "skip_sets").iterdir()
     whole = kept.read_text(encoding="utf-8")
     if within:  # the rest of the file is as it was
@@ -77,7 +78,7 @@ def test_damaged_files_are_measured_anew(
         stored["values"]["sets"] = json.loads(damage or "0")
         damage = json.dumps(stored)
     kept.write_text(damage, encoding="utf-8")
-    assert skip_sets(target, LayerStack(target)) == measured
+    assert skip_sets(target, LayerStack(target), text_BT) == measured
     assert kept.read_text(encoding="utf-8") == whole
 
 

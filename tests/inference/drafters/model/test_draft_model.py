@@ -18,6 +18,7 @@ from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.reference import reference
 
 VOCAB = 199
 PROMPT = 21
@@ -70,8 +71,7 @@ def generate(
 
 def plain(target: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
     torch.manual_seed(7)
-    expected_BT: Tensor = target.generate(**inputs, max_new_tokens=NEW, **options)
-    return expected_BT
+    return reference(target, **inputs, max_new_tokens=NEW, **options)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
