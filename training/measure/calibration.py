@@ -9,6 +9,7 @@ Source: Guo et al. 2017, "On calibration of modern neural networks", arXiv:1706.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -126,7 +127,7 @@ def _positions(
     text: Dataset,
     *,
     every: int = 1,
-    enough: int | None = None,
+    enough: float = math.inf,
     watch: Watch = iter,
 ) -> _Positions:
     starts = range(0, len(text), _BATCH)
@@ -138,8 +139,7 @@ def _positions(
         start_R = torch.full_like(rows.positions_R, chosen.start)
         found = _Positions(hidden_RD, rows.tokens_RK, rows.labels_RK, start_R, rows.positions_R)
         parts.append(found.part(taken_R))
-        beyond = chosen.stop >= _ROWS and enough is not None
-        if beyond and sum(len(part.start_S) for part in parts) >= enough:
+        if chosen.stop >= _ROWS and sum(len(part.start_S) for part in parts) >= enough:
             break
     return _Positions(*map(torch.cat, zip(*parts, strict=True)))
 

@@ -37,7 +37,8 @@ OTHER_FSDP = {
     "FSDP_RESHARD_AFTER_FORWARD": "false",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
-answered = hashed = 0
+answered = 0
+hashed: set[str] = set()  # the runs in which this process hashed weights
 report.draw_plots = lambda *_: []  # as in the process that compares
 
 
@@ -52,10 +53,9 @@ def run() -> None:
 
     hash_tensor = fingerprint._hash_tensor
 
-    def counted_too(*args: Any) -> None:
-        global hashed
-        hashed += 1
-        hash_tensor(*args)
+    def counted_too(digest: Any, tensor: Any) -> None:
+        hashed.add(name)
+        hash_tensor(digest, tensor)
 
     TransformersBackend.answer = counted  # type: ignore[method-assign, assignment]
     fingerprint._hash_tensor = counted_too
@@ -69,7 +69,7 @@ def run() -> None:
         for changed in OTHER_FSDP:
             os.environ.pop(changed, None)
             os.environ.update({changed: before[changed]} if changed in before else {})
-    counts = {"answered": answered, "hashed": hashed}
+    counts = {"answered": answered, "hashed": sorted(hashed)}
     (OUTPUT / f"counts-{os.environ['RANK']}.json").write_text(json.dumps(counts))
 
 
