@@ -153,7 +153,7 @@ def draft_metrics(figures_BT3: Tensor) -> dict[str, float]:
     acceptance, agreement, _ = figures_BT3[known_BT].double().mean(dim=0).tolist()
     figures = {"acceptance": acceptance, "agreement": agreement}
     # Rank 0 is the draft's likeliest token; a chain of n is a tree of nothing but such ranks.
-    ranks_BT = torch.where(known_BT, 1 - figures_BT3[..., 2], IGNORED).long()
+    ranks_BT = torch.where(known_BT, 1 - figures_BT3[..., 2], IGNORED).to(torch.int8)
     padded_BT = F.pad(ranks_BT, (0, CHAINS[-1] - 1), value=IGNORED)
     ranks_BTK = padded_BT.unfold(1, CHAINS[-1], 1)
     for length in CHAINS:
