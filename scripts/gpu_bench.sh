@@ -65,9 +65,10 @@ measure() {
 if command -v nvidia-smi >/dev/null; then nvidia-smi >"$OUT/nvidia-smi.txt"; fi
 
 ours=(heads:auto heads:static:15 suffix recycling auto)
-# In fp32 rounding tips no choice: every text must be generate()'s own.
+# In fp32 rounding tips no choice: every text must be generate()'s own, sampled by its own stream.
+same=("${ours[@]/%/+stream}" heads:dynamic:16+stream lookahead+stream)
 measure lossless 75 --shape own --dtype float32 --decodings greedy sampled --must_be_identical \
-    --methods "${ours[@]}" heads:dynamic:16 lookahead
+    --methods "${same[@]}"
 measure lossless-batch 45 --shape own --dtype float32 --batch_sizes 8 --must_be_identical \
     --methods "${ours[@]}" heads:dynamic:16 lookahead
 # shellcheck disable=SC2086

@@ -7,7 +7,6 @@ from typing import Any
 from transformers import LogitsProcessorList
 
 from medusa_heads.inference.acceptance.base import AcceptanceRule
-from medusa_heads.inference.acceptance.coupled import Coupled
 from medusa_heads.inference.acceptance.lossless import SampleThenMatch
 from medusa_heads.inference.acceptance.rejection import RejectionSampling
 from medusa_heads.inference.acceptance.relaxed import (
@@ -19,7 +18,6 @@ from medusa_heads.inference.acceptance.relaxed import (
 __all__ = [
     "RULES",
     "AcceptanceRule",
-    "Coupled",
     "RejectionSampling",
     "SampleThenMatch",
     "make_rule",
@@ -27,7 +25,6 @@ __all__ = [
 
 RULES: dict[str, type[Any]] = {
     "lossless": RejectionSampling,
-    "coupled": Coupled,
     "typical": TypicalAcceptance,
     "threshold": ThresholdAcceptance,
     "log_ratio": LogRatioAcceptance,
@@ -40,7 +37,7 @@ def make_rule(
     """The rule of that name.
 
     Args:
-        name: `lossless`, `coupled`, or one of the lossy `typical`, `threshold`, `log_ratio`.
+        name: `lossless`, or one of the lossy `typical`, `threshold`, `log_ratio`.
         processors: transformers' logits processors and warpers.
         do_sample: draw, rather than take the most likely token.
         settings: of the rule: `epsilon` and `delta`, `threshold`, or `tau`.

@@ -18,6 +18,7 @@ from medusa_heads.inference.acceptance.base import (
     look_at_scores_alone,
     row_processors,
 )
+from medusa_heads.inference.engine.noise import NO_TOKEN, Noise
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.trees.tree import TokenTree
 
@@ -25,11 +26,14 @@ from medusa_heads.trees.tree import TokenTree
 class SampleThenMatch:
     """The exact rule for drafts chosen deterministically.
 
-    At each node the target's own next token is drawn from its own (processed) distribution, exactly
-    as generate() draws it; a child that carries this token is descended to, otherwise the token is
-    the bonus. Whatever was drafted, every committed token so comes from the target, in order, with
-    the random numbers that generate() would have used: same seed, same tokens (of a batch, as long
-    as its rows keep in step). Greedy is the same walk with argmax.
+    At each node the target's own next token is drawn from its own (processed) distribution; a child
+    that carries this token is descended to, otherwise the token is the bonus. Whatever was drafted,
+    every committed token so comes from the target, in order. Greedy is the same walk with argmax.
+
+    Tokens are drawn by keyed noise, where `noise` is set: drafters then know what is about to be
+    drawn, and a seed's text depends on the target and its prompt alone, not on drafts, trees, other
+    rows, or padding. Else they are drawn with the random numbers that generate() would have used:
+    same seed, same tokens (of a batch, as long as its rows keep in step).
 
     All rows walk their trees side by side, a node each at a time, and are drawn for at once: the
     host waits for the device once a level, however large the batch.
@@ -38,6 +42,7 @@ class SampleThenMatch:
 
     lossless = True
     settings: ClassVar[Settings] = {}
+    noise: Noise | None = None
 
     def __init__(self, processors: LogitsProcessorList, do_sample: bool) -> None:
         self._processors = processors
@@ -90,12 +95,20 @@ class SampleThenMatch:
             scores_WV = torch.cat(
                 [self._scores(logits_BNV[b], rows[b], node) for b, node in places]
             )
-        return self._pick(scores_WV, [rows[b] for b in walking]).tolist()
+        drawn: list[int] = self._pick(scores_WV, [rows[b] for b in walking]).tolist()
+        if NO_TOKEN in drawn:  # as multinomial refuses them
+            raise ValueError(
+                "the processed scores of a next token are no distribution: each is -inf, or some "
+                "are inf or nan"
+            )
+        return drawn
 
     def _pick(self, scores_WV: Tensor, rows: Sequence[Row]) -> Tensor:
         """The next token [W] of each of these rows, by its processed scores."""
         if not self._do_sample:
             return scores_WV.argmax(dim=-1)
+        if self.noise is not None:
+            return self.noise.draw(rows, scores_WV)
         probs_WV = torch.softmax(scores_WV, dim=-1)
         return torch.multinomial(probs_WV, num_samples=1)[:, 0]
 

@@ -31,11 +31,12 @@ class RejectionSampling(SampleThenMatch):
     differ, so the second was drawn from q without the first one's token, and so on.
 
     Committed text follows the target's distribution, but not generate()'s random numbers: the same
-    seed gives other text of the same law.
+    seed gives other text of the same law. By keyed noise nothing is rejected: what it draws it
+    draws whatever was drafted, and so drafters choose what it is about to draw.
     """
 
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
-        if not self._do_sample or not tree.drawn_from:
+        if not self._do_sample or self.noise is not None or not tree.drawn_from:
             return super().__call__(tree, logits_BNV, rows)
         tokens, parents = torch.stack([tree.tokens_BN, tree.parents_BN]).tolist()
         return [

@@ -8,7 +8,7 @@ heads, heads:TREE           the checkpoint's heads; trees as in plan/trees.py
 draft-model, draft-model:TREE   the draft models on this engine; trees as in plan/draft.py
 and the names in models/training_free.py, of drafters that no training made
 One of the last three kinds with +compile behind it: verified through torch.compile
-with +coupled, before that: tokens are drawn by noise that drafters know
+with +stream, before that: tokens are drawn by transformers' own random stream
 heads or a drafter with +corpus, before both: continues the corpus that was given, too
 """
 
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary
 from medusa_heads.inference.bench.timed_run import Method
+from medusa_heads.inference.engine.noise import Rng
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.inference.models.drafted import DraftedModel
@@ -39,8 +40,8 @@ ASSISTED = "transformers-assisted"
 HEADS = "heads"
 DRAFT_MODEL = "draft-model"
 COMPILE = "+compile"  # behind the name of a method of this engine
-COUPLED = "+coupled"  # likewise, and before +compile
-CORPUS = "+corpus"  # likewise, and before +coupled
+STREAM = "+stream"  # likewise, and before +compile
+CORPUS = "+corpus"  # likewise, and before +stream
 # The draft length that transformers' documentation uses for prompt lookup.
 PROMPT_LOOKUP_TOKENS = 10
 
@@ -67,7 +68,7 @@ class _Parts(NamedTuple):
     kind: str
     tree: str
     corpus: bool
-    acceptance: str
+    rng: Rng
     compiled: bool
 
     @property
@@ -80,11 +81,11 @@ class _Parts(NamedTuple):
 
 def _parts(name: str) -> _Parts:
     drawn = name.removesuffix(COMPILE)
-    drafter = drawn.removesuffix(COUPLED)
+    drafter = drawn.removesuffix(STREAM)
     drafts = drafter.removesuffix(CORPUS)
     kind, _, tree = drafts.partition(":")
-    acceptance = "lossless" if drafter == drawn else "coupled"
-    return _Parts(drafts, kind, tree, drafts != drafter, acceptance, drawn != name)
+    rng: Rng = "keyed" if drafter == drawn else "transformers"
+    return _Parts(drafts, kind, tree, drafts != drafter, rng, drawn != name)
 
 
 def needs_heads(methods: Sequence[str]) -> bool:
@@ -144,9 +145,9 @@ def _checked(name: str) -> _Parts:
     if parts.compiled and parts.drafts in _PLAINLY:
         instead = f"measure {COMPILED!r}" if parts.drafts == PLAIN else f"leave {COMPILE!r} out"
         raise ValueError(f"only methods of this engine are compiled, got {name!r}: {instead}")
-    if parts.acceptance == "coupled" and parts.drafts in _PLAINLY:
+    if parts.rng == "transformers" and parts.drafts in _PLAINLY:
         raise ValueError(
-            f"only methods of this engine draw by known noise, got {name!r}: leave {COUPLED!r} out"
+            f"only methods of this engine draw in another way, got {name!r}: leave {STREAM!r} out"
         )
     if parts.compiled and parts.kind.startswith("early_exit"):
         raise ValueError(
@@ -169,10 +170,9 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
     model: AssistedModel
     if parts.kind in _TREED:
         tree = parts.tree or "auto"
-        options = {"acceptance": parts.acceptance}
-        model = _TREED[parts.kind](models, target, tree, corpus, options)
+        model = _TREED[parts.kind](models, target, tree, corpus, parts.rng)
     else:
-        model = TrainingFreeModel(target, parts.drafts, corpus=corpus, acceptance=parts.acceptance)
+        model = TrainingFreeModel(target, parts.drafts, corpus=corpus, rng=parts.rng)
     return Method(
         name,
         model.generate,
@@ -208,15 +208,15 @@ _PLAINLY: dict[str, Callable[[Models, int], dict[str, Any]]] = {
 }
 # What decodes with trees of the kinds of this engine; every other name is TrainingFreeModel's.
 _TREED: dict[str, Callable[..., AssistedModel]] = {
-    HEADS: lambda models, target, tree, corpus, options: MedusaModel(
+    HEADS: lambda models, target, tree, corpus, rng: MedusaModel(
         target,
         models.medusa.heads,
         statistics=models.medusa.statistics,
         tree=tree,
         corpus=corpus,
-        **options,
+        rng=rng,
     ),
-    DRAFT_MODEL: lambda models, target, tree, _, options: DraftedModel(
-        target, models.drafts, tree=tree, **options
+    DRAFT_MODEL: lambda models, target, tree, _, rng: DraftedModel(
+        target, models.drafts, tree=tree, rng=rng
     ),
 }

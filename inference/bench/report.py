@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import replace_file, replace_json
+from medusa_heads.inference.bench.methods import STREAM
 from medusa_heads.inference.bench.plots import draw, setting_title, where_measured
 from medusa_heads.tables import Rows, formatted, in_markdown, on_screen
 from medusa_heads.trees.statistics import HeadStatistics
@@ -68,8 +69,16 @@ def _category_rows(setting: Mapping[str, Any]) -> Rows | None:
 def _remarks(setting: Mapping[str, Any]) -> list[str]:
     """What was asked for and did not run, with the reason, and how the table is to be read."""
     lines = [f"{name} left out: {why}" for name, why in setting.get("left_out", {}).items()]
-    if setting["name"] == "sampled" and setting.get("batch_size", 1) > 1:
-        lines.append("Rows of a batch draw from one stream: the order of steps makes the text.")
+    if setting["name"] != "sampled":
+        return lines
+    drafting = [method["name"] for method in setting["methods"] if "accepted_by_depth" in method]
+    if any(STREAM not in name for name in drafting):
+        lines.append(
+            "Drafts know what draws here, which is not plain decoding's random stream: other texts "
+            f"of the same law. NAME{STREAM} draws from that stream."
+        )
+    if setting.get("batch_size", 1) > 1:
+        lines.append("Rows of a batch share that stream: the order of steps makes the text.")
     return lines
 
 

@@ -10,7 +10,13 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from medusa_heads.inference.bench.methods import HEADS, PLAIN, PLAIN_METHODS, PROMPT_LOOKUP
+from medusa_heads.inference.bench.methods import (
+    HEADS,
+    PLAIN,
+    PLAIN_METHODS,
+    PROMPT_LOOKUP,
+    STREAM,
+)
 from medusa_heads.inference.bench.prompts import Prompt, batches_of
 from medusa_heads.inference.bench.timed_run import (
     WARM_UP_TOKENS,
@@ -37,15 +43,16 @@ class Setting:
 def default_settings(dtypes: Sequence[str] = ("float32",)) -> list[Setting]:
     """Greedy and sampled in each dtype.
 
-    In fp32, where rounding cannot tip a choice, the output of the heads must be plain decoding's:
-    behind another dtype there the proof counts, and prompt lookup is not timed once more.
+    In fp32, where rounding cannot tip a choice, the output of the heads must be plain decoding's
+    (sampled, by its random stream): behind another dtype there the proof counts, and prompt lookup
+    is not timed once more.
     """
-    proof = {"float32": (PLAIN, HEADS)} if len(dtypes) > 1 else {}
-    return [
-        Setting(name, dtype, proof.get(dtype, Setting.methods))
-        for dtype in dict.fromkeys(dtypes)
-        for name in ("greedy", "sampled")
-    ]
+    found = []
+    for dtype in dict.fromkeys(dtypes):
+        for name, same in (("greedy", HEADS), ("sampled", HEADS + STREAM)):
+            proves = dtype == "float32" and len(dtypes) > 1
+            found.append(Setting(name, dtype, (PLAIN, same) if proves else Setting.methods))
+    return found
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.dynamic_tree import Ranking
 
-_LOOKED_AT = 64  # tokens of a head whose noise is made
+LOOKED_AT = 64  # tokens whose noise is made, of a head or behind a node
 # What a draft says of a token differs from what the target says, so the largest sum of score and
 # noise is not certain to be drawn. Fitted on held-out text of the demo's target.
 _SHARPNESS = 0.7
-_LEAST = -60.0  # log-probability of what cannot be drawn
+LEAST = -60.0  # log-probability of what cannot be drawn
 
 
 def as_drawn(ranking: Ranking, state: DecodingState) -> Ranking:
@@ -36,7 +36,7 @@ def as_drawn(ranking: Ranking, state: DecodingState) -> Ranking:
 def drawn_chances(scores: Tensor, noise: Tensor) -> Tensor:
     """How likely each token is to be drawn (..., C), as log-probabilities, where a drafter gives it
     these scores and this is its noise."""
-    return (_SHARPNESS * (scores + noise)).log_softmax(dim=-1).clamp_min(_LEAST)
+    return (_SHARPNESS * (scores + noise)).log_softmax(dim=-1).clamp_min(LEAST)
 
 
 def chances_drawn(
@@ -70,7 +70,7 @@ class Coupling:
     ) -> tuple[Tensor, Tensor]:
         """Token ids and log-probabilities [B, F, R], best first. `ahead` is as for Noise, and
         `tokens_of` gives the tokens that places among the C stand for."""
-        most = max(num_ranks, min(_LOOKED_AT, logits_BFC.shape[2]))
+        most = max(num_ranks, min(LOOKED_AT, logits_BFC.shape[2]))
         logits_BFL, ids_BFL = logits_BFC.float().topk(most, dim=-1)
         tokens_BFL = tokens_of(ids_BFL)
         flat: Any = logits_BFL.flatten(0, 1)

@@ -101,7 +101,7 @@ class Source(ABC):
 
 def by_drawing(make: Callable[[], _Of]) -> dict[Drawing, _Of]:
     """What is known of tokens that come about in each way."""
-    return {"greedy": make(), "drawn": make(), "coupled": make()}
+    return {"greedy": make(), "drawn": make(), "keyed": make()}
 
 
 def grow(

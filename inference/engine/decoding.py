@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from medusa_heads.inference.acceptance import AcceptanceRule, Coupled, make_rule
+from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch, make_rule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability, check_batch
 from medusa_heads.inference.engine.exchange import Exchange
-from medusa_heads.inference.engine.noise import Noise
+from medusa_heads.inference.engine.noise import Noise, Rng
 from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
@@ -47,6 +47,7 @@ def decode(
     streamer: Any = None,
     acceptance: str = "lossless",
     acceptance_settings: Mapping[str, float] | None = None,
+    rng: Rng = "keyed",
     stats: GenerationStats | None = None,
     exchange: Exchange | None = None,
     **model_kwargs: Any,
@@ -90,9 +91,9 @@ def decode(
         last_hidden = capturing.enter_context(target.capture_hidden())
         with stats.phase("prefill"):
             state.warpers = logits_processor if do_sample else None
-            if do_sample and isinstance(rule, Coupled):
-                # Drawn once a call, so that the next call with it draws anew.
-                seed = int(torch.randint(1 << 62, ()))
+            if do_sample and rng == "keyed" and isinstance(rule, SampleThenMatch):
+                # Drawn once a call, so that the next call draws anew.
+                seed = int(torch.randint(1 << 62, (), device="cpu"))
                 state.noise = rule.noise = Noise(seed, rows, padding)
             reading: AbstractContextManager[list[Tensor]] = nullcontext([])
             if drafter.reads_prompt:

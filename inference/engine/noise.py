@@ -1,6 +1,6 @@
 """Noise that is known before it is used: of every token at every place of a text, from a counter.
 
-Shapes: B rows, F paths, C tokens.
+Shapes: B rows, F paths, C tokens, V vocabulary.
 Sources: drawing as the argmax of log-probabilities and Gumbel noise, so that who drafts may know
 the noise (Daliri et al. 2024, arXiv:2408.07978, section 3); random numbers by counting (Salmon et
 al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), with the mixing function of SplitMix64
@@ -12,17 +12,24 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from medusa_heads.inference.engine.rows import Row
 
+# What draws the target's tokens: noise with a key, or torch's stream as generate() reads it.
+Rng = Literal["keyed", "transformers"]
+RNGS: tuple[Rng, ...] = get_args(Rng)
+NO_TOKEN = -1
 _WORD = 1 << 64
 _STRIDE = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 _BITS = 53  # of a word that make a number
 _FRACTION = 2.0**-_BITS
+_AT_ONCE = 1 << 15  # tokens on a CPU, whose cache holds as many
+_FEW = 64  # tokens that are looked at alone, where no other can be drawn
 
 # Of a token so far behind the next one: its draw of the exponential law, of which noise is minus
 # the logarithm. The token with the smallest draw over probability is drawn.
@@ -55,24 +62,30 @@ class Noise:
         """Of tokens of each row, [B, F, C] in fp32: of all F at one place, `ahead` [1] tokens
         behind the next of the row, or of each of them at its own, `ahead` [F]."""
         keys = [(self._keys[row.index], len(row.tokens)) for row in rows]
-        places = [[_place(key, next_one + far) for far in ahead] for key, next_one in keys]
-        words_BFC = torch.tensor(places, device=tokens_BFC.device)[..., None]
-        words_BFC = words_BFC + (tokens_BFC + 1) * _signed(_STRIDE)
-        for shift, factor in _MIX:
-            # A shift to the right brings copies of the sign along.
-            shifted_BFC = (words_BFC >> shift) & ((1 << (64 - shift)) - 1)
-            words_BFC = (words_BFC ^ shifted_BFC) * _signed(factor)
-        bits_BFC = (words_BFC >> (64 - _BITS)) & ((1 << _BITS) - 1)
-        # Small numbers, which decide, keep all their digits in fp32; 1 itself would be infinity.
-        uniform_BFC = ((bits_BFC.float() + 0.5) * _FRACTION).clamp_max(1 - 2.0**-24)
-        return -(-torch.log1p(-uniform_BFC)).log()
+        places = [[[_signed(_place(key, at + far))] for far in ahead] for key, at in keys]
+        places_BF1 = torch.tensor(places, device=tokens_BFC.device)
+        if tokens_BFC.shape[2] <= _AT_ONCE or tokens_BFC.device.type != "cpu":
+            return _gumbel(places_BF1, tokens_BFC)
+        pieces = tokens_BFC.split(_AT_ONCE, dim=2)
+        return torch.cat([_gumbel(places_BF1, piece) for piece in pieces], dim=2)
+
+    def draw(self, rows: Sequence[Row], scores_BV: Tensor) -> Tensor:
+        """The next token [B] of each row: that with the largest sum of processed score, in fp32,
+        and noise, which has the law of the scores; NO_TOKEN where they are no distribution."""
+        scores_BC, tokens_BC = _possible(scores_BV)
+        # Near 0, where noise that is added keeps its digits however large the scores are. What
+        # is no distribution has nan here.
+        near_0_BC = scores_BC - scores_BC.amax(dim=-1, keepdim=True)
+        noisy_BC = self.of(rows, [0], tokens_BC[:, None])[:, 0].add_(near_0_BC)
+        most_B1, places_B1 = noisy_BC.max(dim=-1, keepdim=True)
+        return tokens_BC.gather(1, places_B1).where(most_B1 == most_B1, NO_TOKEN)[:, 0]
 
     def luck(self, row: Row) -> Luck:
         """Behind the row as it stands now, also once it is longer: token by token, on the host."""
         key, next_one = self._keys[row.index], len(row.tokens)
 
         def of(ahead: int, token: int) -> float:
-            word = _mixed((_place(key, next_one + ahead) + (token + 1) * _STRIDE) % _WORD)
+            word = _mixed((_place(key, next_one + ahead) + token * _STRIDE) % _WORD)
             return -math.log1p(-((word >> (64 - _BITS)) + 0.5) * _FRACTION)
 
         return of
@@ -85,7 +98,41 @@ def chance_drawn(chance: float, luck: float) -> float:
 
 
 def _place(key: int, place: int) -> int:
-    return _signed(_mixed((key + place * _STRIDE) % _WORD))
+    """What a place's tokens are counted from."""
+    return (_mixed((key + place * _STRIDE) % _WORD) + _STRIDE) % _WORD
+
+
+def _gumbel(places_BF1: Tensor, tokens_BFC: Tensor) -> Tensor:
+    words_BFC = torch.add(places_BF1, tokens_BFC, alpha=_signed(_STRIDE))
+    # All in place: of many tokens, to ask for memory takes longer than to count.
+    shifted_BFC = torch.empty_like(words_BFC)
+    for shift, factor in _MIX:
+        words_BFC ^= _to_the_right(words_BFC, shift, shifted_BFC)
+        if factor != 1:
+            words_BFC *= _signed(factor)
+    below_0_BFC = _to_the_right(words_BFC, 64 - _BITS, shifted_BFC).float()
+    # Small numbers, which decide, keep all their digits in fp32; -1 itself would be infinity.
+    below_0_BFC.add_(0.5).mul_(-_FRACTION).clamp_min_(2.0**-24 - 1)
+    return below_0_BFC.log1p_().neg_().log_().neg_()
+
+
+def _possible(scores_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores [B, C] of all tokens that can be drawn, and these tokens."""
+    # Elsewhere than on a CPU a look at them takes longer than to draw.
+    many = scores_BV.device.type == "cpu" and scores_BV.shape[1] > _FEW
+    if many and scores_BV.amin() == -torch.inf:
+        scores_BC, tokens_BC = scores_BV.topk(_FEW, dim=-1)
+        if scores_BC[:, -1].amax() == -torch.inf:
+            return scores_BC, tokens_BC
+    tokens_V = torch.arange(scores_BV.shape[1], device=scores_BV.device)
+    return scores_BV, tokens_V.expand_as(scores_BV)
+
+
+def _to_the_right(words: Tensor, bits: int, shifted: Tensor) -> Tensor:
+    """The words moved by so many bits, in `shifted`."""
+    torch.bitwise_right_shift(words, bits, out=shifted)
+    shifted &= (1 << (64 - bits)) - 1  # else copies of the sign come along
+    return shifted
 
 
 def _mixed(word: int) -> int:

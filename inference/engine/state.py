@@ -25,9 +25,9 @@ from medusa_heads.target.cache import RowCache
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 
-# How the target's tokens come about: the likeliest are taken, or they are drawn, or drawn by noise
-# that drafters know.
-Drawing = Literal["greedy", "drawn", "coupled"]
+# How the target's tokens come about: the likeliest are taken, or they are drawn, or drawn by keyed
+# noise, which drafters know.
+Drawing = Literal["greedy", "drawn", "keyed"]
 
 if TYPE_CHECKING:  # which read the state
     from medusa_heads.inference.drafters.base import Drafter
@@ -78,7 +78,7 @@ class DecodingState:
         """How the target's tokens come about."""
         if self.warpers is None:
             return "greedy"
-        return "drawn" if self.noise is None else "coupled"
+        return "drawn" if self.noise is None else "keyed"
 
     @property
     def again(self) -> int:

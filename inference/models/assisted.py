@@ -23,6 +23,7 @@ from medusa_heads.inference.acceptance import RULES, make_rule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.decoding import decode
+from medusa_heads.inference.engine.noise import RNGS, Rng
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.models.late_compiling import LateCompiling
 from medusa_heads.target.compiled import CompiledTarget
@@ -38,6 +39,7 @@ class EngineOptions(TypedDict, total=False):
 
     acceptance: str
     acceptance_settings: Mapping[str, float] | None
+    rng: Rng
     compile: bool | Literal["auto"]
     compile_backend: str | Callable[..., Any]
 
@@ -48,9 +50,11 @@ class AssistedModel(ABC):
     Args:
         target: the causal LM. It is not changed.
         features: layers of it that the drafter reads beside its last hidden state.
-        acceptance: `"lossless"`; `"coupled"`, as exact, by noise that drafters know; or a lossy
-            rule: `"typical"`, `"threshold"` or `"log_ratio"`.
+        acceptance: `"lossless"`, or a lossy rule: `"typical"`, `"threshold"` or `"log_ratio"`.
         acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
+        rng: what draws sampled tokens under lossless acceptance: `"keyed"`, noise that drafters
+            know, by which a seed's text is the same whatever is drafted and in every batch; or
+            `"transformers"`, the random stream of generate(), by which it is the text of that.
         compile: run the target through torch.compile. The first text takes longer. `"auto"`
             compiles in the middle of the text in which it has come to pay, if ever.
         compile_backend: of torch.compile.
@@ -73,11 +77,14 @@ class AssistedModel(ABC):
         *,
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
+        rng: Rng = "keyed",
         compile: bool | Literal["auto"] = False,
         compile_backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         if compile not in (False, True, "auto"):
             raise ValueError(f"compile must be True, False or 'auto', got {compile!r}")
+        if rng not in RNGS:
+            raise ValueError(f"rng must be one of {list(RNGS)}, got {rng!r}")
         target = target if isinstance(target, TargetModel) else TargetModel(target)
         self.target = target.with_features(features)
         self._late: LateCompiling | None = None
@@ -98,7 +105,7 @@ class AssistedModel(ABC):
             )
         self._lock = Lock()
         self._chain_only = capability(self.target) != "tree"
-        self.acceptance = acceptance
+        self.acceptance, self.rng = acceptance, rng
         self.acceptance_settings = dict(acceptance_settings or {})
         make_rule(acceptance, LogitsProcessorList(), False, **self.acceptance_settings)
         self.last_stats = GenerationStats()
@@ -212,6 +219,7 @@ class AssistedModel(ABC):
                 streamer=streamer,
                 acceptance=self.acceptance,
                 acceptance_settings=self.acceptance_settings,
+                rng=self.rng,
                 stats=self.last_stats,
                 exchange=None if self._late is None else self._late.of_text(drafter),
                 **model_kwargs,

@@ -42,7 +42,7 @@ class DraftedModel(AssistedModel):
         draft_tokenizer: of the draft model, or of each; by default it is looked for where that came
             from, as is the target's.
         target_tokenizer: of the target.
-        options: `acceptance`, `acceptance_settings`, `compile`, `compile_backend`: see
+        options: `acceptance`, `acceptance_settings`, `rng`, `compile`, `compile_backend`: see
             AssistedModel.
 
     `plan/draft.py` says what the words for trees mean. Draft models are put into evaluation mode;

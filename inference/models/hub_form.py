@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # heavy to import
 
 # Arguments of generate() that say where and how transformers finds the repository.
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
-_OPTIONS = ("tree", "acceptance", "acceptance_settings")
+_OPTIONS = ("tree", "acceptance", "acceptance_settings", "rng")
 
 
 def custom_generate(
@@ -41,9 +41,9 @@ def custom_generate(
     Args:
         model: the model whose generate() was called.
         heads: folder or repository of the heads; by default the one given as `custom_generate`.
-        arguments: of generate() as the user gave them; `tree`, `acceptance` and
-            `acceptance_settings` are MedusaModel's, `revision`, `token` and their like are of the
-            repository.
+        arguments: of generate() as the user gave them; `tree`, `acceptance`,
+            `acceptance_settings` and `rng` are MedusaModel's, `revision`, `token` and their like
+            are of the repository.
 
     Raises:
         ValueError: heads missing, damaged or another model's, or an option tree decoding cannot

@@ -54,7 +54,7 @@ class TrainingFreeModel(AssistedModel):
         trust_remote_code: let the tokenizer that reads the corpus run code of its own.
         modules: folder in which modules were trained for the target, which then draft in place of
             its own: of `"mtp"`.
-        options: `acceptance`, `acceptance_settings`, `compile`, `compile_backend`: see
+        options: `acceptance`, `acceptance_settings`, `rng`, `compile`, `compile_backend`: see
             AssistedModel.
 
     `"suffix"` drafts what followed where the text last ended as it does now; `"recycling"` what the

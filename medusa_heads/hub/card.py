@@ -177,7 +177,8 @@ def _speed(report: Mapping[str, Any] | None) -> list[str]:
         f"{first['prompts']} prompts, {first['new_tokens']} new tokens each, medians.",
         in_markdown((columns, rows)),
         "In bfloat16 one forward of several tokens rounds unlike several of one, so that near ties "
-        "may fall the other way, as in any assisted decoding.",
+        "may fall the other way, as in any assisted decoding. Sampled, drafts know the noise that "
+        "draws: other text of the same distribution, but for methods `+stream`.",
     ]
 
 

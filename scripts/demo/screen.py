@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from scripts.demo.plan import Plan, in_words
-from scripts.demo.recipe import ALONE, COPYING, TOGETHER, Recipe
+from scripts.demo.recipe import ALONE, COPYING, PROVEN, TOGETHER, Recipe
 
 
 def show_plan(
@@ -115,8 +115,8 @@ def findings(report: Mapping[str, Any]) -> list[str]:
                 f"    Copying what followed earlier in the text, without heads: {times[COPYING]}. "
                 f"Both, chosen at every step: {times[TOGETHER]}."
             )
-        if setting["dtype"] == "float32" and TOGETHER in found:
-            same = round(found[TOGETHER]["identical"] * setting["prompts"])
+        if setting["dtype"] == "float32" and (proven := PROVEN[setting["name"]]) in found:
+            same = round(found[proven]["identical"] * setting["prompts"])
             lines.append(
                 f"fp32, {setting['name']}: with heads, {same} of {setting['prompts']} texts are "
                 "token for token those of transformers' generate."

@@ -133,7 +133,8 @@ def test_transformers_alone_by_folder_and_by_name(
             torch.manual_seed(5)
             plain = target.generate(**INPUTS, **options)
             torch.manual_seed(5)
-            got = target.generate(**INPUTS, custom_generate=name, trust_remote_code=True, **options)
+            by_name: Any = {"custom_generate": name, "trust_remote_code": True}
+            got = target.generate(**INPUTS, **by_name, rng="transformers", **options)
             assert torch.equal(got, plain)
 
 

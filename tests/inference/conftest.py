@@ -39,6 +39,12 @@ def medusa(tiny_llama: TinyLlama) -> MedusaModel:
     return MedusaModel(model, MedusaHeads.from_target(model, HeadsConfig(num_heads=3)), tree=8)
 
 
+@pytest.fixture(scope="module")
+def streaming(medusa: MedusaModel) -> MedusaModel:
+    """The same, drawing from transformers' own random stream."""
+    return MedusaModel(medusa.target, medusa.heads, tree=8, rng="transformers")
+
+
 def plain(medusa: MedusaModel, **options: Any) -> Any:
     model: Any = medusa.target.model
     return model.generate(**INPUTS, **options)

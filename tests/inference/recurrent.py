@@ -81,6 +81,6 @@ def planted(
     stats = GenerationStats()
 
     def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(target, drafter, input_ids, stats=stats, **kwargs)
+        return decode(target, drafter, input_ids, rng="transformers", stats=stats, **kwargs)
 
     return written(target.model, inputs, custom_generate=custom, **options), stats

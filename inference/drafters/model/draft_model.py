@@ -98,15 +98,15 @@ class DraftModelDrafter(Drafter):
             self.num_nodes = num_drafted + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
-        coupled = state.drawing == "coupled"
-        warpers = state.warpers if self._draws or coupled else None
+        keyed = state.drawing == "keyed"
+        warpers = state.warpers if self._draws or keyed else None
         walk = Walk(self._draft, self, state, self._vocab_size, warpers)
         if self._width > 1:
             return self._best_tree(state.roots_B, walk)
         above_BF, first, width = None, 0, 1
         for children in self._levels:
             probs_BFV = walk.read(above_BF)
-            if warpers is None or coupled:
+            if warpers is None or keyed:
                 tokens_BFR = probs_BFV.topk(children, dim=-1).indices
             else:
                 tokens_BFR = draw_different(probs_BFV, children)

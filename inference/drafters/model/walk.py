@@ -1,11 +1,12 @@
 """One step's drafts of a draft model, level by level: chosen, or drawn as the target's tokens are.
 
 Shapes: B active rows, F nodes read at once, J tokens of a path behind the committed text, R ranks
-(a node's first, second, .. token), C tokens drafted behind them, V vocabulary.
+(a node's first, second, .. token), C tokens drafted behind them, L looked-at tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from medusa_heads.inference.acceptance.base import look_at_one_row, look_at_scores_alone
-from medusa_heads.inference.drafters.coupling import drawn_chances
+from medusa_heads.inference.drafters.coupling import LEAST, LOOKED_AT, drawn_chances
 from medusa_heads.inference.drafters.model.drafted_text import DraftedText
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
@@ -68,9 +69,10 @@ class Walk:
         probs_BFV = draft_probs(logits_BFV, self.paths_BFJ, rows, self._warpers, self._vocab_size)
         if noise is None or self._warpers is None:
             return probs_BFV
-        tokens_B1V = torch.arange(probs_BFV.shape[2], device=probs_BFV.device)
-        noise_B1V = noise.of(rows, [self._level - 1], tokens_B1V.expand(len(rows), 1, -1))
-        return drawn_chances(probs_BFV.log(), noise_B1V).exp()
+        probs_BFL, tokens_BFL = probs_BFV.topk(min(LOOKED_AT, probs_BFV.shape[2]), dim=-1)
+        noise_BFL = noise.of(rows, [self._level - 1], tokens_BFL)
+        chances_BFL = drawn_chances(probs_BFL.log(), noise_BFL).exp()
+        return torch.full_like(probs_BFV, math.exp(LEAST)).scatter_(2, tokens_BFL, chances_BFL)
 
     def add(self, tokens_BC: Tensor, probs_BC: Tensor, above_BCJ: Tensor) -> None:
         """Draft tokens: how likely the draft model takes each to be, and the path it goes on."""

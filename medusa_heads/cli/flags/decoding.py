@@ -63,10 +63,13 @@ class DecodingArguments(ModelArguments):
         "File or folder of text that the target may repeat. Drafts that continue the text's own "
         "end (auto, suffix, +suffix) then continue this text too. Indexed once.",
     )
-    acceptance: Literal["lossless", "coupled", "typical", "threshold", "log_ratio"] = flag(
-        "lossless",
-        "Rule that accepts drafts: lossless; coupled, which draws by noise that drafters know; or "
-        "one that changes the text.",
+    acceptance: Literal["lossless", "typical", "threshold", "log_ratio"] = flag(
+        "lossless", "Rule that accepts drafts: lossless, or one that changes the text."
+    )
+    rng: Literal["keyed", "transformers"] = flag(
+        "keyed",
+        "What draws sampled tokens: keyed noise, which drafters know; or transformers' own random "
+        "stream, for the text of generate() with that seed.",
     )
     epsilon: float | None = flag(None, "Epsilon of typical acceptance.")
     delta: float | None = flag(None, "Delta of typical acceptance.")
@@ -113,6 +116,7 @@ def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
         "deterministic": arguments.deterministic,
         "acceptance": arguments.acceptance,
         "acceptance_settings": _given(arguments, ACCEPTANCE_SETTINGS),
+        "rng": arguments.rng,
     }
 
 

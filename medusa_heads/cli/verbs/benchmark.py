@@ -8,6 +8,7 @@ medusa-heads benchmark assets/demo-target --methods plain suffix recycling auto 
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.choices import apply_choice, print_choices
@@ -47,8 +48,8 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
         "What to compare: plain (always measured), plain-compiled, transformers-prompt-lookup, "
         "transformers-assisted, heads[:TREE], draft-model[:TREE], or a drafter that needs no "
         "training, as of generate --drafter; of the last three kinds NAME+compile verifies "
-        "through torch.compile, NAME+coupled draws by noise that drafters know, and with --corpus "
-        "NAME+corpus[+coupled][+compile] continues that, too. "
+        "through torch.compile, NAME+stream draws by transformers' own random stream, and with "
+        "--corpus NAME+corpus[+stream][+compile] continues that, too. "
         "Default: plain, transformers-prompt-lookup and the heads (in float32 behind another "
         "dtype plain and the heads, to prove the output the same), without heads auto in their "
         "place; and draft-model and NAME+corpus where those are given.",
@@ -170,18 +171,19 @@ def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
 
 
 def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
-    from medusa_heads.inference.bench.methods import COMPILE, CORPUS, DRAFT_MODEL, HEADS
+    from medusa_heads.inference.bench.methods import COMPILE, CORPUS, DRAFT_MODEL, HEADS, STREAM
     from medusa_heads.inference.bench.setting import Plan, default_settings
 
     def methods(default: tuple[str, ...]) -> tuple[str, ...]:
         names = arguments.methods
         if names is None:
-            names = [name if name != HEADS or has_heads else "auto" for name in default]
+            names = [name if has_heads else name.replace(HEADS, "auto") for name in default]
             if arguments.corpus is not None:
-                names.append(names[-1] + CORPUS)
+                drafts, behind, stream = names[-1].partition(STREAM)
+                names.append(drafts + CORPUS + behind + stream)
             if arguments.draft_model:
                 names.append(DRAFT_MODEL)
-        ends = ("", COMPILE, CORPUS, CORPUS + COMPILE)
+        ends = map("".join, product(("", CORPUS), ("", STREAM), ("", COMPILE)))
         treed = {HEADS + end: f"{HEADS}:{arguments.tree}{end}" for end in ends}
         return tuple(treed.get(name, name) for name in names)
 

@@ -19,6 +19,7 @@ from medusa_heads import DraftedModel, MedusaModel, TrainingFreeModel
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.decoding import decode
+from medusa_heads.inference.engine.noise import Rng
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.models.assisted import AssistedModel
@@ -32,6 +33,7 @@ from tests.inference.rereading import random_heads
 
 # Long paths, with false drafts beside them.
 DEEP = [(0,) * depth for depth in range(1, 9)] + [(0,) * depth + (1,) for depth in range(8)]
+RNG: Rng = "transformers"  # whose text is to come out
 DRAFT_NOISE = 0.02  # of a draft model's weights: often the target's token, not always
 
 
@@ -120,7 +122,7 @@ def planted(
         view = target.view if model is None else model.target
 
         def custom(_: Any, input_ids: Tensor, synced_gpus: bool = False, **given: Any) -> Any:
-            return decode(view, asked, input_ids, stats=stats, **given)
+            return decode(view, asked, input_ids, rng=RNG, stats=stats, **given)
 
         return made.text.generate(target.model, custom_generate=custom), stats
 
@@ -182,13 +184,13 @@ def every_way(target: ProofTarget, turn: int) -> Iterator[Way]:
     if turn % 2 and target.tree:
         words = BLENDS[turn // 2 % len(BLENDS)]
         tree, _, fixed = words.partition(", ")
-        model = MedusaModel(target.view, heads, tree=tree, deterministic=bool(fixed))
+        model = MedusaModel(target.view, heads, tree=tree, deterministic=bool(fixed), rng=RNG)
         yield assisted(model, HEADS_FAMILY, f"{kind}, {words}", slow=True)
     elif turn % 4 or target.recurrent:  # whose noisy copy cannot draft
         yield untrained(target, turn // 4)
     else:
         tree = DRAFT_TREES[turn // 4 % 2] if target.tree else "chain:4"
-        drafted = DraftedModel(target.view, noisy(target), tree=tree)
+        drafted = DraftedModel(target.view, noisy(target), tree=tree, rng=RNG)
         yield assisted(drafted, "draft model", tree, slow=True)
 
 
@@ -198,10 +200,10 @@ def untrained(target: ProofTarget, turn: int) -> Way:
     names = UNTRAINED if target.tree else ("suffix", "early_exit:2")
     name = names[turn % len(names)]
     try:
-        model = TrainingFreeModel(target.view, name, deterministic=True)
+        model = TrainingFreeModel(target.view, name, deterministic=True, rng=RNG)
     except UnsupportedArchitecture:
         name = "suffix"
-        model = TrainingFreeModel(target.view, name, deterministic=True)
+        model = TrainingFreeModel(target.view, name, deterministic=True, rng=RNG)
     return assisted(model, "no training", name, slow=True)
 
 
@@ -211,18 +213,19 @@ def demo_ways(target: ProofTarget) -> Iterator[Way]:
     yield planted(target, name="deep, planted", choices=DEEP, share=0.9)
     heads = ASSETS / "demo-heads"
     for tree in TRAINED_TREES:
-        model = MedusaModel.from_pretrained(heads, target=target.view, tree=tree)
+        model = MedusaModel.from_pretrained(heads, target=target.view, tree=tree, rng=RNG)
         yield assisted(model, "trained heads", tree, slow=tree != "auto")
         if tree in ("16", "dynamic:16"):
             yield planted(target, model, "trained heads", f"{tree}, planted")
-    model = MedusaModel.from_pretrained(heads, target=target.view, deterministic=True)
+    model = MedusaModel.from_pretrained(heads, target=target.view, deterministic=True, rng=RNG)
     yield assisted(model, "trained heads", "auto, deterministic", slow=True)
     for name in UNTRAINED:
-        yield assisted(TrainingFreeModel(target.view, name), "no training", name, slow=True)
+        free = TrainingFreeModel(target.view, name, rng=RNG)
+        yield assisted(free, "no training", name, slow=True)
     draft = noisy(target)
     for tree in (*DRAFT_TREES, "auto", "sampled:3x2x1"):
         drawn = tree in ("auto", "sampled:3x2x1")
-        drafted = DraftedModel(target.view, draft, tree=tree)
+        drafted = DraftedModel(target.view, draft, tree=tree, rng=RNG)
         yield assisted(drafted, "draft model", tree, slow=not drawn, draws_drafts=drawn)
 
 

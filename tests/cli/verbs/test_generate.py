@@ -46,7 +46,7 @@ def test_streams_the_targets_text(
     checkpoint: Path, flags: list[str], options: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = [str(checkpoint / "heads"), "--prompt", "def f(", "--max-new-tokens", "30"]
-    assert main([*base, "--seed", "3", *flags, "--stats"]) == 0
+    assert main([*base, "--seed", "3", "--rng", "transformers", *flags, "--stats"]) == 0
     printed = capsys.readouterr()
     assert printed.out.rstrip("\n") == expected(checkpoint, **options).rstrip("\n")
     assert "tokens per step" in printed.err
@@ -220,7 +220,7 @@ def test_a_lossy_rule_says_so_once(
     told = capsys.readouterr().err
     assert told.count(f"{rule} acceptance is lossy") == told.count("own\n") == 1
     assert "lossy acceptance\n" in told
-    for exact in ([], ["--acceptance", "coupled"]):
+    for exact in ([], ["--rng", "transformers"]):
         assert main([*base, *exact]) == 0
         assert "lossy" not in capsys.readouterr().err
 

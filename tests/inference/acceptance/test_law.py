@@ -17,29 +17,35 @@ from transformers import (
 )
 
 from medusa_heads.inference.acceptance import SampleThenMatch
+from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row
 from scripts.prove.sampling import chi_square
 from tests.inference.walking import VOCAB, row, tree
 
 
-def draw_pairs(rule: SampleThenMatch, logits_1NV: Tensor, rounds: int, batch: int = 1) -> Tensor:
+def draw_pairs(
+    rule: SampleThenMatch, logits_1NV: Tensor, rounds: int, batch: int = 1, keyed: bool = False
+) -> Tensor:
     """The first two tokens of each of many steps; a walk that ends early gives -1 as its second."""
     pairs = []
-    for _ in range(rounds // batch):
-        rows = [row() for _ in range(batch)]
+    for turn in range(rounds // batch):
+        rows = [row(index=index, batch=batch) for index in range(batch)]
+        if keyed:
+            rule.noise = Noise(turn, rows, [0] * batch)
         rule(tree(batch), logits_1NV.expand(batch, -1, -1), rows)
         pairs += [[*one.tokens, -1][:2] for one in rows]
     return torch.tensor(pairs)
 
 
+@pytest.mark.parametrize("keyed", [False, True], ids=["torch's stream", "keyed noise"])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_sampled_tokens_follow_the_targets_distribution(batch: int) -> None:
+def test_sampled_tokens_follow_the_targets_distribution(batch: int, keyed: bool) -> None:
     """First tokens, and second tokens given an accepted first one, against the exact law."""
     torch.manual_seed(0)
     logits_BNV = torch.randn(1, 6, VOCAB) * 1.5
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(8)])
     rule = SampleThenMatch(processors, do_sample=True)
-    pairs = draw_pairs(rule, logits_BNV, 6000, batch)
+    pairs = draw_pairs(rule, logits_BNV, 6000, batch, keyed)
     dummy: Tensor = torch.zeros(1, 1, dtype=torch.long)
     for node, counts_V in (
         (0, torch.bincount(pairs[:, 0], minlength=VOCAB)),

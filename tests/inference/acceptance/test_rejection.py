@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from medusa_heads.inference.acceptance import RejectionSampling, SampleThenMatch
+from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.trees.tree import TokenTree, TreeShape
 from tests.inference.outcomes import Outcomes
@@ -254,6 +255,22 @@ def test_drawn_drafts_are_walked_greedily_where_no_token_is_drawn() -> None:
         assert greedy(tree, logits_BNV, [row]) == [[0, token]]
         assert row.tokens == [token, 3]
         logits_BNV[0, 0, token] = -5.0
+
+
+def test_by_keyed_noise_nothing_is_rejected() -> None:
+    """What is drawn is the same whatever was drafted, and however."""
+    torch.manual_seed(0)
+    logits_1NV = torch.randn(1, 3, VOCAB)
+    for seed in range(20):
+        texts = []
+        for drawn in (False, True):
+            tree = TreeShape.from_choices([(0,), (1,)]).tree(torch.tensor([[0, 1, 2]]))
+            if drawn:
+                tree.drawn_from[0] = torch.tensor([LAWS[0]])  # type: ignore[index]
+            keyed, rows = rule(), batch_of(1)
+            keyed.noise = Noise(seed, rows, [0])
+            texts.append((keyed(tree, logits_1NV, rows), rows[0].tokens))
+        assert texts[0] == texts[1]
 
 
 def test_chosen_drafts_are_walked_with_the_random_numbers_of_generate() -> None:

@@ -44,9 +44,9 @@ EVERY_KIND = (
         ("plain+compile", "got 'plain.compile': measure 'plain-compiled'"),
         ("transformers-prompt-lookup+compile", "only methods of this engine are compiled"),
         ("early_exit:4+suffix+compile", "layers of an uncompiled target"),
-        ("plain+coupled", "only methods of this engine draw by known noise"),
-        ("suffix+coupled+corpus", r"got 'suffix\+coupled\+corpus'"),
-        ("draft-model+coupled+compile", "needs a draft model"),
+        ("plain+stream", "only methods of this engine draw in another way"),
+        ("suffix+stream+corpus", r"got 'suffix\+stream\+corpus'"),
+        ("draft-model+stream+compile", "needs a draft model"),
     ],
 )
 def test_methods_that_are_not_there(name: str, message: str) -> None:
@@ -108,9 +108,9 @@ def test_drafters_and_draft_models_in_padded_batches(
         assert sum(kept) * steps == pytest.approx(heads["tokens"] - result["prompts"] - steps)
 
 
-def test_coupled_methods_draw_by_noise_that_drafters_know(medusa: MedusaModel) -> None:
+def test_methods_draw_by_noise_that_drafters_know(medusa: MedusaModel) -> None:
     """A draft model that is the target itself is never refused, though tokens are drawn."""
-    names = ["draft-model:chain:3", "draft-model:chain:3+coupled"]
+    names = ["draft-model:chain:3+stream", "draft-model:chain:3"]
     methods = methods_of(medusa, PLAIN, *names, draft=medusa.target)
     drawn = run_setting(medusa, methods, Setting("sampled", "float32"))
     assert drawn[names[1]]["tokens_per_step"] > 1.3 * drawn[names[0]]["tokens_per_step"]

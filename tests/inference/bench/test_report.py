@@ -63,6 +63,15 @@ def test_a_table_fits_an_ordinary_terminal(report: dict[str, Any]) -> None:
     assert "transformers prompt lookup" in captured.get()
 
 
+def test_sampled_texts_that_another_stream_draws_are_remarked_on(report: dict[str, Any]) -> None:
+    ours = report["settings"][1]["methods"][1]
+    ours |= {"accepted_by_depth": [0.5], "seconds_by_phase": {"draft": 1.0}}
+    for name, remarked in (("heads", True), ("heads+stream", False)):
+        ours["name"] = name
+        assert ("NAME+stream" in str(tables(report)[1].caption)) is remarked
+        assert "NAME+stream" not in str(tables(report)[0].caption)
+
+
 def test_identity_is_never_rounded_up_to_yes() -> None:
     assert identity_cell(1.0, 20) == "yes"
     assert identity_cell(0.95, 20) == "19 of 20"

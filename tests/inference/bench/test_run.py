@@ -15,7 +15,7 @@ from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.inference.bench import run as benchmark_module
-from medusa_heads.inference.bench.methods import PLAIN, PROMPT_LOOKUP
+from medusa_heads.inference.bench.methods import PLAIN, PROMPT_LOOKUP, STREAM
 from medusa_heads.inference.bench.prompts import Prompt
 from medusa_heads.inference.bench.run import benchmark
 from medusa_heads.inference.bench.setting import Plan, Setting, measure
@@ -34,7 +34,7 @@ def test_the_whole_report(tiny_llama: Callable[..., LlamaForCausalLM], tmp_path:
     )
     settings = [
         Setting("greedy", "bfloat16", (PROMPT_LOOKUP, HEADS)),  # plain comes by itself
-        Setting("sampled", "float32", (PLAIN, HEADS)),
+        Setting("sampled", "float32", (PLAIN, HEADS + STREAM)),
     ]
     report = benchmark(
         tmp_path / "heads", PROMPTS, Plan(settings, max_new_tokens=NEW), progress=False
@@ -52,7 +52,7 @@ def test_the_whole_report(tiny_llama: Callable[..., LlamaForCausalLM], tmp_path:
         "new_tokens": NEW,
     }
     assert [method["name"] for method in greedy["methods"]] == [PLAIN, PROMPT_LOOKUP, HEADS]
-    assert [method["name"] for method in sampled["methods"]] == [PLAIN, HEADS]
+    assert [method["name"] for method in sampled["methods"]] == [PLAIN, HEADS + STREAM]
     for method in (*greedy["methods"], *sampled["methods"]):
         assert method["tokens_per_second"] > 0 and method["speedup"] > 0
         assert method["tokens_per_step"] >= 1.0

@@ -60,7 +60,7 @@ def generate(model: Any, drafter: Any, inputs: dict[str, Any]) -> tuple[Tensor, 
     stats, target = GenerationStats(), TargetModel(model)
 
     def custom(_model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(target, drafter, input_ids, stats=stats, **kwargs)
+        return decode(target, drafter, input_ids, rng="transformers", stats=stats, **kwargs)
 
     torch.manual_seed(7)
     return model.generate(**inputs, custom_generate=custom), stats

@@ -80,9 +80,9 @@ def test_equals_generate(varied: Any, drafter: str, options: dict[str, Any]) -> 
     model, ids_BT = varied, torch.tensor([[5, 6, 7, 8]], device=DEVICE)
     expected_BT = seeded(partial(reference, model), ids_BT, **options)
     corpus = scattered(expected_BT[0].tolist())
-    with_corpus = TrainingFreeModel(model, drafter, corpus=corpus)
+    with_corpus = TrainingFreeModel(model, drafter, corpus=corpus, rng="transformers")
     assert torch.equal(seeded(with_corpus.generate, ids_BT, **options), expected_BT)
-    without = TrainingFreeModel(model, drafter)
+    without = TrainingFreeModel(model, drafter, rng="transformers")
     seeded(without.generate, ids_BT, **options)
     assert with_corpus.last_stats.tokens_per_step > 1.3 * without.last_stats.tokens_per_step
 
@@ -140,7 +140,7 @@ def test_a_useless_corpus_is_soon_left_alone(
     monkeypatch.setattr(CorpusIndex, "continuation", counted)
     nodes = []
     for index in (CorpusIndex.build(wrong), None):
-        drafted = TrainingFreeModel(model, "suffix")
+        drafted = TrainingFreeModel(model, "suffix", rng="transformers")
         clock = Clock({1: 1.0, 4: 1.1}, learns=False)
         drafter = Counting(clock, (0, 3), text=TextSource(3, index))
         drafted.drafter, drafter.nodes = drafter, []

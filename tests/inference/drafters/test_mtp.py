@@ -14,6 +14,7 @@ from medusa_heads.checkpoint.mtp_checkpoint import read_mtp_sidecar, save_mtp
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters import mtp
 from medusa_heads.inference.drafters.mtp import MtpDrafts, MtpText, mtp_source
+from medusa_heads.inference.engine.noise import RNGS
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.target.target import TargetModel
@@ -75,7 +76,7 @@ def test_equals_generate(
 ) -> None:
     target = targets[kind]
     for drafter in ("mtp", "mtp+suffix"):
-        model = TrainingFreeModel(target, drafter)
+        model = TrainingFreeModel(target, drafter, rng="transformers")
         expected_BT = written(target.model, prompts(1), **options)
         assert torch.equal(written(model, prompts(1), **options), expected_BT)
         assert model.last_stats.tokens_per_step > 1.2
@@ -84,13 +85,13 @@ def test_equals_generate(
 def test_modules_draft_what_is_about_to_be_drawn(targets: dict[str, TargetModel]) -> None:
     """At a temperature at which the likeliest token is seldom the one that is drawn."""
     tokens_per_step, texts, hot = {}, {}, DRAWN | {"temperature": 2.0}
-    for acceptance in ("lossless", "coupled"):
-        model = TrainingFreeModel(targets["deepseek_v3"], "mtp", acceptance=acceptance)
-        texts[acceptance] = written(model, prompts(4), **hot)
-        tokens_per_step[acceptance] = model.last_stats.tokens_per_step
-    assert tokens_per_step["coupled"] > 1.2 * tokens_per_step["lossless"]
-    undrafted = TrainingFreeModel(targets["deepseek_v3"], "suffix", acceptance="coupled")
-    assert torch.equal(written(undrafted, prompts(4), **hot), texts["coupled"])
+    for rng in RNGS:
+        model = TrainingFreeModel(targets["deepseek_v3"], "mtp", rng=rng)
+        texts[rng] = written(model, prompts(4), **hot)
+        tokens_per_step[rng] = model.last_stats.tokens_per_step
+    assert tokens_per_step["keyed"] > 1.2 * tokens_per_step["transformers"]
+    undrafted = TrainingFreeModel(targets["deepseek_v3"], "suffix")
+    assert torch.equal(written(undrafted, prompts(4), **hot), texts["keyed"])
 
 
 def test_modules_that_know_nothing_change_no_text(tmp_path: Path) -> None:

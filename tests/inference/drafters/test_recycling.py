@@ -17,7 +17,7 @@ from medusa_heads.trees.tree import TokenTree
 def test_recycled_tokens_are_learnt_from_as_they_were_drafted() -> None:
     """With the noise of the place where they were drafted, also when that has been written."""
     row = Row(0, 1, torch.tensor([1, 2]), StopCheck(StoppingCriteriaList()))
-    state: Any = SimpleNamespace(rows=[row], drawing="coupled", noise=Noise(3, [row], [0]))
+    state: Any = SimpleNamespace(rows=[row], drawing="keyed", noise=Noise(3, [row], [0]))
     logits_1NV = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(0))
     row.commit(5)
     offers = []

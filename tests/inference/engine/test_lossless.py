@@ -131,7 +131,9 @@ def decode_planted(
     stats = GenerationStats()
 
     def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(TargetModel(model), drafter, input_ids, stats=stats, **kwargs)
+        return decode(
+            TargetModel(model), drafter, input_ids, rng="transformers", stats=stats, **kwargs
+        )
 
     torch.manual_seed(7)
     got_BT = model.generate(**inputs, max_new_tokens=NEW, custom_generate=custom, **options)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from medusa_heads.inference.engine.noise import Noise, chance_drawn
+from medusa_heads.inference.engine.noise import NO_TOKEN, Noise, chance_drawn
 from medusa_heads.inference.engine.rows import Row, StopCheck
 
 SEED = 20_240_816
@@ -66,6 +67,28 @@ def test_noise_knows_nothing_of_other_rows_padding_and_how_it_is_asked() -> None
 def test_the_same_prompt_twice_is_drawn_for_twice() -> None:
     twice = noise_of([[5, 6], [5, 6]], [0, 0], 20_000)
     assert torch.corrcoef(twice)[0, 1].abs() < 5 / math.sqrt(20_000)
+
+
+@pytest.mark.parametrize("possible", [(1, 1), (50, 50), (50, 3), (64, 0), (50, 900), (3000, 3000)])
+def test_a_draw_is_the_largest_sum_however_few_tokens_can_be_drawn(
+    possible: tuple[int, int],
+) -> None:
+    rows = rows_of([5, 6], [7])
+    noise = Noise(SEED, rows, [0, 0])
+    random = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        scores_BV = torch.randn(2, 3000, generator=random) * 3
+        for scores_V, count in zip(scores_BV, possible, strict=True):
+            scores_V[torch.randperm(3000, generator=random)[count:]] = -torch.inf
+        sums_BV = scores_BV + noise.of(rows, [0], torch.arange(3000).expand(2, 1, -1))[:, 0]
+        expected = [
+            int(sums_V.argmax()) if count else NO_TOKEN
+            for sums_V, count in zip(sums_BV, possible, strict=True)
+        ]
+        assert noise.draw(rows, scores_BV).tolist() == expected
+        assert [int(noise.draw(rows[b:][:1], scores_BV[b:][:1])) for b in (0, 1)] == expected
+        for row, token in zip(rows, expected, strict=True):
+            row.commit(token)
 
 
 def test_the_host_knows_each_tokens_noise() -> None:

@@ -60,9 +60,10 @@ def seeded(model: Any, **options: Any) -> torch.Tensor:
 def test_equal_to_plain_generate(model: Any, folder: str, options: Any) -> None:
     expected = seeded(model, max_new_tokens=40, **options)
     for tree in ("chain", 6, "dynamic:5"):
-        got = seeded(model, **HUB, custom_generate=folder, tree=tree, **options)
+        heads: dict[str, Any] = {"tree": tree, "rng": "transformers"}
+        got = seeded(model, **HUB, custom_generate=folder, **heads, **options)
         assert torch.equal(got, expected)
-        medusa = hub_form.attached(model, folder, tree=tree)
+        medusa = hub_form.attached(model, folder, **heads)
         assert medusa.last_stats.tokens == 40
         assert 1 < medusa.last_stats.steps < 40  # the heads were at work
 

@@ -97,9 +97,9 @@ def goes_on(tiny_llama: TinyLlama, steps_by_view: dict[str, int], drafter: str, 
     if drafter in ("static:7", "prefix", "block"):
         kind = "block" if drafter == "block" else "medusa"
         heads = heads_for(model, kind=kind, prefix_attention=drafter == "prefix")
-        drafted: Any = MedusaModel(model, heads, tree="static:7", **LATE)
+        drafted: Any = MedusaModel(model, heads, tree="static:7", rng="transformers", **LATE)
     else:
-        drafted = TrainingFreeModel(model, drafter, **LATE)
+        drafted = TrainingFreeModel(model, drafter, rng="transformers", **LATE)
     steps_by_view.update(plain=0, compiled=0)
     torch.manual_seed(3)
     assert drafted.generate(**given, **options).tolist() == expected_BT.tolist()

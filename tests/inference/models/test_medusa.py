@@ -44,17 +44,17 @@ class Collector(BaseStreamer):
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}])
-def test_equal_to_generate_through_both_doors(medusa: MedusaModel, options: Any) -> None:
+def test_equal_to_generate_through_both_doors(streaming: MedusaModel, options: Any) -> None:
     torch.manual_seed(5)
-    expected = plain(medusa, max_new_tokens=50, **options)
+    expected = plain(streaming, max_new_tokens=50, **options)
     torch.manual_seed(5)
-    got: Any = medusa.generate(**INPUTS, max_new_tokens=50, **options)
+    got: Any = streaming.generate(**INPUTS, max_new_tokens=50, **options)
     assert torch.equal(got, expected)
-    assert medusa.last_stats.tokens == 50
-    assert medusa.last_stats.steps < 50
-    assert set(medusa.last_stats.seconds) == {"prefill", "draft", "target", "walk", "cache"}
+    assert streaming.last_stats.tokens == 50
+    assert streaming.last_stats.steps < 50
+    assert set(streaming.last_stats.seconds) == {"prefill", "draft", "target", "walk", "cache"}
     torch.manual_seed(5)
-    through = plain(medusa, max_new_tokens=50, custom_generate=medusa.decode, **options)
+    through = plain(streaming, max_new_tokens=50, custom_generate=streaming.decode, **options)
     assert torch.equal(through, expected)
 
 
@@ -145,7 +145,7 @@ def test_trees_that_do_not_fit_are_refused(tiny_llama: TinyLlama) -> None:
         MedusaModel(model, heads).decode(tiny_llama(), *[None] * 4)  # type: ignore[arg-type]
 
 
-def test_scores_and_logits_as_generate_returns_them(medusa: MedusaModel) -> None:
+def test_scores_and_logits_as_generate_returns_them(streaming: MedusaModel) -> None:
     options: Any = {
         "max_new_tokens": 30,
         "do_sample": True,
@@ -155,16 +155,16 @@ def test_scores_and_logits_as_generate_returns_them(medusa: MedusaModel) -> None
         "output_logits": True,
     }
     torch.manual_seed(5)
-    expected = plain(medusa, **options)
+    expected = plain(streaming, **options)
     torch.manual_seed(5)
-    got: Any = medusa.generate(**INPUTS, **options)
+    got: Any = streaming.generate(**INPUTS, **options)
     assert torch.equal(got.sequences, expected.sequences)
     for name in ("scores", "logits"):
         mine, theirs = torch.cat(getattr(got, name)), torch.cat(getattr(expected, name))
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     pair = {name: tensor.repeat(2, 1) for name, tensor in INPUTS.items()}
     with pytest.raises(ValueError, match="batch of 1"):
-        medusa.generate(**pair, **options)
+        streaming.generate(**pair, **options)
 
 
 def test_streamers_learn_where_steps_end(medusa: MedusaModel) -> None:

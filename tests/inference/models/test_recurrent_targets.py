@@ -24,11 +24,18 @@ KINDS = ("qwen3_next", "falcon_h1", "lfm2")
 pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 
 
-def with_heads(kind: str, tree: Any = 8, heads: Any = "medusa", **options: Any) -> MedusaModel:
+STREAM: Any = {"rng": "transformers"}  # whose sampled text is generate()'s own
+
+
+def with_heads(kind: str, tree: Any = 8, heads: Any = "medusa", **more: Any) -> MedusaModel:
     target = tiny_target(kind)
     torch.manual_seed(3)
     heads = new_heads(target, HeadsConfig(kind=heads, num_heads=3))
-    return MedusaModel(target, heads, tree=tree, **options)
+    return MedusaModel(target, heads, tree=tree, **STREAM, **more)
+
+
+def with_draft(kind: str, tree: str) -> DraftedModel:
+    return DraftedModel(tiny_target(kind), tiny_target("llama"), tree=tree, **STREAM)
 
 
 WAYS: dict[str, Callable[[str], Any]] = {
@@ -38,10 +45,10 @@ WAYS: dict[str, Callable[[str], Any]] = {
     "eagle3": lambda kind: with_heads(kind, heads="eagle3"),
     "eagle3 and text": lambda kind: with_heads(kind, "auto", "eagle3"),
     "always the same": lambda kind: with_heads(kind, "auto", deterministic=True),
-    "text": lambda kind: TrainingFreeModel(tiny_target(kind), "suffix"),
-    "draft model": lambda kind: DraftedModel(tiny_target(kind), tiny_target("llama"), tree="chain"),
-    "drawn": lambda kind: DraftedModel(tiny_target(kind), tiny_target("llama"), tree="sampled:3"),
-    "adaptive": lambda kind: DraftedModel(tiny_target(kind), tiny_target("llama")),
+    "text": lambda kind: TrainingFreeModel(tiny_target(kind), "suffix", **STREAM),
+    "draft model": lambda kind: with_draft(kind, "chain"),
+    "drawn": lambda kind: with_draft(kind, "sampled:3"),
+    "adaptive": lambda kind: with_draft(kind, "auto"),
 }
 
 

@@ -164,7 +164,7 @@ def test_lossy_heads_are_refused(target: TargetModel) -> None:
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
     with pytest.raises(ValueError, match="typical acceptance is lossy"):
         HeadsBackend(MedusaModel(target, heads, tree="chain", acceptance="typical"))
-    HeadsBackend(MedusaModel(target, heads, tree="chain", acceptance="coupled"))
+    HeadsBackend(MedusaModel(target, heads, tree="chain", rng="transformers"))
 
 
 def test_a_killed_run_goes_on_and_gives_the_same_rows(target: TargetModel, tmp_path: Path) -> None:

@@ -23,17 +23,18 @@ def test_a_setting_and_the_negative_control() -> None:
     name = "all together"
     outcomes = prove(1000, seed=0, settings={name: SETTINGS[name]})
     assert verdict(outcomes)
-    assert [o.acceptance for o in outcomes] == ["lossless"] * 4 + ["coupled"] * 4 + ["typical"] * 2
+    assert [o.acceptance for o in outcomes] == ["lossless"] * 8 + ["typical"] * 2
+    assert [o.rng for o in outcomes[:8]] == ["transformers"] * 4 + ["keyed"] * 4
     assert [o.tokens for o in outcomes] == [2, 3] * 5
     assert all(o.tokens_per_step > 1.02 for o in outcomes)
     # Swapped, the verdict turns: it does depend on what was drawn.
-    assert not verdict([*outcomes[:8], replace(outcomes[8], acceptance="coupled")])
+    assert not verdict([*outcomes[:8], replace(outcomes[8], acceptance="lossless")])
     # Trees of one setting draw with seeds of their own, and are no copies of each other.
     assert outcomes[0].statistic != outcomes[2].statistic
 
 
 def test_many_small_doubts_are_one_large_doubt() -> None:
-    case = Outcome("plain", "chain", "lossless", 2, 9.0, 5, 0.05, 1.2)
+    case = Outcome("plain", "chain", "lossless", "keyed", 2, 9.0, 5, 0.05, 1.2)
     cases = [case, replace(case, tokens=3, p_value=0.5)] * 12
     assert combined(cases, 2) < 0.001 < combined(cases, 3)
     assert not verdict(cases) and verdict([replace(one, p_value=0.5) for one in cases])

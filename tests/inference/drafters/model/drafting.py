@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from medusa_heads import DraftedModel, TargetModel
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.extra.chosen_draft import ChosenDraftDrafter
+from medusa_heads.inference.engine.noise import Rng
 from medusa_heads.inference.plan.draft import draft_plan
 
 
@@ -62,9 +63,10 @@ def drafted(
     kind: type[ChosenDraftDrafter] = ChosenDraftDrafter,
     *,
     chain_only: bool = False,
+    rng: Rng = "transformers",
 ) -> DraftedModel:
-    """A target with these draft models."""
-    model = DraftedModel(target, drafts[0], tree="chain")
+    """A target with these draft models, which draw their drafts unless `rng` is keyed."""
+    model = DraftedModel(target, drafts[0], tree="chain", rng=rng)
     plan = draft_plan(tree, 3, chain_only=chain_only, one_size=False)
     vocab_size = target.config.vocab_size
     drafters = [

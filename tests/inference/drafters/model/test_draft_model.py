@@ -61,7 +61,9 @@ def generate(
     stats = GenerationStats()
 
     def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(TargetModel(model), drafter, input_ids, stats=stats, **kwargs)
+        return decode(
+            TargetModel(model), drafter, input_ids, rng="transformers", stats=stats, **kwargs
+        )
 
     torch.manual_seed(7)
     settings = {"max_new_tokens": NEW, **options}

@@ -71,7 +71,8 @@ def reread(spellers: Any, shape: dict[str, Any], batch: int) -> float:
     checked = Reread(DraftModelDrafter(draft, size, **shape), draft, mask_BT)
 
     def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(TargetModel(model), checked, input_ids, **kwargs)
+        # Drafts that know what is drawn say of a token how likely that makes it.
+        return decode(TargetModel(model), checked, input_ids, rng="transformers", **kwargs)
 
     torch.manual_seed(1)
     target.generate(

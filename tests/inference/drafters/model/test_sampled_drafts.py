@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList
 from medusa_heads import DraftedModel
 from medusa_heads.inference.acceptance import RULES, RejectionSampling
 from medusa_heads.inference.drafters.model.walk import draw_different
+from medusa_heads.inference.engine.noise import RNGS, Rng
 from scripts.prove.sampling import chi_square
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.model.drafting import Costs, drafted, line
@@ -87,13 +88,15 @@ def p_value(
     options: dict[str, Any],
     samples: int,
     rows: int = BATCH,
+    rng: Rng = "transformers",
 ) -> tuple[float, float]:
     """Of the texts drawn with these drafts, so many at a time; and their tokens per step."""
     if tree == "adaptive":
         # Several tokens behind a node, and nodes behind each of them.
-        model = drafted(target, [draft], [Costs(line(0.01, 11), forward=0.1, rows=rows)])
+        costs = [Costs(line(0.01, 11), forward=0.1, rows=rows)]
+        model = drafted(target, [draft], costs, rng=rng)
     else:
-        model = DraftedModel(target, draft, tree=tree)
+        model = DraftedModel(target, draft, tree=tree, rng=rng)
     counts_C = torch.zeros(VOCAB * VOCAB)
     steps = tokens = 0
     torch.manual_seed(0)
@@ -108,18 +111,21 @@ def p_value(
     return float(p), tokens / steps
 
 
-def check(target: Any, draft: Any, tree: str, warpers: str, samples: int) -> None:
-    p, tokens_per_step = p_value(target, draft, tree, WARPERS[warpers], samples)
+def check(
+    target: Any, draft: Any, tree: str, warpers: str, samples: int, rng: Rng = "transformers"
+) -> None:
+    p, tokens_per_step = p_value(target, draft, tree, WARPERS[warpers], samples, rng=rng)
     assert p > 1e-4
     assert tokens_per_step > 1.1  # an accepted draft, and the token behind it
 
 
+@pytest.mark.parametrize("rng", RNGS)
 @pytest.mark.parametrize("tree", [*TREES[:2], "adaptive"])
 @pytest.mark.parametrize("warpers", ["plain", "top-k"])
 def test_drawn_text_follows_the_target(
-    target: Any, drafts: dict[str, Any], tree: str, warpers: str
+    target: Any, drafts: dict[str, Any], tree: str, warpers: str, rng: Rng
 ) -> None:
-    check(target, drafts["bad"], tree, warpers, samples=2000)
+    check(target, drafts["bad"], tree, warpers, 2000, rng)
 
 
 @pytest.mark.parametrize("rows", [4, pytest.param(1, marks=pytest.mark.slow)])
@@ -200,7 +206,7 @@ def test_wrong_rules_are_caught(
 def test_drafts_of_the_target_itself_are_all_kept(target: Any, drafts: dict[str, Any]) -> None:
     """Under any warper: p and q are then one and the same."""
     for options in WARPERS.values():
-        model = DraftedModel(target, drafts["itself"], tree="sampled:3")
+        model = DraftedModel(target, drafts["itself"], tree="sampled:3", rng="transformers")
         model.generate(**prompts(1), do_sample=True, max_new_tokens=41, **options)
         assert model.last_stats.accepted[3] == 10
 
@@ -226,7 +232,7 @@ def test_ragged_batches(target: Any, drafts: dict[str, Any], options: dict[str, 
         "attention_mask": mask_BT.to(DEVICE),
     }
     settings = {**options, "max_new_tokens": 40, "eos_token_id": 7}
-    model = DraftedModel(target, drafts["near"], tree="sampled:3x2x1")
+    model = DraftedModel(target, drafts["near"], tree="sampled:3x2x1", rng="transformers")
     torch.manual_seed(0)
     got_BT: Any = model.generate(**inputs, **settings)
     if not options["do_sample"]:
@@ -257,7 +263,7 @@ def test_processors_that_count_their_calls_are_asked_about_committed_text_alone(
             self.lengths.append(ids_BT.shape[1])
             return scores_BV
 
-    model = DraftedModel(target, drafts["near"], tree="sampled:3")
+    model = DraftedModel(target, drafts["near"], tree="sampled:3", rng="transformers")
     counting: Any = Counting()
     out: Any = model.generate(
         **prompts(1),
@@ -269,7 +275,7 @@ def test_processors_that_count_their_calls_are_asked_about_committed_text_alone(
 
 
 def test_scores_of_drawn_text_are_recorded(target: Any, drafts: dict[str, Any]) -> None:
-    model = DraftedModel(target, drafts["near"], tree="sampled:3x2")
+    model = DraftedModel(target, drafts["near"], tree="sampled:3x2", rng="transformers")
     out: Any = model.generate(
         **prompts(1),
         do_sample=True,

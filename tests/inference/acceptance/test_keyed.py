@@ -1,4 +1,4 @@
-"""Coupled: a seed's text is the same whatever is drafted, and drafts know what is drawn."""
+"""Keyed noise: a seed's text is the same whatever is drafted, and drafts know what is drawn."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    set_seed,
+)
 
 from medusa_heads import DraftedModel, MedusaModel, TrainingFreeModel
-from medusa_heads.inference.acceptance import Coupled
+from medusa_heads.inference.acceptance import SampleThenMatch
 from medusa_heads.inference.drafters.coupling import as_drawn
 from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.dynamic_tree import Ranking
-from scripts.prove.sampling import chi_square
 from tests.inference.walking import VOCAB, row, tree
 
 ASSETS = Path(__file__).parents[3] / "assets"
@@ -50,31 +54,7 @@ def text(model: Any, prompts: list[list[int]] | None = None, seed: int = 3, **mo
 
 
 def drafting(target: TargetModel, heads: Any, tree: str) -> MedusaModel:
-    return MedusaModel(target, heads, tree=tree, acceptance="coupled")
-
-
-def test_the_law_is_the_targets() -> None:
-    """First tokens, and second ones behind an accepted draft, against the exact law."""
-    torch.manual_seed(0)
-    logits_1NV = torch.randn(1, 6, VOCAB) * 1.5
-    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(8)])
-    rule = Coupled(processors, do_sample=True)
-    pairs = []
-    for seed in range(6000):
-        rows: list[Row] = [row()]
-        rule.noise = Noise(seed, rows, [0])
-        rule(tree(1), logits_1NV, rows)
-        pairs.append([*rows[0].tokens, -1][:2])
-    drawn = torch.tensor(pairs)
-    for node, counts_V in (
-        (0, torch.bincount(drawn[:, 0], minlength=VOCAB)),
-        (1, torch.bincount(drawn[drawn[:, 0] == 6, 1], minlength=VOCAB)),
-        (4, torch.bincount(drawn[drawn[:, 0] == 9, 1], minlength=VOCAB)),
-    ):
-        ids: Any = torch.zeros(1, 1, dtype=torch.long)
-        scores: Any = logits_1NV[:, node].clone()
-        statistic, _ = chi_square(counts_V, processors(ids, scores).softmax(-1)[0])
-        assert statistic < 24.3, f"node {node}"  # 7 degrees of freedom, p = 0.001
+    return MedusaModel(target, heads, tree=tree)
 
 
 def test_what_is_drafted_changes_no_token(target: TargetModel, heads: Any) -> None:
@@ -83,7 +63,7 @@ def test_what_is_drafted_changes_no_token(target: TargetModel, heads: Any) -> No
     for name in ("chain", "7", "static:15", "dynamic:12", "auto", "7+suffix", "suffix"):
         assert torch.equal(text(drafting(target, heads, name), **short), plain), name
     for name in ("recycling", "auto", "early_exit:2", "lookahead"):
-        model = TrainingFreeModel(target, name, acceptance="coupled")
+        model = TrainingFreeModel(target, name)
         assert torch.equal(text(model, **short), plain), name
     assert not torch.equal(text(drafting(target, heads, "7"), seed=4, **short), plain)
 
@@ -97,10 +77,46 @@ def test_a_row_writes_among_others_what_it_writes_alone(target: TargetModel, hea
     assert not torch.equal(among[2], among[1])
 
 
+def test_a_seed_fixes_the_text_and_the_next_call_writes_another(
+    target: TargetModel, heads: Any
+) -> None:
+    model = drafting(target, heads, "7")
+    inputs: Any = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, 6)}
+    inputs |= {"max_new_tokens": 40, "pad_token_id": 0, **SAMPLING}
+    texts: list[Any] = []
+    for seeded in (True, False, True):
+        if seeded:
+            set_seed(3)
+        texts.append(model.generate(**inputs))
+    assert torch.equal(texts[2], texts[0]) and not torch.equal(texts[1], texts[0])
+
+
+def test_scores_are_handed_out_and_change_no_draw(target: TargetModel, heads: Any) -> None:
+    """Those of the text that was drawn, as the target and its warpers make them."""
+    model = drafting(target, heads, "7")
+    asked: Any = {"return_dict_in_generate": True, "output_scores": True}
+    torch.manual_seed(3)
+    ids, mask = torch.tensor([PROMPT]), torch.ones(1, len(PROMPT))
+    options: Any = {"max_new_tokens": 40, "pad_token_id": 0, **SAMPLING, **asked}
+    out: Any = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(out.sequences[:, len(PROMPT) :], text(model))
+    with torch.no_grad():
+        logits_TV = target.model(out.sequences[:, :-1]).logits[0, len(PROMPT) - 1 :]
+    scores_TV = TopKLogitsWarper(40)(ids, logits_TV / 0.7)
+    torch.testing.assert_close(torch.cat(out.scores), scores_TV, rtol=1e-4, atol=1e-4)
+
+
+def test_unknown_names_are_refused(target: TargetModel, heads: Any) -> None:
+    with pytest.raises(ValueError, match=r"rng must be one of .*, got 'torch'"):
+        MedusaModel(target, heads, rng="torch")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"acceptance must be one of .*, got 'coupled'"):
+        MedusaModel(target, heads, acceptance="coupled")
+
+
 def test_without_draws_it_is_greedy(target: TargetModel, heads: Any) -> None:
     greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None}
-    coupled = text(drafting(target, heads, "7"), **greedy)
-    assert torch.equal(coupled, text(MedusaModel(target, heads, tree="7"), **greedy))
+    other = MedusaModel(target, heads, tree="7", rng="transformers")
+    assert torch.equal(text(drafting(target, heads, "7"), **greedy), text(other, **greedy))
 
 
 class _Elsewhere(Noise):
@@ -140,7 +156,7 @@ def test_a_draft_model_that_says_what_the_target_says_is_never_refused(
     target: TargetModel, heads: Any, tree: str
 ) -> None:
     """Though tokens are drawn, who knows the noise and the scores knows the tokens."""
-    model = DraftedModel(target, target, tree=tree, acceptance="coupled")
+    model = DraftedModel(target, target, tree=tree)
     assert torch.equal(text(model), text(drafting(target, heads, "none")))
     if tree != "auto":  # which chooses how deep it drafts
         assert model.last_stats.tokens_per_step > 4.4  # of 5, and the last step ends early
@@ -150,7 +166,7 @@ def test_equal_scores_are_drawn_alike_however_large_they_are() -> None:
     """As in half precision at a temperature near 0."""
     logits_1NV = torch.zeros(1, 6, VOCAB)
     logits_1NV[..., :2] = 20.0
-    rule = Coupled(LogitsProcessorList([TemperatureLogitsWarper(1e-6)]), do_sample=True)
+    rule = SampleThenMatch(LogitsProcessorList([TemperatureLogitsWarper(1e-6)]), do_sample=True)
     first = 0
     for seed in range(1000):
         rows: list[Row] = [row()]
@@ -164,9 +180,13 @@ def test_equal_scores_are_drawn_alike_however_large_they_are() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_scores_that_are_no_distribution_are_refused(wrong: float, batch: int) -> None:
     rows = [row(index=b, batch=batch) for b in range(batch)]
-    rule = Coupled(LogitsProcessorList(), do_sample=True)
+    rule = SampleThenMatch(LogitsProcessorList(), do_sample=True)
     rule.noise = Noise(0, rows, [0] * batch)
     logits_BNV = torch.zeros(batch, 6, VOCAB)
     logits_BNV[-1] = wrong
-    with pytest.raises(ValueError, match="no distribution"):
+    said = (
+        "^the processed scores of a next token are no distribution: each is -inf, or some are inf "
+        "or nan$"
+    )
+    with pytest.raises(ValueError, match=said):
         rule(tree(batch), logits_BNV, rows)
