@@ -185,9 +185,12 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Any]:
         batch, heads, tokens, width = query.shape
         groups = heads // key.shape[1]
-        causal = attention_mask is None and tokens > 1
+        if attention_mask is None:
+            folds = tokens == 1  # more of them are causal
+        else:
+            folds = attention_mask.shape[1:-1] in ((1, 1), (1, tokens), (heads, tokens))
         others = any(kwargs.get(name) is not None for name in _OF_OTHER_KERNELS)
-        if not _reads_tree() or groups == 1 or causal or others:
+        if not _reads_tree() or groups == 1 or not folds or others:
             return attend(
                 module, query, key, value, attention_mask, dropout, scaling=scaling, **kwargs
             )

@@ -14,7 +14,11 @@ from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
-from medusa_heads.target.attention import TreeMask, take_tree_masks, tree_attention
+from medusa_heads.target.attention import (
+    TreeMask,
+    take_tree_masks,
+    tree_attention,
+)
 from tests.conftest import TinyLlama
 
 B, H, K, S, D = 2, 6, 2, 9, 8
@@ -61,6 +65,14 @@ def test_the_same_as_query_head_by_query_head(
     monkeypatch.setattr(sdpa_attention, "repeat_kv", refused)
     with tree_attention(tree(nodes)):
         torch.testing.assert_close(attended(nodes, mask, scaling=scaling), expected)
+
+
+@pytest.mark.parametrize("shape", [(B, H, 1, S), (1, 4, S), (4, S)])
+def test_masks_of_other_shapes_say_what_they_say_to_transformers(shape: tuple[int, ...]) -> None:
+    mask = drawn(*shape)
+    expected = attended(4, mask)
+    with tree_attention(tree(4)):
+        torch.testing.assert_close(attended(4, mask), expected)
 
 
 def test_layers_that_share_a_mask_share_what_is_made_of_it() -> None:
