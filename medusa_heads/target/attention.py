@@ -203,7 +203,8 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
             scale=scaling,
         )
         by_group = attended.view(batch, key.shape[1], groups, tokens, value.shape[-1])
-        return by_group.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads, -1), None
+        # Contiguous, as transformers hands it out: models may ask for a view.
+        return by_group.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads, -1).contiguous(), None
 
     return forward
 

@@ -75,6 +75,12 @@ def test_masks_of_other_shapes_say_what_they_say_to_transformers(shape: tuple[in
         torch.testing.assert_close(attended(4, mask), expected)
 
 
+def test_what_comes_out_is_contiguous_as_of_transformers() -> None:
+    with tree_attention(tree(4)):
+        given = attended(4, drawn(B, 1, 4, S))
+    given.view(B, 4, H * D)  # as models may ask
+
+
 def test_layers_that_share_a_mask_share_what_is_made_of_it() -> None:
     first, second = drawn(B, 1, 4, S), drawn(B, 1, 4, S) + 1
     mask = tree(4)
