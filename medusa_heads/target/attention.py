@@ -27,6 +27,7 @@ from medusa_heads.errors import UnsupportedArchitecture
 SUPPORTED_ATTENTION = ("sdpa", "eager")
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
 _TRACED = [False]  # whether what is compiled now verifies trees: a compiler reads no ContextVar
+_MASKS_KEPT = 4  # of a forward: more than models have kinds of layers
 _OF_OTHER_KERNELS = ("position_bias", "cache", "softcap", "s_aux")
 
 
@@ -220,6 +221,8 @@ def _for_groups(mask: Tensor | None, groups: int) -> Tensor | None:
         return mask.repeat(1, 1, groups, 1)
     known, name = _ACTIVE.get().of_groups, (id(mask), groups)  # type: ignore[union-attr]
     if name not in known:
+        if len(known) == _MASKS_KEPT:
+            del known[next(iter(known))]
         known[name] = mask, mask.repeat(1, 1, groups, 1)
     return known[name][1]
 

@@ -81,6 +81,14 @@ def test_what_comes_out_is_contiguous_as_of_transformers() -> None:
     given.view(B, 4, H * D)  # as models may ask
 
 
+def test_few_masks_are_kept_where_every_layer_has_its_own() -> None:
+    mask = tree(4)
+    with tree_attention(mask):
+        for layer in range(12):
+            attended(4, drawn(B, 1, 4, S) + layer)
+    assert len(mask.of_groups) <= 4
+
+
 def test_layers_that_share_a_mask_share_what_is_made_of_it() -> None:
     first, second = drawn(B, 1, 4, S), drawn(B, 1, 4, S) + 1
     mask = tree(4)
