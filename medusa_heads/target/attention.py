@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from threading import Lock
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from medusa_heads.errors import UnsupportedArchitecture
 SUPPORTED_ATTENTION = ("sdpa", "eager")
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
 _TRACED = [False]  # whether what is compiled now verifies trees: a compiler reads no ContextVar
+_COMPILED, _COUNTING = [0], Lock()  # forwards of that kind, in all threads
 _MASKS_KEPT = 4  # of a forward: more than models have kinds of layers
 _OF_OTHER_KERNELS = ("position_bias", "cache", "softcap", "s_aux")
 
@@ -230,11 +232,17 @@ def _for_groups(mask: Tensor | None, groups: int) -> Tensor | None:
 @contextmanager
 def compiled_tree_attention() -> Iterator[None]:
     """Within the block, what is compiled verifies trees, whose masks it is given."""
-    before, _TRACED[0] = _TRACED[0], True
+    _count_compiled(1)
     try:
         yield
     finally:
-        _TRACED[0] = before
+        _count_compiled(-1)
+
+
+def _count_compiled(change: int) -> None:
+    with _COUNTING:
+        _COMPILED[0] += change
+        _TRACED[0] = _COMPILED[0] > 0
 
 
 def _reads_tree() -> bool:

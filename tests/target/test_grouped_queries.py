@@ -14,8 +14,10 @@ from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads.target import attention
 from medusa_heads.target.attention import (
     TreeMask,
+    compiled_tree_attention,
     take_tree_masks,
     tree_attention,
 )
@@ -97,6 +99,16 @@ def test_layers_that_share_a_mask_share_what_is_made_of_it() -> None:
         attended(4, second)
         torch.testing.assert_close(attended(4, first), once)
     assert len(mask.of_groups) == 2
+
+
+def test_targets_of_two_threads_leave_each_other_their_graphs() -> None:
+    first, second = compiled_tree_attention(), compiled_tree_attention()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert attention._TRACED == [True]  # else the second would be compiled anew
+    second.__exit__(None, None, None)
+    assert attention._TRACED == [False]
 
 
 def test_what_is_no_tree_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
