@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from threading import Lock
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from medusa_heads.errors import UnsupportedArchitecture
 SUPPORTED_ATTENTION = ("sdpa", "eager")
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
 _TRACED = [False]  # whether what is compiled now verifies trees: a compiler reads no ContextVar
+_COMPILED, _COUNTING = [0], Lock()  # forwards of that kind, in all threads
+_MASKS_KEPT = 4  # of a forward: more than models have kinds of layers
 _OF_OTHER_KERNELS = ("position_bias", "cache", "softcap", "s_aux")
 
 
@@ -185,9 +188,12 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Any]:
         batch, heads, tokens, width = query.shape
         groups = heads // key.shape[1]
-        causal = attention_mask is None and tokens > 1
+        if attention_mask is None:
+            folds = tokens == 1  # more of them are causal
+        else:
+            folds = attention_mask.shape[1:-1] in ((1, 1), (1, tokens), (heads, tokens))
         others = any(kwargs.get(name) is not None for name in _OF_OTHER_KERNELS)
-        if not _reads_tree() or groups == 1 or causal or others:
+        if not _reads_tree() or groups == 1 or not folds or others:
             return attend(
                 module, query, key, value, attention_mask, dropout, scaling=scaling, **kwargs
             )
@@ -200,7 +206,8 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
             scale=scaling,
         )
         by_group = attended.view(batch, key.shape[1], groups, tokens, value.shape[-1])
-        return by_group.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads, -1), None
+        # Contiguous, as transformers hands it out: models may ask for a view.
+        return by_group.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads, -1).contiguous(), None
 
     return forward
 
@@ -216,6 +223,8 @@ def _for_groups(mask: Tensor | None, groups: int) -> Tensor | None:
         return mask.repeat(1, 1, groups, 1)
     known, name = _ACTIVE.get().of_groups, (id(mask), groups)  # type: ignore[union-attr]
     if name not in known:
+        if len(known) == _MASKS_KEPT:
+            del known[next(iter(known))]
         known[name] = mask, mask.repeat(1, 1, groups, 1)
     return known[name][1]
 
@@ -223,11 +232,17 @@ def _for_groups(mask: Tensor | None, groups: int) -> Tensor | None:
 @contextmanager
 def compiled_tree_attention() -> Iterator[None]:
     """Within the block, what is compiled verifies trees, whose masks it is given."""
-    before, _TRACED[0] = _TRACED[0], True
+    _count_compiled(1)
     try:
         yield
     finally:
-        _TRACED[0] = before
+        _count_compiled(-1)
+
+
+def _count_compiled(change: int) -> None:
+    with _COUNTING:
+        _COMPILED[0] += change
+        _TRACED[0] = _COMPILED[0] > 0
 
 
 def _reads_tree() -> bool:

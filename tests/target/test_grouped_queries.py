@@ -14,7 +14,13 @@ from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
-from medusa_heads.target.attention import TreeMask, take_tree_masks, tree_attention
+from medusa_heads.target import attention
+from medusa_heads.target.attention import (
+    TreeMask,
+    compiled_tree_attention,
+    take_tree_masks,
+    tree_attention,
+)
 from tests.conftest import TinyLlama
 
 B, H, K, S, D = 2, 6, 2, 9, 8
@@ -63,6 +69,28 @@ def test_the_same_as_query_head_by_query_head(
         torch.testing.assert_close(attended(nodes, mask, scaling=scaling), expected)
 
 
+@pytest.mark.parametrize("shape", [(B, H, 1, S), (1, 4, S), (4, S)])
+def test_masks_of_other_shapes_say_what_they_say_to_transformers(shape: tuple[int, ...]) -> None:
+    mask = drawn(*shape)
+    expected = attended(4, mask)
+    with tree_attention(tree(4)):
+        torch.testing.assert_close(attended(4, mask), expected)
+
+
+def test_what_comes_out_is_contiguous_as_of_transformers() -> None:
+    with tree_attention(tree(4)):
+        given = attended(4, drawn(B, 1, 4, S))
+    given.view(B, 4, H * D)  # as models may ask
+
+
+def test_few_masks_are_kept_where_every_layer_has_its_own() -> None:
+    mask = tree(4)
+    with tree_attention(mask):
+        for layer in range(12):
+            attended(4, drawn(B, 1, 4, S) + layer)
+    assert len(mask.of_groups) <= 4
+
+
 def test_layers_that_share_a_mask_share_what_is_made_of_it() -> None:
     first, second = drawn(B, 1, 4, S), drawn(B, 1, 4, S) + 1
     mask = tree(4)
@@ -71,6 +99,16 @@ def test_layers_that_share_a_mask_share_what_is_made_of_it() -> None:
         attended(4, second)
         torch.testing.assert_close(attended(4, first), once)
     assert len(mask.of_groups) == 2
+
+
+def test_targets_of_two_threads_leave_each_other_their_graphs() -> None:
+    first, second = compiled_tree_attention(), compiled_tree_attention()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert attention._TRACED == [True]  # else the second would be compiled anew
+    second.__exit__(None, None, None)
+    assert attention._TRACED == [False]
 
 
 def test_what_is_no_tree_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
