@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -176,16 +177,26 @@ class HiddenReader:
     @contextmanager
     def _lm_head_reads(self, change: Callable[[Read], Tensor]) -> Iterator[None]:
         """Within the block, the lm_head is handed what is made of its input [B, T, D], and of the
-        features that came before."""
+        features that came before. Forwards of other threads are left alone."""
         outputs: dict[int, Any] = {}
+        own = get_ident()
+
+        def elsewhere() -> bool:  # which a compiler cannot ask
+            return not torch.compiler.is_compiling() and get_ident() != own
+
+        def keep(layer: int, output: Any) -> None:
+            if not elsewhere():
+                outputs[layer] = output
 
         def hand_on(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            if elsewhere():
+                return args
             read = Read.of(args[0], self.features, outputs)
             outputs.clear()
             return (change(read), *args[1:])
 
         hooks = [
-            *watch(self.model, self.features, outputs.__setitem__),
+            *watch(self.model, self.features, keep),
             self.get_output_embeddings().register_forward_pre_hook(hand_on),
         ]
         try:

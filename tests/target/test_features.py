@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -31,6 +32,21 @@ def expected(model: Any, layers: tuple[int, ...], ids_BT: Tensor = IDS_BT) -> Te
 @pytest.fixture
 def model(tiny_llama: TinyLlama) -> Any:
     return tiny_llama(num_hidden_layers=4)
+
+
+def test_forwards_of_other_threads_are_neither_read_nor_changed(model: Any) -> None:
+    target, others = TargetModel(model).with_features((0,)), IDS_BT + 30
+
+    def elsewhere() -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: model(others).logits.detach()).result()
+
+    alone = elsewhere()
+    with target.capture_prompt() as prompt, target.capture_hidden() as last:
+        model(IDS_BT)
+        own = last()
+        assert torch.equal(elsewhere(), alone)
+        assert len(prompt) == 1 and torch.equal(last(), own)
 
 
 @pytest.mark.parametrize("layers", [(0,), (0, 2), (2, 1, 0)])
