@@ -31,6 +31,7 @@ from medusa_heads.trees.statistics import HeadStatistics, prior_statistics
 SUFFIX = "+suffix"
 _COMPARING = ("threshold", "log_ratio")  # rules that compare with the draft's own probabilities
 _UNVARYING = 15  # nodes; with the root a multiple of what matrix units take at a time
+_GRAPHS = {7, 15}  # nodes of what is compiled, besides none and the number that pays most
 _SEQUENTIAL = (3, 7, 15, 23, 31)  # nodes of the trees that heads which see each other may draft
 
 
@@ -79,7 +80,7 @@ def blended(
     else:
         clock, sizes = clock or target_clock(target), sizes_for(target)
         if compiled:  # every number of nodes is another graph
-            sizes = [0, _best_fixed(clock, sizes, sources)]
+            sizes = sorted({0, *_GRAPHS & {*sizes}, _best_fixed(clock, sizes, sources)})
     own = TextSource(max(sizes), corpus) if text else None
     if not deterministic:
         asked = {each.name: dict(each.facts) for each in (own, *sources) if each}

@@ -24,9 +24,12 @@ def lm_head_sha256(weight_VD: Tensor) -> str:
     return digest.hexdigest()
 
 
-def weights_sha256(model: nn.Module, *, with_adapter: bool = True) -> str:
+def weights_sha256(
+    model: nn.Module, *, with_adapter: bool = True, gather_only: bool = False
+) -> str:
     """sha256 over every weight and buffer, bit for bit; without the adapter, that of the model
-    before a LoRA adapter was put into it."""
+    before a LoRA adapter was put into it. Tensors that processes share all of them must gather; one
+    that leaves the hash to another does no more, and gets that of nothing."""
     state = model.state_dict()
     if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
         from accelerate.utils.modeling import get_state_dict_offloaded_model
@@ -40,10 +43,13 @@ def weights_sha256(model: nn.Module, *, with_adapter: bool = True) -> str:
         }
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
+        if isinstance(tensor, Tensor) and (gather := getattr(tensor, "full_tensor", None)):
+            tensor = gather()
+        if gather_only:
+            continue
         digest.update(name.encode())
         if isinstance(tensor, Tensor):
-            gather = getattr(tensor, "full_tensor", None)  # of one that processes share
-            _hash_tensor(digest, (gather() if gather else tensor).detach())
+            _hash_tensor(digest, tensor.detach())
     return digest.hexdigest()
 
 

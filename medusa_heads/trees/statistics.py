@@ -1,16 +1,18 @@
 """What was measured of a set of heads: at which rank each head held the true token.
 
-Shapes: S supervised positions, K heads. Rank 0 is a head's top-1 token.
+Shapes: B sequences, T tokens, S supervised positions, K heads, N nodes of a tree, R ranks.
+Rank 0 is a head's top-1 token. Positions are counted in arrays: a text may have millions.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads.config import RankPath
@@ -64,29 +66,18 @@ class HeadStatistics:
         Raises:
             ValueError: no position has all K true tokens.
         """
-        complete_SK = ranks_SK[(ranks_SK >= 0).all(dim=1)]
+        complete_SK = ranks_SK[ranks_SK.amin(dim=1) >= 0].cpu()
         if not len(complete_SK):
             raise ValueError(
                 "head statistics need at least one position with a true token for every head, got "
                 "none: use longer held-out text"
             )
         top_k_hits = [
-            [int((complete_SK[:, i] < k).sum()) for k in range(1, MAX_RANK + 1)]
-            for i in range(complete_SK.shape[1])
+            torch.bincount(ranks_S.clamp(max=MAX_RANK), minlength=MAX_RANK + 1)[:-1].cumsum(0)
+            for ranks_S in complete_SK.T
         ]
-        counts: Counter[RankPath] = Counter()
-        for ranks in complete_SK.tolist():
-            path: RankPath = ()
-            for rank in ranks:
-                if rank >= MAX_RANK:
-                    break
-                path = (*path, rank)
-                counts[path] += 1
-        # Among equal counts the shallower and more probable path first: parents before children.
-        best = heapq.nsmallest(
-            MAX_NODES, counts.items(), key=lambda item: (-item[1], len(item[0]), item[0])
-        )
-        return cls(complete_SK.shape[1], len(complete_SK), top_k_hits, best)
+        hits = [hits_R.tolist() for hits_R in top_k_hits]
+        return cls(complete_SK.shape[1], len(complete_SK), hits, _most_counted(complete_SK))
 
     def top_k_accuracy(self, k: int) -> list[float]:
         """For each head, the share of positions whose true token was among its top k."""
@@ -148,6 +139,33 @@ class HeadStatistics:
             [float(t) for t in temperatures],
             _read_dynamic(values.get("dynamic_tokens_per_step") or {}),
         )
+
+
+def _most_counted(ranks_SK: Tensor) -> list[tuple[RankPath, int]]:
+    """The MAX_NODES paths with which most positions begin, and at how many, best first. What goes
+    on from a path is never met more often, and so is counted only where the path is among them."""
+    best: list[tuple[RankPath, int]] = []
+    paths: list[RankPath] = [()]
+    path_S = torch.zeros(len(ranks_SK), dtype=torch.int32)  # it began with; len(paths): with none
+    for ranks_S in ranks_SK.T:
+        longer_S = path_S * (MAX_RANK + 1) + ranks_S.clamp(max=MAX_RANK)
+        counts = torch.bincount(longer_S, minlength=(len(paths) + 1) * (MAX_RANK + 1))
+        counts_PR = counts.view(-1, MAX_RANK + 1)[:-1, :-1].tolist()
+        longer = {
+            (*path, rank): (p, rank)
+            for p, path in enumerate(paths)
+            for rank, count in enumerate(counts_PR[p])
+            if count
+        }
+        best += ((path, counts_PR[p][rank]) for path, (p, rank) in longer.items())
+        # Among equal counts the shallower and more probable path first: parents before children.
+        best = heapq.nsmallest(MAX_NODES, best, key=lambda item: (-item[1], len(item[0]), item[0]))
+        paths = [path for path, _ in best if path in longer]
+        place_PR = torch.full((len(counts_PR) + 1, MAX_RANK + 1), len(paths), dtype=torch.int32)
+        for place, path in enumerate(paths):
+            place_PR[longer[path]] = place
+        path_S = place_PR.flatten().index_select(0, longer_S)
+    return best
 
 
 def prior_statistics(num_heads: int, num_candidates: int = MAX_RANK) -> HeadStatistics:
@@ -236,26 +254,38 @@ def _is_list(value: Any, length: int | None = None) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and length in (None, len(value))
 
 
-def simulate_tokens_per_step(ranks: Iterable[Tensor], choices: Sequence[RankPath]) -> float:
+def simulate_tokens_per_step(ranks_BTK: Tensor, choices: Sequence[RankPath]) -> float:
     """Tokens per step that a static tree would have reached on measured sequences.
 
-    Each sequence's ranks [T, K] are walked as decoding would walk them: at a position, descend
-    while the path of ranks is in the tree, commit that many tokens plus the target's own, move on.
-    Counts are summed over all sequences before the ratio is taken. A position without all true
-    tokens ends its sequence.
+    Each stretch of a sequence in which every head has a true token is walked as decoding would walk
+    it: at a position, descend while the path of ranks is in the tree, commit that many tokens plus
+    the target's own, move on. Counts are summed over all stretches before the ratio is taken.
     """
-    tree = {tuple(choice) for choice in choices}
+    complete_BT = ranks_BTK.amin(dim=2) >= 0
+    edges = F.pad(complete_BT.int(), (1, 1)).diff().flatten()
+    lengths = (edges < 0).nonzero()[:, 0] - (edges > 0).nonzero()[:, 0]
+    end = lengths.cumsum(0)
+    at = end - lengths
+    committed_S = 1 + _accepted(ranks_BTK[complete_BT], choices)
     steps = tokens = 0
-    for ranks_TK in ranks:
-        rows = ranks_TK.tolist()
-        t = 0
-        while t < len(rows) and min(rows[t]) >= 0:
-            path: RankPath = ()
-            for rank in rows[t]:
-                if (*path, rank) not in tree:
-                    break
-                path = (*path, rank)
-            steps += 1
-            tokens += len(path) + 1
-            t += len(path) + 1
+    while len(at):  # a step in every stretch that has not come to its end
+        steps += len(at)
+        tokens += int(committed_S[at].sum())
+        at = at + committed_S[at]
+        at, end = at[at < end], end[at < end]
     return tokens / steps if steps else 0.0
+
+
+def _accepted(ranks_SK: Tensor, choices: Sequence[RankPath]) -> Tensor:
+    """How many drafts of the tree are accepted at each position, [S]."""
+    nodes: dict[RankPath, int] = {path: node for node, path in enumerate([(), *choices])}
+    outside, far = len(nodes), 1 + max((rank for path in choices for rank in path), default=0)
+    child_NR = torch.full((outside + 1, far + 1), outside, dtype=torch.int32)
+    for path in choices:
+        child_NR[nodes[path[:-1]], path[-1]] = nodes[path]
+    node_S, accepted_S = torch.zeros(2, len(ranks_SK), dtype=torch.int32)
+    for ranks_S in ranks_SK.T[: max(map(len, choices), default=0)]:
+        child_S = node_S * (far + 1) + ranks_S.clamp(max=far)
+        node_S = child_NR.flatten().index_select(0, child_S)
+        accepted_S += node_S != outside
+    return accepted_S

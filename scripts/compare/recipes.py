@@ -34,7 +34,7 @@ from medusa_heads.heads import DraftHeads
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.measure.calibration import measure_heads
-from medusa_heads.training.measure.metrics import complete_runs, rank_statistics
+from medusa_heads.training.measure.metrics import rank_statistics
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.trees.statistics import simulate_tokens_per_step
 from scripts.demo.texts import CONTINUATION, PROMPT, TARGET, check_recipes, windows, written
@@ -226,9 +226,7 @@ def measure(ranks_BTK: Tensor, sizes: Sequence[int] = NODES) -> dict[str, Any]:
     tokens_per_step = {}
     for nodes in sizes:
         walked = [
-            simulate_tokens_per_step(
-                complete_runs(walked_BTK), rank_statistics(chosen_BTK).choices(nodes)
-            )
+            simulate_tokens_per_step(walked_BTK, rank_statistics(chosen_BTK).choices(nodes))
             for chosen_BTK, walked_BTK in (halves, halves[::-1])
         ]
         tokens_per_step[nodes] = sum(walked) / 2

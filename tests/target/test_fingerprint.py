@@ -57,6 +57,8 @@ def test_a_tensors_hash_is_that_of_its_bytes() -> None:
     rounded = whole.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
     assert lm_head_sha256(whole) == hashlib.sha256(rounded).hexdigest()
     assert of_module(whole) == hashlib.sha256(b"weight" + whole.numpy().tobytes()).hexdigest()
+    left_to_another = weights_sha256(nn.Linear(2, 2), gather_only=True)
+    assert left_to_another == hashlib.sha256().hexdigest()
 
 
 @pytest.mark.usefixtures("parts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -76,9 +77,59 @@ def test_nothing_measured_is_refused() -> None:
 def test_simulation_by_hand() -> None:
     # With the tree {(0,), (0, 0)}: position 0 accepts two drafts and moves on by three, to a
     # position whose first head misses, which commits one token.
-    ranks_TK = torch.tensor([[0, 0], [9, 9], [9, 9], [5, 0]])
-    assert simulate_tokens_per_step([ranks_TK], [(0,), (0, 0)]) == (3 + 1) / 2
-    assert simulate_tokens_per_step([], [(0,)]) == 0.0
+    ranks_BTK = torch.tensor([[[0, 0], [9, 9], [9, 9], [5, 0]]])
+    assert simulate_tokens_per_step(ranks_BTK, [(0,), (0, 0)]) == (3 + 1) / 2
+    assert simulate_tokens_per_step(ranks_BTK[:0], [(0,)]) == 0.0
+
+
+@st.composite
+def measured_ranks(draw: st.DrawFn) -> Tensor:
+    """Few ranks, so that paths repeat; -100 where there is no true token, and ranks beyond all."""
+    B, T, K = draw(st.integers(1, 4)), draw(st.integers(1, 40)), draw(st.integers(1, 6))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
+    some = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3, 4, 7, 15, 16, 99, -100])
+    chosen = some[: draw(st.integers(1, len(some)))]
+    ranks_BTK = chosen[torch.randint(len(chosen), (B, T, K), generator=random)]
+    ranks_BTK[:, torch.randint(T, (draw(st.integers(0, 3)),), generator=random)] = -100
+    return ranks_BTK.to(draw(st.sampled_from([torch.int8, torch.long])))
+
+
+@settings(deadline=None, max_examples=80, derandomize=True)
+@given(measured_ranks(), st.integers(1, 64))
+def test_counted_in_arrays_as_position_by_position(ranks_BTK: Tensor, num_nodes: int) -> None:
+    sequences = ranks_BTK.tolist()
+    complete = [ranks for ranks in itertools.chain(*sequences) if min(ranks) >= 0]
+    if not complete:
+        assert simulate_tokens_per_step(ranks_BTK, [(0,)]) == 0
+        return
+    counts = Counter(
+        tuple(ranks[:end])
+        for ranks in complete
+        for end in range(1, len(ranks) + 1)
+        if max(ranks[:end]) < MAX_RANK
+    )
+    measured = HeadStatistics.from_ranks(ranks_BTK.flatten(0, 1))
+    assert measured.positions == len(complete)
+    assert measured.top_k_hits == [
+        [sum(rank < k for rank in of_head) for k in range(1, MAX_RANK + 1)]
+        for of_head in zip(*complete, strict=True)
+    ]
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))
+    assert measured.paths == ordered[:MAX_NODES]
+
+    tree, steps, tokens = set(measured.choices(num_nodes)), 0, 0
+    for sequence in sequences:
+        t, known = 0, [min(ranks) >= 0 for ranks in sequence]
+        while t < len(sequence):
+            if not known[t]:
+                t += 1
+                continue
+            lengths = range(1, len(sequence[t]) + 1)
+            accepted = sum(tuple(sequence[t][:end]) in tree for end in lengths)
+            steps, tokens = steps + 1, tokens + accepted + 1
+            end = known.index(False, t) if False in known[t:] else len(known)
+            t = min(t + accepted + 1, end)  # a step ends with its stretch
+    assert simulate_tokens_per_step(ranks_BTK, measured.choices(num_nodes)) == tokens / steps
 
 
 @pytest.mark.parametrize("num_heads", [1, 3, 4, 10])

@@ -8,6 +8,8 @@ from medusa_heads.settings import at_least, flag, mapping
 from medusa_heads.shared_flags import TextFlags
 
 STREAM_EVAL_ROWS = 256
+EVAL_ROWS = 2048  # so that no evaluation grows with the text
+EVAL_SHARE = 0.05
 
 
 @dataclass
@@ -32,9 +34,15 @@ class DataArguments(TextFlags):
         "Split of eval_dataset (without one: of dataset) to hold out. Default: the first there is "
         "of held_out, test and validation.",
     )
-    eval_share: float = flag(0.05, "Share of the documents held out where nothing else is given.")
+    eval_share: float | None = flag(
+        None,
+        "Share of the documents held out where nothing else is given, all of them measured. "
+        f"Default: {EVAL_SHARE}, and of these at most {EVAL_ROWS} documents and rows.",
+    )
     eval_rows: int | None = flag(
-        None, f"Documents held out instead; of a stream the first (default {STREAM_EVAL_ROWS})."
+        None,
+        f"Documents held out instead; of a stream the first (default {STREAM_EVAL_ROWS}); of "
+        f"eval_dataset the rows measured at most (default {EVAL_ROWS}), drawn from all.",
     )
     chat_template: str | None = flag(None, "File of a Jinja chat template, not the tokenizer's.")
     chat_template_kwargs: dict | str | None = flag(
@@ -61,7 +69,7 @@ class DataArguments(TextFlags):
         if self.eval_dataset is not None and not self.eval_dataset:
             raise ValueError("eval_dataset must name at least one corpus, got none")
         at_least(self, 1, "max_length", "shuffle_buffer", "eval_rows", "dataset_num_proc")
-        if not 0 < self.eval_share < 1:
+        if self.eval_share is not None and not 0 < self.eval_share < 1:
             raise ValueError(f"eval_share must lie between 0 and 1, got {self.eval_share}")
         if self.on_bad_row not in ("error", "skip"):
             raise ValueError(f"on_bad_row must be 'error' or 'skip', got {self.on_bad_row!r}")

@@ -6,6 +6,7 @@ length, unshifted, -100 where the text was not generated. Shapes: B batch, T tok
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,11 +26,18 @@ from medusa_heads.data.sources import Corpus, as_corpus, is_stream, load_corpus
 from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.arguments.data import STREAM_EVAL_ROWS, DataArguments
+from medusa_heads.training.arguments.data import (
+    EVAL_ROWS,
+    EVAL_SHARE,
+    STREAM_EVAL_ROWS,
+    DataArguments,
+)
 from medusa_heads.training.data.pack import check_packing, pack_rows
 from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows
 from medusa_heads.training.data.stream import stream_rows
 from medusa_heads.training.data.tokenise import Tokeniser, tokenise
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,8 @@ def prepare_data(
         if held_out is None:
             known, measured = hold_out(known, settings.eval_share, seed, settings.eval_rows)
         rows = known
+    if held_out is not None or settings.eval_rows is settings.eval_share is None:
+        measured = _draw(measured, settings.eval_rows or EVAL_ROWS, seed)
     facts = check_rows(known, target, name="training set", heads_reached=1)
     held_out_facts = check_rows(measured, target, name="held-out set", heads_reached=num_heads)
     if settings.packing and not corpus.is_stream:
@@ -184,9 +194,10 @@ def prepare_data(
 
 
 def hold_out(
-    rows: Dataset, share: float, seed: int, count: int | None = None
+    rows: Dataset, share: float | None, seed: int, count: int | None = None
 ) -> tuple[Dataset, Dataset]:
-    """Split into rows to train on and rows to measure on, by document: a share, or a count of them.
+    """Split into rows to train on and rows to measure on, by document: a share, or a count of them,
+    or by default EVAL_SHARE, and at most EVAL_ROWS.
 
     Without a column `document`, or where all rows are of one, each row is a document. Raises
     ValueError where there is only one row, or no more documents than are to be held out.
@@ -201,7 +212,8 @@ def hold_out(
             "eval_dataset"
         )
     if count is None:
-        count = min(max(round(share * len(known)), 1), len(known) - 1)
+        count = min(max(round((share or EVAL_SHARE) * len(known)), 1), len(known) - 1)
+        count = count if share is not None else min(count, EVAL_ROWS)
     elif count >= len(known):
         raise ValueError(
             f"eval_rows {count} would hold out all {len(known)} documents: ask for fewer"
@@ -209,6 +221,16 @@ def hold_out(
     drawn = np.random.default_rng(seed).permutation(known)[:count]
     held = np.isin(documents, drawn)
     return rows.select(np.flatnonzero(~held)), rows.select(np.flatnonzero(held))
+
+
+def _draw(rows: Dataset, most: int, seed: int) -> Dataset:
+    """At most so many rows to measure on, from all over the text; says so where it leaves some."""
+    if len(rows) <= most:
+        return rows
+    logger.warning(
+        "%d of %d held-out rows are measured: eval_rows says of how many", most, len(rows)
+    )
+    return rows.select(np.sort(np.random.default_rng(seed).permutation(len(rows))[:most]))
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from medusa_heads.target.fingerprint import weights_sha256
 from medusa_heads.target.layers import layer_lists
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
@@ -33,6 +34,16 @@ def any_process(flag: bool, device: torch.device) -> bool:
     flags = torch.tensor(float(flag), device=device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())
+
+
+def digest_for_all(target: TargetModel, *, with_adapter: bool = True) -> str:
+    """The target's `weights_digest`, which the first process computes; all must ask."""
+    if not several_processes():
+        return target.weights_digest(with_adapter=with_adapter)
+    others = dist.get_rank() > 0
+    sent = [weights_sha256(target.model, with_adapter=with_adapter, gather_only=others)]
+    dist.broadcast_object_list(sent, src=0)
+    return sent[0]
 
 
 def load_to_spread(arguments: TargetArguments, sharding: Sharding) -> TargetModel:

@@ -9,10 +9,12 @@ Source: Guo et al. 2017, "On calibration of modern neural networks", arXiv:1706.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
@@ -39,6 +41,7 @@ from medusa_heads.trees.statistics import MAX_RANK, HeadStatistics
 TEMPERATURES = tuple(0.5 * 1.1**step for step in range(18))  # 0.5 to 2.5
 _GRID = (*TEMPERATURES, 1.0)
 MAX_POSITIONS = 4096  # enough for one number a head, and a few seconds' work
+_ROWS = 256  # that they are from, of long ones; so many differ enough
 _SEQUENTIAL_POSITIONS = 1024  # at which trees of sequential heads, which cost more, are built
 _WELL_SO_FAR = 2  # a head's draft is looked at where the heads before it held the truth this high
 _BATCH = 8
@@ -84,14 +87,19 @@ def calibrate(
     """Fit the temperatures by held-out likelihood, and measure dynamic trees with them; both are
     written into `statistics`. Returns how honest each head is.
 
-    Only positions with a true token for every head count (without any, nothing is done); where
-    there are more than MAX_POSITIONS, they are taken evenly from all of the text.
+    Only positions with a true token for every head count (without any, nothing is done). Rows are
+    drawn until they have MAX_POSITIONS, at least _ROWS of them: each gives its positions evenly,
+    and the target reads no others.
     """
-    supervised = sum(sum(label != IGNORED for label in row) for row in held_out["labels"])
-    found = _positions(heads, hidden_states, held_out, every=-(-supervised // MAX_POSITIONS))
+    drawn = np.random.default_rng(0).permutation(len(held_out))
+    drawn[:_ROWS].sort()  # a small text is read as it stands
+    text = held_out.select(drawn)
+    supervised = sum((np.asarray(labels) != IGNORED).sum() for labels in text[:_ROWS]["labels"])
+    every = -(-int(supervised) // MAX_POSITIONS)
+    found = _positions(heads, hidden_states, text, every=every, enough=MAX_POSITIONS)
     if not len(found.hidden_SD):
         return []
-    return _calibrate(statistics, heads, found, partial(_read, hidden_states, held_out))
+    return _calibrate(statistics, heads, found, partial(_read, hidden_states, text))
 
 
 class _Positions(NamedTuple):
@@ -119,10 +127,11 @@ def _positions(
     text: Dataset,
     *,
     every: int = 1,
+    enough: float = math.inf,
     watch: Watch = iter,
 ) -> _Positions:
     starts = range(0, len(text), _BATCH)
-    parts = []
+    parts: list[_Positions] = []
     for chosen in watch([range(start, min(start + _BATCH, len(text))) for start in starts]):
         hidden_BTD, batch = _read(hidden_states, text, chosen.start)
         hidden_RD, rows = read_rows(heads, hidden_BTD, batch)
@@ -130,6 +139,8 @@ def _positions(
         start_R = torch.full_like(rows.positions_R, chosen.start)
         found = _Positions(hidden_RD, rows.tokens_RK, rows.labels_RK, start_R, rows.positions_R)
         parts.append(found.part(taken_R))
+        if chosen.stop >= _ROWS and sum(len(part.start_S) for part in parts) >= enough:
+            break
     return _Positions(*map(torch.cat, zip(*parts, strict=True)))
 
 

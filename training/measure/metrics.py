@@ -1,8 +1,8 @@
 """What an evaluation on held-out text says: of heads, whose guesses hold the true tokens at some
 rank, and of draft models.
 
-Shapes: B batch or sequences, T tokens, R rows, C rows of a chunk, K heads, D hidden, V vocabulary
-of the heads.
+Shapes: B batch or sequences, T tokens, R rows, C rows of a chunk, K heads (or drafts of a
+chain), D hidden, V vocabulary of the heads.
 """
 
 from __future__ import annotations
@@ -58,17 +58,6 @@ def _ranks(logits_CV: Tensor, drafted_C: Tensor, max_rank: int) -> Tensor:
     return ranks_C.where(drafted_C != IGNORED, max_rank)
 
 
-def complete_runs(ranks_BTK: Tensor) -> list[Tensor]:
-    """The stretches [T_s, K] of each sequence in which every head has a true token."""
-    runs: list[Tensor] = []
-    for ranks_TK in ranks_BTK:
-        complete_T = (ranks_TK >= 0).all(dim=1)
-        edges = torch.diff(complete_T.int(), prepend=torch.zeros(1), append=torch.zeros(1))
-        bounds = edges.nonzero().flatten().tolist()
-        runs += [ranks_TK[a:b] for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
-    return runs
-
-
 def rank_statistics(ranks_BTK: Tensor) -> HeadStatistics:
     """Head statistics over all positions of an evaluation."""
     return HeadStatistics.from_ranks(ranks_BTK.flatten(0, 1))
@@ -80,10 +69,10 @@ def rank_metrics(ranks_BTK: Tensor) -> dict[str, float]:
     Tokens per step are simulated: the same sequences are walked with the best static tree that
     their own ranks imply. With thousands of positions for a few dozen nodes that flatters little.
     """
-    statistics, runs = rank_statistics(ranks_BTK), complete_runs(ranks_BTK)
+    statistics = rank_statistics(ranks_BTK)
     figures = _accuracies(statistics)
     for size in TREE_SIZES:
-        simulated = simulate_tokens_per_step(runs, statistics.choices(size))
+        simulated = simulate_tokens_per_step(ranks_BTK, statistics.choices(size))
         figures[f"tokens_per_step_{size}"] = simulated
     return figures
 
@@ -92,7 +81,7 @@ def chain_metrics(ranks_BTK: Tensor) -> dict[str, float]:
     """As `rank_metrics`, of what drafts each token behind its likeliest one alone: whatever the
     size, the tree is the chain of K."""
     chain = [(0,) * (depth + 1) for depth in range(ranks_BTK.shape[2])]
-    simulated = simulate_tokens_per_step(complete_runs(ranks_BTK), chain)
+    simulated = simulate_tokens_per_step(ranks_BTK, chain)
     names = [f"tokens_per_step_{size}" for size in TREE_SIZES]
     return _accuracies(rank_statistics(ranks_BTK)) | dict.fromkeys(names, simulated)
 
@@ -164,12 +153,12 @@ def draft_metrics(figures_BT3: Tensor) -> dict[str, float]:
     acceptance, agreement, _ = figures_BT3[known_BT].double().mean(dim=0).tolist()
     figures = {"acceptance": acceptance, "agreement": agreement}
     # Rank 0 is the draft's likeliest token; a chain of n is a tree of nothing but such ranks.
-    ranks_BT = torch.where(known_BT, 1 - figures_BT3[..., 2], IGNORED).long()
+    ranks_BT = torch.where(known_BT, 1 - figures_BT3[..., 2], IGNORED).to(torch.int8)
     padded_BT = F.pad(ranks_BT, (0, CHAINS[-1] - 1), value=IGNORED)
-    runs = complete_runs(padded_BT.unfold(1, CHAINS[-1], 1))
+    ranks_BTK = padded_BT.unfold(1, CHAINS[-1], 1)
     for length in CHAINS:
         chain = [(0,) * (depth + 1) for depth in range(length)]
-        figures[f"tokens_per_step_{length}"] = simulate_tokens_per_step(runs, chain)
+        figures[f"tokens_per_step_{length}"] = simulate_tokens_per_step(ranks_BTK, chain)
     return figures
 
 

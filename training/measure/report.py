@@ -39,7 +39,7 @@ LEGEND = (
 
 def make_report(
     statistics: HeadStatistics,
-    runs: Sequence[Tensor],
+    ranks_BTK: Tensor,
     calibrations: Sequence[Mapping[str, Any]],
     *,
     heads: Mapping[str, Any],
@@ -48,7 +48,7 @@ def make_report(
     log: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Everything of a run that is worth telling, as plain values: of statistics, calibrated, of
-    ranks [T, K] of held-out sequences, of metrics as in `metrics.json`, and of the Trainer's
+    the ranks on held-out sequences, of metrics as in `metrics.json`, and of the Trainer's
     history.
 
     Static trees are walked over the sequences as decoding would walk them; of dynamic trees is
@@ -64,11 +64,12 @@ def make_report(
             {
                 "nodes": nodes,
                 "nodes_by_depth": [depths.count(d + 1) for d in range(statistics.num_heads)],
-                "tokens_per_step": simulate_tokens_per_step(runs, choices),
+                "tokens_per_step": simulate_tokens_per_step(ranks_BTK, choices),
                 "tokens_per_step_anywhere": statistics.expected_tokens_per_step(nodes),
             }
         )
     best = statistics.choices(HEADLINE_SIZE)
+    walked = simulate_tokens_per_step(ranks_BTK, best)
     top_k = zip(*(statistics.top_k_accuracy(k + 1) for k in range(RANKS)), strict=True)
     return {
         "report_version": REPORT_VERSION,
@@ -79,7 +80,7 @@ def make_report(
             "loss": metrics.get("eval_loss"),
             "target": target_figures(metrics),
         },
-        "tokens_per_step": {"nodes": len(best), "static": simulate_tokens_per_step(runs, best)},
+        "tokens_per_step": {"nodes": len(best), "static": walked},
         "accuracy": [
             {"head": head, "looks_ahead": head_offset(head), "top_k": list(shares)}
             for head, shares in enumerate(top_k)

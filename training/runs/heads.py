@@ -29,7 +29,7 @@ from medusa_heads.training.hidden.launched import launched_sharding
 from medusa_heads.training.hidden.sharding import is_sharded
 from medusa_heads.training.hidden.states import HiddenStates
 from medusa_heads.training.measure.calibration import calibrate
-from medusa_heads.training.measure.metrics import complete_runs, rank_statistics
+from medusa_heads.training.measure.metrics import rank_statistics
 from medusa_heads.training.measure.report import make_report, write_report
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.joint import JointTrainer, adapted
@@ -172,7 +172,7 @@ def train_heads(
     metrics = write_figures(run.output, trainer, trained, measured.metrics or {}, story)
     report = make_report(
         statistics,
-        complete_runs(ranks_BTK),
+        ranks_BTK,
         calibrations,
         heads=heads.config.to_dict(),
         target=run.target.name_or_path,

@@ -138,4 +138,5 @@ class HeadsTrainer(TaughtTrainer):
 
     def _ranks(self, hidden_BTD: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
         hidden_RD, rows = read_rows(self.heads, hidden_BTD, inputs)
-        return rows.positions_R, head_ranks(self.heads, hidden_RD, rows, MAX_RANK)
+        ranks_RK = head_ranks(self.heads, hidden_RD, rows, MAX_RANK)
+        return rows.positions_R, ranks_RK.to(torch.int8)  # which an evaluation keeps

@@ -29,7 +29,12 @@ from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.data.prepare import TrainingData, load_corpora, prepare_data
 from medusa_heads.training.hidden.launched import Sharding
-from medusa_heads.training.hidden.sharding import is_sharded, load_to_spread, shard_target
+from medusa_heads.training.hidden.sharding import (
+    digest_for_all,
+    is_sharded,
+    load_to_spread,
+    shard_target,
+)
 from medusa_heads.training.runs.callbacks import Interruptions, StopInTime
 from medusa_heads.training.runs.record import changed_arguments, check_same_run
 from medusa_heads.training.runs.resumable import checkpoints, find_checkpoint, remove_checkpoint
@@ -85,7 +90,7 @@ class Run:
         """Note what the story should tell of the run; make room, or refuse to go on from another
         one's checkpoint."""
         self._facts = facts
-        self.target_sha256 = self.target.weights_digest()
+        self.target_sha256 = digest_for_all(self.target)
         if self.checkpoint is not None:
             check_same_run(self.checkpoint, self.story())
             return
@@ -110,7 +115,7 @@ class Run:
         RuntimeError where the target's weights changed, which a fault of this program would be."""
         outcome = trainer.train(resume_from_checkpoint=self.checkpoint)
         measured = trainer.predict(self.data.held_out, metric_key_prefix="eval")
-        if self.target.weights_digest(with_adapter=with_adapter) != self.target_sha256:
+        if digest_for_all(self.target, with_adapter=with_adapter) != self.target_sha256:
             raise RuntimeError(f"the target's weights changed while its {what} trained")
         return outcome.metrics, measured
 

@@ -89,7 +89,7 @@ def test_a_tree_walked_along_drawn_ranks_commits_what_its_statistics_say(
 
     statistics = HeadStatistics.from_ranks(draw(STEPS))
     choices = [path for path, _ in statistics.paths[:nodes]]
-    walked = simulate_tokens_per_step(list(draw(STEPS)[:, None]), choices)  # a step at each
+    walked = simulate_tokens_per_step(draw(STEPS)[:, None], choices)  # a step at each
     close = 6 * (len(chances_KR) / 2) * math.sqrt(2 / STEPS) + 6 / STEPS
     assert walked == pytest.approx(statistics.expected_tokens_per_step(nodes), abs=close)
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.data import prepare
 from medusa_heads.training.data.prepare import (
     TrainingData,
     collate,
@@ -85,6 +86,32 @@ def test_a_count_of_documents_is_held_out() -> None:
     assert [len(part) for part in hold_out(rows, 0.05, seed=0, count=3)] == [4, 6]
     with pytest.raises(ValueError, match="eval_rows 5 would hold out all 5 documents"):
         hold_out(rows, 0.05, seed=0, count=5)
+
+
+def test_an_evaluation_does_not_grow_with_the_text_unless_asked_to(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prepare, "EVAL_ROWS", 4)
+    rows = Dataset.from_list(
+        [{"input_ids": [i % 60, 1, 2, 3], "labels": [i % 60, 1, 2, 3]} for i in range(200)]
+    )
+
+    def measured(eval_dataset: Dataset | None = None, **settings: Any) -> Dataset:
+        given = DataArguments(**settings)
+        corpora = load_corpora(given, rows, eval_dataset)
+        caplog.clear()
+        data = prepare_data(target, *corpora, None, given, num_heads=2, seed=0)
+        assert eval_dataset is not None or len(data.rows) + len(data.held_out) == len(rows)
+        return data.held_out
+
+    assert len(measured()) == 4 and not caplog.messages  # 5 % are ten, of which six are learnt
+    assert len(measured(eval_share=0.05)) == 10 and len(measured(eval_rows=9)) == 9
+    drawn = measured(rows.select(range(50)))
+    assert caplog.messages == ["4 of 50 held-out rows are measured: eval_rows says of how many"]
+    assert drawn["input_ids"][:] == measured(rows.select(range(50)))["input_ids"][:]
+    assert max(row["input_ids"][0] for row in drawn) > 8
+    assert len(measured(rows.select(range(50)), eval_rows=30)) == 30
+    assert len(measured(rows.select(range(50)), eval_rows=50)) == 50 and not caplog.messages
 
 
 def words(count: int, first: int = 1) -> str:

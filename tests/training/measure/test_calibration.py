@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import TrainingArguments
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel, train_heads
 from medusa_heads.checkpoint.stored_heads import read_sidecar
 from medusa_heads.config import HeadsKind
 from medusa_heads.training.hidden.states import HiddenStates
+from medusa_heads.training.measure import calibration
 from medusa_heads.training.measure.calibration import calibrate, measure_heads
 from medusa_heads.trees.statistics import HeadStatistics
 from tests.conftest import TinyLlama
@@ -95,6 +98,40 @@ def test_measured_from_anywhere_as_after_training(
     assert measured.to_dict() == stored
     assert [calibration["temperature"] for calibration in calibrations] == measured.temperatures
     assert batches == [range(0, 8), range(8, 12)]
+
+
+def test_the_target_reads_no_more_rows_than_positions_are_kept(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are drawn from all of the text, the same ones every time."""
+    target = TargetModel(tiny_llama())
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    read: list[list[int]] = []
+
+    class Watched(HiddenStates):
+        def of(self, inputs: Mapping[str, Any]) -> Tensor:
+            read.append(inputs["input_ids"][:, 0].tolist())
+            return super().of(inputs)
+
+    def calibrated(rows: int, *, most: int, positions: int, length: int) -> set[int]:
+        monkeypatch.setattr(calibration, "_ROWS", most)
+        monkeypatch.setattr(calibration, "MAX_POSITIONS", positions)
+        ids = [[row, *[row % 7] * (length - 1)] for row in range(rows)]
+        text = Dataset.from_dict({"input_ids": ids, "labels": ids})
+        read.clear()
+        for _ in range(2):
+            statistics = HeadStatistics.from_ranks(torch.zeros(4, 2, dtype=torch.long))
+            calibrate(statistics, heads, Watched(target), text)
+        assert read[: len(read) // 2] == read[len(read) // 2 :]
+        return {row for batch in read for row in batch}
+
+    # Of long rows as many as should be looked at, ..
+    of_long = calibrated(199, most=16, positions=100, length=20)
+    assert len(of_long) == 24  # 320 labels in 16: every fourth position, 34 from 8 rows
+    assert min(of_long) < 66 and max(of_long) > 132
+    # .. of short ones as many as have enough positions, and of a small text all.
+    assert len(calibrated(199, most=16, positions=100, length=6)) == 40  # 24 from 8
+    assert len(calibrated(20, most=16, positions=100, length=6)) == 20
 
 
 def test_hidden_states_that_are_no_numbers(tiny_llama: TinyLlama) -> None:

@@ -2,20 +2,7 @@
 
 import torch
 
-from medusa_heads.training.measure.metrics import complete_runs, describe, rank_metrics
-
-X = -100
-
-
-def test_a_sequence_falls_into_runs_of_complete_positions() -> None:
-    ranks_BTK = torch.tensor(
-        [
-            [[X, X], [0, 1], [2, 0], [3, X], [0, 0]],
-            [[1, 1], [X, 0], [X, X], [X, X], [X, X]],
-        ]
-    )
-    runs = [run.tolist() for run in complete_runs(ranks_BTK)]
-    assert runs == [[[0, 1], [2, 0]], [[0, 0]], [[1, 1]]]
+from medusa_heads.training.measure.metrics import describe, rank_metrics
 
 
 def test_heads_that_are_always_right_commit_every_head_and_the_targets_own_token() -> None:

@@ -52,7 +52,7 @@ def by_hand() -> dict:
     ]
     return make_report(
         HeadStatistics.from_ranks(ranks),
-        [ranks],
+        ranks[None],
         honest,
         heads={"kind": "medusa", "num_heads": 2},
         target="a/b",

@@ -107,8 +107,9 @@ def test_two_processes_learn_what_one_does_with_twice_the_batch(
     assert {path.name for path in (ddp / "sharded").iterdir()} == files
     parts = {path.name for path in (ddp / "plain" / "checkpoint-8").iterdir()}
     assert {"rng_state_0.pth", "rng_state_1.pth", "run.yaml", "trainer_state.json"} <= parts
-    answered = [json.loads((ddp / f"answered-{r}.json").read_text()) for r in (0, 1)]
-    assert answered == [12, 0], "the first process writes the text, the other reads it"
+    first, other = (json.loads((ddp / f"counts-{r}.json").read_text()) for r in (0, 1))
+    assert first["answered"] == 12, "the first process writes the text, the other reads it"
+    assert other == {"answered": 0, "hashed": ["distilled"]}, "the first hashes for both"
 
 
 @pytest.mark.slow
@@ -166,6 +167,7 @@ def test_an_fsdp_launch_learns_what_a_ddp_launch_does(
         load_file(fsdp / "joint" / f"checkpoint-{step}" / "model.safetensors") for step in (4, 8)
     )
     assert any("lora_B" in key and (after[key] - before[key]).abs().max() > 1e-3 for key in after)
+    assert json.loads((fsdp / "counts-1.json").read_text())["hashed"] == []
 
 
 @pytest.mark.slow

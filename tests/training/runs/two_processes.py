@@ -13,6 +13,7 @@ from typing import Any
 
 from medusa_heads.cli.train_heads import main
 from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
+from medusa_heads.target import fingerprint
 from medusa_heads.training.measure import report
 from medusa_heads.training.runs.callbacks import Interruptions
 
@@ -37,11 +38,12 @@ OTHER_FSDP = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
 answered = 0
+hashed: set[str] = set()  # the runs in which this process hashed weights
 report.draw_plots = lambda *_: []  # as in the process that compares
 
 
 def run() -> None:
-    """All runs; what each process generated is written down."""
+    """All runs; what each process generated and hashed is written down."""
     answer = TransformersBackend.answer
 
     def counted(self: Any, prompts: Any, *args: Any) -> Any:
@@ -49,7 +51,14 @@ def run() -> None:
         answered += len(prompts)
         return answer(self, prompts, *args)
 
+    hash_tensor = fingerprint._hash_tensor
+
+    def counted_too(digest: Any, tensor: Any) -> None:
+        hashed.add(name)
+        hash_tensor(digest, tensor)
+
     TransformersBackend.answer = counted  # type: ignore[method-assign, assignment]
+    fingerprint._hash_tensor = counted_too
     for name in NAMES:
         if name == "killed":
             die_in_step(6)
@@ -60,7 +69,8 @@ def run() -> None:
         for changed in OTHER_FSDP:
             os.environ.pop(changed, None)
             os.environ.update({changed: before[changed]} if changed in before else {})
-    (OUTPUT / f"answered-{os.environ['RANK']}.json").write_text(json.dumps(answered))
+    counts = {"answered": answered, "hashed": sorted(hashed)}
+    (OUTPUT / f"counts-{os.environ['RANK']}.json").write_text(json.dumps(counts))
 
 
 def die_in_step(step: int) -> None:
