@@ -99,7 +99,10 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
     target.model.generation_config.eos_token_id = None
     ways: dict[str, Any] = {PLAIN: target.model}
     for tree in arguments.trees or ["auto", *expected]:
-        ways[tree] = MedusaModel(target, heads, statistics=chain.statistics, tree=tree)
+        # By its own random stream, so that texts can be compared.
+        ways[tree] = MedusaModel(
+            target, heads, statistics=chain.statistics, tree=tree, rng="transformers"
+        )
     sizes = tune(target, chain.drafting, chain.statistics, batch_size=arguments.batch_size)
     batches = make_batches(arguments, tokenizer, target.device)
     turns = take_turns(ways, batches, arguments)

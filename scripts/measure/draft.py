@@ -92,7 +92,7 @@ def measure(arguments: Arguments) -> None:
         Method(ASSISTED, partial(target.generate, assistant_model=first.draft.model), one_row=True),
     ]
     for tree in arguments.trees:
-        model = DraftedModel(first.target, first.draft, tree=tree)
+        model = DraftedModel(first.target, first.draft, tree=tree, rng="transformers")
         methods.append(Method(tree, model.generate, lambda model=model: model.last_stats))  # type: ignore[misc]
     sampled = {"do_sample": True, "temperature": arguments.temperature, "top_k": 0}
     for name, how in (("greedy", {"do_sample": False}), ("sampled", sampled)):

@@ -156,7 +156,7 @@ def timed_attention(model: MedusaModel, shortest: int = 2) -> Iterator[dict[str,
     try:
         yield spent
     finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
+        ALL_ATTENTION_FUNCTIONS[name] = attend
 
 
 def wait(model: MedusaModel) -> None:

@@ -8,6 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint.checkpoint import save_heads
+from medusa_heads.target.attention import take_tree_masks
 from scripts.measure.step import main
 from scripts.measure.step_timers import PHASES
 from tests.conftest import Refused, TinyLlama
@@ -18,6 +19,7 @@ QUICK = ["--tree", "4", "--new_tokens", "6", "--repeats", "2", "--dtype", "float
 
 def test_random_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "profile.json"
+    take_tree_masks()  # else that of the first target would stay
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     flags = ["--random_target", "32x2x4x2", "--vocabulary", "300", "--contexts", "16", "40", *QUICK]
     assert main([*flags, "--draft_vocab_size", "50", "--output", str(output)]) == 0
