@@ -35,6 +35,15 @@ class DistillArguments:
         above_zero(self, "temperature")
 
 
+LONGEST_ANSWER = 2048
+"""Tokens of an answer, unless asked otherwise: few are longer, and one that repeats itself ends."""
+
+
+def longest_answer(max_positions: int | None) -> int:
+    """The same for a target with so long a context, half of which is left to the prompt."""
+    return LONGEST_ANSWER if max_positions is None else min(LONGEST_ANSWER, max_positions // 2)
+
+
 @dataclass
 class RegenerateArguments(LoadingFlags):
     """What the target is asked, who answers, and where the answers go."""
@@ -59,11 +68,14 @@ class RegenerateArguments(LoadingFlags):
     )
     num_prompts: int | None = flag(None, "Prompts asked. Default: all rows; of text 2048 windows.")
     prompt_length: int = flag(64, "Tokens of a window of running text.")
-    max_new_tokens: int = flag(256, "Most tokens of an answer.")
+    max_new_tokens: int | None = flag(
+        None,
+        "Most tokens of an answer. Default: 2048, or half of the target's context if that is less.",
+    )
     turns: Literal["last", "all"] = flag(
-        "last",
-        "Answer the last turn of the assistant in a conversation, or all of them, each with the "
-        "target's own earlier answers before it.",
+        "all",
+        "Answer all turns of the assistant in a conversation, each with the target's own earlier "
+        "answers before it, or the last one, after the corpus's own words.",
     )
     chat_template_kwargs: dict | str | None = flag(
         None, "Further variables of the chat template: a YAML mapping, or JSON."
@@ -90,16 +102,22 @@ class RegenerateArguments(LoadingFlags):
     api_key_variable: str = flag(
         "OPENAI_API_KEY", "Environment variable that holds the server's API key, if it wants one."
     )
+    num_shards: int = flag(1, "Processes that share the corpus; each has an output_dir of its own.")
+    shard_index: int = flag(0, "Of num_shards, which one this is, from 0: it takes every n-th row.")
     answers_dir: str | None = flag(None, "Folder of finished answers. Default: OUTPUT_DIR/answers.")
     strict: bool = flag(False, "Exit with an error if any answer failed or was skipped.")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "prompt_length", "max_new_tokens", "num_workers", "concurrency")
-        at_least(self, 1, "num_prompts", "batch_size")
+        at_least(self, 1, "num_prompts", "batch_size", "num_shards")
         at_least(self, 0, "retries")
         if not 0 <= self.greedy_share <= 1:
             raise ValueError(f"greedy_share must lie in [0, 1], got {self.greedy_share}")
         above_zero(self, "temperature", "timeout")
+        if not 0 <= self.shard_index < self.num_shards:
+            raise ValueError(
+                f"expected a shard_index from 0 to {self.num_shards - 1}, got {self.shard_index}"
+            )
         needed = {"heads": "heads", "server": "base_url"}.get(self.backend)
         if needed is not None and getattr(self, needed) is None:
             raise ValueError(f"the backend {self.backend} needs --{needed}")

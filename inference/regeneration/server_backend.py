@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from queue import SimpleQueue
 from threading import Lock
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -25,7 +26,14 @@ from urllib3.exceptions import HTTPError
 
 from medusa_heads.files import parse_json
 from medusa_heads.inference.regeneration import answers
-from medusa_heads.inference.regeneration.answers import Answer, Answers, Backend, OnTokens, Sampling
+from medusa_heads.inference.regeneration.answers import (
+    Answer,
+    Answers,
+    Backend,
+    OnTokens,
+    Sampling,
+    Take,
+)
 from medusa_heads.inference.regeneration.prompts import Prompt
 
 Endpoint = Literal["auto", "completions", "chat"]
@@ -106,22 +114,30 @@ class ServerBackend(Backend):
             "vocabulary": len(self.tokenizer),
         }
 
-    def answer(
-        self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: OnTokens
-    ) -> Iterator[Answers]:
+    def answer(self, take: Take, sampling: Sampling, on_tokens: OnTokens) -> Iterator[Answers]:
         """Answer the prompts, several at the same time. A prompt that fails is reported as failed.
         Raises ValueError: the server is not there, refuses the key or the way of asking, or has
         stopped answering."""
-        first, *rest = prompts
-        if self._chosen == "auto":
-            self._chosen = self._choose_endpoint(first, sampling)
-        # One alone first: what is wrong with all of them is wrong with it.
-        yield [(first, self._ask(first, sampling))]
+        for first in take(1):
+            if self._chosen == "auto":
+                self._chosen = self._choose_endpoint(first, sampling)
+            # One alone first: what is wrong with all of them is wrong with it.
+            yield [(first, self._ask(first, sampling))]
+        finished: SimpleQueue[Future[Answer]] = SimpleQueue()
+        running: dict[Future[Answer], Prompt] = {}
         with ThreadPoolExecutor(self.concurrency) as pool:
-            running = {pool.submit(self._ask, prompt, sampling): prompt for prompt in rest}
             try:
-                for done in as_completed(running):
-                    yield [(running.pop(done), done.result())]
+                while True:
+                    for prompt in take(2 * self.concurrency - len(running)):
+                        future = pool.submit(self._ask, prompt, sampling)
+                        running[future] = prompt
+                        future.add_done_callback(finished.put)
+                    if not running:
+                        return
+                    done = finished.get()
+                    answer = done.result()
+                    on_tokens(len(answer.tokens))
+                    yield [(running.pop(done), answer)]
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.inference.regeneration.arguments import RegenerateArguments
+from medusa_heads.inference.regeneration.arguments import RegenerateArguments, longest_answer
 from medusa_heads.settings import mapping
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def regenerate(arguments: RegenerateArguments) -> None:
         prompt_length=arguments.prompt_length,
         seed=arguments.seed,
         template_options=options,
+        shard=(arguments.shard_index, arguments.num_shards),
     )
     backend, target = (
         (_server(arguments, tokenizer), None)
@@ -55,7 +56,11 @@ def regenerate(arguments: RegenerateArguments) -> None:
     result = answer_dialogues(
         backend,
         dialogues,
-        Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed),
+        Sampling(
+            arguments.max_new_tokens or longest_answer(backend.max_positions),
+            arguments.temperature,
+            arguments.seed,
+        ),
         greedy_share=arguments.greedy_share,
         cache_dir=arguments.answers_dir or folder / "answers",
     )
@@ -67,6 +72,8 @@ def regenerate(arguments: RegenerateArguments) -> None:
     if target is not None:
         record["target"] |= {"revision": target.revision, **target.fingerprint()}
     file = write_output(result.rows, result.accounting, folder, record)
+    for mapped in result.rows.cache_files:  # copied by now
+        Path(mapped["filename"]).unlink()
     accounting = result.accounting
     print(accounting)
     print(f"{len(result.rows)} rows in {folder}, what became of each prompt in {file}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from medusa_heads.inference.regeneration.answers import (
     SERVER_ERROR,
     Sampling,
 )
-from medusa_heads.inference.regeneration.dialogues import Dialogue, read_dialogues
+from medusa_heads.inference.regeneration.dialogues import Dialogues, read_dialogues
 from medusa_heads.inference.regeneration.regenerate import Regenerated, answer_dialogues
 from medusa_heads.inference.regeneration.server_backend import ServerBackend
 from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
@@ -44,7 +44,7 @@ def server(model: Any) -> Iterator[CompletionServer]:
         yield server
 
 
-def dialogues(turns: Any = "last") -> Sequence[Dialogue]:
+def dialogues(turns: Any = "last") -> Dialogues:
     return read_dialogues(Dataset.from_dict({"messages": TALKS}), make_tokenizer(), turns=turns)
 
 
@@ -122,7 +122,7 @@ def test_a_server_that_dies_ends_the_run_and_keeps_what_it_said(
 ) -> None:
     talks = Dataset.from_dict({"messages": TALKS * 4})
 
-    def many() -> Sequence[Dialogue]:
+    def many() -> Dialogues:
         return read_dialogues(talks, make_tokenizer())
 
     server.dies_after = 5
