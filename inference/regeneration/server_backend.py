@@ -134,10 +134,12 @@ class ServerBackend(Backend):
                         future.add_done_callback(finished.put)
                     if not running:
                         return
-                    done = finished.get()
-                    answer = done.result()
-                    on_tokens(len(answer.tokens))
-                    yield [(running.pop(done), answer)]
+                    made = [finished.get()]
+                    while not finished.empty():
+                        made.append(finished.get())
+                    answered = [(running.pop(future), future.result()) for future in made]
+                    on_tokens(sum(len(answer.tokens) for _, answer in answered))
+                    yield answered
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
