@@ -48,6 +48,8 @@ class Sampling:
     max_new_tokens: int
     temperature: float = 0.7  # of answers that are drawn
     seed: int = 0
+    top_p: float | None = None  # of answers that are drawn; None: what the target is configured for
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_new_tokens")
@@ -56,6 +58,11 @@ class Sampling:
                 f"expected a temperature above 0, got {self.temperature}: for greedy text alone "
                 "set greedy_share to 1"
             )
+
+    def warpers(self) -> dict[str, float]:
+        """What answers are drawn with, by the names that transformers and servers give it."""
+        named = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 Answers = list[tuple[Prompt, Answer]]

@@ -82,13 +82,19 @@ class RegenerateArguments(LoadingFlags):
     )
     greedy_share: float = flag(0.5, "Share of prompts answered greedily; the rest is sampled.")
     temperature: float = flag(0.7, "Temperature of the sampled share.")
+    top_p: float | None = flag(
+        None, "Nucleus of the sampled share. Default: the generation_config's, or the server's."
+    )
+    top_k: int | None = flag(None, "Likeliest tokens that are sampled from. Default: as top_p.")
     seed: int = flag(0, "Seed of windows and sampling.")
     batch_size: int | None = flag(
         None, "Prompts answered at the same time. Default: 128; with heads 8, on a CPU 1."
     )
     num_workers: int = flag(1, "Processes of the backend transformers on a CPU.")
     heads: str | None = flag(None, "Heads checkpoint, for the backend heads.")
-    base_url: str | None = flag(None, "Address of the server, such as http://localhost:8000/v1.")
+    base_url: list[str] | None = flag(
+        None, "Addresses of one or more servers, such as http://localhost:8000/v1."
+    )
     model: str | None = flag(None, "The server's name for the target. Default: model_name_or_path.")
     endpoint: Literal["auto", "completions", "chat"] = flag(
         "auto",
@@ -109,11 +115,13 @@ class RegenerateArguments(LoadingFlags):
 
     def __post_init__(self) -> None:
         at_least(self, 1, "prompt_length", "max_new_tokens", "num_workers", "concurrency")
-        at_least(self, 1, "num_prompts", "batch_size", "num_shards")
+        at_least(self, 1, "num_prompts", "batch_size", "num_shards", "top_k")
         at_least(self, 0, "retries")
         if not 0 <= self.greedy_share <= 1:
             raise ValueError(f"greedy_share must lie in [0, 1], got {self.greedy_share}")
-        above_zero(self, "temperature", "timeout")
+        above_zero(self, "temperature", "timeout", "top_p")
+        if self.top_p is not None and self.top_p > 1:
+            raise ValueError(f"top_p must be at most 1, got {self.top_p}")
         if not 0 <= self.shard_index < self.num_shards:
             raise ValueError(
                 f"expected a shard_index from 0 to {self.num_shards - 1}, got {self.shard_index}"

@@ -50,7 +50,7 @@ class ContinuousBackend(TargetBackend):
         only_greedy = all(prompt.greedy for prompt in prompts)
         options: dict[str, Any] = {"do_sample": False}
         if not only_greedy:
-            options = {"do_sample": True, "temperature": sampling.temperature}
+            options = {"do_sample": True, **sampling.warpers()}
         # With the defaults that generate() fills in, such as its top_k.
         config, _ = model._prepare_generation_config(
             None, max_new_tokens=sampling.max_new_tokens, eos_token_id=sorted(ends) or -1, **options

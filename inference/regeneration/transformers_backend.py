@@ -177,7 +177,7 @@ def _generate(
     if not greedy:
         numbers = [prompt.draws(sampling.seed, sampling.max_new_tokens) for prompt in prompts]
         draws = RowDraws(torch.from_numpy(np.stack(numbers)).to(device), width)
-        options = {"do_sample": True, "temperature": sampling.temperature}
+        options = {"do_sample": True, **sampling.warpers()}
         decode = partial(_with_own_draws, decode or _plain_decode, draws)
     if decode is not None:
         options["custom_generate"] = decode

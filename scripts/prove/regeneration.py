@@ -265,7 +265,7 @@ def rows_of(folder: Path) -> Dataset:
     """What a run wrote."""
     from datasets import load_from_disk
 
-    return load_from_disk(str(folder))  # type: ignore[return-value]
+    return load_from_disk(str(folder))
 
 
 def compare(corpus: Path, expected: Dataset, found: Dataset) -> list[str]:

@@ -23,9 +23,10 @@ def regenerate(arguments: RegenerateArguments) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from medusa_heads.inference.regeneration.answers import Sampling
-    from medusa_heads.inference.regeneration.dialogues import read_dialogues, read_table
+    from medusa_heads.inference.regeneration.dialogues import read_dialogues
     from medusa_heads.inference.regeneration.regenerate import answer_dialogues
     from medusa_heads.inference.regeneration.store import check_output, write_output
+    from medusa_heads.inference.regeneration.tables import read_table
     from medusa_heads.target.loading import find_tokenizer
 
     disable_progress_bar()
@@ -58,8 +59,7 @@ def regenerate(arguments: RegenerateArguments) -> None:
         dialogues,
         Sampling(
             arguments.max_new_tokens or longest_answer(backend.max_positions),
-            arguments.temperature,
-            arguments.seed,
+            *(arguments.temperature, arguments.seed, arguments.top_p, arguments.top_k),
         ),
         greedy_share=arguments.greedy_share,
         cache_dir=arguments.answers_dir or folder / "answers",

@@ -47,11 +47,13 @@ def prompt_ids(count: int) -> list[list[int]]:
     return [torch.randint(0, 199, (3 + i % 4,), generator=generator).tolist() for i in range(count)]
 
 
-def answers(backend: Backend, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+def answers(
+    backend: Backend, prompts: Sequence[Prompt], sampling: Sampling = SAMPLING
+) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
 
     source = iter(prompts)
-    taken = backend.answer(lambda n: [*islice(source, n)], SAMPLING, lambda count: None)
+    taken = backend.answer(lambda n: [*islice(source, n)], sampling, lambda count: None)
     for pairs in taken:
         for prompt, answer in pairs:
             assert prompt.key not in found and answer.failure is None
@@ -133,7 +135,20 @@ def test_the_targets_own_warpers_are_honoured(tiny_llama: TinyLlama) -> None:
     backend = TransformersBackend(TargetModel(model))
     drawn = [Prompt(ids, False, i) for i, ids in enumerate(prompt_ids(3))]
     greedy = [Prompt(ids, True, i) for i, ids in enumerate(prompt_ids(3))]
-    assert list(answers(backend, drawn).values()) == list(answers(backend, greedy).values())
+    likeliest = list(answers(backend, greedy).values())
+    assert list(answers(backend, drawn).values()) == likeliest
+
+
+@pytest.mark.parametrize("make", [TransformersBackend, ContinuousBackend])
+@pytest.mark.parametrize("asked", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_warpers_are_those_that_are_asked_for(
+    make: Callable[[TargetModel], Backend], asked: dict[str, Any], target: TargetModel
+) -> None:
+    drawn = [Prompt(ids, False, i) for i, ids in enumerate(prompt_ids(3))]
+    greedy = [Prompt(ids, True, i) for i, ids in enumerate(prompt_ids(3))]
+    likeliest = list(answers(make(target), greedy).values())
+    sampling = Sampling(10, 0.9, **asked)
+    assert sorted(answers(make(target), drawn, sampling).values()) == sorted(likeliest)
 
 
 def test_offloaded_weights_are_still_usable_afterwards(tiny_llama: TinyLlama) -> None:
