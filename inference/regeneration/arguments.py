@@ -61,10 +61,10 @@ class RegenerateArguments(LoadingFlags):
     )
     dataset_split: str = flag("train", "Split of the dataset.")
     dataset_config: str | None = flag(None, "Configuration (subset) of a hub dataset.")
-    backend: Literal["transformers", "heads", "continuous", "server"] = flag(
+    backend: Literal["transformers", "heads", "continuous", "vllm", "server"] = flag(
         "transformers",
         "Who answers: the target's own generate, the target with --heads, transformers' "
-        "continuous batching, or an OpenAI-compatible server at --base_url.",
+        "continuous batching, vLLM in this process, or an OpenAI-compatible server at --base_url.",
     )
     num_prompts: int | None = flag(None, "Prompts asked. Default: all rows; of text 2048 windows.")
     prompt_length: int = flag(64, "Tokens of a window of running text.")
@@ -92,6 +92,9 @@ class RegenerateArguments(LoadingFlags):
     )
     num_workers: int = flag(1, "Processes of the backend transformers on a CPU.")
     heads: str | None = flag(None, "Heads checkpoint, for the backend heads.")
+    engine_args: dict | str | None = flag(
+        None, "Arguments of vllm.LLM, for the backend vllm: a YAML mapping, or JSON."
+    )
     base_url: list[str] | None = flag(
         None, "Addresses of one or more servers, such as http://localhost:8000/v1."
     )
@@ -137,13 +140,17 @@ class RegenerateArguments(LoadingFlags):
                         f"{name} is read by the backend {backend} alone, and this is "
                         f"{self.backend}: leave it out, or set --backend {backend}"
                     )
-        if self.backend == "server" and self.batch_size is not None:
-            raise ValueError("a server makes its own batches: set --concurrency, not batch_size")
+        if self.backend in ("server", "vllm") and self.batch_size is not None:
+            raise ValueError(
+                f"the backend {self.backend} makes its own batches: set --concurrency of a server, "
+                "or max_num_seqs in --engine_args of vllm, not batch_size"
+            )
 
 
 _ONLY = {
     "transformers": ("num_workers",),
     "heads": ("heads",),
+    "vllm": ("engine_args",),
     "server": (
         *("base_url", "model", "endpoint", "token_ids"),
         *("concurrency", "retries", "timeout", "api_key_variable"),

@@ -245,6 +245,14 @@ def test_everything_asked_is_done_failed_or_skipped(tiny_llama: TinyLlama, tmp_p
         Accounting(asked=1).check()
 
 
+def test_all_problems_are_counted_and_the_first_are_listed() -> None:
+    accounting = Accounting(asked=1500)
+    for row in range(1500):
+        accounting.missed("failed", EMPTY, row, 0, "")
+    accounting.check()
+    assert [problem["row"] for problem in accounting.problems] == list(range(1000))
+
+
 def test_a_template_that_refuses_is_a_skipped_row(target: TargetModel, tmp_path: Path) -> None:
     template = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('never') }}{% endif %}q"
     corpus = Dataset.from_dict({"prompt": [[{"role": "user", "content": c}] for c in ("no", "go")]})
