@@ -112,7 +112,7 @@ class RegenerateArguments(LoadingFlags):
         "OPENAI_API_KEY", "Environment variable that holds the server's API key, if it wants one."
     )
     num_shards: int = flag(1, "Processes that share the corpus; each has an output_dir of its own.")
-    shard_index: int = flag(0, "Of num_shards, which one this is, from 0: it takes every n-th row.")
+    shard_index: int = flag(0, "Which of num_shards this is, from 0: it takes every n-th row.")
     answers_dir: str | None = flag(None, "Folder of finished answers. Default: OUTPUT_DIR/answers.")
     strict: bool = flag(False, "Exit with an error if any answer failed or was skipped.")
 

@@ -84,6 +84,7 @@ def prove(arguments: RegenerationArguments, out: Path) -> dict[str, Any]:
     from medusa_heads.checkpoint.provenance import provenance
 
     import_all(MODULES)  # once, and not in every process that is forked
+    revision = provenance()["git_sha"]
     corpora = {"few": arguments.prompts // 10, "all": arguments.prompts}
     for name, count in corpora.items():
         write_prompts(out / f"{name}.jsonl", count, arguments.seed)
@@ -113,7 +114,7 @@ def prove(arguments: RegenerationArguments, out: Path) -> dict[str, Any]:
     for name, spoilt in spoil(few):
         if not compare(out / "few.jsonl", few, spoilt):
             faults.append(f"the control in which a row is {name} was not found")
-    return {"faults": faults, "runs": runs, "revision": provenance()["git_sha"]}
+    return {"faults": faults, "runs": runs, "revision": revision}
 
 
 def write_prompts(file: Path, count: int, seed: int) -> None:
