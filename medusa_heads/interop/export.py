@@ -31,6 +31,7 @@ from medusa_heads.interop.target_files import (
     read_target,
     write_model,
 )
+from medusa_heads.target.features import check_layers
 from medusa_heads.target.fingerprint import lm_head_sha256
 from medusa_heads.target.loading import refuse_code_of
 from medusa_heads.target.mtp import check_names
@@ -143,6 +144,7 @@ _COMPARED = ("hidden_size", "vocab_size", "lm_head_sha256")
 
 def _check_target(stored: StoredHeads, known: TargetVocabulary) -> None:
     check_target(stored, {key: known.target[key] for key in _COMPARED}, "give")
+    check_layers(known.model, stored.config.features or ())
 
 
 def _matrix(checkpoint: Path, stored: StoredHeads, known: TargetVocabulary | None) -> Tensor:

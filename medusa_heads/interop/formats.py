@@ -217,6 +217,22 @@ DECODERS: dict[ReadFormat, _ReadDecoder] = {
 }
 
 
+# What is taken for heads, by the names of its tensors.
+_NO_HEADS = {
+    r".*\.lora_[AB](\..*)?\.weight": "a LoRA adapter: peft puts that into its target",
+    r"mtp\..*": "multi-token-prediction modules: medusa-heads generate --drafter mtp drafts with "
+    "those of a target",
+    r"(model|transformer|gpt_neox)\..*layers?\..*|transformer\.h\..*": "a whole model: train "
+    "heads for it with train-heads",
+}
+# Whose configuration it is, by its architecture.
+_SAID: dict[str, ReadFormat] = {
+    eagle3.ARCHITECTURE: "eagle3",
+    "DFlashDraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
+}
+
+
 def detect(source: Source) -> ReadFormat:
     """The layout that the names of the tensors are in. Raises ValueError: they are in none, or in
     several."""
@@ -234,6 +250,9 @@ def detect(source: Source) -> ReadFormat:
             f"{source.name!r} holds heads in several layouts ({', '.join(found)}): say which with "
             "--from"
         )
+    for mark, what in _NO_HEADS.items():
+        if any(re.fullmatch(mark, name) for name in source.files):
+            raise ValueError(f"{source.name!r} holds no heads but {what}")
     some = ", ".join(sorted(source.files)[:3]) or "none"
     raise ValueError(
         f"{source.name!r} holds no heads of a known layout (its tensors: {some}, ...): known are "
@@ -241,14 +260,28 @@ def detect(source: Source) -> ReadFormat:
     )
 
 
-def find(source: Source, name: ReadFormat) -> Layout:
-    """Which tensor of the source is which, in the layout `name`. Raises ValueError: the source is
-    not in that layout, or a tensor of the heads has no place in it."""
-    form = FORMATS[name]
-    if not form.recognises(source):
+def check_layout(source: Source, name: ReadFormat) -> None:
+    """Raises ValueError: the tensors are not in the layout `name`, or config.json is of another."""
+    if not FORMATS[name].recognises(source):
         raise ValueError(
             f"{source.name!r} is not in the layout {name!r}: it looks like {detect(source)!r}"
         )
+    said = source.config.get("speculators_model_type")
+    architectures = source.config.get("architectures")
+    if said is None and isinstance(architectures, list):
+        said = next((_SAID[each] for each in architectures if each in list(_SAID)), None)
+    if said not in (None, name):
+        raise ValueError(
+            f"{source.name!r} holds tensors of the layout {name!r}, and its config.json is of "
+            f"{said!r}: the two files are of different checkpoints, or of a kind that heads here "
+            "are not"
+        )
+
+
+def find(source: Source, name: ReadFormat) -> Layout:
+    """Which tensor of the source is which, in the layout `name`. Raises ValueError: a tensor of the
+    heads has no place in it."""
+    form = FORMATS[name]
     found = {theirs: form.our_name(theirs) for theirs in source.files}
     names = {ours: theirs for theirs, ours in found.items() if ours}
     strangers = [theirs for theirs, ours in found.items() if not ours]

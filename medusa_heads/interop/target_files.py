@@ -38,11 +38,13 @@ BESIDE = (
 
 @dataclass(frozen=True)
 class TargetVocabulary:
-    """A target as a checkpoint's sidecar has it, its lm_head, and the bias that few have."""
+    """A target as a checkpoint's sidecar has it, its lm_head, the bias that few have, and its model
+    without weights."""
 
     target: dict[str, Any]
     weight_VD: Tensor
     bias_V: Tensor | None
+    model: Any
 
 
 def read_target(
@@ -85,7 +87,7 @@ def read_target(
         "vocab_size": weight_VD.shape[0],
         "lm_head_sha256": lm_head_sha256(weight_VD),
     }
-    return TargetVocabulary(target, weight_VD, bias_V)
+    return TargetVocabulary(target, weight_VD, bias_V, model)
 
 
 def empty_model(name: str, source: Source, trust_remote_code: bool) -> Any:
@@ -135,7 +137,7 @@ def write_model(
     for number, shard in enumerate(shards.values(), start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {
-            name: heads[name] if name in heads else source.read(name, of_heads=False)
+            name: heads[name] if name in heads else source.read(name, expected=None)
             for name in shard
         }
         write_tensors(folder / file, tensors)
