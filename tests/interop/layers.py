@@ -18,16 +18,22 @@ HEADS, GROUPS, WIDTH, WIDE, FEW, RANK, BLOCK, MASK = 4, 2, 16, 96, 30, 6, 4, 11
 Tensors = dict[str, Tensor]
 
 
-def eagle3(num_features: int, layer: str = "midlayer", *, reduced: bool = True) -> Tensors:
-    """Every tensor different, under the names of the authors' files."""
-    shapes = {
-        f"{layer}.self_attn.q_proj.weight": (HEADS * WIDTH, 2 * D),
-        f"{layer}.self_attn.k_proj.weight": (GROUPS * WIDTH, 2 * D),
-        f"{layer}.self_attn.v_proj.weight": (GROUPS * WIDTH, 2 * D),
+def _matrices(layer: str, read: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's, whose attention reads so many columns."""
+    return {
+        f"{layer}.self_attn.q_proj.weight": (HEADS * WIDTH, read),
+        f"{layer}.self_attn.k_proj.weight": (GROUPS * WIDTH, read),
+        f"{layer}.self_attn.v_proj.weight": (GROUPS * WIDTH, read),
         f"{layer}.self_attn.o_proj.weight": (D, HEADS * WIDTH),
         f"{layer}.mlp.gate_proj.weight": (WIDE, D),
         f"{layer}.mlp.up_proj.weight": (WIDE, D),
         f"{layer}.mlp.down_proj.weight": (D, WIDE),
+    }
+
+
+def eagle3(num_features: int, layer: str = "midlayer", *, reduced: bool = True) -> Tensors:
+    """Every tensor different, under the names of the authors' files."""
+    shapes = _matrices(layer, 2 * D) | {
         "lm_head.weight": (FEW if reduced else V, D),
     }
     if num_features:
@@ -67,15 +73,7 @@ def block(*, reduced: bool = False, corrected: bool = True, layers: int = 2) -> 
     shapes = {"fc.weight": (D, 2 * D)}
     norms = {"hidden_norm": D, "norm": D}
     for layer in (f"layers.{i}" for i in range(layers)):
-        shapes |= {
-            f"{layer}.self_attn.q_proj.weight": (HEADS * WIDTH, D),
-            f"{layer}.self_attn.k_proj.weight": (GROUPS * WIDTH, D),
-            f"{layer}.self_attn.v_proj.weight": (GROUPS * WIDTH, D),
-            f"{layer}.self_attn.o_proj.weight": (D, HEADS * WIDTH),
-            f"{layer}.mlp.gate_proj.weight": (WIDE, D),
-            f"{layer}.mlp.up_proj.weight": (WIDE, D),
-            f"{layer}.mlp.down_proj.weight": (D, WIDE),
-        }
+        shapes |= _matrices(layer, D)
         norms |= {f"{layer}.self_attn.{name}": WIDTH for name in ("q_norm", "k_norm")}
         norms |= {f"{layer}.{name}": D for name in ("input_layernorm", "post_attention_layernorm")}
     if corrected:
