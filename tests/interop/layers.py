@@ -70,7 +70,7 @@ def eagle3_config(**changed: Any) -> dict[str, Any]:
 
 def block(*, reduced: bool = False, corrected: bool = True, layers: int = 2) -> Tensors:
     """Every tensor different, under the names of the authors' files."""
-    shapes = {"fc.weight": (D, 2 * D)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (D, 2 * D)}
     norms = {"hidden_norm": D, "norm": D}
     for layer in (f"layers.{i}" for i in range(layers)):
         shapes |= _matrices(layer, D)

@@ -249,7 +249,10 @@ def test_speculators_layer_comes_back(tmp_path: Path, target: Path) -> None:
     made = convert_heads(source, tmp_path / "ours", target=str(target))
     to: Any = "eagle3-speculators"
     exported = export_heads(made.folder, tmp_path / "out", to, target=str(target))
-    assert "layers.0.self_attn.q_proj.weight" in load_file(exported.folder / "model.safetensors")
+    there = load_file(exported.folder / "model.safetensors")
+    embeddings = TargetModel.from_pretrained(str(target)).get_input_embeddings()
+    assert "layers.0.self_attn.q_proj.weight" in there
+    assert torch.equal(there["embed_tokens.weight"], embeddings.weight)
     again = convert_heads(exported.folder, tmp_path / "again", target=str(target))
     before, after = read_stored(made.folder), read_stored(again.folder)
     assert_same_bits(after.tensors, before.tensors)
