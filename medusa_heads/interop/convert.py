@@ -23,7 +23,8 @@ from medusa_heads.checkpoint.stored_heads import (
 )
 from medusa_heads.config import HeadsConfig
 from medusa_heads.interop import ReadFormat
-from medusa_heads.interop.formats import DECODERS, FORMATS, Layout, check_layout, detect, find
+from medusa_heads.interop.detection import check_layout, detect
+from medusa_heads.interop.formats import DECODERS, FORMATS, Layout, find
 from medusa_heads.interop.layout import heads_config, read_heads, shared_matrix
 from medusa_heads.interop.source import Source, open_source
 from medusa_heads.interop.target_files import TargetVocabulary, read_target, write_model
