@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
-from datasets import Dataset, Features, List, Value
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
-from medusa_heads.data.chat import ChatTemplate, continuation
+from medusa_heads.data.chat import ChatTemplate, Rendered, continuation
 from medusa_heads.data.formats import (
     DOCUMENT_COLUMN,
+    LARGEST_TOKEN,
     Completion,
+    Content,
     Conversation,
     Document,
     Format,
     Tokens,
 )
 from medusa_heads.data.sources import PLACE_COLUMN, Corpus
+from medusa_heads.training.data.columns import flat, picked, row_lengths, write_numbers
+from medusa_heads.training.data.prepared import write_whole
 from medusa_heads.training.data.row_facts import RowLimits
 
 logger = logging.getLogger(__name__)
 
+_ROWS_OF_A_PART = 200_000  # an interrupted preparation goes on behind the last part
+_CHARACTERS_AT_ONCE = 1 << 20
+
 Row = tuple[list[int], list[int]]
 """input_ids, and labels of the same length, unshifted, -100 where the text was not generated."""
+Outcome = tuple[list[Row], int, str | None]
 
 
 @dataclass
@@ -47,17 +61,14 @@ class Tokeniser:
         """Columns of rows: the tokens, which row of the corpus each is a part of, why that one
         cannot be used (then without tokens) and its place, and how many labels were cut off."""
         made: dict[str, list[Any]] = {name: [] for name in token_features()}
-        names = list(batch)
-        for document, *values in zip(documents, *batch.values(), strict=True):
-            row, lost = dict(zip(names, values, strict=True)), 0
-            try:
-                rows, lost = self._rows(row)
-                problems = [self._problem(part) for part in rows]
-            except BadRow as found:
-                rows, problems = [([], [])], [str(found)]
-            for (input_ids, labels), problem in zip(rows, problems, strict=True):
-                made["input_ids"].append([] if problem else input_ids)
-                made["labels"].append([] if problem else labels)
+        table = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        outcomes = self._outcomes(table)
+        for document, row, (rows, lost, refusal) in zip(documents, table, outcomes, strict=True):
+            for part in rows:
+                problem = refusal or self._problem(part)
+                input_ids, labels = ([], []) if problem else part
+                made["input_ids"].append(input_ids)
+                made["labels"].append(labels)
                 made["document"].append(document)
                 made["problem"].append(problem)
                 made["place"].append(row.get(PLACE_COLUMN) if problem else None)
@@ -65,21 +76,94 @@ class Tokeniser:
                 lost = 0  # told once
         return made
 
+    def arrow(self, table: pa.Table, documents: Sequence[int]) -> pa.Table:
+        """The same of a table of whole numbers, in which only rows that cannot be taken as they are
+        are looked at one by one."""
+        whole, schema = self._whole(table), token_features().arrow_schema
+        numbers = np.asarray(documents)
+        taken = table.select(["input_ids", "labels"]).filter(pa.array(whole))
+        columns = [*taken.columns, numbers[whole]]
+        columns += [pa.nulls(len(taken), kind) for kind in schema.types[3:5]]
+        tables = [pa.table([*columns, np.zeros(len(taken), np.int64)], schema.names).cast(schema)]
+        if len(taken) < len(table):
+            rows = table.filter(pa.array(~whole)).to_pydict()
+            tables.append(pa.table(self(rows, numbers[~whole].tolist()), schema))
+        made = pa.concat_tables(tables)
+        return made.take(np.argsort(made["document"], kind="stable")) if len(tables) > 1 else made
+
+    def _whole(self, table: pa.Table) -> Any:
+        """Which rows can be taken as they are, [rows] bool."""
+        ids, labels = (table[name] for name in ("input_ids", "labels"))
+        lengths, label_lengths = map(pc.list_value_length, (ids, labels))
+        right = pc.and_(pc.greater(lengths, 0), pc.less_equal(lengths, self.max_length))
+        right = pc.and_(right, pc.equal(lengths, label_lengths)).fill_null(False).combine_chunks()
+        whole = right.to_numpy(zero_copy_only=False)
+        places = np.flatnonzero(whole)
+        (ids_T, lengths), (labels_T, _) = (flat(column.filter(right)) for column in (ids, labels))
+        # Nulls have become NaN, which no comparison holds for.
+        fine_T = (abs(ids_T) <= LARGEST_TOKEN) & (abs(labels_T) <= LARGEST_TOKEN)
+        if self.limits is not None:
+            fine_T &= (ids_T >= 0) & (ids_T < self.limits.vocab_size)
+            fine_T &= (labels_T == ids_T) | (labels_T == IGNORED)
+            if self.limits.context is not None:
+                whole[places[lengths > self.limits.context]] = False
+        rows = np.searchsorted(np.cumsum(lengths), np.flatnonzero(~fine_T), side="right")
+        whole[places[rows]] = False
+        return whole
+
+    def _outcomes(self, table: Sequence[Mapping[str, Any]]) -> Iterator[Outcome]:
+        """Of each row its rows of tokens, how many labels were cut off, and why it cannot be used;
+        all texts are encoded together, by all threads that the tokenizer has."""
+        found: list[Content | Rendered | BadRow] = []
+        plain: list[str] = []
+        rendered: list[str] = []
+        for row in table:
+            try:
+                content = self._content(row)
+            except BadRow as problem:
+                found.append(problem)
+                continue
+            found.append(content)
+            if isinstance(content, Document):
+                plain.append(content.text)
+            elif isinstance(content, Completion):
+                plain += [content.prompt, content.prompt + content.completion]
+            elif isinstance(content, Rendered):
+                rendered += [*content.asked, *content.answered]
+        encoded, chats = self._encode(plain), _in_parts(self._encode_rendered, rendered)
+        for content in found:
+            try:
+                if isinstance(content, BadRow):
+                    raise content
+                rows, lost = self._rows(content, encoded, chats)
+            except BadRow as problem:
+                yield [([], [])], 0, str(problem)
+            else:
+                yield rows, lost, None
+
     def _problem(self, row: Row) -> str | None:
         return None if self.limits is None else self.limits.problem(*map(np.asarray, row))
 
-    def _rows(self, row: Mapping[str, Any]) -> tuple[list[Row], int]:
+    def _content(self, row: Mapping[str, Any]) -> Content | Rendered:
         content = self.format.read(row)
+        if not isinstance(content, Conversation):
+            return content
+        if self.chat is None:
+            raise BadRow("messages need a chat template, and the tokenizer has none")
+        return self.chat.rendered(content)
+
+    def _rows(
+        self, content: Content | Rendered, encoded: Iterator[list[int]], chats: Iterator[list[int]]
+    ) -> tuple[list[Row], int]:
         if isinstance(content, Tokens):
             return self._ready(content.input_ids, content.labels)
         if isinstance(content, Document):
-            return self._blocks(self._ended(self._encode(content.text))), 0
+            return self._blocks(self._ended(next(encoded))), 0
         if isinstance(content, Completion):
-            return self._cut([self._completion(content)])
-        assert isinstance(content, Conversation)
-        if self.chat is None:
-            raise BadRow("messages need a chat template, and the tokenizer has none")
-        return self._cut(self.chat.rows(content))
+            return self._cut([self._completion(content, next(encoded), next(encoded))])
+        assert isinstance(content, Rendered) and self.chat is not None
+        turns = 2 * len(content.spoken)
+        return self._cut(self.chat.rows_of(content, list(islice(chats, turns))))
 
     def _ready(self, ids: list[int], labels: list[int]) -> tuple[list[Row], int]:
         """Rows of tokens: one that is learnt whole is a document, any other has an answer."""
@@ -93,9 +177,7 @@ class Tokeniser:
         blocks = [ids[start : start + self.max_length] for start in starts]
         return [(block, block) for block in blocks]
 
-    def _completion(self, content: Completion) -> Row:
-        prompt_ids = self._encode(content.prompt)
-        ids = self._encode(content.prompt + content.completion)
+    def _completion(self, content: Completion, prompt_ids: list[int], ids: list[int]) -> Row:
         if ids[: len(prompt_ids)] != prompt_ids:
             assert self.tokenizer is not None
             joined = continuation(self.tokenizer, prompt_ids, content.completion, ids)
@@ -122,15 +204,24 @@ class Tokeniser:
             )
         return kept, lost
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, texts: list[str]) -> Iterator[list[int]]:
         """Token ids with what the tokenizer puts before a text, and nothing behind it."""
-        assert self.tokenizer is not None
-        # verbose=False: a whole document may be longer than the model's maximum, its rows are not
-        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
-        end = self.tokenizer.eos_token_id
-        if end is not None and ids[-1:] == [end] and not text.endswith(self.tokenizer.eos_token):
-            return ids[:-1]
-        return ids
+
+        def encode(part: list[str]) -> list[list[int]]:
+            assert self.tokenizer is not None
+            # verbose=False: documents may be longer than the model's maximum, rows are not
+            found = self.tokenizer(part, verbose=False, return_attention_mask=False)["input_ids"]
+            return list(found)
+
+        for text, ids in zip(texts, _in_parts(encode, texts), strict=True):
+            assert self.tokenizer is not None
+            end = self.tokenizer.eos_token_id
+            added = end is not None and ids[-1:] == [end]
+            yield ids[:-1] if added and not text.endswith(self.tokenizer.eos_token) else ids
+
+    def _encode_rendered(self, texts: list[str]) -> list[list[int]]:
+        assert self.chat is not None
+        return self.chat.encode(texts)
 
     def _ended(self, ids: list[int]) -> list[int]:
         """With the token by which the target ends a text, if it has one."""
@@ -139,70 +230,112 @@ class Tokeniser:
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def tokenise(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None) -> Corpus:
-    """A table as rows of tokens, none longer than `max_length`, in the columns `input_ids`,
-    `labels` and `document` (which one the row is a part of). Raises ValueError at broken rows,
-    unless they may be left out, or where no row is left."""
-    ready = corpus.format.name == "tokens"
-    if ready and tokeniser.limits is None and _are_rows(corpus.rows, tokeniser.max_length):
-        rows = corpus.rows.select_columns(["input_ids", "labels"])
-        rows, lost = rows.add_column(DOCUMENT_COLUMN, np.arange(len(rows))), np.zeros(1)
+def tokenise(
+    corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None, folder: Path | None = None
+) -> Corpus:
+    """A table as rows of tokens, none longer than `max_length`, in the columns `input_ids` and
+    `labels`, and in `document` the row of the corpus that each is a part of (without that column,
+    each is the whole row). They are written to `folder` in parts, and parts that are there are
+    read; by default they stay in memory. Raises ValueError at broken rows, unless they may be left
+    out, or where no row is left."""
+    if is_ready(corpus, tokeniser):
+        rows, lost = corpus.rows.select_columns(["input_ids", "labels"]), [0, 0]
     else:
-        rows, lost = _made(corpus, tokeniser, num_proc)
+        rows, lost = _made(corpus, tokeniser, num_proc, folder)
     if not len(rows):
         raise ValueError(f"the corpus is empty: give one with text in it ({corpus.name})")
-    if ready and DOCUMENT_COLUMN in corpus.rows.column_names:
-        named = _documents(corpus)[rows.with_format("numpy")[DOCUMENT_COLUMN][:]]
-        rows = rows.remove_columns(DOCUMENT_COLUMN).add_column(DOCUMENT_COLUMN, named)
-    cut_documents, cut_tokens = int((lost > 0).sum()), int(lost.sum())
-    return replace(corpus, rows=rows, cut_documents=cut_documents, cut_tokens=cut_tokens)
+    return replace(corpus, rows=rows, cut_documents=lost[0], cut_tokens=lost[1])
 
 
-def _made(corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None) -> tuple[Dataset, Any]:
-    """The rows, each with the number of the row of the corpus it is a part of; and an array of how
-    many labels those lost."""
-    made = corpus.rows.map(
-        tokeniser,
-        batched=True,
-        with_indices=True,
-        remove_columns=corpus.rows.column_names,
-        features=token_features(),
-        load_from_cache_file=False,
-        num_proc=num_proc,
-        desc="Tokenising",
-    )
-    fine = made.data.column("problem").combine_chunks().is_null().to_numpy(zero_copy_only=False)
-    for row in made.select(np.flatnonzero(~fine)):
+def _made(
+    corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None, folder: Path | None
+) -> tuple[Dataset, list[int]]:
+    """The rows, and of how many documents how many labels were cut off."""
+    parts = [
+        _part(corpus, tokeniser, start, num_proc, folder)
+        for start in range(0, max(len(corpus.rows), 1), _ROWS_OF_A_PART)
+    ]
+    made = concatenate_datasets(parts)
+    broken = np.flatnonzero(made.data.column("problem").is_valid().to_numpy())
+    for row in made.select(broken):
         place = row["place"] or corpus.place(row["document"])
         corpus.bad_rows.add(place, row["problem"])
     corpus.bad_rows.settle()
-    lost = np.asarray(made.data.column("lost"))
-    if lost.any():
+    lost = made.data.column("lost")
+    cut = [pc.sum(pc.greater(lost, 0)).as_py() or 0, pc.sum(lost).as_py() or 0]
+    if cut[0]:
         logger.warning(
             "%d documents of %s were longer than max_length %d: %d supervised tokens were cut off",
-            (lost > 0).sum(),
+            cut[0],
             corpus.name,
             tokeniser.max_length,
-            lost.sum(),
+            cut[1],
         )
     rows = made.select_columns(["input_ids", "labels", DOCUMENT_COLUMN])
-    rows = rows if fine.all() else rows.select(np.flatnonzero(fine))
-    return rows, lost
+    if not len(broken):
+        return rows, cut
+    fine = np.setdiff1d(np.arange(len(rows)), broken)
+    if folder is None:
+        return rows.select(fine), cut
+    file = folder / "fine.arrow"
+    if not file.exists():
+        write_whole(file, lambda path: write_numbers(path, rows, fine))
+    return picked(rows, file), cut
 
 
-def _documents(corpus: Corpus) -> Any:
-    """The number of the document that each row of tokens is a part of, [rows]: by the column of
-    that name, if it holds numbers or names, and a row that names none is a document of its own."""
-    rows = corpus.rows
+def _part(
+    corpus: Corpus, tokeniser: Tokeniser, start: int, num_proc: int | None, folder: Path | None
+) -> Dataset:
+    """What becomes of the rows from `start` on, as it was written, or is written now."""
+    rows = corpus.rows.select(range(start, min(start + _ROWS_OF_A_PART, len(corpus.rows))))
+    numbers = are_numbers(corpus)
+
+    def make(file: str | None) -> Dataset:
+        return rows.with_format("arrow" if numbers else None).map(
+            partial(_counted, tokeniser.arrow if numbers else tokeniser, start),
+            batched=True,
+            with_indices=True,
+            remove_columns=rows.column_names,
+            features=token_features(),
+            load_from_cache_file=False,
+            cache_file_name=file,
+            keep_in_memory=file is None,
+            new_fingerprint=uuid4().hex,  # else the tokenizer would be hashed for one
+            num_proc=num_proc,
+            desc="Tokenising",
+        )
+
+    if folder is None:
+        return make(None).with_format(None)
+    name = f"rows-{start}"
+    if not (folder / name).exists():
+        write_whole(folder / name, lambda path: make(str(path / "part.arrow")))
+    files = sorted((folder / name).glob("*.arrow"))
+    return concatenate_datasets([Dataset.from_file(str(file)) for file in files])
+
+
+def _counted(function: Callable[..., Any], start: int, batch: Any, places: Sequence[int]) -> Any:
+    """The rows of a part, by their numbers in the whole."""
+    return function(batch, [start + place for place in places])
+
+
+def document_numbers(corpus: Corpus, rows: Dataset) -> Any:
+    """The number of the document that each row of tokens of a corpus is a part of, [rows]: of
+    tokens by the column of that name, if it holds numbers or names. A row that names none is a
+    document of its own."""
     numbers = np.arange(len(rows))
-    kind = str(getattr(rows.features.get(DOCUMENT_COLUMN), "dtype", ""))
-    if kind != "string" and "int" not in kind:
+    if DOCUMENT_COLUMN in rows.column_names:
+        numbers = rows.with_format("numpy")[DOCUMENT_COLUMN][:]
+    kind = str(getattr(corpus.rows.features.get(DOCUMENT_COLUMN), "dtype", ""))
+    if corpus.format.name != "tokens" or (kind != "string" and "int" not in kind):
         return numbers
-    firsts: dict[Any, int] = {}
-    for number, name in enumerate(rows[DOCUMENT_COLUMN]):
-        if name is not None:
-            numbers[number] = firsts.setdefault(name, number)
-    return numbers
+    names = corpus.rows.select_columns([DOCUMENT_COLUMN]).with_format("arrow")[:][DOCUMENT_COLUMN]
+    codes = names.combine_chunks().dictionary_encode().indices
+    named = np.arange(len(codes))
+    known = codes.is_valid().to_numpy(False)
+    _, firsts, inverse = np.unique(codes.drop_null(), return_index=True, return_inverse=True)
+    named[known] = named[known][firsts][inverse]
+    return named[numbers]
 
 
 def token_features() -> Features:
@@ -216,14 +349,33 @@ def row_features(*more: str) -> Features:
     return Features({name: List(Value("int32")) for name in ("input_ids", "labels", *more)})
 
 
-def _are_rows(rows: Dataset, max_length: int) -> bool:
+def is_ready(corpus: Corpus, tokeniser: Tokeniser) -> bool:
     """Whether a table of tokens can be taken as it is, without a look at each of them."""
-    from pyarrow import compute
+    if tokeniser.limits is not None or not are_numbers(corpus):
+        return False
+    rows = corpus.rows.select_columns(["input_ids", "labels"])
+    if any(column.null_count for column in rows.data.columns):
+        return False
+    return bool(row_lengths(rows).max(initial=0) <= tokeniser.max_length)
 
-    kinds = [getattr(rows.features[name], "feature", None) for name in ("input_ids", "labels")]
-    if not all("int" in str(getattr(kind, "dtype", "")) for kind in kinds):
+
+def are_numbers(corpus: Corpus) -> bool:
+    """Whether a corpus is a table of tokens whose columns can hold nothing else."""
+    if corpus.format.name != "tokens":
         return False
-    if any(rows.data.column(name).null_count for name in ("input_ids", "labels")):
-        return False
-    longest = compute.max(compute.list_value_length(rows.with_format("arrow")["input_ids"][:]))
-    return bool(longest.as_py() <= max_length)
+    kinds = [getattr(corpus.rows.features[name], "feature", None) for name in ("input_ids", "labels")]
+    return all("int" in str(getattr(kind, "dtype", "")) for kind in kinds)
+
+
+def _in_parts(encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> Iterator[list[int]]:
+    """Texts encoded together, but not so many that their encodings would fill the memory."""
+    part: list[str] = []
+    size = 0
+    for text in texts:
+        part.append(text)
+        size += len(text)
+        if size >= _CHARACTERS_AT_ONCE:
+            yield from encode(part)
+            part, size = [], 0
+    if part:
+        yield from encode(part)
