@@ -67,8 +67,8 @@ def best_fit(lengths: Any, size: int) -> pa.ListArray:
             bin_of[taken] = np.repeat(bins, each)[: len(taken)]
             place += len(taken)
             full, rest = divmod(len(taken), each)
-            for some, left in ((bins[:full], room - each * length), (bins[full:], room - rest * length)):
-                if len(some) and left:
+            for some, items in ((bins[:full], each), (bins[full:], rest)):
+                if len(some) and (left := room - items * length):
                     with_room[left].append(some)
                     occupied |= 1 << left
     first = np.empty(count, np.int32)
@@ -93,9 +93,17 @@ def _popped(stack: list[Any], count: int) -> Any:
     return np.concatenate(popped)
 
 
+def fill_bins(lengths: Any, size: int) -> pa.Table:
+    """What `best_fit` puts into each bin (`members`), and how full it is (`tokens`)."""
+    members = best_fit(lengths, size)
+    of_members = np.asarray(lengths)[members.flatten()]
+    tokens = np.add.reduceat(of_members, members.offsets[:-1], dtype=np.int32)
+    return pa.table({"members": members, "tokens": tokens})
+
+
 def pack_rows(rows: Dataset, bins: Dataset) -> Dataset:
-    """Rows of several of the given rows each, those of a bin (`members`, as `best_fit` gives them),
-    with the columns `input_ids`, `labels` and `position_ids`. They are joined as they are read."""
+    """Rows of several of the given rows each, those of a bin of `fill_bins`, with `input_ids`,
+    `labels` and `position_ids`, each an array. They are joined as they are read."""
     tokens = rows.select_columns(["input_ids", "labels"]).with_format("arrow")
     return bins.with_transform(partial(_members_joined, tokens))
 
@@ -120,8 +128,8 @@ def _joined(documents: pa.Table, counts: Sequence[int]) -> dict[str, list[Any]]:
     ids, lengths = flat(documents["input_ids"])
     ends = np.cumsum(lengths)
     columns = {
-        "input_ids": ids,
-        "labels": flat(documents["labels"])[0],
+        "input_ids": ids.astype(np.int32),  # a copy, which may be written to
+        "labels": flat(documents["labels"])[0].astype(np.int32),
         "position_ids": np.arange(len(ids), dtype=np.int32) - np.repeat(ends - lengths, lengths),
     }
     cuts = ends[np.cumsum(counts) - 1][:-1]

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
@@ -41,7 +40,7 @@ from medusa_heads.training.data.columns import (
     write_numbers,
     write_table,
 )
-from medusa_heads.training.data.pack import best_fit, check_packing, pack_rows
+from medusa_heads.training.data.pack import check_packing, fill_bins, pack_rows
 from medusa_heads.training.data.prepared import prepared, prepared_folder
 from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows, warn_of_little
 from medusa_heads.training.data.stream import stream_rows
@@ -241,8 +240,7 @@ def _split(
                     write_numbers(made / "known.arrow", rows, np.flatnonzero(kept))
                     write_numbers(made / "held_out.arrow", rows, np.flatnonzero(~kept))
                 if settings.packing:
-                    bins = best_fit(row_lengths(rows)[kept], size)
-                    write_table(made / "bins.arrow", pa.table({"members": bins}))
+                    write_table(made / "bins.arrow", fill_bins(row_lengths(rows)[kept], size))
                 move_in(made, folder, sorted(path.name for path in made.iterdir()))
     facts = RowFacts(**read_json(folder / "facts.json"))
     if found:

@@ -61,7 +61,9 @@ class Tokeniser:
         """Columns of rows: the tokens, which row of the corpus each is a part of, why that one
         cannot be used (then without tokens) and its place, and how many labels were cut off."""
         made: dict[str, list[Any]] = {name: [] for name in token_features()}
-        table = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        table = [
+            dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
+        ]
         outcomes = self._outcomes(table)
         for document, row, (rows, lost, refusal) in zip(documents, table, outcomes, strict=True):
             for part in rows:
@@ -131,11 +133,11 @@ class Tokeniser:
             elif isinstance(content, Rendered):
                 rendered += [*content.asked, *content.answered]
         encoded, chats = self._encode(plain), _in_parts(self._encode_rendered, rendered)
-        for content in found:
+        for entry in found:
             try:
-                if isinstance(content, BadRow):
-                    raise content
-                rows, lost = self._rows(content, encoded, chats)
+                if isinstance(entry, BadRow):
+                    raise entry
+                rows, lost = self._rows(entry, encoded, chats)
             except BadRow as problem:
                 yield [([], [])], 0, str(problem)
             else:
@@ -363,11 +365,15 @@ def are_numbers(corpus: Corpus) -> bool:
     """Whether a corpus is a table of tokens whose columns can hold nothing else."""
     if corpus.format.name != "tokens":
         return False
-    kinds = [getattr(corpus.rows.features[name], "feature", None) for name in ("input_ids", "labels")]
+    kinds = [
+        getattr(corpus.rows.features[name], "feature", None) for name in ("input_ids", "labels")
+    ]
     return all("int" in str(getattr(kind, "dtype", "")) for kind in kinds)
 
 
-def _in_parts(encode: Callable[[list[str]], list[list[int]]], texts: list[str]) -> Iterator[list[int]]:
+def _in_parts(
+    encode: Callable[[list[str]], list[list[int]]], texts: list[str]
+) -> Iterator[list[int]]:
     """Texts encoded together, but not so many that their encodings would fill the memory."""
     part: list[str] = []
     size = 0
