@@ -169,7 +169,7 @@ class Command:
     def prompts(self, target: TargetModel) -> list[Dataset]:
         """Prompts for the target from the text to train on, and from the held-out text."""
         from medusa_heads.data.corpus import prompt_windows
-        from medusa_heads.training.data.prepare import hold_out
+        from medusa_heads.training.data.split import hold_out
 
         if self.tokenizer is None:
             raise ValueError("self_distill needs the target's tokenizer, and none lies beside it")

@@ -22,33 +22,22 @@ from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRows
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.finding import HELD_OUT
-from medusa_heads.data.formats import DOCUMENT_COLUMN
 from medusa_heads.data.sources import Corpus, as_corpus, is_stream, load_corpus
-from medusa_heads.files import move_in, read_json, replace_json, staging
 from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import (
     EVAL_ROWS,
-    EVAL_SHARE,
     STREAM_EVAL_ROWS,
     DataArguments,
 )
-from medusa_heads.training.data.columns import (
-    picked,
-    row_lengths,
-    write_numbers,
-    write_table,
-)
-from medusa_heads.training.data.pack import check_packing, fill_bins, pack_rows
-from medusa_heads.training.data.prepared import prepared, prepared_folder
-from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows, warn_of_little
+from medusa_heads.training.data.pack import check_packing
+from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows
+from medusa_heads.training.data.split import TRAINING, split_once, tokenise_once
 from medusa_heads.training.data.stream import stream_rows
-from medusa_heads.training.data.tokenise import Tokeniser, document_numbers, is_ready, tokenise
+from medusa_heads.training.data.tokeniser import Tokeniser
 
 logger = logging.getLogger(__name__)
-
-_TRAINING = "training set"
 
 
 @dataclass(frozen=True)
@@ -171,11 +160,12 @@ def prepare_data(
     if settings.packing and target.device.type != "meta":
         check_packing(target)
     makers = [make_tokeniser(part, tokenizer, settings, target) for part in parts]
-    tables = [
-        _tokenised(part, maker, settings)
+    made = [
+        tokenise_once(part, maker, settings)
         for part, maker in zip(parts, makers, strict=True)
         if not part.is_stream
     ]
+    tables = [table for table, _ in made]
     one_pass = None
     if corpus.is_stream:
         if max_steps <= 0:
@@ -189,106 +179,17 @@ def prepare_data(
             packing=settings.packing,
         )
         measured = tables[0].rows if first_documents is None else first_documents
-        facts = check_rows(known, target, name=_TRAINING, heads_reached=1)
+        facts = check_rows(known, target, name=TRAINING, heads_reached=1)
     else:
-        rows, known, measured, facts = _split(
-            corpus, tables[0].rows, target, settings, seed, draws=held_out is None
+        rows, known, drawn, facts = split_once(
+            corpus, made[0], target, settings, seed, draws=held_out is None
         )
-        measured = measured or tables[-1].rows
+        measured = tables[-1].rows if drawn is None else drawn
     if held_out is not None or settings.eval_rows is settings.eval_share is None:
         measured = _draw(measured, settings.eval_rows or EVAL_ROWS, seed)
     held_out_facts = check_rows(measured, target, name="held-out set", heads_reached=num_heads)
     streams = [part for part in parts if part.is_stream]
     return TrainingData(rows, measured, known, facts, held_out_facts, [*streams, *tables], one_pass)
-
-
-def _tokenised(corpus: Corpus, tokeniser: Tokeniser, settings: DataArguments) -> Corpus:
-    """A table as rows of tokens, on disk unless it is one as it came."""
-    if is_ready(corpus, tokeniser):
-        return tokenise(corpus, tokeniser)
-    policy = corpus.bad_rows.policy
-    folder = prepared_folder(settings.prepared_dir, corpus.rows._fingerprint, tokeniser, policy)
-    with prepared(folder):
-        return tokenise(corpus, tokeniser, settings.dataset_num_proc, folder)
-
-
-def _split(
-    corpus: Corpus,
-    rows: Dataset,
-    target: TargetModel,
-    settings: DataArguments,
-    seed: int,
-    *,
-    draws: bool,
-) -> tuple[Dataset, Dataset, Dataset | None, RowFacts]:
-    """Of rows of tokens those to train on, perhaps packed; the same before packing; those held out,
-    None unless they are drawn here; and the facts of the former."""
-    share, count, size = settings.eval_share, settings.eval_rows, settings.max_length
-    drawn = [seed, share, count] if draws else None
-    hangs_on = rows._fingerprint, RowLimits.of(target), drawn, settings.packing and size
-    folder = prepared_folder(settings.prepared_dir, *hangs_on)
-    folder = prepared_folder(settings.prepared_dir, *hangs_on)
-    with prepared(folder) as found:
-        if not found:
-            kept = np.ones(len(rows), bool)
-            if draws:
-                kept[held_out_rows(document_numbers(corpus, rows), share, seed, count)] = False
-            facts = check_rows(rows, target, name=_TRAINING, heads_reached=1, kept=kept)
-            with staging(folder) as made:
-                replace_json(made / "facts.json", asdict(facts))
-                if draws:
-                    write_numbers(made / "known.arrow", rows, np.flatnonzero(kept))
-                    write_numbers(made / "held_out.arrow", rows, np.flatnonzero(~kept))
-                if settings.packing:
-                    write_table(made / "bins.arrow", fill_bins(row_lengths(rows)[kept], size))
-                move_in(made, folder, sorted(path.name for path in made.iterdir()))
-    facts = RowFacts(**read_json(folder / "facts.json"))
-    if found:
-        warn_of_little(facts, _TRAINING)
-    rows = rows.select_columns(["input_ids", "labels"])
-    known = picked(rows, folder / "known.arrow") if draws else rows
-    measured = picked(rows, folder / "held_out.arrow") if draws else None
-    if not settings.packing:
-        return known, known, measured, facts
-    bins = Dataset.from_file(str(folder / "bins.arrow"))
-    return pack_rows(known, bins), known, measured, facts
-
-
-def hold_out(
-    rows: Dataset, share: float | None, seed: int, count: int | None = None
-) -> tuple[Dataset, Dataset]:
-    """Split into rows to train on and rows to measure on, by document: a share, or a count of them,
-    or by default EVAL_SHARE, and at most EVAL_ROWS.
-
-    Without a column `document`, or where all rows are of one, each row is a document. Raises
-    ValueError where there is only one row, or no more documents than are to be held out.
-    """
-    documents = np.arange(len(rows))
-    if DOCUMENT_COLUMN in rows.column_names:
-        documents = rows.with_format("numpy")[DOCUMENT_COLUMN][:]
-    held = held_out_rows(documents, share, seed, count)
-    return rows.select(np.setdiff1d(np.arange(len(rows)), held)), rows.select(held)
-
-
-def held_out_rows(documents: Any, share: float | None, seed: int, count: int | None = None) -> Any:
-    """The numbers of the rows that `hold_out` holds out, ascending, by each row's document."""
-    known = np.unique(documents)
-    if len(known) == 1:
-        known = documents = np.arange(len(documents))
-    if len(known) < 2:
-        raise ValueError(
-            "the corpus has a single row, so none can be held out: give more text or an "
-            "eval_dataset"
-        )
-    if count is None:
-        count = min(max(round((share or EVAL_SHARE) * len(known)), 1), len(known) - 1)
-        count = count if share is not None else min(count, EVAL_ROWS)
-    elif count >= len(known):
-        raise ValueError(
-            f"eval_rows {count} would hold out all {len(known)} documents: ask for fewer"
-        )
-    drawn = np.random.default_rng(seed).permutation(known)[:count]
-    return np.flatnonzero(np.isin(documents, drawn))
 
 
 def _draw(rows: Dataset, most: int, seed: int) -> Dataset:

@@ -7,7 +7,8 @@ from datasets import Dataset, Features, List, Value
 
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.sources import as_corpus
-from medusa_heads.training.data.tokenise import Tokeniser, document_numbers, tokenise
+from medusa_heads.training.data.tokenise import document_numbers, tokenise
+from medusa_heads.training.data.tokeniser import Tokeniser
 from tests.training import templates
 
 
