@@ -14,14 +14,22 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from medusa_heads.files import check_folder, expanded, move_in, read_json, replace_json, staging
+from medusa_heads import data
+from medusa_heads.files import (
+    check_folder,
+    code_sha256,
+    expanded,
+    move_in,
+    read_json,
+    replace_json,
+    staging,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +45,11 @@ def prepared_folder(place: str | None, *hangs_on: Any) -> Path:
     from datasets import config
     from datasets.fingerprint import Hasher
 
+    versions = [version(name) for name in _LIBRARIES]
+    code = code_sha256(Path(str(data.__file__)).parent, Path(__file__).parent)
     home = Path(config.HF_DATASETS_CACHE) / "medusa_heads" if place is None else expanded(place)
     check_folder(home)
-    return home / str(Hasher.hash([_code_sha256(), *hangs_on]))
+    return home / str(Hasher.hash([versions, code, *hangs_on]))
 
 
 @contextmanager
@@ -98,16 +108,4 @@ def _blocks_sha256(path: Path) -> str:
         for number in range(_BLOCKS):
             file.seek(round(number * step))
             digest.update(file.read(_BLOCK))
-    return digest.hexdigest()
-
-
-@cache
-def _code_sha256() -> str:
-    """Over the sources of what reads and prepares corpora, and the versions of what it calls."""
-    from medusa_heads import data
-
-    digest = hashlib.sha256(str([version(name) for name in _LIBRARIES]).encode())
-    for folder in (Path(str(data.__file__)).parent, Path(__file__).parent):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.read_bytes())
     return digest.hexdigest()
