@@ -146,12 +146,15 @@ def _from_files(
 def _read_once(reading: dict[str, Any], features: Features, bad_rows: BadRows) -> Dataset:
     """The rows of files as they were read before, in the cache of `datasets`, or are read now by
     the first process that asks; those that cannot be used go to `bad_rows`."""
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from datasets.exceptions import DatasetGenerationError
 
     stats = [file.stat() for file in reading["files"]]
     versions = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
     files = tuple(file.absolute() for file in reading["files"])
     hangs_on = {"versions": versions, "absolute": files, "code": code_sha256(Path(__file__).parent)}
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()  # they would stand before the one sentence of what is refused
     try:
         rows = Dataset.from_generator(
             _told_rows,
@@ -160,6 +163,9 @@ def _read_once(reading: dict[str, Any], features: Features, bad_rows: BadRows) -
         )
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
+    finally:
+        if shown:
+            enable_progress_bars()
     good = rows.data.column(_PROBLEM_COLUMN).null_count  # these come first
     if good < len(rows):
         for row in rows.select(range(good, len(rows))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,13 @@ def row_lengths(rows: Dataset) -> Any:
     """How many tokens each row has, packed or not, [rows] int32."""
     if "tokens" in rows.column_names:
         return rows.data.column("tokens").to_numpy()
-    tables = rows.select_columns(["input_ids"]).with_format("arrow").iter(100 * ROWS_AT_ONCE)
-    lengths = [pc.list_value_length(table["input_ids"]).to_numpy() for table in tables]
-    return np.concatenate([np.empty(0, np.int32), *lengths], dtype=np.int32)
+    return np.concatenate([np.empty(0, np.int32), *lengths_in_parts(rows)], dtype=np.int32)
+
+
+def lengths_in_parts(rows: Dataset) -> Iterator[Any]:
+    """The same of unpacked rows, some thousands at a time."""
+    for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(100 * ROWS_AT_ONCE):
+        yield pc.list_value_length(table["input_ids"]).to_numpy()
 
 
 def write_numbers(path: Path, rows: Dataset, numbers: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ def tokenise_once(
     on."""
     fingerprint = str(corpus.rows._fingerprint)
     if is_ready(corpus, tokeniser):
-        return tokenise(corpus, tokeniser), fingerprint
+        rows = corpus.rows.select_columns(["input_ids", "labels"])
+        return replace(corpus, rows=rows), fingerprint
     folder = prepared_folder(settings.prepared_dir, fingerprint, tokeniser, corpus.bad_rows.policy)
     with prepared(folder):
         return tokenise(corpus, tokeniser, settings.dataset_num_proc, folder), folder.name

@@ -18,7 +18,7 @@ from medusa_heads.data.formats import (
     DOCUMENT_COLUMN,
 )
 from medusa_heads.data.sources import Corpus
-from medusa_heads.training.data.columns import picked, row_lengths, write_numbers
+from medusa_heads.training.data.columns import lengths_in_parts, picked, write_numbers
 from medusa_heads.training.data.prepared import write_whole
 from medusa_heads.training.data.tokeniser import Tokeniser, token_features
 
@@ -30,15 +30,11 @@ _ROWS_OF_A_PART = 200_000  # an interrupted preparation goes on behind the last 
 def tokenise(
     corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None, folder: Path | None = None
 ) -> Corpus:
-    """A table as rows of tokens, none longer than `max_length`, in the columns `input_ids` and
-    `labels`, and in `document` the row of the corpus that each is a part of (without that column,
-    each is the whole row). They are written to `folder` in parts, and parts that are there are
+    """A table as rows of tokens, none longer than `max_length`, in the columns `input_ids`,
+    `labels` and `document`, the row of the corpus that each is a part of. They are written to `folder` in parts, and parts that are there are
     read; by default they stay in memory. Raises ValueError at broken rows, unless they may be left
     out, or where no row is left."""
-    if is_ready(corpus, tokeniser):
-        rows, lost = corpus.rows.select_columns(["input_ids", "labels"]), [0, 0]
-    else:
-        rows, lost = _made(corpus, tokeniser, num_proc, folder)
+    rows, lost = _made(corpus, tokeniser, num_proc, folder)
     if not len(rows):
         raise ValueError(f"the corpus is empty: give one with text in it ({corpus.name})")
     return replace(corpus, rows=rows, cut_documents=lost[0], cut_tokens=lost[1])
@@ -120,7 +116,7 @@ def document_numbers(corpus: Corpus, rows: Dataset) -> Any:
     """The number of the document that each row of tokens of a corpus is a part of, [rows]: of
     tokens by the column of that name, if it holds numbers or names. A row that names none is a
     document of its own."""
-    numbers = np.arange(len(rows))
+    numbers = np.arange(len(rows), dtype=np.int32)
     if DOCUMENT_COLUMN in rows.column_names:
         numbers = rows.with_format("numpy")[DOCUMENT_COLUMN][:]
     kind = str(getattr(corpus.rows.features.get(DOCUMENT_COLUMN), "dtype", ""))
@@ -142,7 +138,7 @@ def is_ready(corpus: Corpus, tokeniser: Tokeniser) -> bool:
     rows = corpus.rows.select_columns(["input_ids", "labels"])
     if any(column.null_count for column in rows.data.columns):
         return False
-    return bool(row_lengths(rows).max(initial=0) <= tokeniser.max_length)
+    return all(part.max() <= tokeniser.max_length for part in lengths_in_parts(rows))
 
 
 def are_numbers(corpus: Corpus) -> bool:
