@@ -31,9 +31,9 @@ def tokenise(
     corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None = None, folder: Path | None = None
 ) -> Corpus:
     """A table as rows of tokens, none longer than `max_length`, in the columns `input_ids`,
-    `labels` and `document`, the row of the corpus that each is a part of. They are written to `folder` in parts, and parts that are there are
-    read; by default they stay in memory. Raises ValueError at broken rows, unless they may be left
-    out, or where no row is left."""
+    `labels` and `document`, the row of the corpus that each is a part of. They are written to
+    `folder` in parts, and parts that are there are read; by default they stay in memory. Raises
+    ValueError at broken rows, unless they may be left out, or where no row is left."""
     rows, lost = _made(corpus, tokeniser, num_proc, folder)
     if not len(rows):
         raise ValueError(f"the corpus is empty: give one with text in it ({corpus.name})")
