@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -151,26 +151,31 @@ def _in_a_process(folder: Path, corpus: Path, arguments: MeasureArguments) -> di
     os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
     try:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(start, (str(corpus), arguments))
+            return pool.apply(_start_alone, (str(corpus), arguments))
     finally:
         del os.environ["HF_DATASETS_CACHE"]
         if before is not None:
             os.environ["HF_DATASETS_CACHE"] = before
 
 
+def _start_alone(corpus: str, arguments: MeasureArguments) -> dict[str, Any]:
+    import datasets
+
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    datasets.disable_progress_bars()
+    return start(corpus, arguments)
+
+
 def start(corpus: str, arguments: MeasureArguments) -> dict[str, Any]:
     """What a rank does before its first step, and what that costs: seconds, those of the processor,
     and MiB of memory."""
-    import datasets
     from transformers import AutoTokenizer
 
     from medusa_heads.training.arguments.data import DataArguments
     from medusa_heads.training.data.prepare import load_corpora, prepare_data
     from scripts.measure.random_target import random_target
 
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    datasets.disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     tokenizer.chat_template = CHAT if arguments.kind == "messages" else None
     target = random_target("16x1x2", len(tokenizer), dtype="float32")
@@ -216,13 +221,10 @@ class Memory:
 
 
 def _anonymous() -> int:
-    return sum(_sizes()) // 1024
-
-
-def _sizes() -> Iterator[int]:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            yield int(line.split()[1])
+    """0 on a system that does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) // 1024
 
 
 def table_of(report: dict[str, Any]) -> Table:
