@@ -50,6 +50,14 @@ def look_at_scores_alone(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in _WARPERS for processor in processors)
 
 
+def warp(processors: LogitsProcessorList, ids_1T: Any, scores_RV: Tensor) -> Tensor:
+    """What processors that look at scores alone make of any rows of them. The list itself, called,
+    would ask each time what its processors take: half of what they cost on few scores."""
+    for processor in processors:
+        scores_RV = processor(ids_1T, scores_RV)
+    return scores_RV
+
+
 def look_at_one_row(processors: LogitsProcessorList) -> bool:
     """Whether the processors may be run on a single row, as if the batch had no other."""
     return all(

@@ -17,6 +17,7 @@ from medusa_heads.inference.acceptance.base import (
     Settings,
     look_at_scores_alone,
     row_processors,
+    warp,
 )
 from medusa_heads.inference.engine.noise import NO_TOKEN, Noise
 from medusa_heads.inference.engine.rows import Row
@@ -88,8 +89,9 @@ class SampleThenMatch:
         """The target's next token behind a node of each of the walking rows."""
         if self._at_once and len(walking) > 1:
             ids: Any = rows[walking[0]].ids_1T()  # nothing here reads more of it than its device
-            logits: Any = logits_BNV[walking, nodes].to(dtype=torch.float32, device=ids.device)
-            scores_WV = self._processors(ids, logits)
+            logits_WV = _of_nodes(logits_BNV, walking, nodes)
+            logits_WV = logits_WV.to(dtype=torch.float32, device=ids.device)
+            scores_WV = warp(self._processors, ids, logits_WV)
         else:
             places = zip(walking, nodes, strict=True)
             scores_WV = torch.cat(
@@ -124,6 +126,16 @@ class SampleThenMatch:
         if row.recorder:
             row.recorder.record(scores_1V, raw)
         return scores_1V
+
+
+def _of_nodes(logits_BNV: Tensor, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
+    """The logits of one node of each of these rows, for reading alone."""
+    batch, count, _ = logits_BNV.shape
+    if len(rows) == batch and not any(nodes):  # all walk from the root
+        return logits_BNV[:, 0]
+    places = [row * count + node for row, node in zip(rows, nodes, strict=True)]
+    places_W = torch.tensor(places, device=logits_BNV.device)
+    return logits_BNV.flatten(0, 1).index_select(0, places_W)
 
 
 def _runs_ahead(device: torch.device) -> bool:

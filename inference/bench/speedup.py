@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.heads import DraftHeads, MedusaHeads
+from medusa_heads.heads.int8 import int8_layers
 from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT
 from medusa_heads.inference.plan.tree_size import TreeSize, measured_sizes, tune
 from medusa_heads.machine import describe_machine
@@ -203,13 +204,15 @@ def cache_bytes_per_token(target: TargetModel) -> int:
 
 def _heads_bytes(heads: DraftHeads) -> int:
     """With the second copy of their blocks that all but sequential heads keep in one piece while
-    they decode, the rows that a reduced vocabulary copies, and the preview of a large one."""
+    they decode, the rows that a reduced vocabulary copies, the preview of a large one, and what is
+    held in eight bits."""
     total = _bytes(heads.parameters())
     if isinstance(heads, MedusaHeads):
         total += _bytes(p for name, p in heads.named_parameters() if ".linear." in name)
     if heads.draft_tokens is not None and heads.config.vocab_matrix == "shared":
         total += _bytes([heads.vocab_matrix(0)[0]])
-    return total + _bytes(tensor for preview in heads.previews or () for tensor in preview.held)
+    total += _bytes(tensor for preview in heads.previews or () for tensor in preview.held)
+    return total + sum(layer.held for layer in int8_layers(heads))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

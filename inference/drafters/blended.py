@@ -230,6 +230,8 @@ class BlendedDrafter(Drafter):
             else grow(row.tokens[-1], own, most, least, chain_only=self._chain_only)
             for row, own, most in zip(state.rows, offered, most_B, strict=True)
         ]
+        if all(len(tree) == 1 for tree in trees):
+            return Draft(trees, size=budget.best([0.0])[0])
         expected = trees[0].expected()
         if len(trees) > 1:
             more_BX, nearer_BX = (

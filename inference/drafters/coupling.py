@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from medusa_heads.inference.acceptance.base import look_at_scores_alone
+from medusa_heads.inference.acceptance.base import look_at_scores_alone, warp
 from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.dynamic_tree import Ranking
@@ -73,8 +72,8 @@ class Coupling:
         most = max(num_ranks, min(LOOKED_AT, logits_BFC.shape[2]))
         logits_BFL, ids_BFL = logits_BFC.float().topk(most, dim=-1)
         tokens_BFL = tokens_of(ids_BFL)
-        flat: Any = logits_BFL.flatten(0, 1)
-        scores_BFL = self._warpers(flat, flat).view_as(logits_BFL)
+        flat = logits_BFL.flatten(0, 1)
+        scores_BFL = warp(self._warpers, None, flat).view_as(logits_BFL)
         noise_BFL = self._noise.of(self._rows, ahead, tokens_BFL)
         best_BFR, places_BFR = drawn_chances(scores_BFL, noise_BFL).topk(num_ranks, dim=-1)
         return tokens_BFL.gather(-1, places_BFR), best_BFR

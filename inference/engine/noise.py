@@ -51,6 +51,7 @@ class Noise:
 
     def __init__(self, seed: int, rows: Sequence[Row], padding: Sequence[int]) -> None:
         self._keys: dict[int, int] = {}
+        self._every_V = torch.empty(0, dtype=torch.long)  # all tokens, once their number is known
         earlier: dict[bytes, int] = {}
         for row, left in zip(rows, padding, strict=True):
             prompt = row.ids_1T()[0, left:].long().cpu().numpy().tobytes()
@@ -72,13 +73,26 @@ class Noise:
     def draw(self, rows: Sequence[Row], scores_BV: Tensor) -> Tensor:
         """The next token [B] of each row: that with the largest sum of processed score, in fp32,
         and noise, which has the law of the scores; NO_TOKEN where they are no distribution."""
-        scores_BC, tokens_BC = _possible(scores_BV)
+        least_B1, most_B1 = torch.aminmax(scores_BV, dim=-1, keepdim=True)
+        scores_BC, tokens_BC = self._possible(scores_BV, least_B1)
         # Near 0, where noise that is added keeps its digits however large the scores are. What
         # is no distribution has nan here.
-        near_0_BC = scores_BC - scores_BC.amax(dim=-1, keepdim=True)
+        near_0_BC = scores_BC - most_B1
         noisy_BC = self.of(rows, [0], tokens_BC[:, None])[:, 0].add_(near_0_BC)
-        most_B1, places_B1 = noisy_BC.max(dim=-1, keepdim=True)
-        return tokens_BC.gather(1, places_B1).where(most_B1 == most_B1, NO_TOKEN)[:, 0]
+        noisiest_B1, places_B1 = noisy_BC.max(dim=-1, keepdim=True)
+        return tokens_BC.gather(1, places_B1).where(noisiest_B1 == noisiest_B1, NO_TOKEN)[:, 0]
+
+    def _possible(self, scores_BV: Tensor, least_B1: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores [B, C] of all tokens that can be drawn, and these tokens."""
+        # Elsewhere than on a CPU a look at them takes longer than to draw.
+        many = scores_BV.device.type == "cpu" and scores_BV.shape[1] > _FEW
+        if many and -torch.inf in least_B1.flatten().tolist():
+            scores_BC, tokens_BC = scores_BV.topk(_FEW, dim=-1)
+            if scores_BC[:, -1].amax() == -torch.inf:
+                return scores_BC, tokens_BC
+        if len(self._every_V) != scores_BV.shape[1] or self._every_V.device != scores_BV.device:
+            self._every_V = torch.arange(scores_BV.shape[1], device=scores_BV.device)
+        return scores_BV, self._every_V.expand_as(scores_BV)
 
     def luck(self, row: Row) -> Luck:
         """Behind the row as it stands now, also once it is longer: token by token, on the host."""
@@ -114,18 +128,6 @@ def _gumbel(places_BF1: Tensor, tokens_BFC: Tensor) -> Tensor:
     # Small numbers, which decide, keep all their digits in fp32; -1 itself would be infinity.
     below_0_BFC.add_(0.5).mul_(-_FRACTION).clamp_min_(2.0**-24 - 1)
     return below_0_BFC.log1p_().neg_().log_().neg_()
-
-
-def _possible(scores_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores [B, C] of all tokens that can be drawn, and these tokens."""
-    # Elsewhere than on a CPU a look at them takes longer than to draw.
-    many = scores_BV.device.type == "cpu" and scores_BV.shape[1] > _FEW
-    if many and scores_BV.amin() == -torch.inf:
-        scores_BC, tokens_BC = scores_BV.topk(_FEW, dim=-1)
-        if scores_BC[:, -1].amax() == -torch.inf:
-            return scores_BC, tokens_BC
-    tokens_V = torch.arange(scores_BV.shape[1], device=scores_BV.device)
-    return scores_BV, tokens_V.expand_as(scores_BV)
 
 
 def _to_the_right(words: Tensor, bits: int, shifted: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from medusa_heads.inference.drafters.heads import HeadsSource, TreeSource
 from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
-from medusa_heads.inference.plan.tree_size import best_tree
+from medusa_heads.inference.plan.tree_size import best_tree, read_as
 from medusa_heads.inference.plan.trees import TreeSpec, make_drafter
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
@@ -175,8 +175,7 @@ def _own_source(
         drafter = _sequential(heads, statistics, clock or target_clock(target), sizes)
         source = TreeSource(drafter, statistics)
     if clock is None:
-        kind = heads.config.to_dict() | {"preview": heads.previews is not None}
-        kind |= {"nodes": drafter.num_nodes}
+        kind = heads.config.to_dict() | read_as(heads) | {"nodes": drafter.num_nodes}
         clock = target_clock(target, {source.name: (drafter, kind)})
     return source, clock
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_heads.heads import DraftHeads
+from medusa_heads.heads.int8 import int8_layers
 from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, room, step_seconds
 from medusa_heads.inference.adapt.step_bench import SIZES
 from medusa_heads.inference.plan.trees import make_drafter
@@ -73,9 +74,14 @@ def tune(
     expected = {
         tree: tokens for tree, tokens in expected.items() if int(tree.partition(":")[2] or 0) < most
     }
-    kind = {"preview": heads.previews is not None}
+    kind = read_as(heads)
     where = {"context": context, "batch_size": batch_size, "refresh": refresh}
     return measured_sizes(target, heads, statistics, expected, kind, **where)
+
+
+def read_as(heads: DraftHeads) -> dict[str, Any]:
+    """What drafting takes depends on, besides the heads' configuration."""
+    return {"preview": heads.previews is not None, "int8": bool(int8_layers(heads))}
 
 
 def measured_sizes(

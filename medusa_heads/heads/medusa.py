@@ -54,7 +54,8 @@ class MedusaHeads(DraftHeads):
         """See DraftHeads. `tokens_RK` plays no part: these heads do not see each other."""
         # Any wider, every head would round it for itself.
         inputs_RKD = self._inputs(hidden_RD.to(product_dtype(self._all_parameters[0])))
-        if hidden_RD.ndim == 2 and not torch.is_grad_enabled():
+        exact = type(next(self.heads())[0].linear) is nn.Linear
+        if hidden_RD.ndim == 2 and exact and not torch.is_grad_enabled():
             # One product for the blocks of all heads: while decoding, calls cost more than sums.
             x_KRD = inputs_RKD.transpose(0, 1)
             for weight_KDD, bias_K1D in self._stacked():

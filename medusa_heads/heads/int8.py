@@ -1,0 +1,131 @@
+"""Heads as drafters read them on a CPU: large matrices in eight bits.
+
+There drafting is bound by reading the heads' matrices, the vocabulary's before all. In eight bits
+they are a quarter of what they are in float32, and processors multiply these faster. Drafts need no
+more: what is committed is the target's own choice.
+
+Shapes: R rows (any leading dimensions), N all of them, D inputs, O outputs.
+Source: products of integers, with a scale for each row of weights and for each input (Jacob et al.
+2018, arXiv:1712.05877; Dettmers et al. 2022, arXiv:2208.07339, section 2).
+"""
+
+from __future__ import annotations
+
+import copy
+import platform
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from medusa_heads.heads.correction import Correction
+
+if TYPE_CHECKING:
+    from medusa_heads.heads.base import AnyHeads, DraftHeads
+
+SMALLEST = 1 << 19  # weights of a matrix; of smaller ones the call takes longer than the product
+# Where a processor has no instructions for such products, two of them are added in 16 bits, which
+# these weights never fill. Elsewhere another bit would bring nothing that a draft could tell.
+_MOST_WEIGHT, _MOST_INPUT = 63, 127
+_AT_ONCE = 1 << 22  # weights that are rounded at a time
+_KNOWN = ("x86_64", "AMD64")  # elsewhere torch may have no kernel, but a loop
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+_rounded: Any = WeakIdKeyDictionary()  # by weights: their version, and what was made of them
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer whose product is near, not exact. Weight and bias stay what they were, for all
+    who read them; what is made of them here does not follow when they are trained on."""
+
+    def __init__(self, weight_OD: Tensor, bias_O: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight_OD.shape
+        self.weight, self.bias = weight_OD, bias_O  # type: ignore[assignment]
+        self._rounded: tuple[Tensor, Tensor] | None = None  # when it is first asked for
+
+    @property
+    def held(self) -> int:
+        """Bytes besides the weights."""
+        return self.weight.numel() + 4 * self.out_features
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        """(..., D) -> (..., O), in the input's dtype."""
+        return self.rows(x_RD).to(x_RD.dtype)
+
+    def rows(self, x_RD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """All of the outputs, or those from `start` to `stop`, in float32."""
+        if self._rounded is None:
+            self._rounded = _round(self.weight)
+        int8_OD, unit_O = self._rounded
+        x_ND = x_RD.flatten(0, -2).float()
+        unit_N1 = x_ND.abs().amax(dim=1, keepdim=True).div_(_MOST_INPUT).clamp_min_(1e-30)
+        int8_ND = (x_ND / unit_N1).round_().to(torch.int8)
+        out_NO = torch._int_mm(int8_ND, int8_OD[start:stop].T).float()
+        out_NO.mul_(unit_N1).mul_(unit_O[start:stop])
+        if self.bias is not None:
+            out_NO.add_(self.bias[start:stop])
+        return out_NO.unflatten(0, x_RD.shape[:-1])
+
+
+def in_int8(heads: AnyHeads) -> AnyHeads:
+    """These heads, for drafting: a view of them whose large matrices, the target's vocabulary among
+    them, are multiplied in eight bits, or they themselves where that does not pay. The view shares
+    every weight. It does not see what is trained on or shared later.
+    """
+    view = _view(heads)
+    if heads.config.vocab_matrix == "shared":
+        weight_VD, bias_V = heads.vocab_matrix(0)
+        if _pays(weight_VD):
+            view = copy.copy(view)
+            view.near_vocabulary = (Int8Linear(weight_VD, bias_V),)
+    return view
+
+
+def int8_layers(heads: DraftHeads) -> list[Int8Linear]:
+    """What a view multiplies in eight bits."""
+    layers = [module for module in heads.modules() if isinstance(module, Int8Linear)]
+    return [*layers, *heads.near_vocabulary]
+
+
+def _view(module: AnyModule) -> AnyModule:
+    """The module with other layers where these pay; else itself. A correction reads rows."""
+    linear: Any = module
+    if type(module) is nn.Linear and _pays(linear.weight):
+        layer: Any = Int8Linear(linear.weight, linear.bias)
+        return layer
+    if isinstance(module, Correction):
+        return module
+    children = {
+        name: None if child is None else _view(child) for name, child in module._modules.items()
+    }
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    view = copy.copy(module)
+    view._modules = children
+    return view
+
+
+def _pays(weight_OD: Any) -> bool:
+    plain = weight_OD.device.type == "cpu" and type(weight_OD.data) is Tensor
+    known = platform.machine() in _KNOWN and torch.backends.mkldnn.is_available()
+    large = weight_OD.numel() >= SMALLEST
+    return plain and known and large and weight_OD.dtype.is_floating_point
+
+
+@torch.no_grad()
+def _round(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights in eight bits [O, D], and what a unit of each row is [O]; made once for as long
+    as nobody writes to them."""
+    version = None if weight_OD.is_inference() else weight_OD._version
+    made = _rounded.get(weight_OD)
+    if version is None or made is None or made[0] != version:
+        unit_O = weight_OD.abs().amax(dim=1).float().div_(_MOST_WEIGHT).clamp_min_(1e-30)
+        rows = max(_AT_ONCE // weight_OD.shape[1], 1)
+        pieces = zip(weight_OD.split(rows), unit_O[:, None].split(rows), strict=True)
+        int8_OD = torch.cat([(w.float() / unit).round_().to(torch.int8) for w, unit in pieces])
+        made = _rounded[weight_OD] = version, (int8_OD, unit_O)
+    rounded: tuple[Tensor, Tensor] = made[1]
+    return rounded

@@ -1,0 +1,153 @@
+"""Matrices in eight bits: how near products are, what they leave alone, and that text stays."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from medusa_heads import HeadsConfig, MedusaModel
+from medusa_heads.heads import int8, new_heads
+from medusa_heads.heads.int8 import Int8Linear, in_int8, int8_layers
+from tests.conftest import TinyLlama
+
+VOCAB, HIDDEN = 3000, 64
+ALL_KINDS = [
+    {"kind": "medusa"},
+    {"kind": "medusa", "prefix_attention": True, "correction_rank": 8, "features": [0]},
+    {"kind": "medusa", "vocab_matrix": "own"},
+    {"kind": "medusa", "draft_vocab_size": 2500},
+    {"kind": "hydra", "prefix_attention": True},
+    {"kind": "block", "features": [0, 1]},
+    {"kind": "eagle3", "features": [0, 1]},
+]
+
+
+@pytest.fixture
+def every_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "SMALLEST", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_are_near(dtype: torch.dtype, with_bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 200, bias=with_bias).to(dtype)
+    near = Int8Linear(linear.weight, linear.bias)
+    # Inputs of all sizes: each is rounded by its own scale.
+    x_RD = torch.randn(3, 5, 96, dtype=dtype) * torch.logspace(-3, 3, 5, dtype=dtype)[:, None]
+    with torch.no_grad():
+        got, expected = near(x_RD), linear(x_RD)
+        assert got.dtype == dtype and got.shape == expected.shape
+        error_R = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+        assert 0 < error_R.max() < 0.03
+        part = near.rows(x_RD, 20, 70)
+        torch.testing.assert_close(part, near.rows(x_RD)[..., 20:70], rtol=0, atol=0)
+        # Of nothing comes nothing, or the bias.
+        zero_O = near.rows(torch.zeros(1, 96, dtype=dtype))[0]
+        assert torch.equal(zero_O, linear.bias.float() if with_bias else torch.zeros(200))
+
+
+def test_no_sum_of_two_products_fills_sixteen_bits() -> None:
+    # Inputs become unsigned numbers of at most 255 where a processor multiplies no others.
+    assert 2 * 255 * int8._MOST_WEIGHT < 1 << 15
+    linear = nn.Linear(64, 10, bias=False)
+    nn.init.constant_(linear.weight, 1.0)
+    with torch.no_grad():
+        full = Int8Linear(linear.weight, None)(torch.ones(1, 64))
+    torch.testing.assert_close(full, torch.full((1, 10), 64.0))
+
+
+def test_a_row_does_not_depend_on_others() -> None:
+    near = Int8Linear(nn.Linear(64, 100).weight, None)
+    x_RD = torch.randn(4, 64)
+    with torch.no_grad():
+        together = near(torch.cat([x_RD, 1e4 * x_RD]))[:4]
+        assert torch.equal(near(x_RD), together)
+
+
+@pytest.mark.usefixtures("every_matrix")
+@pytest.mark.parametrize("settings", ALL_KINDS, ids=str)
+def test_only_the_view_is_near(tiny_llama: TinyLlama, settings: Any) -> None:
+    target = tiny_llama(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=2)
+    config = HeadsConfig(num_heads=2, **settings)
+    chosen = None
+    if config.draft_vocab_size is not None:
+        chosen = torch.arange(config.draft_vocab_size)
+    heads = new_heads(target, config, chosen).eval()
+    before = dict(heads.state_dict())
+    view = in_int8(heads)
+    assert view is not heads and int8_layers(view) and not int8_layers(heads)
+    assert list(view.parameters()) == list(heads.parameters())
+    assert list(view.state_dict()) == list(before)
+    width = HIDDEN * (1 + len(config.features or ()))
+    hidden_BTX, tokens_BT = torch.randn(1, 6, width), torch.randint(VOCAB, (1, 6))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        near_view = in_int8(heads)
+        tokens_BTK = tokens_BT[..., None].expand(-1, -1, 2)
+        exact, near = (
+            each(each.encode(hidden_BTX, tokens_BT), tokens_BTK) for each in (heads, near_view)
+        )
+    assert near.shape == exact.shape and not torch.equal(near, exact)
+    assert (near - exact).norm() < 0.1 * exact.norm()
+    assert not int8_layers(heads)
+
+
+@pytest.mark.usefixtures("every_matrix")
+def test_what_is_trained_on_is_rounded_anew(tiny_llama: TinyLlama) -> None:
+    heads = new_heads(tiny_llama(), HeadsConfig(num_heads=1, vocab_matrix="own"))
+    x_RD = torch.randn(2, heads._own(0).in_features)
+    with torch.no_grad():
+        first = in_int8(heads)(x_RD)
+        assert torch.equal(in_int8(heads)(x_RD), first)
+        heads._own(0).weight.mul_(2.0)
+        torch.testing.assert_close(in_int8(heads)(x_RD), 2.0 * first)
+
+
+def test_matrices_are_rounded_once_and_let_go() -> None:
+    weight = nn.Linear(8, 16).weight
+    one, other = Int8Linear(weight, None), Int8Linear(weight, None)
+    for near in (one, other):
+        near.rows(torch.randn(1, 8))
+    assert one._rounded is other._rounded
+    known = len(int8._rounded)
+    del one, other, near, weight
+    gc.collect()
+    assert len(int8._rounded) < known
+
+
+def test_small_matrices_stay(tiny_llama: TinyLlama) -> None:
+    heads = new_heads(tiny_llama(), HeadsConfig(num_heads=2, prefix_attention=True))
+    assert in_int8(heads) is heads
+
+
+@pytest.mark.usefixtures("every_matrix")
+@pytest.mark.parametrize("machine", ["aarch64", "x86_64"])
+def test_other_processors_multiply_as_ever(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
+    monkeypatch.setattr(int8.platform, "machine", lambda: machine)
+    heads = new_heads(tiny_llama(), HeadsConfig(num_heads=2))
+    assert (in_int8(heads) is heads) == (machine == "aarch64")
+
+
+@pytest.mark.usefixtures("every_matrix")
+@pytest.mark.parametrize("settings", ALL_KINDS, ids=str)
+def test_text_stays_the_targets_own(tiny_llama: TinyLlama, settings: Any) -> None:
+    target: Any = tiny_llama(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=2)
+    config = HeadsConfig(num_heads=3, **settings)
+    chosen = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
+    heads = new_heads(target, config, chosen)
+    for parameter in heads.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    medusa = MedusaModel(target, heads, tree="cartesian:3,2")
+    assert int8_layers(medusa.drafting) and not int8_layers(medusa.heads)
+    ids = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20}
+    got: Any = medusa.generate(ids, **options)
+    assert torch.equal(got, target.generate(ids, **options))
