@@ -23,7 +23,7 @@ RankPath = tuple[int, ...]
 IGNORED = -100
 """Label of a token that nothing learns from: a prompt's, padding's."""
 
-_MOST_STEPS = 64  # of a layer that reads its own output
+MOST_STEPS = 64  # of a layer that reads its own output
 _SHAPES: dict[str, type[LayerShape]] = {"block": BlockShape, "eagle3": DecoderShape}
 
 
@@ -157,14 +157,14 @@ class HeadsConfig:
                 f"mask_token_id {mask} is none of the target's {self.vocab_size} tokens"
             )
         self._check_features("block")
-        if self.num_heads > _MOST_STEPS:
-            raise ValueError(f"a block has at most {_MOST_STEPS} heads, got {self.num_heads}")
+        if self.num_heads > MOST_STEPS:
+            raise ValueError(f"a block has at most {MOST_STEPS} heads, got {self.num_heads}")
 
     def _check_eagle3(self) -> None:
         """Raises ValueError, by name: what such heads have no use for."""
-        if self.num_layers != 1 or self.num_heads > _MOST_STEPS:
+        if self.num_layers != 1 or self.num_heads > MOST_STEPS:
             raise ValueError(
-                f"eagle3 heads are one layer, read at most {_MOST_STEPS} times: set num_layers 1 "
+                f"eagle3 heads are one layer, read at most {MOST_STEPS} times: set num_layers 1 "
                 f"and num_heads accordingly, got {self.num_layers} and {self.num_heads}"
             )
         for name in ("prefix_attention", "correction_rank", "raw_embeddings"):

@@ -10,7 +10,10 @@ from medusa_heads.files import expanded, read_json
 SIDECAR_FILE = "medusa_heads.json"  # beside heads
 DRAFT_FILE = "draft_model.json"  # beside a draft model
 MTP_FILE = "mtp_modules.json"  # beside multi-token-prediction modules that were trained
+ADAPTER_CONFIG = "adapter_config.json"  # of an adapter, as peft stores it
 _CONFIG_FILE = "config.json"
+_FOREIGN_NAMES = ("Eagle", "DFlash", "DSpark", "Medusa")
+_FOREIGN_KEYS = ("speculators_config", "medusa_num_heads", "hydra_num_heads", "dflash_config")
 
 
 def is_heads(folder: str | os.PathLike[str]) -> bool:
@@ -35,6 +38,19 @@ def is_model(folder: str | os.PathLike[str]) -> bool:
     return file.is_file() and not is_heads(folder) and "model_type" in read_json(file)
 
 
+def _is_foreign(folder: str | os.PathLike[str]) -> bool:
+    """Whether heads as other projects store them lie there, by what their configurations alone
+    say."""
+    file = Path(folder) / _CONFIG_FILE
+    if not file.is_file():
+        return False
+    said = read_json(file)
+    named = str(said.get("architectures"))
+    return any(name in named for name in _FOREIGN_NAMES) or any(
+        key in said for key in _FOREIGN_KEYS
+    )
+
+
 def refuse_heads(name: str | os.PathLike[str]) -> None:
     """Raises ValueError where heads stand in the place of a model."""
     if is_heads(expanded(name)):
@@ -57,6 +73,10 @@ def instead_of_heads(folder: str | os.PathLike[str]) -> str:
             "found multi-token-prediction modules: use them with medusa-heads generate and chat, "
             "or write them into a copy of their target with medusa-heads export --to transformers"
         )
+    if (Path(folder) / ADAPTER_CONFIG).is_file():
+        return "found a LoRA adapter: merge it into its target, and train heads for that"
+    if _is_foreign(folder):
+        return "found heads of another project: read them with medusa-heads convert"
     if is_model(folder):
         return (
             "found a model without heads: train some with train-heads, convert another project's "

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from medusa_heads.settings import MOST, one_of, sizes, switches
 
 _RULES_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
+_LONGEST = "original_max_position_embeddings"  # what two of them go by
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
 _Shape = TypeVar("_Shape", bound="LayerShape")
@@ -53,7 +54,14 @@ class LayerShape:
                 f"rope_parameters must name a rope_type among {list(_RULES_OF_POSITIONS)}, got "
                 f"{rope!r}"
             )
-        for name in ("rope_theta", "factor"):  # else positions turn by no number
+        if rope["rope_type"] in ("llama3", "yarn") and _LONGEST not in rope:
+            raise ValueError(f"rope_parameters of {rope['rope_type']!r} must have {_LONGEST}")
+        if rope.get("partial_rotary_factor") not in (None, 1):
+            raise ValueError(
+                "rope_parameters turn a part of each head alone (partial_rotary_factor), which "
+                "layers here do not"
+            )
+        for name in ("rope_theta", "factor", _LONGEST):  # else positions turn by no number
             number: Any = rope.get(name)
             plain = type(number) in (int, float) and 0 < number < math.inf
             if number is not None and not plain:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def dies(work: Callable[[], object], *, renames: int) -> bool:
-    """Run `work` in a process that gets SIGKILL at a rename, when `renames` of them are done.
+def dies(work: Callable[[], object], *, renames: int | None = None) -> bool:
+    """Run `work` in a process that gets SIGKILL at a rename, when `renames` of them are done, or
+    by itself.
 
     Returns:
         Whether it came so far; if not, it has ended well.
@@ -18,7 +19,8 @@ def dies(work: Callable[[], object], *, renames: int) -> bool:
     if process == 0:
         code = 1
         try:
-            _die_after(renames)
+            if renames is not None:
+                _die_after(renames)
             work()
             code = 0
         finally:

@@ -21,6 +21,7 @@ CUT_TEXT = "reasoning cut off by the server"
 TOO_LONG = "too long for the target's context"
 TEMPLATE = "refused by the chat template"
 NO_QUESTION = "nothing to answer"
+NO_CONVERSATION = "no conversation"
 UNKNOWN_TOKENS = "tokens that the target does not have"
 EARLIER_TURN = "an earlier turn has no answer"
 # Another run may be luckier with these: they are not kept on disk.
@@ -47,6 +48,8 @@ class Sampling:
     max_new_tokens: int
     temperature: float = 0.7  # of answers that are drawn
     seed: int = 0
+    top_p: float | None = None  # of answers that are drawn; None: what the target is configured for
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_new_tokens")
@@ -56,9 +59,20 @@ class Sampling:
                 "set greedy_share to 1"
             )
 
+    def warpers(self) -> dict[str, float]:
+        """What answers are drawn with, by the names that transformers and servers give it."""
+        named = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return {name: value for name, value in named.items() if value is not None}
+
 
 Answers = list[tuple[Prompt, Answer]]
 OnTokens = Callable[[int], object]
+Take = Callable[[int], list[Prompt]]
+"""Gives so many prompts. Fewer, or none, if there are no more now: an answer that is given back may
+bring the next turn of its conversation. Where all are answered and there are none, there are no
+more."""
+
+_LISTED = 1000
 
 
 class Backend(ABC):
@@ -75,11 +89,9 @@ class Backend(ABC):
         """Everything about it that decides an answer, as plain values."""
 
     @abstractmethod
-    def answer(
-        self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: OnTokens
-    ) -> Iterator[Answers]:
-        """Answer each prompt once, in any order; gives answers as they are finished, and says how
-        many tokens were made meanwhile."""
+    def answer(self, take: Take, sampling: Sampling, on_tokens: OnTokens) -> Iterator[Answers]:
+        """Answer each prompt once, in any order, and take no more of them than it needs at hand;
+        gives answers as they are finished, and says how many tokens were made meanwhile."""
 
 
 def as_answer(tokens: Sequence[int], ends: Collection[int]) -> Answer:
@@ -101,7 +113,7 @@ class Accounting:
     failed: Counter[str] = field(default_factory=Counter)  # by reason
     skipped: Counter[str] = field(default_factory=Counter)  # by reason
     remarks: Counter[str] = field(default_factory=Counter)  # by what is odd
-    problems: list[dict[str, Any]] = field(default_factory=list)  # those not done, one by one
+    problems: list[dict[str, Any]] = field(default_factory=list)  # the first 1000 that are not done
 
     def answered(self, answer: Answer, row: int, turn: int, *, reused: bool) -> None:
         """Count what came back."""
@@ -116,9 +128,10 @@ class Accounting:
     def missed(self, outcome: str, reason: str, row: int, turn: int, detail: str) -> None:
         """Count what has "failed", or was "skipped" and not asked at all."""
         getattr(self, outcome)[reason] += 1
-        self.problems.append(
-            {"row": row, "turn": turn, "outcome": outcome, "reason": reason, "detail": detail}
-        )
+        if len(self.problems) < _LISTED:
+            self.problems.append(
+                {"row": row, "turn": turn, "outcome": outcome, "reason": reason, "detail": detail}
+            )
 
     def check(self) -> None:
         """The books balance."""

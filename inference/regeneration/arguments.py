@@ -35,6 +35,15 @@ class DistillArguments:
         above_zero(self, "temperature")
 
 
+LONGEST_ANSWER = 2048
+"""Tokens of an answer, unless asked otherwise: few are longer, and one that repeats itself ends."""
+
+
+def longest_answer(max_positions: int | None) -> int:
+    """The same for a target with so long a context, half of which is left to the prompt."""
+    return LONGEST_ANSWER if max_positions is None else min(LONGEST_ANSWER, max_positions // 2)
+
+
 @dataclass
 class RegenerateArguments(LoadingFlags):
     """What the target is asked, who answers, and where the answers go."""
@@ -52,31 +61,43 @@ class RegenerateArguments(LoadingFlags):
     )
     dataset_split: str = flag("train", "Split of the dataset.")
     dataset_config: str | None = flag(None, "Configuration (subset) of a hub dataset.")
-    backend: Literal["transformers", "heads", "continuous", "server"] = flag(
+    backend: Literal["transformers", "heads", "continuous", "vllm", "server"] = flag(
         "transformers",
         "Who answers: the target's own generate, the target with --heads, transformers' "
-        "continuous batching, or an OpenAI-compatible server at --base_url.",
+        "continuous batching, vLLM in this process, or an OpenAI-compatible server at --base_url.",
     )
     num_prompts: int | None = flag(None, "Prompts asked. Default: all rows; of text 2048 windows.")
     prompt_length: int = flag(64, "Tokens of a window of running text.")
-    max_new_tokens: int = flag(256, "Most tokens of an answer.")
+    max_new_tokens: int | None = flag(
+        None,
+        "Most tokens of an answer. Default: 2048, or half of the target's context if that is less.",
+    )
     turns: Literal["last", "all"] = flag(
-        "last",
-        "Answer the last turn of the assistant in a conversation, or all of them, each with the "
-        "target's own earlier answers before it.",
+        "all",
+        "Answer all turns of the assistant in a conversation, each with the target's own earlier "
+        "answers before it, or the last one, after the corpus's own words.",
     )
     chat_template_kwargs: dict | str | None = flag(
         None, "Further variables of the chat template: a YAML mapping, or JSON."
     )
     greedy_share: float = flag(0.5, "Share of prompts answered greedily; the rest is sampled.")
     temperature: float = flag(0.7, "Temperature of the sampled share.")
+    top_p: float | None = flag(
+        None, "Nucleus of the sampled share. Default: the generation_config's, or the server's."
+    )
+    top_k: int | None = flag(None, "Likeliest tokens that are sampled from. Default: as top_p.")
     seed: int = flag(0, "Seed of windows and sampling.")
     batch_size: int | None = flag(
         None, "Prompts answered at the same time. Default: 128; with heads 8, on a CPU 1."
     )
     num_workers: int = flag(1, "Processes of the backend transformers on a CPU.")
     heads: str | None = flag(None, "Heads checkpoint, for the backend heads.")
-    base_url: str | None = flag(None, "Address of the server, such as http://localhost:8000/v1.")
+    engine_args: dict | str | None = flag(
+        None, "Arguments of vllm.LLM, for the backend vllm: a YAML mapping, or JSON."
+    )
+    base_url: list[str] | None = flag(
+        None, "Addresses of one or more servers, such as http://localhost:8000/v1."
+    )
     model: str | None = flag(None, "The server's name for the target. Default: model_name_or_path.")
     endpoint: Literal["auto", "completions", "chat"] = flag(
         "auto",
@@ -90,16 +111,24 @@ class RegenerateArguments(LoadingFlags):
     api_key_variable: str = flag(
         "OPENAI_API_KEY", "Environment variable that holds the server's API key, if it wants one."
     )
+    num_shards: int = flag(1, "Processes that share the corpus; each has an output_dir of its own.")
+    shard_index: int = flag(0, "Which of num_shards this is, from 0: it takes every n-th row.")
     answers_dir: str | None = flag(None, "Folder of finished answers. Default: OUTPUT_DIR/answers.")
     strict: bool = flag(False, "Exit with an error if any answer failed or was skipped.")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "prompt_length", "max_new_tokens", "num_workers", "concurrency")
-        at_least(self, 1, "num_prompts", "batch_size")
+        at_least(self, 1, "num_prompts", "batch_size", "num_shards", "top_k")
         at_least(self, 0, "retries")
         if not 0 <= self.greedy_share <= 1:
             raise ValueError(f"greedy_share must lie in [0, 1], got {self.greedy_share}")
-        above_zero(self, "temperature", "timeout")
+        above_zero(self, "temperature", "timeout", "top_p")
+        if self.top_p is not None and self.top_p > 1:
+            raise ValueError(f"top_p must be at most 1, got {self.top_p}")
+        if not 0 <= self.shard_index < self.num_shards:
+            raise ValueError(
+                f"expected a shard_index from 0 to {self.num_shards - 1}, got {self.shard_index}"
+            )
         needed = {"heads": "heads", "server": "base_url"}.get(self.backend)
         if needed is not None and getattr(self, needed) is None:
             raise ValueError(f"the backend {self.backend} needs --{needed}")
@@ -111,13 +140,17 @@ class RegenerateArguments(LoadingFlags):
                         f"{name} is read by the backend {backend} alone, and this is "
                         f"{self.backend}: leave it out, or set --backend {backend}"
                     )
-        if self.backend == "server" and self.batch_size is not None:
-            raise ValueError("a server makes its own batches: set --concurrency, not batch_size")
+        if self.backend in ("server", "vllm") and self.batch_size is not None:
+            raise ValueError(
+                f"the backend {self.backend} makes its own batches: set --concurrency of a server, "
+                "or max_num_seqs in --engine_args of vllm, not batch_size"
+            )
 
 
 _ONLY = {
     "transformers": ("num_workers",),
     "heads": ("heads",),
+    "vllm": ("engine_args",),
     "server": (
         *("base_url", "model", "endpoint", "token_ids"),
         *("concurrency", "retries", "timeout", "api_key_variable"),

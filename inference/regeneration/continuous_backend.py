@@ -22,6 +22,7 @@ from medusa_heads.inference.regeneration.answers import (
     Answers,
     OnTokens,
     Sampling,
+    Take,
     as_answer,
 )
 from medusa_heads.inference.regeneration.prompts import Prompt, draw
@@ -38,16 +39,18 @@ class ContinuousBackend(TargetBackend):
 
     name = "continuous"
 
-    def answer(
-        self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: OnTokens
-    ) -> Iterator[Answers]:
+    def answer(self, take: Take, sampling: Sampling, on_tokens: OnTokens) -> Iterator[Answers]:
         """Answer the prompts, each starting as soon as another has ended."""
+        for prompts in self.ahead(take):
+            yield from self._answer(prompts, sampling)
+
+    def _answer(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Answers]:
         model: Any = self.target.model
         ends = stop_ids(model)
         only_greedy = all(prompt.greedy for prompt in prompts)
         options: dict[str, Any] = {"do_sample": False}
         if not only_greedy:
-            options = {"do_sample": True, "temperature": sampling.temperature}
+            options = {"do_sample": True, **sampling.warpers()}
         # With the defaults that generate() fills in, such as its top_k.
         config, _ = model._prepare_generation_config(
             None, max_new_tokens=sampling.max_new_tokens, eos_token_id=sorted(ends) or -1, **options

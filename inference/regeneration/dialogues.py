@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
+import numpy as np
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
 from medusa_heads.data.chat import ChatTemplate
-from medusa_heads.data.data_files import SUFFIXES, has_known_suffix, read_rows
-from medusa_heads.data.finding import find_rows
-from medusa_heads.files import expanded, parse_json
-from medusa_heads.inference.regeneration.answers import NO_QUESTION, TEMPLATE
+from medusa_heads.files import parse_json
+from medusa_heads.inference.regeneration.answers import (
+    NO_CONVERSATION,
+    NO_QUESTION,
+    TEMPLATE,
+)
 from medusa_heads.inference.regeneration.prompts import Messages
 
 Turns = Literal["last", "all"]
-Row = dict[str, list[int]]
+Row = dict[str, "array[int]"]
+
+_ROWS_AT_ONCE = 256
 
 
 class Unanswerable(ValueError):
@@ -43,10 +48,10 @@ class Dialogue:
 
     def __init__(self, row: int, input_ids: Sequence[int]) -> None:
         self.row = row
-        self._asked = list(input_ids)
+        self._asked = array("q", input_ids)
         self._rows: list[Row] = []
 
-    def ask(self, turn: int) -> tuple[list[int], Messages | None]:
+    def ask(self, turn: int) -> tuple[Sequence[int], Messages | None]:
         """The question of a turn, as tokens and, in a conversation, as messages. Raises
         Unanswerable: there is none."""
         if not self._asked:
@@ -55,8 +60,9 @@ class Dialogue:
 
     def take(self, tokens: Sequence[int]) -> None:
         """The target's answer to what was asked last."""
-        words = [int(token) for token in tokens]
-        row = {"input_ids": self._asked + words, "labels": [IGNORED] * len(self._asked) + words}
+        words = array("q", tokens)
+        unlearnt = array("q", [IGNORED]) * len(self._asked)
+        row = {"input_ids": self._asked + words, "labels": unlearnt + words}
         before = self._rows[-1:]
         if before and row["input_ids"][: len(before[0]["input_ids"])] == before[0]["input_ids"]:
             # The template leaves earlier turns as they were: one row holds both answers.
@@ -74,13 +80,20 @@ class Dialogue:
 class ChatDialogue(Dialogue):
     """A conversation; the target answers in the place of its assistant, and is then held to its own
     words: later turns are asked with the target's earlier answers in them. What stands last from
-    the assistant is replaced by an answer; a user's last message is answered.
+    the assistant is replaced by an answer; a user's last message is answered. What is no
+    conversation has a turn that cannot be asked.
     """
 
     def __init__(
-        self, row: int, messages: Messages, turns: Turns, chat: ChatTemplate, tools: Any = None
+        self, row: int, said: Any, turns: Turns, chat: ChatTemplate, tools: Any = None
     ) -> None:
         super().__init__(row, [])
+        self._fault: Unanswerable | None = None
+        messages: Messages = []
+        try:
+            messages = _messages(said)
+        except Unanswerable as error:
+            self._fault = error
         self._messages = list(messages)
         self._chat, self._tools = chat, tools
         places = [i for i, said in enumerate(messages) if said.get("role") == "assistant" and i]
@@ -90,8 +103,10 @@ class ChatDialogue(Dialogue):
         self.turns = max(len(self._places), 1)  # a row without a question is asked for in vain
         self._turn = 0
 
-    def ask(self, turn: int) -> tuple[list[int], Messages | None]:
+    def ask(self, turn: int) -> tuple[Sequence[int], Messages | None]:
         """The conversation up to that turn of the assistant."""
+        if self._fault is not None:
+            raise self._fault
         if not self._places:
             raise Unanswerable(NO_QUESTION, "no message comes before an assistant's turn")
         self._turn = turn
@@ -101,7 +116,7 @@ class ChatDialogue(Dialogue):
             text = self._chat.render([dict(said) for said in before], tools, ask=True)
         except ValueError as error:
             raise Unanswerable(TEMPLATE, str(error.__cause__ or error)) from error
-        (self._asked,) = self._chat.encode([text])
+        self._asked = array("q", self._chat.encode([text])[0])
         return super().ask(turn)[0], before
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -113,49 +128,58 @@ class ChatDialogue(Dialogue):
         self._messages[place : place + 1] = [{"role": "assistant", "content": text}]
 
 
-def read_table(name: str, split: str = "train", *, config: str | None = None) -> Dataset:
-    """Find and read a table of prompts, by a name, split and configuration as `find_rows` takes
-    them. A text file is one document, and all fields of a .csv are texts. Raises ValueError:
-    nothing stands there, it cannot be read, or it has no such split."""
+class Dialogues:
+    """The rows of a corpus that ask something, read and tokenised as they are come to: each time
+    from the first row on."""
 
-    def refuse(place: str, reason: str) -> None:
-        raise ValueError(f"{place}: {reason}")
+    def __init__(
+        self,
+        corpus: Dataset,
+        column: str,
+        tokenizer: PreTrainedTokenizerBase | None,
+        turns: Turns = "last",
+        template_options: Mapping[str, Any] | None = None,
+        shard: tuple[int, int] = (0, 1),
+    ) -> None:
+        self._corpus, self._column, self._turns = corpus, column, turns
+        self._tokenizer: Any = tokenizer
+        self._shard, self._shards = shard
+        self._chat: Any = None
+        if tokenizer is not None and tokenizer.chat_template:
+            self._chat = ChatTemplate(tokenizer, arguments=template_options or {})
 
-    path = expanded(name)
-    try:
-        if path.is_file() and not path.stat().st_size:
-            raise ValueError("the file is empty")
-        if path.is_file() and not has_known_suffix(path.name):
-            raise ValueError(f"its suffix is none of {sorted(SUFFIXES)}")
-        if not path.exists() and (path.is_absolute() or name.startswith((".", "~"))):
-            raise ValueError("there is nothing")
-        found = find_rows(name, split, config)
-        if not isinstance(found, list):
-            return found
-        kinds = {file.name.removesuffix(".gz").rpartition(".")[2] for file in found}
-        if kinds <= {"json", "jsonl"} or kinds == {"parquet"}:
-            builder = "parquet" if kinds == {"parquet"} else "json"
-            return load_dataset(builder, data_files=[str(file) for file in found], split="train")
-        # Not through datasets: it takes texts such as "NA" or "7" for something else.
-        rows = [row for file in found for _, row in read_rows(file, refuse)]
-        if not rows:
-            raise ValueError("it has no rows")
-        return Dataset.from_list(rows)
-    except (ValueError, OSError, DatasetGenerationError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise ValueError(f"expected a corpus of prompts at {name!r}: {reason}") from error
+    def __len__(self) -> int:
+        return len(range(self._shard, len(self._corpus), self._shards))
+
+    def __iter__(self) -> Iterator[Dialogue]:
+        for start in range(0, len(self._corpus), _ROWS_AT_ONCE):
+            rows = range(start, min(start + _ROWS_AT_ONCE, len(self._corpus)))
+            mine = [row for row in rows if row % self._shards == self._shard]
+            table = self._corpus[rows.start : rows.stop]
+            asked = [table[self._column][row - start] for row in mine]
+            if self._column == "input_ids":
+                yield from (Dialogue(row, ids or []) for row, ids in zip(mine, asked, strict=True))
+            elif self._column == "prompt" and all(isinstance(text, str | None) for text in asked):
+                texts = [text or "" for text in asked]
+                encoded = self._tokenizer(texts, verbose=False)["input_ids"] if texts else []
+                yield from (Dialogue(row, ids) for row, ids in zip(mine, encoded, strict=True))
+            else:
+                for row, said in zip(mine, asked, strict=True):
+                    tools = table["tools"][row - start] if "tools" in table else None
+                    yield ChatDialogue(row, said, self._turns, self._chat, tools)
 
 
 def read_dialogues(
     corpus: Dataset,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
-    turns: Turns = "last",
+    turns: Turns = "all",
     num_prompts: int | None = None,
     prompt_length: int = 64,
     seed: int = 0,
     template_options: Mapping[str, Any] | None = None,
-) -> list[Dialogue]:
+    shard: tuple[int, int] = (0, 1),
+) -> Dialogues:
     """What a corpus asks, by its columns: conversations in `messages` (and `tools`, where they have
     any); prompts in `prompt`, each a text or a conversation; prompts in `input_ids`; or documents
     in `text`, from which windows of `prompt_length` tokens are drawn by the seed. Raises
@@ -166,6 +190,7 @@ def read_dialogues(
         turns: of conversations, which turns of the assistant are answered.
         num_prompts: the first so many rows; of documents, so many windows. Default: all, or 2048.
         template_options: further variables of the chat template.
+        shard: (i, n) are rows i, i + n, i + 2n and so on: what one of n processes is to ask.
     """
     if not len(corpus):
         raise ValueError("the corpus is empty: give one with prompts in it")
@@ -177,14 +202,19 @@ def read_dialogues(
     if column != "text" and num_prompts is not None:
         corpus = corpus.select(range(min(num_prompts, len(corpus))))
     _check_column(corpus, column)
-    if column == "input_ids":
-        return [Dialogue(row, ids or []) for row, ids in enumerate(corpus["input_ids"])]
-    if tokenizer is None:
+    if column != "input_ids" and tokenizer is None:
         raise ValueError(
             f"a corpus with a column {column!r} needs the target's tokenizer, and none lies beside "
             "the target"
         )
+    talks = column == "messages" or (column == "prompt" and not _is_text(corpus.features[column]))
+    if talks and tokenizer is not None and not tokenizer.chat_template:
+        raise ValueError(
+            f"the corpus holds conversations in {column!r}, and the target's tokenizer has no chat "
+            "template: give plain prompts, or a tokenizer with a template"
+        )
     if column == "text":
+        assert tokenizer is not None
         from medusa_heads.data.corpus import draw_windows
 
         windows = draw_windows(
@@ -194,21 +224,13 @@ def read_dialogues(
             prompt_length=prompt_length,
             seed=seed,
         )
-        return [Dialogue(row, ids) for row, (_, ids) in enumerate(windows)]
-    chat = None
-    tools = corpus["tools"] if "tools" in columns else [None] * len(corpus)
-    dialogues: list[Dialogue] = []
-    for row, (asked, available) in enumerate(zip(corpus[column], tools, strict=True)):
-        if column == "prompt" and isinstance(asked, str | None):
-            dialogues.append(Dialogue(row, tokenizer(asked or "", verbose=False)["input_ids"]))
-            continue
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"the corpus holds conversations in {column!r}, and the target's tokenizer has no "
-                "chat template: give plain prompts, or a tokenizer with a template"
-            )
-        chat = chat or ChatTemplate(tokenizer, arguments=template_options or {})
-        dialogues.append(ChatDialogue(row, _messages(asked, row), turns, chat, available))
+        ids = [np.asarray(ids, np.int32) for _, ids in windows]
+        corpus, column = Dataset.from_dict({"input_ids": ids}), "input_ids"
+    dialogues = Dialogues(corpus, column, tokenizer, turns, template_options, shard)
+    if not len(dialogues):
+        raise ValueError(
+            f"expected rows in shard {shard[0]} of {shard[1]}, got {len(corpus)} in all"
+        )
     return dialogues
 
 
@@ -224,16 +246,20 @@ def _check_column(corpus: Dataset, column: str) -> None:
             raise ValueError(f"expected {words} in the column {column!r}, got {found}")
 
 
-def _messages(asked: Any, row: int) -> Messages:
+def _is_text(feature: Any) -> bool:
+    return getattr(feature, "dtype", None) in ("string", "large_string", "null")
+
+
+def _messages(asked: Any) -> Messages:
     if isinstance(asked, str):  # tables whose messages are of unequal kinds hold them as JSON
         with suppress(ValueError):
             asked = parse_json(asked)
     if asked is None:
         return []
     if not isinstance(asked, list) or not all(isinstance(said, Mapping) for said in asked):
-        raise ValueError(
-            f"row {row}: expected a text, or a list of messages with role and content, got "
-            f"{asked!r}"
+        raise Unanswerable(
+            NO_CONVERSATION,
+            f"expected a list of messages with role and content, got {str(asked)[:200]!r}",
         )
     # A column of messages has the fields of all of them; those a message lacks are None.
     return [{name: value for name, value in said.items() if value is not None} for said in asked]

@@ -1,15 +1,14 @@
 """What a target is asked, and the random numbers that belong to the question.
 
 A sampled answer must not hang on which prompts happen to stand in the same batch. So every prompt
-has random numbers of its own, a function of the seed and of the prompt alone, and they are spent
-one a token. Shapes: B rows, T tokens, V vocabulary, M new tokens.
+has random numbers of its own, a function of the seed, the prompt and its row alone, and they are
+spent one a token. Shapes: B rows, T tokens, V vocabulary, M new tokens.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,14 +29,14 @@ class Prompt:
 
     input_ids: Sequence[int]
     greedy: bool  # whether the answer is the likeliest text, or drawn
-    occurrence: int = 0  # how many equal prompts came before it: they are to get other answers
+    row: int = 0  # of the corpus: equal prompts in other rows are to get other answers
     messages: Messages | None = field(default=None, compare=False)  # that the tokens render
 
     @cached_property
     def key(self) -> str:
         """What the answer is kept under."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"{int(self.greedy)} {self.occurrence} ".encode())
+        digest.update(f"{int(self.greedy)} {self.row} ".encode())
         digest.update(np.asarray(self.input_ids, np.int64).tobytes())
         return digest.hexdigest()
 
@@ -56,22 +55,10 @@ class Prompt:
         return ((raw >> np.uint64(40)) / np.float64(1 << 24)).astype(np.float32)
 
 
-class PromptMaker:
-    """Makes prompts in the order in which they are asked; equal ones are told apart. The greedy
-    share is spread so that every stretch has the same mixture."""
-
-    def __init__(self, greedy_share: float) -> None:
-        self._share = greedy_share
-        self._seen: Counter[tuple[bool, tuple[int, ...]]] = Counter()
-
-    def __call__(
-        self, place: int, input_ids: Sequence[int], messages: Messages | None = None
-    ) -> Prompt:
-        """The prompt of the conversation at this place of the corpus."""
-        greedy = int((place + 1) * self._share) > int(place * self._share)
-        known = (greedy, tuple(input_ids))
-        self._seen[known] += 1
-        return Prompt(input_ids, greedy, self._seen[known] - 1, messages)
+def is_greedy(row: int, share: float) -> bool:
+    """Whether a row's answers are the likeliest text. The share is spread so that every stretch of
+    the corpus has the same mixture."""
+    return int((row + 1) * share) > int(row * share)
 
 
 class RowDraws(LogitsProcessor):

@@ -10,12 +10,17 @@ target, the settings and its own prompt; batches, processes and interruptions le
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset
 from tqdm.auto import tqdm
 
 from medusa_heads.inference.regeneration.answers import (
@@ -23,12 +28,19 @@ from medusa_heads.inference.regeneration.answers import (
     TOO_LONG,
     UNKNOWN_TOKENS,
     Accounting,
+    Answer,
     Backend,
     Sampling,
 )
-from medusa_heads.inference.regeneration.dialogues import Dialogue, Unanswerable
-from medusa_heads.inference.regeneration.prompts import PromptMaker
-from medusa_heads.inference.regeneration.store import AnswerStore
+from medusa_heads.inference.regeneration.dialogues import (
+    Dialogue,
+    Dialogues,
+    Row,
+    Unanswerable,
+    read_dialogues,
+)
+from medusa_heads.inference.regeneration.prompts import Prompt, is_greedy
+from medusa_heads.inference.regeneration.store import AnswerStore, write_rows
 from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
 from medusa_heads.target.target import TargetModel
 
@@ -72,15 +84,15 @@ def regenerate(
     """
     if "input_ids" not in prompts.column_names or len(prompts) == 0:
         raise ValueError("expected at least one prompt in a column 'input_ids', got none")
-    prompt_ids: list[list[int]] = list(prompts["input_ids"])
-    lengths = [len(ids) for ids in prompt_ids]
+    prompts = prompts.select_columns("input_ids")
+    lengths = array("q", (len(row["input_ids"]) for row in prompts))
     if min(lengths) == 0:
         raise ValueError(f"prompt {lengths.index(0)} is empty: give it at least one token")
     sampling = Sampling(max_new_tokens, temperature, seed)
     target.check_length(max(lengths) + max_new_tokens, "prompt and continuation")
     return answer_dialogues(
         TransformersBackend(target, batch_size=batch_size, num_workers=num_workers),
-        [Dialogue(row, ids) for row, ids in enumerate(prompt_ids)],
+        read_dialogues(prompts, None),
         sampling,
         greedy_share=greedy_share,
         cache_dir=cache_dir,
@@ -90,102 +102,148 @@ def regenerate(
 
 def answer_dialogues(
     backend: Backend,
-    dialogues: Sequence[Dialogue],
+    dialogues: Dialogues,
     sampling: Sampling,
     *,
     greedy_share: float = 0.5,
     cache_dir: str | os.PathLike[str],
     progress: bool = True,
 ) -> Regenerated:
-    """Ask every question of every dialogue, turn by turn; the other arguments as `regenerate`.
-    Raises ValueError: no dialogues, an impossible setting, or not one answer."""
-    if not dialogues:
-        raise ValueError("expected at least one prompt, got none")
+    """Ask every question of every dialogue; the other arguments as `regenerate`. First all that
+    have no answer yet, in any order; then the rows are read from the answers, in the order of the
+    corpus. Raises ValueError: an impossible setting, or not one answer."""
     if not 0.0 <= greedy_share <= 1.0:
         raise ValueError(f"expected a greedy_share between 0 and 1, got {greedy_share}")
     described = backend.describe() | {"sampling": asdict(sampling)}
-    store = AnswerStore(Path(cache_dir), described)
-    maker = PromptMaker(greedy_share)
-    accounting = Accounting(asked=sum(dialogue.turns for dialogue in dialogues))
-    silent: set[int] = set()  # places of dialogues that an answer is missing in
-    with _Progress(accounting.asked, sampling.max_new_tokens, progress) as bar:
-        for turn in range(max(dialogue.turns for dialogue in dialogues)):
-            asked = []
-            for place, dialogue in enumerate(dialogues):
-                if turn >= dialogue.turns:
-                    continue
-                try:
-                    if place in silent:
-                        raise Unanswerable(EARLIER_TURN)
-                    input_ids, messages = dialogue.ask(turn)
-                    _check_fits(input_ids, sampling, backend)
-                except Unanswerable as error:
-                    accounting.missed("skipped", error.reason, dialogue.row, turn, error.detail)
-                    silent.add(place)
-                    bar.answered(1)
-                else:
-                    asked.append((place, dialogue, maker(place, input_ids, messages)))
-            known = {prompt.key for _, _, prompt in asked if store.get(prompt) is not None}
-            bar.answered(len(known))
-            new = [prompt for _, _, prompt in asked if prompt.key not in known]
-            try:
-                for answers in backend.answer(new, sampling, bar.update) if new else ():
-                    store.add(answers)
-                    bar.answered(len(answers))
-            finally:
-                store.flush()  # also where the user interrupts
-            for place, dialogue, prompt in asked:
+    accounting = Accounting()
+    with closing(AnswerStore(Path(cache_dir), described)) as store:
+        ask = partial(_questions, sampling=sampling, backend=backend, greedy_share=greedy_share)
+        with _Progress(len(dialogues), "target's text", progress) as bar:
+            asking = _Asking(ask(dialogue) for dialogue in bar.passed(dialogues))
+            for answers in backend.answer(partial(asking.take, store), sampling, bar.made):
+                store.add(answers)
+                for prompt, answer in answers:
+                    asking.answered(store, prompt, answer)
+        assert not asking.open, "a backend answers every prompt"
+        with _Progress(len(dialogues), "its rows", progress) as bar:
+            told = _told(bar.passed(dialogues), ask, store, accounting)
+            rows = write_rows(told, store.folder)
+    return Regenerated(rows, accounting, described)
+
+
+Questions = Generator[Prompt, Answer, None]
+
+
+def _questions(
+    dialogue: Dialogue,
+    *,
+    sampling: Sampling,
+    backend: Backend,
+    greedy_share: float,
+    accounting: Accounting | None = None,
+    is_old: Callable[[Prompt], bool] = lambda prompt: False,
+) -> Questions:
+    """The prompts of a dialogue, one after the other; each is to be sent its answer."""
+    accounting = accounting or Accounting()
+    greedy = is_greedy(dialogue.row, greedy_share)
+    silent = False
+    for turn in range(dialogue.turns):
+        accounting.asked += 1
+        try:
+            if silent:
+                raise Unanswerable(EARLIER_TURN)
+            input_ids, messages = dialogue.ask(turn)
+            _check_fits(input_ids, sampling, backend)
+        except Unanswerable as error:
+            accounting.missed("skipped", error.reason, dialogue.row, turn, error.detail)
+            silent = True
+            continue
+        prompt = Prompt(input_ids, greedy, dialogue.row, messages)
+        answer = yield prompt
+        if answer.failure is None:
+            dialogue.take(answer.tokens)
+        else:
+            silent = True
+        accounting.answered(answer, dialogue.row, turn, reused=is_old(prompt))
+
+
+class _Asking:
+    """The conversations under way: only what waits for an answer is in memory."""
+
+    def __init__(self, conversations: Iterator[Questions]) -> None:
+        self._conversations = conversations
+        self._ready: deque[Prompt] = deque()  # next turns
+        self.open: dict[int, Questions] = {}  # by row
+
+    def take(self, store: AnswerStore, count: int) -> list[Prompt]:
+        """Prompts without an answer: of conversations that have begun, then of others."""
+        while len(self._ready) < count:
+            questions = next(self._conversations, None)
+            if questions is None:
+                break
+            self._go_on(store, questions, None)
+        return [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
+
+    def answered(self, store: AnswerStore, prompt: Prompt, answer: Answer) -> None:
+        """Go on with the conversation that has got an answer."""
+        self._go_on(store, self.open.pop(prompt.row), answer)
+
+    def _go_on(self, store: AnswerStore, questions: Questions, answer: Answer | None) -> None:
+        with suppress(StopIteration):
+            prompt = next(questions) if answer is None else questions.send(answer)
+            while (known := store.get(prompt)) is not None:
+                prompt = questions.send(known)
+            self.open[prompt.row] = questions
+            self._ready.append(prompt)
+
+
+def _told(
+    dialogues: Iterable[Dialogue],
+    ask: Callable[..., Questions],
+    store: AnswerStore,
+    accounting: Accounting,
+) -> Iterator[tuple[int, Row]]:
+    """All rows, each with that of the corpus, and the count of what became of the questions."""
+    for dialogue in dialogues:
+        questions = ask(dialogue, accounting=accounting, is_old=store.is_old)
+        with suppress(StopIteration):
+            prompt = next(questions)
+            while True:
                 answer = store.get(prompt)
-                assert answer is not None, "a backend answers every prompt"
-                if answer.failure is None:
-                    dialogue.take(answer.tokens)
-                else:
-                    silent.add(place)
-                accounting.answered(answer, dialogue.row, turn, reused=prompt.key in known)
+                assert answer is not None, "everything was answered"
+                prompt = questions.send(answer)
+        for row in dialogue.rows():
+            yield dialogue.row, row
     accounting.check()
     if not accounting.done:
         raise ValueError(f"not one answer: {accounting}. The first: {accounting.problems[0]}")
-    return Regenerated(dataset_of(dialogues), accounting, described)
 
 
 def _check_fits(input_ids: Sequence[int], sampling: Sampling, backend: Backend) -> None:
     total, limit = len(input_ids) + sampling.max_new_tokens, backend.max_positions
-    known = range(backend.vocab_size or 1 << 63)
+    known = range(backend.vocab_size or 1 << 31)
     if strange := [token for token in (min(input_ids), max(input_ids)) if token not in known]:
         raise Unanswerable(UNKNOWN_TOKENS, f"such as {strange[0]}")
     if limit is not None and total > limit:
         raise Unanswerable(TOO_LONG, f"{total} tokens with the answer, the context is {limit}")
 
 
-def dataset_of(dialogues: Sequence[Dialogue]) -> Dataset:
-    """The rows of all dialogues; where one has several, `document` says which rows are whose, so
-    that they are held out together."""
-    rows = [(place, row) for place, dialogue in enumerate(dialogues) for row in dialogue.rows()]
-    columns: dict[str, list[Any]] = {
-        name: [row[name] for _, row in rows] for name in ("input_ids", "labels")
-    }
-    kinds: dict[str, Any] = dict.fromkeys(columns, List(Value("int32")))
-    places = [place for place, _ in rows]
-    if len(set(places)) < len(places):
-        columns["document"], kinds["document"] = places, Value("int64")
-    return Dataset.from_dict(columns, Features(kinds))
-
-
 class _Progress(tqdm):
-    """A bar in tokens: a finished answer counts as all it could have been."""
+    """A bar of rows of the corpus that are come to, and of tokens that were made."""
 
-    def __init__(self, answers: int, max_new_tokens: int, shown: bool) -> None:
-        self._each, self._done = max_new_tokens, 0
-        super().__init__(
-            total=answers * max_new_tokens,
-            desc="target's text",
-            unit="tok",
-            unit_scale=True,
-            mininterval=0.5,
-            disable=not shown,
-        )
+    def __init__(self, rows: int, what: str, shown: bool) -> None:
+        self._tokens, self._shown = 0, 0.0
+        super().__init__(total=rows, desc=what, unit="row", mininterval=0.5, disable=not shown)
 
-    def answered(self, count: int) -> None:
-        """Answers that are finished, or will never be."""
-        self._done += count
-        self.update(self._done * self._each - self.n)
+    def passed(self, dialogues: Dialogues) -> Iterator[Dialogue]:
+        """The dialogues, counted."""
+        for dialogue in dialogues:
+            yield dialogue
+            self.update()
+
+    def made(self, tokens: int) -> None:
+        """Count tokens, and show them now and then."""
+        self._tokens += tokens
+        if not self.disable and time.monotonic() - self._shown > self.mininterval:
+            self._shown = time.monotonic()
+            self.set_postfix_str(f"{self._tokens:,} tokens")

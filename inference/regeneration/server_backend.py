@@ -10,11 +10,12 @@ that.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
+from queue import SimpleQueue
 from threading import Lock
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -25,8 +26,16 @@ from urllib3.exceptions import HTTPError
 
 from medusa_heads.files import parse_json
 from medusa_heads.inference.regeneration import answers
-from medusa_heads.inference.regeneration.answers import Answer, Answers, Backend, OnTokens, Sampling
+from medusa_heads.inference.regeneration.answers import (
+    Answer,
+    Answers,
+    Backend,
+    OnTokens,
+    Sampling,
+    Take,
+)
 from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.inference.regeneration.replies import SHOWN, complaint, spelling
 
 Endpoint = Literal["auto", "completions", "chat"]
 
@@ -35,17 +44,28 @@ _NOT_FOR_US = (401, 403)
 _UNKNOWN_HERE = (400, 404, 405, 415, 422, 501)  # the server has no such endpoint, or no ids there
 _LONGEST_PAUSE = 30.0  # seconds between two tries
 _DEAD_AFTER = 16  # failures in a row, of whatever kind, and not one answer between them
-_SHOWN = 200  # characters of a server's own words
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Server:
+    url: str
+    pool: PoolManager
+    under_way: int = 0  # requests
 
 
 @dataclass(eq=False)
 class ServerBackend(Backend):
-    """Any server that speaks OpenAI's protocol and serves the target.
+    """Any server that speaks OpenAI's protocol and serves the target, or several of them: each
+    request goes to the one with the fewest under way, and one that is gone is left out.
 
     The API key is read from the environment; it is neither kept nor written anywhere. Raises
     ValueError: a URL that is none, a size below one, or an unknown endpoint."""
 
-    base_url: str  # up to and including the version, such as `http://localhost:8000/v1`
+    # Up to and including the version, such as `http://localhost:8000/v1`.
+    base_url: str | Sequence[str]
     model: str  # the name that the server gives the target
     tokenizer: Any  # the target's
     _: KW_ONLY
@@ -61,23 +81,24 @@ class ServerBackend(Backend):
     api_key_variable: str = "OPENAI_API_KEY"
 
     def __post_init__(self) -> None:
-        url = urlsplit(self.base_url)
+        urls = [self.base_url] if isinstance(self.base_url, str) else self.base_url
         if self.endpoint not in ("auto", "completions", "chat"):
             raise ValueError(f"endpoint must be auto, completions or chat, got {self.endpoint!r}")
-        if url.scheme not in ("http", "https") or not url.netloc:
-            raise ValueError(
-                f"expected a base_url such as http://localhost:8000/v1, got {self.base_url!r}"
-            )
-        if url.username or url.password:
-            raise ValueError(
-                f"base_url holds a password: put the key into the variable {self.api_key_variable}"
-            )
+        for url in map(urlsplit, urls):
+            if url.scheme not in ("http", "https") or not url.netloc:
+                raise ValueError(
+                    f"expected a base_url such as http://localhost:8000/v1, got {url.geturl()!r}"
+                )
+            if url.username or url.password:
+                raise ValueError(
+                    "base_url holds a password: put the key into the variable "
+                    f"{self.api_key_variable}"
+                )
         if self.concurrency < 1 or self.retries < 0 or self.timeout <= 0:
             raise ValueError(
                 "expected a concurrency of at least 1, retries of at least 0 and a timeout above "
                 f"0, got {self.concurrency}, {self.retries} and {self.timeout}"
             )
-        self.base_url = self.base_url.rstrip("/")
         self._chosen = self.endpoint
         self._failures, self._lived, self._lock = 0, False, Lock()
         retry = Retry(
@@ -92,49 +113,63 @@ class ServerBackend(Backend):
         )
         pool: dict[str, Any] = {"maxsize": self.concurrency, "block": True, "retries": retry}
         pool["timeout"] = Timeout(self.timeout)
-        proxy = None if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme)
-        self._pool = ProxyManager(proxy, **pool) if proxy else PoolManager(**pool)
+        self._servers = []
+        for url in map(urlsplit, urls):
+            proxy = None if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme)
+            reached = ProxyManager(proxy, **pool) if proxy else PoolManager(**pool)
+            self._servers.append(_Server(url.geturl().rstrip("/"), reached))
+        self._where = " and ".join(server.url for server in self._servers)
 
     def describe(self) -> dict[str, Any]:
-        """The server and its name for the target; which weights it holds, only it knows."""
+        """The server's name for the target; which weights it holds, only it knows. Its address is
+        left out: the same target may come back at another."""
         return {
             "backend": "server",
-            "base_url": self.base_url,
             "model": self.model,
             "endpoint": self.endpoint,
             "ends": list(self.ends),
             "vocabulary": len(self.tokenizer),
         }
 
-    def answer(
-        self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: OnTokens
-    ) -> Iterator[Answers]:
+    def answer(self, take: Take, sampling: Sampling, on_tokens: OnTokens) -> Iterator[Answers]:
         """Answer the prompts, several at the same time. A prompt that fails is reported as failed.
         Raises ValueError: the server is not there, refuses the key or the way of asking, or has
         stopped answering."""
-        first, *rest = prompts
-        if self._chosen == "auto":
-            self._chosen = self._choose_endpoint(first, sampling)
-        # One alone first: what is wrong with all of them is wrong with it.
-        yield [(first, self._ask(first, sampling))]
+        for first in take(1):
+            if self._chosen == "auto":
+                self._chosen = self._choose_endpoint(first, sampling)
+            # One alone first: what is wrong with all of them is wrong with it.
+            yield [(first, self._ask(first, sampling))]
+        finished: SimpleQueue[Future[Answer]] = SimpleQueue()
+        running: dict[Future[Answer], Prompt] = {}
         with ThreadPoolExecutor(self.concurrency) as pool:
-            running = {pool.submit(self._ask, prompt, sampling): prompt for prompt in rest}
             try:
-                for done in as_completed(running):
-                    yield [(running.pop(done), done.result())]
+                while True:
+                    for prompt in take(2 * self.concurrency - len(running)):
+                        future = pool.submit(self._ask, prompt, sampling)
+                        running[future] = prompt
+                        future.add_done_callback(finished.put)
+                    if not running:
+                        return
+                    made = [finished.get()]
+                    while not finished.empty():
+                        made.append(finished.get())
+                    answered = [(running.pop(future), future.result()) for future in made]
+                    on_tokens(sum(len(answer.tokens) for _, answer in answered))
+                    yield answered
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _choose_endpoint(self, prompt: Prompt, sampling: Sampling) -> Endpoint:
         status, reply = self._post("completions", prompt, sampling)
         if not status:
-            raise ValueError(f"no server answers at {self.base_url} ({reply})")
+            raise ValueError(f"no server answers at {self._where} ({reply})")
         if status not in _UNKNOWN_HERE:
             return "completions"
         if prompt.messages is None:
             raise ValueError(
-                f"{self.base_url} takes no token ids under /completions ({status}: "
-                f"{_words(reply)}), and prompts without messages cannot be asked otherwise"
+                f"{self._where} takes no token ids under /completions ({status}: "
+                f"{complaint(reply)}), and prompts without messages cannot be asked otherwise"
             )
         return "chat"
 
@@ -145,8 +180,8 @@ class ServerBackend(Backend):
         request: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,
-            "temperature": 0.0 if prompt.greedy else sampling.temperature,
             "seed": prompt.number(sampling.seed) & 0x7FFFFFFF,
+            **({"temperature": 0.0} if prompt.greedy else sampling.warpers()),
         }
         if self.token_ids:
             request["return_token_ids"] = True
@@ -162,14 +197,26 @@ class ServerBackend(Backend):
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(self.api_key_variable):
             headers["Authorization"] = f"Bearer {key}"
-        url = f"{self.base_url}/{'chat/' * (endpoint == 'chat')}completions"
-        try:
-            response = self._pool.request("POST", url, body=json.dumps(request), headers=headers)
-        except HTTPError as error:
-            return 0, type(getattr(error, "reason", None) or error).__name__
+        path, body = f"/{'chat/' * (endpoint == 'chat')}completions", json.dumps(request)
+        while True:
+            with self._lock:
+                server = min(self._servers, key=lambda each: each.under_way)
+                server.under_way += 1
+            try:
+                response = server.pool.request(
+                    "POST", server.url + path, body=body, headers=headers
+                )
+                break
+            except HTTPError as error:
+                reason = type(getattr(error, "reason", None) or error).__name__
+                if not self._leave_out(server, reason):
+                    return 0, reason
+            finally:
+                with self._lock:
+                    server.under_way -= 1
         if response.status in _NOT_FOR_US:
             raise ValueError(
-                f"{self.base_url} refuses access ({response.status}): put the API key into the "
+                f"{self._where} refuses access ({response.status}): put the API key into the "
                 f"environment variable {self.api_key_variable}"
             )
         text = response.data.decode("utf-8", "replace")
@@ -178,18 +225,26 @@ class ServerBackend(Backend):
         except ValueError:
             return response.status, text
 
+    def _leave_out(self, server: _Server, reason: str) -> bool:
+        """Ask a server no more, if there are others."""
+        with self._lock:
+            if server in self._servers and len(self._servers) > 1:
+                logger.warning("no server answers at %s (%s): it is left out", server.url, reason)
+                self._servers.remove(server)
+            return server not in self._servers
+
     def _ask(self, prompt: Prompt, sampling: Sampling) -> Answer:
         status, reply = self._post(self._chosen, prompt, sampling)
         if not status:
-            what = f"no server answers at {self.base_url} ({reply})"
+            what = f"no server answers at {self._where} ({reply})"
             return self._failed(reply, what, at_once=True)
         if status != 200:
-            detail = f"{status}: {_words(reply)}"
-            return self._failed(detail, f"{self.base_url} answers nothing but errors ({detail})")
+            detail = f"{status}: {complaint(reply)}"
+            return self._failed(detail, f"{self._where} answers nothing but errors ({detail})")
         try:
             answer = self._read(prompt, reply)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            what = f"{self.base_url} does not speak the protocol ({error!r})"
+            what = f"{self._where} does not speak the protocol ({error!r})"
             return self._failed(f"not the protocol: {error!r}", what)
         with self._lock:
             self._failures, self._lived = 0, True
@@ -222,38 +277,12 @@ class ServerBackend(Backend):
         if not text and not tokens:
             return Answer(failure=answers.EMPTY)
         if not tokens:
-            tokens = self._tokens(prompt, text)
+            tokens = spelling(self.tokenizer, prompt, text)
             if tokens is None:
-                return Answer(failure=answers.BROKEN_TEXT, detail=text[:_SHOWN])
+                return Answer(failure=answers.BROKEN_TEXT, detail=text[:SHOWN])
             made = usage.get("completion_tokens")
             if made not in (None, len(tokens), len(tokens) + ended):
                 remarks.append(answers.OTHER_TOKENS)
         if ended and self.ends and tokens[-1] not in self.ends:
             tokens = [*tokens, self.ends[0]]
         return Answer(tokens, remarks=tuple(remarks))
-
-    def _tokens(self, prompt: Prompt, text: str) -> list[int] | None:
-        """The tokens of an answer, None where they would not spell it.
-
-        Tokenised behind the prompt, where tokenizers put no space of their own before the first
-        word; alone only where prompt and answer would melt into one token.
-        """
-        decode = partial(
-            self.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        encode = partial(self.tokenizer, add_special_tokens=False, verbose=False)
-        asked = [int(token) for token in prompt.input_ids]
-        before = decode(asked)
-        whole = encode(before + text)["input_ids"]
-        tokens: list[int] = whole[len(asked) :]
-        if whole[: len(asked)] != asked:
-            tokens = encode(text)["input_ids"]
-        return tokens if tokens and decode([*asked, *tokens]) == before + text else None
-
-
-def _words(reply: Any) -> str:
-    """What a server says is wrong."""
-    if isinstance(reply, dict):
-        error = reply.get("error", reply)
-        reply = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(reply).split())[:_SHOWN]

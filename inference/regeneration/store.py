@@ -1,20 +1,25 @@
 """What is kept on disk: answers, so that nothing is asked twice, and the dataset made of them.
 
-Answers are a folder of parts, each an Arrow file of finished answers under their prompts' keys. A
-part is written beside its place and then renamed: it is whole, or it is not there. Which answers
-share a part has no meaning, so a run may go on with other batches than the one that was
-interrupted.
+Answers are lines of JSON in the order in which they came: key, failure, detail, remarks, tokens.
+Every run appends to a file of its own, so that several may write to a folder. A line that a killed
+run left half written, or that was damaged, is no answer: its prompt is asked again, and of the
+lines of a key the last one counts. What is held in memory is where that line begins.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
-from collections.abc import Sequence
-from itertools import pairwise
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import islice, pairwise, starmap
+from operator import eq
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,83 +28,181 @@ from datasets import Dataset
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.files import check_folder, move_in, remove_leftovers, replace_file, staging
 from medusa_heads.inference.regeneration.answers import PASSING, Accounting, Answer
+from medusa_heads.inference.regeneration.dialogues import Row
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.masking import masked
 
 SETTINGS_FILE = "settings.json"
 RECORD_FILE = "regeneration.json"
 _STATE_FILE = "state.json"  # what datasets looks for: without it, there is no dataset
-_PART_ANSWERS = 64  # fewer are kept back, but never for longer than
-_PART_SECONDS = 5.0
-_SCHEMA = pa.schema(
-    [
-        ("key", pa.string()),
-        ("tokens", pa.list_(pa.int32())),
-        ("failure", pa.string()),
-        ("detail", pa.string()),
-        ("remarks", pa.list_(pa.string())),
-    ]
-)
+_SYNC_SECONDS = 5.0  # a machine that loses its power loses no more
+_MOST_OPEN = 64  # files that are read from
+_OFFSET_BITS = 40  # of a line's place; the number of its file stands above
+_UNSORTED = 1 << 16
+_ROWS_AT_ONCE = 1000
+_TOKENS = pa.list_(pa.int32())
+_SCHEMA = pa.schema([("input_ids", _TOKENS), ("labels", _TOKENS), ("document", pa.int64())])
 
 
 class AnswerStore:
     """The answers that were made with one backend and one set of settings, in a folder of `root`
-    that is named by `described`: everything but the prompt that decides an answer. Raises
-    ValueError where a part of it is not what this class wrote."""
+    that is named by `described`: everything but the prompt that decides an answer. To be closed."""
 
     def __init__(self, root: Path, described: dict[str, Any]) -> None:
-        # The address of a server may hold a password.
         text = json.dumps(masked(described), indent=2, sort_keys=True, default=str)
         self.folder = root / hashlib.sha256(text.encode()).hexdigest()[:16]
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.folder)
         if not (self.folder / SETTINGS_FILE).exists():
             replace_file(self.folder / SETTINGS_FILE, text + "\n")
-        self._answers: dict[str, Answer] = {}
-        for part in sorted(self.folder.glob("part-*.arrow")):
-            self._read(part)
-        self._waiting: list[tuple[str, Answer]] = []
-        self._written_at = time.monotonic()
+        self._files = sorted(self.folder.glob("answers-*.jsonl"))
+        self._old = len(self._files)
+        self._places = _Places()
+        for number, path in enumerate(self._files):
+            self._scan(number, path)
+        self._passing: dict[str, Answer] = {}  # failures that the next run is to try again
+        self._reading: dict[int, IO[bytes]] = {}
+        self._own: IO[bytes] | None = None
+        self._synced_at = time.monotonic()
 
     def get(self, prompt: Prompt) -> Answer | None:
         """The answer, if there is one."""
-        return self._answers.get(prompt.key)
+        at = self._places.get(_short(prompt.key))
+        if at is None:
+            return self._passing.get(prompt.key)
+        return _read_line(self._line(at), prompt.key)
+
+    def is_old(self, prompt: Prompt) -> bool:
+        """Whether an earlier run has answered."""
+        at = self._places.get(_short(prompt.key))
+        return at is not None and at >> _OFFSET_BITS < self._old
 
     def add(self, answers: Sequence[tuple[Prompt, Answer]]) -> None:
-        """Keep answers; they are on disk a few seconds later at the latest, or after `flush`."""
+        """Keep answers; no death of this process loses them."""
+        if self._own is None:
+            name = f"answers-{len(self._files):06}-{os.urandom(4).hex()}.jsonl"
+            self._files.append(self.folder / name)
+            self._own = self._files[-1].open("xb")
+        begins = []
         for prompt, answer in answers:
-            self._answers[prompt.key] = answer
-            if answer.failure not in PASSING:
-                self._waiting.append((prompt.key, answer))
-        late = time.monotonic() - self._written_at > _PART_SECONDS
-        if late or len(self._waiting) >= _PART_ANSWERS:
-            self.flush()
+            if answer.failure in PASSING:
+                self._passing[prompt.key] = answer
+                continue
+            begins.append((prompt.key, self._own.tell()))
+            self._own.write(_line_of(prompt.key, answer))
+        self._own.flush()
+        for key, begin in begins:
+            self._places.put(_short(key), (len(self._files) - 1) << _OFFSET_BITS | begin)
+        if time.monotonic() - self._synced_at > _SYNC_SECONDS:
+            os.fsync(self._own.fileno())
+            self._synced_at = time.monotonic()
 
-    def flush(self) -> None:
-        """Write what is still waiting."""
-        self._written_at = time.monotonic()
-        if not self._waiting:
-            return
-        rows = [{"key": key, **vars(answer)} for key, answer in self._waiting]
-        name = hashlib.sha256("".join(key for key, _ in self._waiting).encode()).hexdigest()[:16]
-        buffer = pa.BufferOutputStream()
-        with pa.ipc.new_stream(buffer, _SCHEMA) as writer:
-            writer.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA))
-        replace_file(self.folder / f"part-{name}.arrow", buffer.getvalue().to_pybytes())
-        self._waiting = []
+    def close(self) -> None:
+        """Bring everything to the disk."""
+        if self._own is not None:
+            os.fsync(self._own.fileno())
+            self._own.close()
+        self._stop_reading()
 
-    def _read(self, part: Path) -> None:
-        try:
-            with pa.memory_map(str(part)) as source:
-                table = pa.ipc.open_stream(source).read_all().cast(_SCHEMA)
-        except (pa.ArrowInvalid, ValueError) as error:
-            raise ValueError(f"{part} is damaged ({error}): remove it, and run again") from error
-        columns = [table[name].to_pylist() for name in ("key", "failure", "detail", "remarks")]
-        tokens = table["tokens"].combine_chunks()
-        ends, values = tokens.offsets.to_numpy(), tokens.values.to_numpy().astype(np.int32)
-        spans = pairwise(ends)
-        for (start, end), key, failure, detail, remarks in zip(spans, *columns, strict=True):
-            self._answers[key] = Answer(values[start:end], failure, detail, tuple(remarks))
+    def _scan(self, number: int, path: Path) -> None:
+        begin = 0
+        with path.open("rb") as lines:
+            for line in lines:
+                if line.startswith(b'["') and line.endswith(b"]\n"):
+                    with suppress(ValueError):
+                        self._places.put(int(line[2:18], 16), number << _OFFSET_BITS | begin)
+                begin += len(line)
+
+    def _line(self, at: int) -> bytes:
+        number = at >> _OFFSET_BITS
+        if number not in self._reading:
+            if len(self._reading) >= _MOST_OPEN:
+                self._stop_reading()
+            self._reading[number] = self._files[number].open("rb")
+        self._reading[number].seek(at & ((1 << _OFFSET_BITS) - 1))
+        return self._reading[number].readline()
+
+    def _stop_reading(self) -> None:
+        for file in self._reading.values():
+            file.close()
+        self._reading.clear()
+
+
+def _short(key: str) -> int:
+    """The key's first half: the other half tells whether a line is the one that is looked for."""
+    return int(key[:16], 16)
+
+
+def _line_of(key: str, answer: Answer) -> bytes:
+    """A line, its checksum last."""
+    parts = [key, answer.failure, answer.detail, answer.remarks, list(answer.tokens)]
+    text = json.dumps(parts, separators=(",", ":"), default=int).encode()
+    return b"%s,%d]\n" % (text[:-1], zlib.crc32(text))
+
+
+def _read_line(line: bytes, key: str) -> Answer | None:
+    """The answer of a line; None where it is of another key, or damaged."""
+    text, _, checksum = line.rpartition(b",")
+    text += b"]"
+    if checksum != b"%d]\n" % zlib.crc32(text):
+        return None
+    found, failure, detail, remarks, tokens = json.loads(text)
+    return Answer(array("q", tokens), failure, detail, tuple(remarks)) if found == key else None
+
+
+class _Places:
+    """Where the line of each key is, in 16 bytes a key: sorted, but for the latest."""
+
+    def __init__(self) -> None:
+        self._keys, self._at = np.empty(0, np.uint64), np.empty(0, np.uint64)
+        self._latest: dict[int, int] = {}
+
+    def get(self, key: int) -> int | None:
+        """The place that was put last."""
+        if key in self._latest:
+            return self._latest[key]
+        index = int(np.searchsorted(self._keys, np.uint64(key)))
+        known = index < len(self._keys) and int(self._keys[index]) == key
+        return int(self._at[index]) if known else None
+
+    def put(self, key: int, at: int) -> None:
+        """Remember a place instead of the one before."""
+        self._latest[key] = at
+        if len(self._latest) >= _UNSORTED:
+            keys = np.fromiter(sorted(self._latest), np.uint64)
+            places = np.fromiter((self._latest[key] for key in sorted(self._latest)), np.uint64)
+            keys = np.concatenate([self._keys, keys])
+            order = np.argsort(keys, kind="stable")  # two sorted runs: in one pass
+            keys = keys[order]
+            is_last = np.append(keys[1:] != keys[:-1], True)
+            self._keys = keys[is_last]
+            self._at = np.concatenate([self._at, places])[order][is_last]
+            self._latest = {}
+
+
+def write_rows(rows: Iterable[tuple[int, Row]], folder: Path) -> Dataset:
+    """Rows, each with the number of its document, as a dataset that is mapped from a file in the
+    folder. Where a document has several, a column says which are whose, so that they are held out
+    together."""
+    rows, several, last = iter(rows), False, -1
+    named = hashlib.blake2b(digest_size=8)
+    with staging(folder) as staged:
+        made = staged / "rows"
+        with pa.OSFile(str(made), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
+            while some := list(islice(rows, _ROWS_AT_ONCE)):
+                documents = [last, *(document for document, _ in some)]
+                several, last = several or any(starmap(eq, pairwise(documents))), documents[-1]
+                columns: list[Any] = [
+                    pa.array([np.asarray(row[name]) for _, row in some], _TOKENS)
+                    for name in ("input_ids", "labels")
+                ]
+                columns.append(pa.array(documents[1:], pa.int64()))
+                writer.write_batch(pa.record_batch(columns, _SCHEMA))
+                named.update(columns[0].values.to_numpy().tobytes() + str(documents).encode())
+        made = made.rename(staged / f"rows-{named.hexdigest()}.arrow")
+        move_in(staged, folder, [made.name])
+    written = Dataset.from_file(str(folder / made.name))
+    return written if several else written.remove_columns("document")
 
 
 def check_output(folder: Path) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from medusa_heads.inference.regeneration.answers import (
     Backend,
     OnTokens,
     Sampling,
+    Take,
     as_answer,
 )
 from medusa_heads.inference.regeneration.prompts import Prompt, RowDraws
@@ -34,6 +36,8 @@ from medusa_heads.target.target import TargetModel
 logger = logging.getLogger(__name__)
 
 Decode = Callable[..., Any]  # a decoding method, as generate(custom_generate=...) calls it
+
+_BATCHES_AHEAD = 32  # of prompts at hand, out of which batches of like lengths are made
 
 
 class TargetBackend(Backend):
@@ -59,6 +63,11 @@ class TargetBackend(Backend):
             "generation_config": self.target.model.generation_config.to_dict(),
         }
 
+    def ahead(self, take: Take) -> Iterator[list[Prompt]]:
+        """As many prompts at a time as are at hand together."""
+        while prompts := take(_BATCHES_AHEAD * self.batch_size):
+            yield prompts
+
 
 class TransformersBackend(TargetBackend):
     """The target's own `generate`, in batches; one that does not fit the memory is halved.
@@ -80,17 +89,14 @@ class TransformersBackend(TargetBackend):
             num_workers = 1
         self.num_workers = num_workers
 
-    def answer(
-        self, prompts: Sequence[Prompt], sampling: Sampling, on_tokens: OnTokens
-    ) -> Iterator[Answers]:
+    def answer(self, take: Take, sampling: Sampling, on_tokens: OnTokens) -> Iterator[Answers]:
         """Answer the prompts, batch by batch."""
-        batches = _in_batches(prompts, self.batch_size)
-        workers = min(self.num_workers, len(batches))
         model = self.target.model
-        if workers > 1:
-            yield from _answer_side_by_side(model, batches, sampling, workers)
+        in_batches = (_in_batches(prompts, self.batch_size) for prompts in self.ahead(take))
+        if self.num_workers > 1:
+            yield from _answer_side_by_side(model, in_batches, sampling, self.num_workers)
             return
-        for batch in batches:
+        for batch in chain.from_iterable(in_batches):
             answers = generate_batch(
                 model, batch, sampling, on_tokens=on_tokens, decode=self.decode
             )
@@ -171,7 +177,7 @@ def _generate(
     if not greedy:
         numbers = [prompt.draws(sampling.seed, sampling.max_new_tokens) for prompt in prompts]
         draws = RowDraws(torch.from_numpy(np.stack(numbers)).to(device), width)
-        options = {"do_sample": True, "temperature": sampling.temperature}
+        options = {"do_sample": True, **sampling.warpers()}
         decode = partial(_with_own_draws, decode or _plain_decode, draws)
     if decode is not None:
         options["custom_generate"] = decode
@@ -227,7 +233,7 @@ def _plain_decode(model: Any, input_ids_BT: Tensor, **kwargs: Any) -> Any:
 
 
 def _answer_side_by_side(
-    model: Any, batches: list[list[Prompt]], sampling: Sampling, workers: int
+    model: Any, in_batches: Iterator[list[list[Prompt]]], sampling: Sampling, workers: int
 ) -> Iterator[Answers]:
     """The batches in processes of their own, which share the model's memory."""
     threads = max(torch.get_num_threads() // workers, 1)
@@ -235,9 +241,10 @@ def _answer_side_by_side(
         workers, get_context("spawn"), initializer=_start_worker, initargs=(model, threads)
     )
     try:
-        running = {pool.submit(_answer_in_worker, batch, sampling): batch for batch in batches}
-        for done in as_completed(running):
-            yield list(zip(running[done], done.result(), strict=True))
+        for batches in in_batches:
+            running = {pool.submit(_answer_in_worker, batch, sampling): batch for batch in batches}
+            for done in as_completed(running):
+                yield list(zip(running[done], done.result(), strict=True))
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -29,6 +29,7 @@ from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.files import replace_json
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.masking import masked
+from medusa_heads.target.features import check_layers
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
 
@@ -122,6 +123,7 @@ def load_heads(folder: str | os.PathLike[str], target: TargetModel) -> LoadedHea
     that the target does not carry."""
     stored = read_stored(folder)
     check_target(stored, target.fingerprint(), "pass")
+    check_layers(target.model, stored.config.features or ())
     if stored.adapter is not None:
         _check_adapter(stored.adapter, target, folder)
     heads = new_heads(target, stored.config, stored.tensors.get(DRAFT_TOKENS))

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.contents import SIDECAR_FILE
+from medusa_heads.contents import ADAPTER_CONFIG, SIDECAR_FILE
 from medusa_heads.files import (
     expanded,
     move_in,
@@ -37,7 +37,6 @@ WEIGHTS_FILE = "medusa_lm_head.safetensors"
 CONFIG_FILE = "config.json"
 VOCAB_MATRIX_FILE = "vocab_matrix.safetensors"
 ADAPTER_FOLDER = "adapter"
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FILES = (f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}", f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}")
 CARD_FILE = "README.md"

@@ -175,8 +175,7 @@ def read_stored(folder: str | os.PathLike[str]) -> StoredHeads:
     tensors = read_tensors(path)
     for name, tensor in tensors.items():
         if name == DRAFT_TOKENS:
-            ascending = tensor.dtype == torch.long and bool((tensor.diff() > 0).all())
-            if not ascending or tensor[0] < 0 or tensor[-1] >= config.vocab_size:
+            if tensor.dtype != torch.long or not are_ascending(tensor, config.vocab_size):
                 raise ValueError(
                     f"{path}: {name} must be ascending token ids from 0 to {config.vocab_size - 1}"
                 )
@@ -194,6 +193,12 @@ def read_stored(folder: str | os.PathLike[str]) -> StoredHeads:
         sidecar.get("provenance") or {},
         sidecar.get("adapter"),
     )
+
+
+def are_ascending(tokens_V: Tensor, vocab_size: int) -> bool:
+    """Whether these are ascending token ids of a vocabulary."""
+    known = bool(((tokens_V >= 0) & (tokens_V < vocab_size)).all())  # else a difference may wrap
+    return known and bool((tokens_V.diff() > 0).all())
 
 
 def expected_shapes(config: HeadsConfig, *, vocab_bias: bool = False) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,12 @@ from torch import Tensor
 
 from medusa_heads.errors import first_line
 
+_BEGINNINGS = {
+    b"GGUF": "it is a GGUF file, for llama.cpp: take the one that it was made from",
+    b"version https://git-lfs": "it is git-lfs's note of where the file lies: run git lfs pull",
+    b"<": "it is a page of the web: download the file itself",
+}
+_OF_TORCH = (b"PK", b"\x80")  # a zip, a pickle
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
@@ -35,9 +41,7 @@ def mapped_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         tensors = load_file(path)
     # TypeError: a size that torch's integers do not hold.
     except (SafetensorError, OSError, RuntimeError, OverflowError, TypeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({first_line(error)}): download or train it anew"
-        ) from error
+        raise ValueError(f"{path} cannot be read ({why_unreadable(path, error)})") from error
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise ValueError(
@@ -45,6 +49,24 @@ def mapped_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
                 f"{sorted(_DTYPES.values())}"
             )
     return tensors
+
+
+def why_unreadable(path: str | os.PathLike[str], error: Exception) -> str:
+    """What a file is that is no file of tensors, by how it begins, and what to do; else what its
+    reader said."""
+    try:
+        with open(path, "rb") as file:
+            beginning = file.read(64)
+    except OSError:
+        beginning = b""
+    # Eight bytes of a safetensors file say how long its header is, and are never full.
+    if any(beginning[4:8]):
+        for mark, what in _BEGINNINGS.items():
+            if beginning.startswith(mark):
+                return what
+        if beginning.startswith(_OF_TORCH) and Path(path).suffix == ".safetensors":
+            return "it is a file of torch.save under another's name: rename it to .pt"
+    return f"{first_line(error).partition('. ')[0]}: download or train it anew"
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -16,20 +16,22 @@ from typing import Any
 from torch import Tensor
 
 from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
-from medusa_heads.config import HeadsConfig
+from medusa_heads.config import MOST_STEPS, HeadsConfig
 from medusa_heads.decoder_shape import BlockShape
 from medusa_heads.interop.decoders import (
-    BESIDE,
+    agree,
     check_width,
     layer_ids,
     layer_settings,
     layers_said,
     matrix_shape,
+    number_said,
     one_of_said,
     read_tensors,
     shape_said,
     speculators_config,
     steps_said,
+    vocabulary_size,
     vocabulary_tensors,
 )
 from medusa_heads.interop.source import Source
@@ -38,9 +40,6 @@ DFLASH_MARK, DSPARK_MARK = r"hidden_norm\.weight", r"markov_head\.markov_w[12]\.
 _CORRECTION = {
     "correction.before.weight": "markov_head.markov_w1.weight",
     "correction.after.weight": "markov_head.markov_w2.weight",
-}
-_OURS = {theirs: ours for ours, theirs in _CORRECTION.items()} | {
-    "lm_head.weight": "lm_head.weight"
 }
 _CONFIDENCE = "confidence_head."
 _MASK_FILE = "mask_embedding.pt"
@@ -55,9 +54,7 @@ def written(
     config, shape = stored.config, stored.config.decoder
     assert isinstance(shape, BlockShape) and config.features is not None
     tensors = {
-        _CORRECTION.get(name, name.removeprefix("prefix.")): tensor
-        for name, tensor in stored.tensors.items()
-        if name != DRAFT_TOKENS
+        _theirs(name): tensor for name, tensor in stored.tensors.items() if name != DRAFT_TOKENS
     }
     said: dict[str, Any] = {
         "block_size": config.num_heads + (not shape.sample_from_anchor),
@@ -95,32 +92,29 @@ def read(
         raise ValueError(f"config.json: dflash_config must be an object, got {nested!r}")
     said = (nested, top, layers)
     _check_kind(source, said)
-    left_out = (*BESIDE, "verifier_norm.weight", "verifier_lm_head.weight")
-    names = {_ours(name): name for name in source.files if name not in left_out}
-    if confidence := [name for name in names if name.startswith(f"prefix.{_CONFIDENCE}")]:
-        names = {ours: theirs for ours, theirs in names.items() if ours not in confidence}
+    confidence = [name for name in source.files if name.startswith(_CONFIDENCE)]
+    if confidence:
         notices.append(
             "its confidence head is left out: how far to draft follows from the heads' own chances"
         )
     numbers = {int(match[1]) for name in source.files if (match := _QUERY.fullmatch(name))}
     if numbers != set(range(len(numbers))) or not numbers:
         raise ValueError(f"{source.name!r} lacks one of its layers: download it anew")
+    agree(source, "num_hidden_layers", layers.get("num_hidden_layers"), len(numbers))
     hidden_size, _ = matrix_shape(source, "fc.weight")
     check_width(source, layers, hidden_size)
-    features = _features(source, said)
-    vocab_size, reduced = (
-        target_vocab or one_of_said((layers, top), "vocab_size"),
-        "d2t" in source.files,
-    )
-    if type(vocab_size) is not int:
-        raise ValueError(f"{source.name!r} does not say its target's vocab_size: give the target")
-    own = "lm_head.weight" in names
-    if reduced and not own:
-        raise ValueError(f"{source.name!r} lacks lm_head.weight of its reduced vocabulary")
-    rank = matrix_shape(source, _CORRECTION["correction.before.weight"])[1] if corrected else None
+    own = matrix_shape(source, "lm_head.weight")[0] if "lm_head.weight" in source.files else None
+    vocab_size = vocabulary_size(source, (layers, top), target_vocab, own)
+    rank = matrix_shape(source, _CORRECTION["correction.before.weight"])[1] if corrected else 0
+    agree(source, "markov_rank", one_of_said(said, "markov_rank", "dspark_markov_rank"), rank)
     anchor = one_of_said(said, "sample_from_anchor")
     anchor = corrected if anchor is None else anchor
     size = one_of_said((top, nested), "block_size", "dspark_block_size")
+    if size is None:
+        steps = steps_said(source, notices)
+    else:
+        steps = number_said("block_size", size, 2 - bool(anchor), MOST_STEPS + (not anchor))
+        steps -= not anchor
     rows, _ = matrix_shape(source, "layers.0.self_attn.q_proj.weight")
     mask = one_of_said(said, "mask_token_id", "dspark_noise_token_id")
     if type(mask) is not int or not 0 <= mask < vocab_size:
@@ -131,22 +125,23 @@ def read(
     shape = {"mask_token_id": mask, "sample_from_anchor": anchor}
     config = HeadsConfig(
         kind="block",
-        num_heads=steps_said(source, notices) if type(size) is not int else size - (not anchor),
+        num_heads=steps,
         num_layers=len(numbers),
-        vocab_matrix="own" if own else "shared",
-        draft_vocab_size=matrix_shape(source, "lm_head.weight")[0] if reduced else None,
-        correction_rank=rank,
-        features=features,
+        vocab_matrix="shared" if own is None else "own",
+        draft_vocab_size=own if "d2t" in source.files else None,
+        correction_rank=rank or None,
+        features=_features(source, said, hidden_size),
         decoder=BlockShape.from_dict(shape_said(layers, rows) | shape),
         hidden_size=hidden_size,
         vocab_size=vocab_size,
     )
-    tensors = read_tensors(source, config, names, "a block's layers", notices)
+    left_out = (*confidence, "verifier_norm.weight", "verifier_lm_head.weight")
+    tensors = read_tensors(source, config, _theirs, "a block's layers", notices, left_out)
     return config, tensors, notices
 
 
-def _ours(theirs: str) -> str:
-    return _OURS.get(theirs, f"prefix.{theirs}")
+def _theirs(ours: str) -> str:
+    return _CORRECTION.get(ours, ours.removeprefix("prefix."))
 
 
 def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...]) -> None:
@@ -169,9 +164,10 @@ def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...]) -> None:
         raise ValueError(f"{source.name!r} holds a block with {found[0]}: blocks here have none")
 
 
-def _features(source: Source, said: tuple[Mapping[str, Any], ...]) -> list[int]:
+def _features(source: Source, said: tuple[Mapping[str, Any], ...], hidden_size: int) -> list[int]:
     """The layers whose outputs are read."""
-    into = one_of_said(said, "aux_hidden_state_layer_ids")
-    ids = into or one_of_said(said, "target_layer_ids", "dspark_target_layer_ids")
-    ids = layer_ids(source, ids, "aux_hidden_state_layer_ids")
-    return [number - 1 for number in ids] if into else ids
+    out = one_of_said(said, "target_layer_ids", "dspark_target_layer_ids")
+    into = one_of_said(said, key := "aux_hidden_state_layer_ids")
+    if into or not out:
+        return layer_ids(source, into, key, hidden_size, first=1)
+    return layer_ids(source, out, "target_layer_ids", hidden_size, first=0)

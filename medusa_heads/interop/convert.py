@@ -23,10 +23,12 @@ from medusa_heads.checkpoint.stored_heads import (
 )
 from medusa_heads.config import HeadsConfig
 from medusa_heads.interop import ReadFormat
-from medusa_heads.interop.formats import DECODERS, FORMATS, Layout, detect, find
+from medusa_heads.interop.detection import check_layout, detect
+from medusa_heads.interop.formats import DECODERS, FORMATS, Layout, find
 from medusa_heads.interop.layout import heads_config, read_heads, shared_matrix
 from medusa_heads.interop.source import Source, open_source
 from medusa_heads.interop.target_files import TargetVocabulary, read_target, write_model
+from medusa_heads.target.features import check_layers
 from medusa_heads.target.fingerprint import lm_head_sha256
 
 TARGET_FOLDER = "target"
@@ -76,6 +78,7 @@ def convert_heads(
             "is, or write it for an engine with medusa-heads export"
         )
     source_format = source_format or detect(found)
+    check_layout(found, source_format)
     decoder = DECODERS.get(source_format)
     layout = Layout({}, {}) if decoder else find(found, source_format)
     if extract_target and (not layout.whole_model or target is not None):
@@ -107,6 +110,8 @@ def convert_heads(
             f"{config.hidden_size}, the target's are {list(known.weight_VD.shape)}: give the "
             "target they belong to"
         )
+    if known is not None:
+        check_layers(known.model, config.features or ())
     if decoder is None:
         tensors = read_heads(found, layout, config)
     matrix_VD = shared_matrix(found, layout, config)

@@ -9,17 +9,23 @@ Shapes: D hidden, V vocabulary, C tokens that can be drafted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads, expected_shapes
-from medusa_heads.config import HeadsConfig
+from medusa_heads.checkpoint.stored_heads import (
+    DRAFT_TOKENS,
+    StoredHeads,
+    are_ascending,
+    expected_shapes,
+)
+from medusa_heads.config import MOST_STEPS, HeadsConfig
 from medusa_heads.decoder_shape import LayerShape
-from medusa_heads.interop.source import Source
+from medusa_heads.interop.source import IDS, Source
+from medusa_heads.settings import MOST
 
 STEPS = 5  # read where a checkpoint does not say how many
 BESIDE = ("d2t", "t2d", "embed_tokens.weight")
@@ -101,8 +107,11 @@ def shape_said(said: Mapping[str, Any], query_rows: int) -> dict[str, Any]:
     rope = rope or said.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"config.json: rope_parameters must be an object, got {rope!r}")
-    rope = {"rope_theta": said.get("rope_theta") or 10_000.0} | rope
+    theta = one_of_said((said,), "rope_theta")
+    rope = {"rope_theta": 10_000.0 if theta is None else theta} | rope
     rope.setdefault("rope_type", rope.pop("type", "default"))
+    if rope["rope_type"] in ("llama3", "yarn") and said.get("max_position_embeddings"):
+        rope.setdefault("original_max_position_embeddings", said["max_position_embeddings"])
     width = said.get("head_dim")
     if width is None and isinstance(heads, int) and heads > 0:
         width = query_rows // heads
@@ -138,36 +147,102 @@ def check_width(source: Source, said: Mapping[str, Any], hidden_size: int) -> No
             )
 
 
-def layer_ids(source: Source, ids: Any, example: str) -> list[int]:
-    """Numbers of the target's layers. Raises ValueError: they are none, and what to add."""
+def agree(source: Source, key: str, said: Any, found: int) -> None:
+    """Raises ValueError: the configuration says of the tensors what they are not."""
+    if said is not None and (type(said) is not int or said != found):
+        raise ValueError(
+            f"{source.name!r}: config.json says {key}: {said!r}, and the tensors say {found}: the "
+            "two files are of different checkpoints, or damaged"
+        )
+
+
+def vocabulary_size(
+    source: Source, said: Sequence[Mapping[str, Any]], target_vocab: int | None, drafted: int | None
+) -> int:
+    """Tokens of the target; `drafted`: rows of an own vocabulary matrix. Raises ValueError: they
+    are not said, or others than the target has, or which of them are drafted is not."""
+    claimed, reduced = one_of_said(said, "vocab_size"), "d2t" in source.files
+    size = claimed or target_vocab or (None if reduced else drafted)
+    if type(size) is not int or size < 1:
+        raise ValueError(
+            f"{source.name!r} does not say its target's vocab_size (it says {claimed!r}): give the "
+            "target"
+        )
+    if target_vocab not in (None, size):
+        raise ValueError(
+            f"{source.name!r} was made for a vocabulary of {size}, and the target's has "
+            f"{target_vocab} tokens: give the target it belongs to"
+        )
+    if drafted is not None:
+        agree(source, "draft_vocab_size", one_of_said(said, "draft_vocab_size"), drafted)
+    if reduced and drafted is None:
+        raise ValueError(f"{source.name!r} lacks lm_head.weight of its reduced vocabulary")
+    if drafted not in (None, size) and not reduced:
+        raise ValueError(
+            f"{source.name!r} lacks d2t, which says what {drafted} of the target's {size} tokens "
+            "it drafts: download it anew"
+        )
+    return size
+
+
+def layer_ids(source: Source, ids: Any, key: str, hidden_size: int, *, first: int) -> list[int]:
+    """Numbers from 0 of the target's layers that are read, which are said under `key` and counted
+    from `first` there. Raises ValueError: they are none, or others than fc.weight reads."""
     if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
         raise ValueError(
-            f"{source.name!r} does not say which layers it reads: add {example} to its config.json"
+            f"{source.name!r} does not say which layers it reads: add {key} to its config.json"
         )
-    return ids
+    if ids != sorted(set(ids)) or ids[0] < first or ids[-1] > MOST:
+        raise ValueError(
+            f"{source.name!r}: {key} must be numbers of the target's layers in ascending order, "
+            f"counted from {first}, got {ids}"
+        )
+    _, columns = matrix_shape(source, "fc.weight")
+    if columns != len(ids) * hidden_size:
+        raise ValueError(
+            f"{source.name!r}: config.json says {key}: {ids}, and fc.weight reads "
+            f"{columns / hidden_size:g} layers: the two files are of different checkpoints, or "
+            "damaged"
+        )
+    return [number - first for number in ids]
 
 
-def steps_said(source: Source, notices: list[str]) -> Any:
-    """How many tokens a checkpoint drafts."""
+def steps_said(source: Source, notices: list[str]) -> int:
+    """How many tokens a checkpoint drafts. Raises ValueError: no number that layers can draft."""
     try:
-        return source.config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        steps = source.config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     except (KeyError, IndexError, TypeError):
         notices.append(f"how far it drafts is not said: {STEPS} steps are taken")
         return STEPS
+    return number_said("speculative_tokens", steps, 1, MOST_STEPS)
+
+
+def number_said(key: str, said: Any, least: int, most: int) -> int:
+    """Raises ValueError: what config.json says is no number within bounds."""
+    if type(said) is not int or not least <= said <= most:
+        raise ValueError(
+            f"config.json: {key} must be an integer from {least} to {most}, got {said!r}"
+        )
+    return said
 
 
 def read_tensors(
-    source: Source, config: HeadsConfig, names: Mapping[str, str], whole: str, notices: list[str]
+    source: Source,
+    config: HeadsConfig,
+    theirs: Callable[[str], str],
+    whole: str,
+    notices: list[str],
+    left_out: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """The heads' tensors by our names, of which `names` gives theirs. Raises ValueError: one is
-    missing, surplus or ill-fitting, or no part of the `whole`."""
+    """The heads' tensors by our names, of each of which there is `theirs`. Raises ValueError: one
+    is missing, surplus or ill-fitting, or no part of the `whole`."""
     expected = expected_shapes(config)
-    if expected.pop(DRAFT_TOKENS, None) is not None and "d2t" not in source.files:
-        raise ValueError(f"{source.name!r} lacks d2t of its reduced vocabulary: download it anew")
-    if missing := sorted(set(expected) - set(names)):
+    expected.pop(DRAFT_TOKENS, None)
+    names = {ours: theirs(ours) for ours in expected}
+    if missing := sorted(set(names.values()) - set(source.files)):
         raise ValueError(f"{source.name!r} lacks {missing[0]} of its layers: download it anew")
-    if surplus := sorted(set(names) - set(expected)):
-        raise ValueError(f"{source.name!r}: {names[surplus[0]]} is no tensor of {whole}")
+    if surplus := sorted(set(source.files) - {*names.values(), *BESIDE, *left_out}):
+        raise ValueError(f"{source.name!r}: {surplus[0]} is no tensor of {whole}")
     for name, wanted in expected.items():
         if source.shape(names[name]) != wanted:
             raise ValueError(
@@ -183,18 +258,20 @@ def read_tensors(
 
 
 def _tokens(source: Source, config: HeadsConfig) -> Tensor:
-    above_C = source.read("d2t")
+    above_C, own_C = source.read("d2t", expected=IDS), torch.arange(config.num_candidates)
     assert config.vocab_size is not None
-    whole = above_C.dtype == torch.long and above_C.shape == (config.num_candidates,)
-    tokens_C = above_C + torch.arange(config.num_candidates) if whole else above_C
-    if not whole or tokens_C[0] < 0 or tokens_C[-1] >= config.vocab_size:
-        whole = False
-    if not whole or bool((tokens_C.diff() <= 0).any()):
+    if above_C.shape != own_C.shape or not are_ascending(above_C + own_C, config.vocab_size):
         raise ValueError(
             f"{source.name!r}: d2t must say of {config.num_candidates} tokens, in ascending order, "
             f"how far their ids among {config.vocab_size} lie above their own"
         )
-    return tokens_C
+    if "t2d" in source.files:
+        marked_C = source.read("t2d", expected=None).bool().flatten().nonzero().flatten()
+        if not torch.equal(marked_C, above_C + own_C):
+            raise ValueError(
+                f"{source.name!r}: t2d does not mark the tokens that d2t says: it is damaged"
+            )
+    return above_C + own_C
 
 
 def one_of_said(said: Sequence[Mapping[str, Any]], *keys: str) -> Any:

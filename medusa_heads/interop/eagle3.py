@@ -5,8 +5,8 @@ Layers are counted there by what goes into them, here, and in `eagle_config`, by
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
 from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.interop.decoders import (
-    BESIDE,
+    agree,
     check_width,
     layer_ids,
     layer_settings,
@@ -25,14 +25,13 @@ from medusa_heads.interop.decoders import (
     shape_said,
     speculators_config,
     steps_said,
+    vocabulary_size,
     vocabulary_tensors,
 )
 from medusa_heads.interop.source import Source
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-MARK = r"(midlayer|layers\.0)\.hidden_norm\.weight"
-_QUERIES = "decoder.midlayer.self_attn.q_proj.weight"
-_LAYER = re.compile(r"(midlayer|layers\.0)\.")
+MARK = r"midlayer\..*|layers\.0\.hidden_norm\.weight"
 
 
 def written(
@@ -47,7 +46,7 @@ def written(
     assert isinstance(shape, DecoderShape)
     layer = "layers.0." if speculators else "midlayer."
     tensors = {
-        _LAYER.sub(layer, name.removeprefix("decoder."), count=1): tensor
+        _theirs(name, layer): tensor
         for name, tensor in stored.tensors.items()
         if name != DRAFT_TOKENS
     } | vocabulary_tensors(stored, matrix_VD)
@@ -89,45 +88,39 @@ def read(
     top, said, notices = source.config, layers_said(source), list[str]()
     if (kind := said.get("model_type", "llama")) != "llama":
         raise ValueError(f"{source.name!r} holds a layer of {kind!r}: heads here hold Llama's")
-    names = {_ours(name): name for name in source.files if name not in BESIDE}
-    for name in ("lm_head.weight", "decoder.norm.weight", _QUERIES):
-        if name not in names:
-            raise ValueError(f"{source.name!r} lacks {name}: download it anew")
-    drafted, hidden_size = matrix_shape(source, names["lm_head.weight"])
+    layer = (
+        "midlayer." if any(name.startswith("midlayer.") for name in source.files) else "layers.0."
+    )
+    drafted, hidden_size = matrix_shape(source, "lm_head.weight")
+    rows, _ = matrix_shape(source, f"{layer}self_attn.q_proj.weight")
     check_width(source, said, hidden_size)
+    agree(source, "num_hidden_layers", said.get("num_hidden_layers"), 1)
     if said.get("norm_output") or top.get("norm_output"):
         raise ValueError(
             f"{source.name!r} reads its own output behind the last norm (norm_output): heads here "
             "read it before"
         )
-    vocab_size = target_vocab or said.get("vocab_size")
-    reduced = "d2t" in source.files
-    if reduced and vocab_size is None:
-        raise ValueError(f"{source.name!r} does not say its target's vocab_size: give the target")
-    features = _features(source, notices)
     config = HeadsConfig(
         kind="eagle3",
         num_heads=steps_said(source, notices),
         vocab_matrix="own",
-        draft_vocab_size=drafted if reduced else None,
-        features=features,
-        decoder=_shape(source, said, names),
+        draft_vocab_size=drafted if "d2t" in source.files else None,
+        features=_features(source, hidden_size, notices),
+        decoder=_shape(top, said, rows),
         hidden_size=hidden_size,
-        vocab_size=vocab_size if reduced else drafted,
+        vocab_size=vocabulary_size(source, (said, top), target_vocab, drafted),
     )
-    tensors = read_tensors(source, config, names, "EAGLE-3's one layer", notices)
+    theirs = partial(_theirs, layer=layer)
+    tensors = read_tensors(source, config, theirs, "EAGLE-3's one layer", notices)
     return config, tensors, notices
 
 
-def _ours(theirs: str) -> str:
-    if theirs == "lm_head.weight":
-        return theirs
-    return "decoder." + _LAYER.sub("midlayer.", theirs, count=1)
+def _theirs(ours: str, layer: str) -> str:
+    """Of a tensor of ours, where the layer has a name of theirs."""
+    return ours.removeprefix("decoder.").replace("midlayer.", layer, 1)
 
 
-def _shape(source: Source, said: Mapping[str, Any], names: Mapping[str, str]) -> DecoderShape:
-    top = source.config
-    rows = source.shape(names[_QUERIES])[0]
+def _shape(top: Mapping[str, Any], said: Mapping[str, Any], rows: int) -> DecoderShape:
     # speculators' own default differs from that of the files that vLLM reads.
     before = top.get("norm_before_residual", "speculators_model_type" in top)
     norm = "each" if _true(top, "fc_norm") else "all" if _true(top, "norm_before_fc") else "none"
@@ -139,7 +132,7 @@ def _true(said: Mapping[str, Any], name: str) -> bool:
     return bool(said.get(name, False))
 
 
-def _features(source: Source, notices: list[str]) -> list[int] | None:
+def _features(source: Source, hidden_size: int, notices: list[str]) -> list[int] | None:
     """The layers whose outputs are read; None for the last hidden state alone."""
     eagle_config = source.config.get("eagle_config") or {}
     if not isinstance(eagle_config, dict):
@@ -148,11 +141,14 @@ def _features(source: Source, notices: list[str]) -> list[int] | None:
         return None
     into = source.config.get("eagle_aux_hidden_state_layer_ids")
     ids = into or eagle_config.get("eagle_aux_hidden_state_layer_ids")
-    ids = layer_ids(
-        source,
-        ids,
-        "eagle_aux_hidden_state_layer_ids, for a target of L layers by default [2, L // 2, L - 3],",
-    )
+    if not ids:
+        raise ValueError(
+            f"{source.name!r} does not say which layers it reads: add "
+            "eagle_aux_hidden_state_layer_ids, for a target of L layers by default [2, L // 2, "
+            "L - 3], to its config.json"
+        )
+    key = "eagle_aux_hidden_state_layer_ids"
+    features = layer_ids(source, ids, key, hidden_size, first=1 if into else 0)
     if not into:
         notices.append(f"eagle_config's layers {ids} are taken for those whose outputs are read")
-    return [number - 1 for number in ids] if into else ids
+    return features

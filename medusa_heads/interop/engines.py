@@ -55,10 +55,12 @@ _Written = tuple[str, dict[str, Tensor], dict[str, Any]]
 @dataclass
 class Outgoing:
     """Heads to be written for an engine, and what the user should know of that. `matrix_VD` gives
-    the vocabulary matrix of the target, or says where to get it."""
+    the target's vocabulary matrix and `embeddings_VD` its token embeddings, or they say where to
+    get them."""
 
     stored: StoredHeads
     matrix_VD: Callable[[], Tensor]
+    embeddings_VD: Callable[[], Tensor]
     notices: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -174,7 +176,7 @@ class Outgoing:
             f"the heads learnt to draft {self.config.draft_vocab_size} tokens and now draft all "
             f"{self.config.vocab_size}: other drafts, never other text"
         )
-        return Outgoing(stored, self.matrix_VD, [*self.notices, notice])
+        return replace(self, stored=stored, notices=[*self.notices, notice])
 
     def write(self, folder: Path, to: WrittenFormat) -> None:
         """Write what the engine reads. Raises ValueError: the target's files or its vocabulary
@@ -205,6 +207,9 @@ class Outgoing:
         else:
             plain = to == "eagle3"
             tensors, config = eagle3.written(self.stored, matrix_VD, speculators=not plain)
+            if not plain:  # speculators' own class does without them by chance alone
+                embedded_VD = self.embeddings_VD().to(tensors["norm.weight"].dtype)
+                tensors["embed_tokens.weight"] = embedded_VD
         write_tensors(folder / "model.safetensors", tensors)
         base_model = self.stored.target.get("name_or_path")
         write_json(folder / CONFIG_FILE, {"base_model_name_or_path": base_model, **config})

@@ -31,6 +31,7 @@ from medusa_heads.interop.target_files import (
     read_target,
     write_model,
 )
+from medusa_heads.target.features import check_layers
 from medusa_heads.target.fingerprint import lm_head_sha256
 from medusa_heads.target.loading import refuse_code_of
 from medusa_heads.target.mtp import check_names
@@ -81,7 +82,11 @@ def export_heads(
         known = read_target(target, trust_remote_code=trust_remote_code)
         _check_target(stored, known)
         stored = replace(stored, target=known.target)
-    outgoing = Outgoing(stored, lambda: _matrix(heads, stored, known))
+    outgoing = Outgoing(
+        stored,
+        lambda: _matrix(heads, stored, known),
+        lambda: (known or _named_target(stored)).embeddings_VD(),
+    )
     if full_vocabulary:
         outgoing = outgoing.over_full_vocabulary()
     outgoing.check_fits(to)
@@ -143,6 +148,7 @@ _COMPARED = ("hidden_size", "vocab_size", "lm_head_sha256")
 
 def _check_target(stored: StoredHeads, known: TargetVocabulary) -> None:
     check_target(stored, {key: known.target[key] for key in _COMPARED}, "give")
+    check_layers(known.model, stored.config.features or ())
 
 
 def _matrix(checkpoint: Path, stored: StoredHeads, known: TargetVocabulary | None) -> Tensor:
@@ -152,12 +158,7 @@ def _matrix(checkpoint: Path, stored: StoredHeads, known: TargetVocabulary | Non
         matrix_VD = read_vocab_matrix(checkpoint, stored.config)
         if stored.target.get("lm_head_sha256") in (None, lm_head_sha256(matrix_VD)):
             return matrix_VD
-    if known is None:
-        name = stored.target.get("name_or_path")
-        if not name:
-            raise ValueError("the layout wants the target's vocabulary matrix: give the target")
-        known = read_target(name, revision=stored.target.get("revision"))
-        _check_target(stored, known)
+    known = known or _named_target(stored)
     if known.bias_V is not None:
         raise ValueError(
             "the target's lm_head has a bias, for which this layout has no place: decode with this "
@@ -165,3 +166,12 @@ def _matrix(checkpoint: Path, stored: StoredHeads, known: TargetVocabulary | Non
         )
     dtype = next(t.dtype for t in stored.tensors.values() if t.is_floating_point())
     return known.weight_VD.to(dtype)
+
+
+def _named_target(stored: StoredHeads) -> TargetVocabulary:
+    name = stored.target.get("name_or_path")
+    if not name:
+        raise ValueError("the layout wants a matrix of the target's: give the target")
+    known = read_target(name, revision=stored.target.get("revision"))
+    _check_target(stored, known)
+    return known

@@ -217,38 +217,10 @@ DECODERS: dict[ReadFormat, _ReadDecoder] = {
 }
 
 
-def detect(source: Source) -> ReadFormat:
-    """The layout that the names of the tensors are in. Raises ValueError: they are in none, or in
-    several."""
-    found: list[ReadFormat] = [
-        name
-        for name, form in FORMATS.items()
-        if name not in ("tgi", "lorax") and form.recognises(source)
-    ]
-    if found == ["dflash", "dspark"]:  # which is the former and more
-        found = ["dspark"]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ValueError(
-            f"{source.name!r} holds heads in several layouts ({', '.join(found)}): say which with "
-            "--from"
-        )
-    some = ", ".join(sorted(source.files)[:3]) or "none"
-    raise ValueError(
-        f"{source.name!r} holds no heads of a known layout (its tensors: {some}, ...): known are "
-        f"{', '.join(FORMATS)}"
-    )
-
-
 def find(source: Source, name: ReadFormat) -> Layout:
-    """Which tensor of the source is which, in the layout `name`. Raises ValueError: the source is
-    not in that layout, or a tensor of the heads has no place in it."""
+    """Which tensor of the source is which, in the layout `name`. Raises ValueError: a tensor of the
+    heads has no place in it."""
     form = FORMATS[name]
-    if not form.recognises(source):
-        raise ValueError(
-            f"{source.name!r} is not in the layout {name!r}: it looks like {detect(source)!r}"
-        )
     found = {theirs: form.our_name(theirs) for theirs in source.files}
     names = {ours: theirs for theirs, ours in found.items() if ours}
     strangers = [theirs for theirs, ours in found.items() if not ours]

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, expected_shapes
+from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, are_ascending, expected_shapes
 from medusa_heads.config import HeadsConfig
 from medusa_heads.interop.formats import Layout
-from medusa_heads.interop.source import Source
+from medusa_heads.interop.source import IDS, Source
 
 _PARTS = {"linear.weight", "linear.bias", "res_connection.weight", "res_connection.bias"}
 _OUT = {"weight", "bias"}
@@ -71,16 +71,13 @@ def read_heads(source: Source, layout: Layout, config: HeadsConfig) -> dict[str,
         if name.endswith(".linear.bias") and name not in tensors:
             dtype = tensors[name.replace(".bias", ".weight")].dtype
             tensors[name] = torch.zeros(shape, dtype=dtype)
-    integers = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
-    if integers:
-        raise ValueError(f"{source.name!r}: {layout.names[integers[0]]} holds integers, not floats")
     if layout.token_map is not None:
         order = _ascending(source, layout.token_map, config)
         if config.vocab_matrix == "own":
             for i in range(config.num_heads):
                 name = f"{i}.{config.num_layers}.weight"
                 tensors[name] = tensors[name][order]
-        tensors[DRAFT_TOKENS] = source.read(layout.token_map)[order]
+        tensors[DRAFT_TOKENS] = source.read(layout.token_map, expected=IDS)[order]
     return tensors
 
 
@@ -166,15 +163,9 @@ def _compare_claims(layout: Layout, config: HeadsConfig) -> None:
 
 
 def _ascending(source: Source, token_map: str, config: HeadsConfig) -> Tensor:
-    tokens_V = source.read(token_map)
-    ordered_V, order = tokens_V.sort()
+    ordered_V, order = source.read(token_map, expected=IDS).sort()
     assert config.vocab_size is not None
-    if (
-        tokens_V.is_floating_point()
-        or bool((ordered_V.diff() <= 0).any())
-        or ordered_V[0] < 0
-        or ordered_V[-1] >= config.vocab_size
-    ):
+    if not are_ascending(ordered_V, config.vocab_size):
         raise ValueError(
             f"{source.name!r}: {token_map} must hold different token ids from 0 to "
             f"{config.vocab_size - 1}"

@@ -7,7 +7,7 @@ mapped: of a tensor nothing is read but what is looked at.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.checkpoint.files import CONFIG_FILE, VOCAB_MATRIX_FILE
-from medusa_heads.errors import first_line
+from medusa_heads.checkpoint.tensor_file import why_unreadable
 from medusa_heads.files import expanded, read_json
 from medusa_heads.hub.names import is_repo_id, split_revision, wanted_revision
 from medusa_heads.hub.talking import in_one_sentence
@@ -29,7 +29,7 @@ MODEL_FILES = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
-DTYPES = ["bfloat16", "float16", "float32", "int64"]
+FLOATS, IDS = ["bfloat16", "float16", "float32"], ["int64"]
 
 
 class Source:
@@ -92,16 +92,19 @@ class Source:
         """Of a tensor, whose values are not read."""
         return tuple(self._tensor(name)[0].shape)
 
-    def read(self, name: str, *, of_heads: bool = True) -> Tensor:
-        """A tensor in the dtype it is stored in; one `of_heads` is finite and not quantised."""
+    def read(self, name: str, *, expected: Sequence[str] | None = FLOATS) -> Tensor:
+        """A tensor in the dtype it is stored in, one of those `expected`, and finite; or, of None,
+        whatever it is."""
         tensor, path = self._tensor(name)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if of_heads and dtype not in DTYPES:
+        if expected is None:
+            return tensor.contiguous().clone()
+        if dtype not in expected:
             raise ValueError(
-                f"{path}: {name} is stored as {dtype}, expected one of {DTYPES}: convert heads "
+                f"{path}: {name} is stored as {dtype}, expected one of {expected}: convert heads "
                 "that are not quantised"
             )
-        if of_heads and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if not torch.isfinite(tensor).all():
             raise ValueError(f"{path}: {name} holds NaN or infinite values: download it anew")
         return tensor.contiguous().clone()
 
@@ -165,9 +168,11 @@ def open_source(name_or_path: str, *, revision: str | None = None, model: bool =
             return source
     others = [] if source.folder is None else sorted(source.folder.glob("*.safetensors"))
     if len(others) != 1:
+        gguf = source.folder is not None and next(source.folder.glob("*.gguf"), None)
         raise ValueError(
             f"{source.name!r} holds no weights: expected one of {', '.join(known)}"
             + (f", or one other .safetensors file, got {len(others)}" if others else "")
+            + (f"; {gguf.name} is for llama.cpp, which alone reads it" if gguf else "")
         )
     source.take(others[0])
     return source
@@ -187,8 +192,7 @@ def _mapped(path: Path) -> Mapping[str, Tensor]:
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
     except Exception as error:  # of what may go wrong in a pickle there is no list
-        reason = first_line(error).partition(". ")[0]
-        raise ValueError(f"{path} cannot be read ({reason}): download it anew") from error
+        raise ValueError(f"{path} cannot be read ({why_unreadable(path, error)})") from error
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):

@@ -6,7 +6,7 @@ Shapes: D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,14 @@ BESIDE = (
 
 @dataclass(frozen=True)
 class TargetVocabulary:
-    """A target as a checkpoint's sidecar has it, its lm_head, and the bias that few have."""
+    """A target as a checkpoint's sidecar has it, its lm_head, the bias that few have, its model
+    without weights, and what reads its token embeddings [V, D]."""
 
     target: dict[str, Any]
     weight_VD: Tensor
     bias_V: Tensor | None
+    model: Any
+    embeddings_VD: Callable[[], Tensor]
 
 
 def read_target(
@@ -85,7 +88,14 @@ def read_target(
         "vocab_size": weight_VD.shape[0],
         "lm_head_sha256": lm_head_sha256(weight_VD),
     }
-    return TargetVocabulary(target, weight_VD, bias_V)
+    embedded = _stored_name(model, model.get_input_embeddings().weight, source)
+
+    def embeddings() -> Tensor:
+        if embedded is None:
+            raise ValueError(f"the files of {name_or_path!r} name no token embeddings to copy")
+        return source.read(embedded)
+
+    return TargetVocabulary(target, weight_VD, bias_V, model, embeddings)
 
 
 def empty_model(name: str, source: Source, trust_remote_code: bool) -> Any:
@@ -135,7 +145,7 @@ def write_model(
     for number, shard in enumerate(shards.values(), start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {
-            name: heads[name] if name in heads else source.read(name, of_heads=False)
+            name: heads[name] if name in heads else source.read(name, expected=None)
             for name in shard
         }
         write_tensors(folder / file, tensors)

@@ -31,7 +31,7 @@ from medusa_heads.cli.flags.arguments import parse_arguments
 
 RECORD_FILE = "kills.jsonl"
 # Read when libraries are imported. Processes are forked: no pool of threads may stand before.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prove as the flags say; returns the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder).resolve()
-        with mock.patch.dict(os.environ, _ENVIRONMENT | {"HF_HOME": str(scratch / "hf")}):
+        with mock.patch.dict(os.environ, ENVIRONMENT | {"HF_HOME": str(scratch / "hf")}):
             (arguments,) = parse_arguments(
                 (KillsArguments,), argv, prog="kills", description=__doc__ or ""
             )

@@ -233,6 +233,10 @@ def test_what_does_not_go_together_is_refused(config: dict[str, Any], expected: 
         ({"rope_parameters": 3}, "must name a rope_type among"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta must be"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be a positive"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2}},
+            "must have original_max_position",
+        ),
         ({"colour": "red"}, r"unknown keys \['colour'\] of the decoder"),
     ],
 )
@@ -250,6 +254,6 @@ def test_shapes_that_are_none(changed: dict[str, Any], expected: str) -> None:
 
 
 def test_a_rule_of_positions_that_lacks_something(tiny_llama: TinyLlama) -> None:
-    shape = replace(GROUPED, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4})
-    with pytest.raises(ValueError, match="are not complete"):
+    shape = replace(GROUPED, rope_parameters={"rope_type": "linear", "rope_theta": 1e4})
+    with pytest.raises(ValueError, match="say no positions"):
         eagle3(tiny_llama(), decoder=shape)

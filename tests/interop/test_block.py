@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from medusa_heads import HeadsConfig, TargetModel, new_heads
@@ -19,80 +19,21 @@ from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.convert import convert_heads
 from medusa_heads.interop.export import export_heads
 from tests.interop.conftest import Decodes
-from tests.interop.layouts import D, V, assert_same_bits, values
-
-HEADS, GROUPS, WIDTH, WIDE, FEW, RANK, BLOCK, MASK = 4, 2, 16, 96, 30, 6, 4, 11
-Tensors = dict[str, Tensor]
-
-
-def published(*, reduced: bool = False, corrected: bool = True, layers: int = 2) -> Tensors:
-    """Every tensor different, under the names of the authors' files."""
-    shapes = {"fc.weight": (D, 2 * D)}
-    norms = {"hidden_norm": D, "norm": D}
-    for layer in (f"layers.{i}" for i in range(layers)):
-        shapes |= {
-            f"{layer}.self_attn.q_proj.weight": (HEADS * WIDTH, D),
-            f"{layer}.self_attn.k_proj.weight": (GROUPS * WIDTH, D),
-            f"{layer}.self_attn.v_proj.weight": (GROUPS * WIDTH, D),
-            f"{layer}.self_attn.o_proj.weight": (D, HEADS * WIDTH),
-            f"{layer}.mlp.gate_proj.weight": (WIDE, D),
-            f"{layer}.mlp.up_proj.weight": (WIDE, D),
-            f"{layer}.mlp.down_proj.weight": (D, WIDE),
-        }
-        norms |= {f"{layer}.self_attn.{name}": WIDTH for name in ("q_norm", "k_norm")}
-        norms |= {f"{layer}.{name}": D for name in ("input_layernorm", "post_attention_layernorm")}
-    if corrected:
-        drafted = FEW if reduced else V
-        shapes["markov_head.markov_w1.weight"] = (V, RANK)
-        shapes["markov_head.markov_w2.weight"] = (drafted, RANK)
-    if reduced:
-        shapes["lm_head.weight"] = (FEW, D)
-    tensors = {name: 3 * values(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
-    for i, (name, width) in enumerate(norms.items()):
-        tensors[f"{name}.weight"] = 1 + values(width, seed=100 + i)
-    if reduced:
-        drafted_C = torch.arange(3, 3 + 5 * FEW, 5)
-        tensors["d2t"] = drafted_C - torch.arange(FEW)
-        tensors["t2d"] = torch.zeros(V, dtype=torch.bool)
-        tensors["t2d"][drafted_C] = True
-    return tensors
-
-
-LAYERS = {
-    "model_type": "qwen3",
-    "hidden_size": D,
-    "intermediate_size": WIDE,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": GROUPS,
-    "head_dim": WIDTH,
-    "num_hidden_layers": 2,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5000.0,
-    "vocab_size": V,
-}
-
-
-def speculators(algorithm: str, *, anchor: bool, **changed: Any) -> dict[str, Any]:
-    """config.json as speculators writes it."""
-    method = {"proposal_type": "greedy", "speculative_tokens": BLOCK - (not anchor)}
-    verifier: dict[str, Any] = {"name_or_path": None, "architectures": []}
-    said = {
-        "speculators_model_type": algorithm,
-        "speculators_config": {"proposal_methods": [method], "verifier": verifier},
-        "transformer_layer_config": LAYERS,
-        "block_size": BLOCK,
-        "aux_hidden_state_layer_ids": [1, 2],
-        "mask_token_id": MASK,
-        "sample_from_anchor": anchor,
-    }
-    return said | changed
-
-
-def written(folder: Path, tensors: Tensors, said: dict[str, Any]) -> Path:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(said))
-    return folder
+from tests.interop.layers import (
+    BLOCK,
+    FEW,
+    LAYERS,
+    MASK,
+    PLAIN_DFLASH,
+    PLAIN_DSPARK,
+    RANK,
+    WIDTH,
+    Tensors,
+    block,
+    speculators,
+    written,
+)
+from tests.interop.layouts import D, V, assert_same_bits
 
 
 def their_logits(
@@ -132,9 +73,6 @@ def their_logits(
     return norm("norm", x_QD) @ of["lm_head.weight"].T
 
 
-_PLAIN = {**LAYERS, "block_size": BLOCK}
-PLAIN_DFLASH = _PLAIN | {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]}}
-PLAIN_DSPARK = _PLAIN | {"mask_token_id": MASK, "target_layer_ids": [0, 1], "markov_rank": RANK}
 THEIRS: dict[str, tuple[dict[str, Any], bool, bool, bool]] = {
     # config.json, corrected, a reduced vocabulary, drafts from the anchor's query
     "dspark": (speculators("dspark", anchor=True), True, False, True),
@@ -152,7 +90,7 @@ def test_a_block_says_what_theirs_says(
     tmp_path: Path, target: Path, decodes: Decodes, name: str
 ) -> None:
     said, corrected, reduced, anchor = THEIRS[name]
-    tensors = published(reduced=reduced, corrected=corrected)
+    tensors = block(reduced=reduced, corrected=corrected)
     source = written(tmp_path / "theirs", tensors, said)
     made = convert_heads(source, tmp_path / "ours", target=str(target))
     assert made.format == ("dspark" if corrected else "dflash")
@@ -244,8 +182,12 @@ def test_what_cannot_be_written_is_said(
         ({"mask_token_id": None}, {}, "mask_token_id must be one of the target's"),
         ({"mask_token_id": V}, {}, "mask_token_id must be one of the target's"),
         ({"aux_hidden_state_layer_ids": None}, {}, "does not say which layers it reads"),
-        ({"aux_hidden_state_layer_ids": [2, 1]}, {}, "features from the lowest layer on"),
-        ({"aux_hidden_state_layer_ids": [1]}, {}, r"fc.weight has shape \[64, 128\]"),
+        (
+            {"aux_hidden_state_layer_ids": [2, 1]},
+            {},
+            "numbers of the target's layers in ascending order",
+        ),
+        ({"aux_hidden_state_layer_ids": [1]}, {}, "fc.weight reads 2 layers"),
         ({"markov_head_type": "rnn"}, {}, r"a correction with a state"),
         ({"target_hidden_size": 128}, {}, "heads here are as wide as their target"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, {}, "layers with a window"),
@@ -254,10 +196,17 @@ def test_what_cannot_be_written_is_said(
         ({"transformer_layer_config": LAYERS | {"vocab_size": "9"}}, {}, "target's vocab_size"),
         ({"dflash_config": {"attention_sink_bias": True}}, {}, "attention sinks"),
         ({"dflash_config": 3}, {}, "dflash_config must be an object"),
-        ({"block_size": 1000}, {}, "at most 64"),
+        ({"block_size": 1000}, {}, "block_size must be an integer from 1 to 64, got 1000"),
+        ({"block_size": "4"}, {}, "block_size must be an integer from 1 to 64, got '4'"),
+        ({"block_size": 1, "sample_from_anchor": False}, {}, "an integer from 2 to 65, got 1"),
+        ({"markov_rank": 9}, {}, "says markov_rank: 9, and the tensors say 6"),
+        ({"speculators_model_type": "dflash"}, {}, "'dspark', and its config.json is of 'dflash'"),
+        ({"aux_hidden_state_layer_ids": [1, 4]}, {}, "layer 3, and .* has the layers 0 to 1"),
+        ({"transformer_layer_config": LAYERS | {"num_hidden_layers": 3}}, {}, "the tensors say 2"),
+        ({}, {"lm_head.weight": torch.zeros(FEW, D)}, "lacks d2t, which says what 30"),
         ({}, {"fc.weight": None}, "lacks fc.weight"),
         ({}, {"layers.0.self_attn.q_proj.weight": None}, "lacks one of its layers"),
-        ({}, {"layers.1.mlp.up_proj.weight": None}, "lacks prefix.layers.1.mlp.up_proj.weight"),
+        ({}, {"layers.1.mlp.up_proj.weight": None}, "lacks layers.1.mlp.up_proj.weight"),
         ({}, {"layers.1.extra.weight": torch.zeros(2)}, "is no tensor of a block's layers"),
         ({}, {"d2t": torch.zeros(3, dtype=torch.long)}, "lacks lm_head.weight of its reduced"),
         ({}, {"markov_head.markov_w1.weight": None}, "lacks markov_head.markov_w1.weight"),
@@ -268,23 +217,23 @@ def test_what_cannot_be_written_is_said(
     ids=str,
 )
 def test_what_cannot_be_read_is_said(
-    tmp_path: Path, said: dict[str, Any], tensors: dict[str, Any], message: str
+    tmp_path: Path, target: Path, said: dict[str, Any], tensors: dict[str, Any], message: str
 ) -> None:
-    stored = {name: t for name, t in (published() | tensors).items() if t is not None}
+    stored = {name: t for name, t in (block() | tensors).items() if t is not None}
     source = written(tmp_path / "theirs", stored, speculators("dspark", anchor=True, **said))
     with pytest.raises(ValueError, match=message):
-        convert_heads(source, tmp_path / "ours")
+        convert_heads(source, tmp_path / "ours", target=str(target))
 
 
 def test_a_mask_of_its_own_is_said(tmp_path: Path) -> None:
-    source = written(tmp_path / "theirs", published(corrected=False), PLAIN_DFLASH)
+    source = written(tmp_path / "theirs", block(corrected=False), PLAIN_DFLASH)
     torch.save(torch.zeros(D), source / "mask_embedding.pt")
     with pytest.raises(ValueError, match="an embedding of its own for masks"):
         convert_heads(source, tmp_path / "ours")
 
 
 def test_confidences_are_left_out(tmp_path: Path) -> None:
-    tensors = published() | {"confidence_head.proj.weight": torch.zeros(1, D + RANK)}
+    tensors = block() | {"confidence_head.proj.weight": torch.zeros(1, D + RANK)}
     source = written(tmp_path / "theirs", tensors, speculators("dspark", anchor=True))
     made = convert_heads(source, tmp_path / "ours")
     assert any("confidence head is left out" in notice for notice in made.notices)

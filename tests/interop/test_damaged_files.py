@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from medusa_heads.checkpoint.stored_heads import read_stored
 from medusa_heads.interop.convert import convert_heads
-from tests.interop import layouts
+from tests.interop import layers, layouts
 from tests.interop.layouts import D, native_tensors
 
 LAYOUTS: dict[str, Callable[[Path], Path]] = {
@@ -26,6 +27,10 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
         token_map=torch.tensor([9, 3, 4, 70, 5]),
     ),
     "hydra": lambda folder: layouts.hydra(folder, layouts.hydra_tensors(2, 1, grounded=True)),
+    **{
+        name: partial(lambda named, folder: layers.written(folder, *named), named)
+        for name, named in layers.PUBLISHED.items()
+    },
 }
 
 
@@ -82,7 +87,7 @@ def test_values_of_configurations(tmp_path: Path, layout: str) -> None:
     assert attempt(source, tmp_path / "whole")
     keys = [*config, "medusa", "grounded_heads", "hidden_state_offset", "version"]
     for place, key in enumerate(keys):
-        for number, value in enumerate(VALUES[place % 2 :: 2]):
+        for number, value in enumerate(VALUES[place % 3 :: 3]):
             layouts.write_config(source, config | {key: value})
             out = tmp_path / f"{key}{number}"
             if attempt(source, out):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from medusa_heads import HeadsConfig, TargetModel, new_heads
@@ -19,61 +19,8 @@ from medusa_heads.heads import Eagle3Heads
 from medusa_heads.interop.convert import convert_heads
 from medusa_heads.interop.export import export_heads
 from tests.interop.conftest import Decodes
+from tests.interop.layers import FEW, GROUPS, HEADS, WIDTH, Tensors, eagle3, eagle3_config, written
 from tests.interop.layouts import D, V, assert_same_bits, values
-
-HEADS, GROUPS, WIDTH, WIDE, FEW = 4, 2, 16, 96, 30
-Tensors = dict[str, Tensor]
-
-
-def published(num_features: int, layer: str = "midlayer", *, reduced: bool = True) -> Tensors:
-    """Every tensor different, under the names of the authors' files."""
-    shapes = {
-        f"{layer}.self_attn.q_proj.weight": (HEADS * WIDTH, 2 * D),
-        f"{layer}.self_attn.k_proj.weight": (GROUPS * WIDTH, 2 * D),
-        f"{layer}.self_attn.v_proj.weight": (GROUPS * WIDTH, 2 * D),
-        f"{layer}.self_attn.o_proj.weight": (D, HEADS * WIDTH),
-        f"{layer}.mlp.gate_proj.weight": (WIDE, D),
-        f"{layer}.mlp.up_proj.weight": (WIDE, D),
-        f"{layer}.mlp.down_proj.weight": (D, WIDE),
-        "lm_head.weight": (FEW if reduced else V, D),
-    }
-    if num_features:
-        shapes["fc.weight"] = (D, num_features * D)
-    tensors = {name: 3 * values(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
-    norms = [f"{layer}.{n}" for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")]
-    for i, name in enumerate([*norms, "norm"]):
-        tensors[f"{name}.weight"] = 1 + values(D, seed=100 + i)
-    if reduced:
-        drafted = torch.arange(3, 3 + 5 * FEW, 5)
-        tensors["d2t"] = drafted - torch.arange(FEW)
-        tensors["t2d"] = torch.zeros(V, dtype=torch.bool)
-        tensors["t2d"][drafted] = True
-    return tensors
-
-
-def config_of(**changed: Any) -> dict[str, Any]:
-    said = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": D,
-        "intermediate_size": WIDE,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": GROUPS,
-        "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5000.0,
-        "vocab_size": V,
-        "draft_vocab_size": FEW,
-        "eagle_aux_hidden_state_layer_ids": [1, 2],
-    }
-    return said | changed
-
-
-def written(folder: Path, tensors: Tensors, **changed: Any) -> Path:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config_of(**changed)))
-    return folder
 
 
 def their_logits(
@@ -129,13 +76,13 @@ def test_a_layer_says_what_theirs_says(
     tmp_path: Path, target: Path, decodes: Decodes, of: str, before: bool
 ) -> None:
     changed: dict[str, Any] = {"norm_before_residual": before}
-    tensors = published(0 if of == "last hidden state" else 2)
+    tensors = eagle3(0 if of == "last hidden state" else 2)
     stored = tensors
     if of == "last hidden state":
         changed["eagle_config"] = {"use_aux_hidden_state": False}
     if of == "speculators":
-        stored = published(2, "layers.0") | {"embed_tokens.weight": values(V, D, seed=7)}
-        layer = config_of()
+        stored = eagle3(2, "layers.0") | {"embed_tokens.weight": values(V, D, seed=7)}
+        layer = eagle3_config()
         method = {"proposal_type": "greedy", "speculative_tokens": 3}
         changed |= {
             "speculators_model_type": "eagle3",
@@ -145,7 +92,7 @@ def test_a_layer_says_what_theirs_says(
         }
         if before:  # which is what is meant where nothing is said
             del changed["norm_before_residual"]
-    source = written(tmp_path / "theirs", stored, **changed)
+    source = written(tmp_path / "theirs", stored, eagle3_config(**changed))
     converted = convert_heads(source, tmp_path / "ours", target=str(target))
     assert converted.format == "eagle3"
     assert converted.stored.config.num_heads == (3 if of == "speculators" else 5)
@@ -205,6 +152,15 @@ def test_there_and_back(tmp_path: Path, target: Path, config: dict[str, Any]) ->
         torch.testing.assert_close(got_TV, heads.project(0, features[0, :, 0]))
 
 
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "tensors", "message"),
     [
@@ -213,27 +169,59 @@ def test_there_and_back(tmp_path: Path, target: Path, config: dict[str, Any]) ->
         ({"target_hidden_size": 128}, {}, "says target_hidden_size: 128 and its tensors are 64"),
         ({"norm_output": True}, {}, "reads its own output behind the last norm"),
         ({"eagle_aux_hidden_state_layer_ids": None}, {}, "does not say which layers it reads"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, {}, "features must be different numbers"),
-        ({"eagle_aux_hidden_state_layer_ids": [1]}, {}, r"fc.weight has shape \[64, 128\]"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, {}, r"order, counted from 1, got \[0, 2\]"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1]}, {}, "in ascending order, counted from 1"),
+        ({"eagle_aux_hidden_state_layer_ids": [1]}, {}, r"says .*\[1\], and fc.weight reads 2 lay"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, {}, "layer 8, and .* has the layers 0 to 1"),
+        ({"num_hidden_layers": 2}, {}, "says num_hidden_layers: 2, and the tensors say 1"),
+        ({"draft_vocab_size": 9}, {}, "says draft_vocab_size: 9, and the tensors say 30"),
+        ({"vocab_size": 150}, {}, "for a vocabulary of 150, and the target's has 199 tokens"),
+        ({"vocab_size": True}, {}, r"does not say its target's vocab_size \(it says True\)"),
+        ({"speculators_model_type": "peagle"}, {}, "and its config.json is of 'peagle'"),
+        (
+            {"architectures": ["DFlashDraftModel"]},
+            {},
+            "'eagle3', and its config.json is of 'dflash'",
+        ),
+        ({"rope_theta": 0}, {}, "rope_theta must be a positive number, got 0"),
+        (
+            {"rope_scaling": ROPE | {"low_freq_factor": "x"}},
+            {},
+            "say no positions: Class validation",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, {}, "must have original_max_position"),
+        ({"rope_scaling": ROPE | {"partial_rotary_factor": 0.5}}, {}, "turn a part of each head"),
         ({"eagle_config": 3}, {}, "eagle_config must be an object, got 3"),
         ({"rope_scaling": {"type": "dynamic"}}, {}, "must name a rope_type among"),
         ({"num_attention_heads": None}, {}, "num_attention_heads must be an integer"),
         ({"num_attention_heads": 8}, {}, "q_proj.weight has shape|k_proj.weight has shape"),
-        ({}, {"midlayer.mlp.down_proj.weight": None}, "lacks decoder.midlayer.mlp.down_proj"),
+        ({}, {"midlayer.mlp.down_proj.weight": None}, "lacks midlayer.mlp.down_proj.weight"),
         ({}, {"midlayer.extra.weight": torch.zeros(2)}, "extra.weight is no tensor of EAGLE-3's"),
         ({}, {"d2t": torch.zeros(3, dtype=torch.long)}, "d2t must say of 30 tokens"),
         ({}, {"d2t": torch.full((FEW,), V)}, "d2t must say of 30 tokens"),
         ({}, {"lm_head.weight": None}, "lacks lm_head.weight"),
+        ({}, {"midlayer.hidden_norm.weight": None}, "lacks midlayer.hidden_norm.weight"),
+        ({}, {"layers.0.hidden_norm.weight": torch.zeros(D)}, "layers.0.hidden_norm.weight is no"),
+        ({}, {"midlayer.self_attn.q_proj.weight": torch.zeros(())}, r"shape \[\], not a matrix"),
+        (
+            {},
+            {"fc.weight": torch.zeros(D, 2 * D, dtype=torch.long)},
+            "stored as int64, expected one",
+        ),
+        ({}, {"d2t": None}, "lacks d2t, which says what 30 of the target's 199 tokens"),
+        ({}, {"d2t": torch.full((FEW,), 2**63 - 1)}, "d2t must say of 30 tokens"),
+        ({}, {"d2t": torch.arange(FEW)}, "t2d does not mark the tokens that d2t says"),
+        ({}, {"t2d": torch.zeros(V, dtype=torch.bool)}, "t2d does not mark the tokens"),
     ],
     ids=str,
 )
 def test_what_cannot_be_read_is_said(
-    tmp_path: Path, config: dict[str, Any], tensors: dict[str, Any], message: str
+    tmp_path: Path, target: Path, config: dict[str, Any], tensors: dict[str, Any], message: str
 ) -> None:
-    stored = {name: t for name, t in (published(2) | tensors).items() if t is not None}
-    source = written(tmp_path / "theirs", stored, **config)
+    stored = {name: t for name, t in (eagle3(2) | tensors).items() if t is not None}
+    source = written(tmp_path / "theirs", stored, eagle3_config(**config))
     with pytest.raises(ValueError, match=message):
-        convert_heads(source, tmp_path / "ours")
+        convert_heads(source, tmp_path / "ours", target=str(target))
 
 
 def test_other_layouts_and_kinds_are_told_apart(tmp_path: Path, target: Path) -> None:
@@ -250,18 +238,21 @@ def test_other_layouts_and_kinds_are_told_apart(tmp_path: Path, target: Path) ->
 
 @pytest.mark.parametrize("before", [False, True])
 def test_what_sglang_would_not_read_is_said(tmp_path: Path, target: Path, before: bool) -> None:
-    source = written(tmp_path / "theirs", published(2), norm_before_residual=before)
+    source = written(tmp_path / "theirs", eagle3(2), eagle3_config(norm_before_residual=before))
     convert_heads(source, tmp_path / "ours", target=str(target))
     exported = export_heads(tmp_path / "ours", tmp_path / "out", "eagle3", target=str(target))
     assert any("SGLang" in notice for notice in exported.notices) == before
 
 
 def test_speculators_layer_comes_back(tmp_path: Path, target: Path) -> None:
-    source = written(tmp_path / "theirs", published(2))
+    source = written(tmp_path / "theirs", eagle3(2), eagle3_config())
     made = convert_heads(source, tmp_path / "ours", target=str(target))
     to: Any = "eagle3-speculators"
     exported = export_heads(made.folder, tmp_path / "out", to, target=str(target))
-    assert "layers.0.self_attn.q_proj.weight" in load_file(exported.folder / "model.safetensors")
+    there = load_file(exported.folder / "model.safetensors")
+    embeddings = TargetModel.from_pretrained(str(target)).get_input_embeddings()
+    assert "layers.0.self_attn.q_proj.weight" in there
+    assert torch.equal(there["embed_tokens.weight"], embeddings.weight)
     again = convert_heads(exported.folder, tmp_path / "again", target=str(target))
     before, after = read_stored(made.folder), read_stored(again.folder)
     assert_same_bits(after.tensors, before.tensors)

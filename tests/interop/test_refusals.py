@@ -76,7 +76,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "integers": (
         lambda t: t.update({"1.0.linear.weight": torch.zeros(D, D, dtype=torch.long)}),
-        "holds integers",
+        "stored as int64",
     ),
     "a stranger": (
         lambda t: t.update({"optimizer.step": torch.zeros(1)}),
@@ -200,12 +200,9 @@ def test_an_index_that_promises_too_much(tmp_path: Path, target: Path) -> None:
 
 
 def test_not_heads_at_all(tmp_path: Path, target: Path) -> None:
-    assert "no heads of a known layout" in refused(target, tmp_path)
     (tmp_path / "empty").mkdir()
     assert "holds no weights" in refused(tmp_path / "empty", tmp_path)
     assert "found none" in refused(tmp_path / "nowhere", tmp_path)
-    (tmp_path / "heads.gguf").write_text("")
-    assert "none of .safetensors, .pt, .bin" in refused(tmp_path / "heads.gguf", tmp_path)
 
 
 def test_two_layouts_in_one(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.inference.regeneration.arguments import RegenerateArguments
+from medusa_heads.inference.regeneration.arguments import RegenerateArguments, longest_answer
 from medusa_heads.settings import mapping
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ def regenerate(arguments: RegenerateArguments) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from medusa_heads.inference.regeneration.answers import Sampling
-    from medusa_heads.inference.regeneration.dialogues import read_dialogues, read_table
+    from medusa_heads.inference.regeneration.dialogues import read_dialogues
     from medusa_heads.inference.regeneration.regenerate import answer_dialogues
     from medusa_heads.inference.regeneration.store import check_output, write_output
+    from medusa_heads.inference.regeneration.tables import read_table
     from medusa_heads.target.loading import find_tokenizer
 
     disable_progress_bar()
@@ -45,17 +46,21 @@ def regenerate(arguments: RegenerateArguments) -> None:
         prompt_length=arguments.prompt_length,
         seed=arguments.seed,
         template_options=options,
+        shard=(arguments.shard_index, arguments.num_shards),
     )
     backend, target = (
-        (_server(arguments, tokenizer), None)
-        if arguments.backend == "server"
+        (_elsewhere(arguments, tokenizer), None)
+        if arguments.backend in ("server", "vllm")
         else _local(arguments)
     )
     print_choices()
     result = answer_dialogues(
         backend,
         dialogues,
-        Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed),
+        Sampling(
+            arguments.max_new_tokens or longest_answer(backend.max_positions),
+            *(arguments.temperature, arguments.seed, arguments.top_p, arguments.top_k),
+        ),
         greedy_share=arguments.greedy_share,
         cache_dir=arguments.answers_dir or folder / "answers",
     )
@@ -67,6 +72,8 @@ def regenerate(arguments: RegenerateArguments) -> None:
     if target is not None:
         record["target"] |= {"revision": target.revision, **target.fingerprint()}
     file = write_output(result.rows, result.accounting, folder, record)
+    for mapped in result.rows.cache_files:  # copied by now
+        Path(mapped["filename"]).unlink()
     accounting = result.accounting
     print(accounting)
     print(f"{len(result.rows)} rows in {folder}, what became of each prompt in {file}")
@@ -106,23 +113,21 @@ def _local(arguments: RegenerateArguments) -> tuple[Backend, TargetModel]:
     return TransformersBackend(target, num_workers=arguments.num_workers, **sizes), target
 
 
-def _server(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
-    """A server, for which the target's weights are not needed here."""
+def _elsewhere(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
+    """vLLM or a server: the target's weights are not loaded by us."""
     if tokenizer is None:
         raise ValueError(
-            "a server's answers are tokenised with the target's tokenizer: name the hub id or "
-            "folder that has it in --model_name_or_path"
+            "answers are read with the target's tokenizer: name the hub id or folder that has it "
+            "in --model_name_or_path"
         )
     from transformers import AutoConfig, GenerationConfig
 
-    from medusa_heads.inference.regeneration.server_backend import ServerBackend
     from medusa_heads.target.loading import asking_hub
 
     name = arguments.model_name_or_path
+    trust: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
     with asking_hub(name) as options:
-        config = AutoConfig.from_pretrained(
-            name, trust_remote_code=arguments.trust_remote_code, **options
-        )
+        config = AutoConfig.from_pretrained(name, **trust, **options)
         try:
             ends = GenerationConfig.from_pretrained(name, **options).eos_token_id
         except OSError:
@@ -130,13 +135,21 @@ def _server(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
     known = [ends] if isinstance(ends, int) else list(ends or [])
     # Several tokens may end a text; the tokenizer says which one ends an answer.
     known = list(dict.fromkeys([tokenizer.eos_token_id, *known]))
+    known = [token for token in known if token is not None]
+    if arguments.backend == "vllm":
+        from medusa_heads.inference.regeneration.vllm_backend import VllmBackend
+
+        engine = trust | {"dtype": arguments.dtype} | mapping(arguments, "engine_args")
+        return VllmBackend(name, ends=known, **engine)
+    from medusa_heads.inference.regeneration.server_backend import ServerBackend
+
     assert arguments.base_url is not None
     settings = ("endpoint", "token_ids", "concurrency", "retries", "timeout", "api_key_variable")
     return ServerBackend(
         arguments.base_url,
         arguments.model or name,
         tokenizer,
-        ends=[token for token in known if token is not None],
+        ends=known,
         max_positions=getattr(config.get_text_config(), "max_position_embeddings", None),
         **{setting: getattr(arguments, setting) for setting in settings},
     )

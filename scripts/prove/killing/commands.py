@@ -22,7 +22,7 @@ _TRAINED = (
     '--training_args {{"use_cpu":true}}'
 )
 _OF_TARGET = "--model_name_or_path {given}/target"
-_WITHIN = re.compile(r"\.part|checkpoint-|POST|PUT")
+_WITHIN = re.compile(r"\.part|checkpoint-|answers-|POST|PUT")
 _ANY = r"os\.|open |shutil\."
 
 

@@ -92,6 +92,11 @@ def _read(path: Path, name: str) -> Iterator[tuple[str, Any]]:
         # A measurement is a time, and is kept only where nothing else runs.
         if not (isinstance(content, dict) and set(content) == {"of", "values"}):
             yield name, without_times(content)
+    elif path.suffix == ".jsonl" and path.parent.parent.name == "answers":
+        # A line that was not written to its end is nobody's to read.
+        for line in path.read_bytes().split(b"\n")[:-1]:
+            key, *answer, _ = json.loads(line)
+            yield f"{Path(name).parent.as_posix()}: answer {key}", answer
     elif path.suffix == ".jsonl":
         yield name, [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     elif path.suffix == ".yaml":
@@ -99,7 +104,10 @@ def _read(path: Path, name: str) -> Iterator[tuple[str, Any]]:
 
         yield name, without_times(yaml.safe_load(path.read_text(encoding="utf-8")))
     elif path.suffix == ".arrow":
-        yield from _arrow(path, name)
+        import pyarrow as pa
+
+        with pa.memory_map(str(path)) as source:
+            yield name, pa.ipc.open_stream(source).read_all().to_pylist()
     elif path.suffix in (".pt", ".pth", ".bin"):
         import torch
 
@@ -125,18 +133,6 @@ def _tensors(path: Path, name: str) -> Iterator[tuple[str, Any]]:
         return
     for row, hidden_PD in tensors.items():
         yield f"{Path(name).parent.as_posix()}: row {row}", hidden_PD
-
-
-def _arrow(path: Path, name: str) -> Iterator[tuple[str, Any]]:
-    import pyarrow as pa
-
-    with pa.memory_map(str(path)) as source:
-        rows = pa.ipc.open_stream(source).read_all().to_pylist()
-    if not path.name.startswith("part-"):
-        yield name, rows
-        return
-    for row in rows:
-        yield f"{Path(name).parent.as_posix()}: answer {row['key']}", row
 
 
 def _heads(folder: Path) -> None:

@@ -15,7 +15,9 @@ from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.cli import train_heads
 from medusa_heads.cli.verbs.regenerate import main
 from medusa_heads.config import HeadsConfig
+from medusa_heads.data.sources import load_corpus
 from medusa_heads.heads import MedusaHeads
+from medusa_heads.inference.regeneration.arguments import longest_answer
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.inference.regeneration.completion_server import serving
@@ -100,6 +102,28 @@ def test_a_server_answers_without_the_weights_here(folder: Path, tmp_path: Path)
     assert load_from_disk(str(tmp_path / "there")).to_dict() == expected
 
 
+def test_shards_are_datasets_that_are_joined(folder: Path, tmp_path: Path) -> None:
+    assert run(folder, tmp_path / "whole") == 0
+    for index in ("0", "1"):
+        shard = ["--num_shards", "2", "--shard_index", index]
+        assert run(folder, tmp_path / "shards" / index, *shard) == 0
+    assert not list(tmp_path.rglob("rows-*"))  # what the dataset was copied from
+    whole = load_from_disk(str(tmp_path / "whole"))["input_ids"][:]
+    joined = load_corpus(str(tmp_path / "shards" / "*")).rows["input_ids"][:]
+    assert joined == whole[0::2] + whole[1::2]
+
+
+def test_answers_take_half_of_a_short_context_unless_asked_otherwise(
+    folder: Path, tmp_path: Path
+) -> None:
+    few = ["--model_name_or_path", str(folder / "target"), "--output_dir", str(tmp_path)]
+    few += ["--dataset", str(folder / "talks.jsonl"), "--num_prompts", "1"]
+    assert main([*few, "--batch_size", "1"]) == 0
+    record = json.loads((tmp_path / "regeneration.json").read_text())
+    assert record["answers"]["sampling"]["max_new_tokens"] == 256  # of 512
+    assert longest_answer(131_072) == longest_answer(None) == 2048
+
+
 def test_strict_is_an_error_where_an_answer_is_missing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,10 +143,17 @@ def test_strict_is_an_error_where_an_answer_is_missing(
     [
         (["--backend", "heads"], "the backend heads needs --heads"),
         (["--backend", "server"], "the backend server needs --base_url"),
+        (["--backend", "vllm"], "the backend vllm needs vLLM, and it is not installed"),
+        (["--engine_args", "{}"], "engine_args is read by the backend vllm alone"),
+        (["--backend", "vllm", "--batch_size", "2"], "max_num_seqs in --engine_args"),
         (["--base_url", "http://x/v1"], "base_url is read by the backend server alone"),
         (["--num_workers", "2", "--backend", "continuous"], "num_workers is read by"),
         (["--max_new_tokens", "0"], "max_new_tokens must be at least 1"),
         (["--temperature", "0"], "temperature must be above 0"),
+        (["--top_p", "1.5"], "top_p must be at most 1, got 1.5"),
+        (["--top_k", "0"], "top_k must be at least 1"),
+        (["--num_shards", "2", "--shard_index", "2"], "expected a shard_index from 0 to 1, got 2"),
+        (["--num_shards", "9", "--shard_index", "8"], "expected rows in shard 8 of 9, got 6"),
         (["--max_new_tokens", "600"], "6 too long for the target's context"),
         (["--dataset", "./nowhere.jsonl"], "there is nothing"),
         (["--chat_template_kwargs", "{"], "chat_template_kwargs must be a JSON object"),

@@ -45,14 +45,18 @@ class CompletionServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/v1"
 
-    def complete(self, prompt: list[int], max_tokens: int) -> tuple[list[int], str]:
+    def note(self, request: dict[str, Any]) -> None:
+        """Remember a request."""
+        self.requests.append(request)
+
+    def complete(self, prompt: list[int], request: dict[str, Any]) -> tuple[list[int], str]:
         """New tokens, and why they ended."""
         input_ids = torch.tensor([prompt])
         with self.lock:
             output = self.model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=max_tokens,
+                max_new_tokens=request["max_tokens"],
                 do_sample=False,
                 pad_token_id=0,
             )
@@ -64,12 +68,14 @@ class CompletionServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: CompletionServer
+    protocol_version = "HTTP/1.1"  # connections are kept
+    wbufsize, disable_nagle_algorithm = -1, True  # a reply is one packet
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
         with server.lock:
-            server.requests.append(request)
+            server.note(request)
             server.authorizations.append(self.headers["Authorization"])
             failure = server.failures.pop(0) if server.failures else None
             if server.dies_after is not None and len(server.requests) > server.dies_after:
@@ -87,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
             prompt = request["prompt"]
         else:
             return self._send(422, {"error": {"message": "prompt must be a string"}})
-        tokens, reason = server.complete(prompt, request["max_tokens"])
+        tokens, reason = server.complete(prompt, request)
         ended = reason == "stop"
         text = server.spoil(server.tokenizer.decode(tokens[:-1] if ended else tokens))
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,19 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.inference.regeneration import transformers_backend
-from medusa_heads.inference.regeneration.answers import EMPTY, Answer, Backend, Sampling, as_answer
+from medusa_heads.inference.regeneration.answers import (
+    EMPTY,
+    Answer,
+    Answers,
+    Backend,
+    Sampling,
+    as_answer,
+)
 from medusa_heads.inference.regeneration.continuous_backend import ContinuousBackend
-from medusa_heads.inference.regeneration.dialogues import Dialogue
-from medusa_heads.inference.regeneration.prompts import Prompt, PromptMaker, draw
+from medusa_heads.inference.regeneration.dialogues import read_dialogues
+from medusa_heads.inference.regeneration.prompts import Prompt, draw, is_greedy
 from medusa_heads.inference.regeneration.regenerate import answer_dialogues, regenerate
+from medusa_heads.inference.regeneration.store import AnswerStore
 from medusa_heads.inference.regeneration.transformers_backend import (
     HeadsBackend,
     TransformersBackend,
@@ -36,10 +47,14 @@ def prompt_ids(count: int) -> list[list[int]]:
     return [torch.randint(0, 199, (3 + i % 4,), generator=generator).tolist() for i in range(count)]
 
 
-def answers(backend: Backend, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+def answers(
+    backend: Backend, prompts: Sequence[Prompt], sampling: Sampling = SAMPLING
+) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
 
-    for pairs in backend.answer(prompts, SAMPLING, lambda count: None):
+    source = iter(prompts)
+    taken = backend.answer(lambda n: [*islice(source, n)], sampling, lambda count: None)
+    for pairs in taken:
         for prompt, answer in pairs:
             assert prompt.key not in found and answer.failure is None
             found[prompt.key] = [int(token) for token in answer.tokens]
@@ -69,8 +84,7 @@ def make_heads(target: TargetModel) -> Backend:
 def test_every_backend_gives_the_same_text(
     make: Callable[[TargetModel], Backend], target: TargetModel
 ) -> None:
-    maker = PromptMaker(0.4)
-    prompts = [maker(i, ids) for i, ids in enumerate(prompt_ids(12))]
+    prompts = [Prompt(ids, is_greedy(row, 0.4), row) for row, ids in enumerate(prompt_ids(12))]
     expected = answers(TransformersBackend(target, batch_size=12), prompts)
     assert len(expected) == 12 and len({tuple(text) for text in expected.values()}) == 12
     assert answers(make(target), prompts[::-1]) == expected
@@ -78,8 +92,7 @@ def test_every_backend_gives_the_same_text(
 
 def test_equal_prompts_get_unequal_samples_and_equal_greedy_text(target: TargetModel) -> None:
     for share, different in ((0.0, 4), (1.0, 1)):
-        maker = PromptMaker(share)
-        prompts = [maker(i, [5, 6, 7]) for i in range(4)]
+        prompts = [Prompt([5, 6, 7], is_greedy(row, share), row) for row in range(4)]
         texts = answers(TransformersBackend(target), prompts)
         assert len(texts) == 4 and len({tuple(text) for text in texts.values()}) == different
 
@@ -104,7 +117,7 @@ def test_the_ends_of_the_interval_draw_tokens_that_are_possible() -> None:
     assert draw(scores_BV, torch.tensor([0.0, largest])).tolist() == [1, 2]
 
 
-def test_draws_of_other_seeds_prompts_and_occurrences_differ() -> None:
+def test_draws_of_other_seeds_prompts_and_rows_differ() -> None:
     prompt = Prompt([1, 2], greedy=False)
     others = [
         prompt.draws(1, 4),
@@ -120,13 +133,26 @@ def test_the_targets_own_warpers_are_honoured(tiny_llama: TinyLlama) -> None:
     model = tiny_llama()
     model.generation_config.top_k = 1  # a draw from one token
     backend = TransformersBackend(TargetModel(model))
-    drawn = [PromptMaker(0.0)(i, ids) for i, ids in enumerate(prompt_ids(3))]
-    greedy = [PromptMaker(1.0)(i, ids) for i, ids in enumerate(prompt_ids(3))]
-    assert list(answers(backend, drawn).values()) == list(answers(backend, greedy).values())
+    drawn = [Prompt(ids, False, i) for i, ids in enumerate(prompt_ids(3))]
+    greedy = [Prompt(ids, True, i) for i, ids in enumerate(prompt_ids(3))]
+    likeliest = list(answers(backend, greedy).values())
+    assert list(answers(backend, drawn).values()) == likeliest
+
+
+@pytest.mark.parametrize("make", [TransformersBackend, ContinuousBackend])
+@pytest.mark.parametrize("asked", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_warpers_are_those_that_are_asked_for(
+    make: Callable[[TargetModel], Backend], asked: dict[str, Any], target: TargetModel
+) -> None:
+    drawn = [Prompt(ids, False, i) for i, ids in enumerate(prompt_ids(3))]
+    greedy = [Prompt(ids, True, i) for i, ids in enumerate(prompt_ids(3))]
+    likeliest = list(answers(make(target), greedy).values())
+    sampling = Sampling(10, 0.9, **asked)
+    assert sorted(answers(make(target), drawn, sampling).values()) == sorted(likeliest)
 
 
 def test_offloaded_weights_are_still_usable_afterwards(tiny_llama: TinyLlama) -> None:
-    prompts = [PromptMaker(0.0)(i, ids) for i, ids in enumerate(prompt_ids(3))]
+    prompts = [Prompt(ids, False, i) for i, ids in enumerate(prompt_ids(3))]
     expected = answers(TransformersBackend(TargetModel(tiny_llama())), prompts)
     model = tiny_llama()
     cpu_offload(model, execution_device=torch.device("cpu"))
@@ -137,7 +163,7 @@ def test_offloaded_weights_are_still_usable_afterwards(tiny_llama: TinyLlama) ->
 def test_a_batch_that_does_not_fit_is_halved(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = [PromptMaker(0.0)(i, ids) for i, ids in enumerate(prompt_ids(7))]
+    prompts = [Prompt(ids, False, i) for i, ids in enumerate(prompt_ids(7))]
     expected = answers(TransformersBackend(target), prompts)
     generate, sizes = transformers_backend._generate, []
 
@@ -168,25 +194,38 @@ def test_lossy_heads_are_refused(target: TargetModel) -> None:
 
 
 def test_a_killed_run_goes_on_and_gives_the_same_rows(target: TargetModel, tmp_path: Path) -> None:
-    """SIGKILL after the first part; then larger batches, and rows as if nothing had happened."""
-    prompts = Dataset.from_dict({"input_ids": prompt_ids(400)})
-    store = tmp_path / "answers"
-    options: dict[str, Any] = {"max_new_tokens": 40, "progress": False}
+    """SIGKILL in the middle of a line; then larger batches, and rows as if nothing had happened."""
+    prompts = Dataset.from_dict({"input_ids": prompt_ids(200)})
+    answers_dir = tmp_path / "answers"
+    options: dict[str, Any] = {"max_new_tokens": 12, "progress": False}
 
     def begin() -> None:
-        regenerate(target, prompts, batch_size=16, cache_dir=store, **options)
+        add, left = AnswerStore.add, 70
 
-    assert dies(begin, renames=2)  # the settings and a part are there
-    # A part that is being written lies in a hidden folder.
-    kept = len([part for part in store.rglob("part-*.arrow") if part.parent.suffix != ".part"])
+        def dying(self: AnswerStore, answers: Answers) -> None:
+            nonlocal left
+            add(self, answers[:left])
+            left -= len(answers)
+            if left < 0:
+                assert self._own is not None
+                self._own.write(b'["0123456789abcdef')
+                self._own.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        AnswerStore.add = dying  # type: ignore[assignment]
+        regenerate(target, prompts, batch_size=16, cache_dir=answers_dir, **options)
+
+    assert dies(begin)
+    (file,) = answers_dir.rglob("answers-*.jsonl")
+    whole, _, torn = file.read_bytes().rpartition(b"\n")
+    assert torn and whole.count(b"\n") + 1 == 70
     resumed = answer_dialogues(
         TransformersBackend(target, batch_size=200),
-        [Dialogue(row, ids) for row, ids in enumerate(prompts["input_ids"])],
-        Sampling(40),
-        cache_dir=store,
+        read_dialogues(prompts, None),
+        Sampling(12),
+        cache_dir=answers_dir,
         progress=False,
     )
-    assert kept >= 1 and 0 < resumed.accounting.reused < 400
-    assert resumed.accounting.reused >= 64 * kept
-    whole = regenerate(target, prompts, batch_size=200, cache_dir=tmp_path / "whole", **options)
-    assert resumed.rows.to_dict() == whole.to_dict()
+    assert (resumed.accounting.done, resumed.accounting.reused) == (200, 70)
+    expected = regenerate(target, prompts, batch_size=200, cache_dir=tmp_path / "whole", **options)
+    assert resumed.rows.to_dict() == expected.to_dict()

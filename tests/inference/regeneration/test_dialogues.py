@@ -13,6 +13,7 @@ from datasets import Dataset
 from medusa_heads.inference.regeneration.answers import (
     EARLIER_TURN,
     EMPTY,
+    NO_CONVERSATION,
     NO_QUESTION,
     TEMPLATE,
     TOO_LONG,
@@ -23,7 +24,8 @@ from medusa_heads.inference.regeneration.answers import (
     Sampling,
 )
 from medusa_heads.inference.regeneration.dialogues import ChatDialogue, read_dialogues
-from medusa_heads.inference.regeneration.regenerate import Regenerated, answer_dialogues, dataset_of
+from medusa_heads.inference.regeneration.regenerate import Regenerated, answer_dialogues
+from medusa_heads.inference.regeneration.store import write_rows
 from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
@@ -75,7 +77,7 @@ def test_a_conversation_without_tokens_is_skipped(target: TargetModel, tmp_path:
         told = json.dumps([{"role": "user", "content": content}])
         corpus = Dataset.from_dict({"messages": [json.dumps(TALK), told]})
         result = ask(target, corpus, tmp_path, template=template)
-        assert result.accounting.done == 1 and result.accounting.skipped == {reason: 1}
+        assert result.accounting.done == 2 and result.accounting.skipped == {reason: 1}
 
 
 def test_rows_of_strange_tokens_are_skipped(target: TargetModel, tmp_path: Path) -> None:
@@ -103,7 +105,8 @@ def test_documents_that_are_missing_are_left_out() -> None:
 def test_the_last_turn_is_answered_after_the_corpus_own_words(
     target: TargetModel, tmp_path: Path
 ) -> None:
-    result = ask(target, Dataset.from_dict({"messages": [TALK, TALK[:3]]}), tmp_path)
+    corpus = Dataset.from_dict({"messages": [TALK, TALK[:3]]})
+    result = ask(target, corpus, tmp_path, turns="last")
     asked = "u:hia:from the corpus<end>u:and?a:"
     for row in result.rows:
         text, (answer,) = read(row)
@@ -148,18 +151,46 @@ def test_a_template_that_rewrites_earlier_answers_makes_rows_of_their_own(
         assert texts[1] == ("u:hia:hel<end>u:and?a:more<end>", ["more<end>"])
 
 
-def test_rows_of_one_conversation_are_one_document() -> None:
+def test_rows_of_one_conversation_are_one_document(tmp_path: Path) -> None:
     """Else training would see what is held out: an answer that a later row quotes."""
     tokenizer = make_tokenizer(FORGETFUL)
     corpus = Dataset.from_dict({"messages": [TALK, TALK[:1], TALK]})
-    dialogues = read_dialogues(corpus, tokenizer, turns="all")
+    dialogues = list(read_dialogues(corpus, tokenizer, turns="all"))
     for dialogue in dialogues:
         for turn in range(dialogue.turns):
             dialogue.ask(turn)
             dialogue.take(words("hello there<end>"))
     assert [len(dialogue.rows()) for dialogue in dialogues] == [2, 1, 2]
-    assert dataset_of(dialogues)["document"][:] == [0, 0, 1, 2, 2]
-    assert dataset_of(dialogues[1:2]).column_names == ["input_ids", "labels"]
+    rows = write_rows(((d.row, row) for d in dialogues for row in d.rows()), tmp_path)
+    assert rows["document"][:] == [0, 0, 1, 2, 2]
+
+
+def test_what_is_no_conversation_is_skipped(target: TargetModel, tmp_path: Path) -> None:
+    corpus = Dataset.from_dict({"messages": ["hello", json.dumps(TALK[:1]), "[7]"]})
+    result = ask(target, corpus, tmp_path)
+    assert result.accounting.done == 1 and result.accounting.skipped == {NO_CONVERSATION: 2}
+    assert "expected a list of messages" in result.accounting.problems[0]["detail"]
+
+
+def test_shards_share_the_rows_and_write_what_one_process_writes(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    corpus = Dataset.from_dict({"prompt": [f"{i}?" for i in range(600)]})
+    tokenizer = make_tokenizer()
+    whole = list(read_dialogues(corpus, tokenizer))
+    assert [dialogue.row for dialogue in whole] == list(range(600))
+    shards = [read_dialogues(corpus, tokenizer, shard=(i, 7)) for i in range(7)]
+    assert [len(shard) for shard in shards] == [86] * 5 + [85] * 2
+    for i, shard in enumerate(shards):
+        asked = [(d.row, list(d.ask(0)[0])) for d in shard]
+        assert asked == [(d.row, list(d.ask(0)[0])) for d in whole[i::7]]
+    with pytest.raises(ValueError, match=r"expected rows in shard 8 of 9, got 5 in all"):
+        read_dialogues(corpus.select(range(5)), tokenizer, shard=(8, 9))
+    few = corpus.select(range(9))
+    alone = ask(target, few, tmp_path / "alone").rows
+    for i in range(2):
+        part = ask(target, few, tmp_path / str(i), shard=(i, 2)).rows
+        assert part["input_ids"][:] == alone["input_ids"][i::2]
 
 
 def test_prompts_are_texts_or_conversations(target: TargetModel, tmp_path: Path) -> None:
@@ -208,10 +239,18 @@ def test_everything_asked_is_done_failed_or_skipped(tiny_llama: TinyLlama, tmp_p
     assert (accounting.asked, accounting.done) == (7, 2)
     assert accounting.skipped == {NO_QUESTION: 2, TOO_LONG: 1, EARLIER_TURN: 1}
     assert accounting.failed == {EMPTY: 1}
-    assert [p["row"] for p in accounting.problems] == [1, 2, 3, 4, 2]
+    assert [p["row"] for p in accounting.problems] == [1, 2, 2, 3, 4]
     assert str(accounting).startswith("asked 7 = done 2 + failed 1 (1 empty answer) + skipped 4 (")
     with pytest.raises(AssertionError):
         Accounting(asked=1).check()
+
+
+def test_all_problems_are_counted_and_the_first_are_listed() -> None:
+    accounting = Accounting(asked=1500)
+    for row in range(1500):
+        accounting.missed("failed", EMPTY, row, 0, "")
+    accounting.check()
+    assert [problem["row"] for problem in accounting.problems] == list(range(1000))
 
 
 def test_a_template_that_refuses_is_a_skipped_row(target: TargetModel, tmp_path: Path) -> None:
@@ -232,7 +271,6 @@ def test_not_one_answer_is_an_error(target: TargetModel, tmp_path: Path) -> None
     [
         ({"question": ["a"]}, "expected a corpus with one of the columns"),
         ({"prompt": []}, "the corpus is empty"),
-        ({"messages": ["hello"]}, "row 0: expected a text, or a list of messages"),
     ],
 )
 def test_corpora_that_ask_nothing_are_refused(columns: dict[str, Any], message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from medusa_heads.inference.regeneration.answers import (
     SERVER_ERROR,
     Sampling,
 )
-from medusa_heads.inference.regeneration.dialogues import Dialogue, read_dialogues
+from medusa_heads.inference.regeneration.dialogues import Dialogues, read_dialogues
 from medusa_heads.inference.regeneration.regenerate import Regenerated, answer_dialogues
 from medusa_heads.inference.regeneration.server_backend import ServerBackend
 from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
@@ -44,7 +44,7 @@ def server(model: Any) -> Iterator[CompletionServer]:
         yield server
 
 
-def dialogues(turns: Any = "last") -> Sequence[Dialogue]:
+def dialogues(turns: Any = "last") -> Dialogues:
     return read_dialogues(Dataset.from_dict({"messages": TALKS}), make_tokenizer(), turns=turns)
 
 
@@ -98,6 +98,15 @@ def test_sampled_requests_carry_temperature_and_a_seed_of_their_own(
     assert len({request["seed"] for request in server.requests}) == len(TALKS)
 
 
+def test_a_nucleus_that_is_asked_for_is_that_of_the_sampled_share(
+    server: CompletionServer, tmp_path: Path
+) -> None:
+    sampling = Sampling(8, 1.1, top_p=0.9, top_k=5)
+    answer_dialogues(backend(server), dialogues(), sampling, cache_dir=tmp_path, progress=False)
+    asked = {(r["temperature"], r.get("top_p"), r.get("top_k")) for r in server.requests}
+    assert asked == {(0.0, None, None), (1.1, 0.9, 5)}
+
+
 def test_passing_failures_are_tried_again(server: CompletionServer, tmp_path: Path) -> None:
     server.failures = [503, 429]
     assert ask(backend(server, endpoint="chat"), tmp_path).accounting.done == len(TALKS)
@@ -122,7 +131,7 @@ def test_a_server_that_dies_ends_the_run_and_keeps_what_it_said(
 ) -> None:
     talks = Dataset.from_dict({"messages": TALKS * 4})
 
-    def many() -> Sequence[Dialogue]:
+    def many() -> Dialogues:
         return read_dialogues(talks, make_tokenizer())
 
     server.dies_after = 5
@@ -137,6 +146,25 @@ def test_a_server_that_dies_ends_the_run_and_keeps_what_it_said(
         backend(server, endpoint="chat"), many(), SAMPLING, cache_dir=tmp_path, progress=False
     )
     assert (resumed.accounting.done, resumed.accounting.reused) == (32, 5)
+
+
+def test_several_servers_share_the_requests_and_one_that_is_gone_is_left_out(
+    server: CompletionServer, model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = ask(backend(server), tmp_path / "alone")
+    server.requests.clear()
+    with serving(model, make_tokenizer()) as second:
+        urls = [server.url, second.url, "http://127.0.0.1:9/v1"]
+        several = ServerBackend(
+            urls, "tiny", make_tokenizer(), ends=backend(server).ends, retries=0, concurrency=4
+        )
+        together = ask(several, tmp_path / "together")
+        assert len(server.requests) + len(second.requests) == len(TALKS) + 1  # one to try ids
+    assert together.rows.to_dict() == alone.rows.to_dict() and together.accounting.done == 8
+    assert min(len(server.requests), len(second.requests)) > 0
+    assert caplog.text.count("no server answers at http://127.0.0.1:9/v1") == 1
+    again = ask(backend(server), tmp_path / "together")  # an answer is not an address's
+    assert again.accounting.reused == 8
 
 
 def test_nobody_there_is_one_sentence(server: CompletionServer, tmp_path: Path) -> None:

@@ -1,23 +1,102 @@
 """Answers on disk: of one backend and one set of settings, and whole."""
 
+from array import array
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from medusa_heads.inference.regeneration.answers import Answer
+from medusa_heads.inference.regeneration import store as store_module
+from medusa_heads.inference.regeneration.answers import EMPTY, SERVER_ERROR, Answer
+from medusa_heads.inference.regeneration.dialogues import Row
 from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.inference.regeneration.store import AnswerStore
+from medusa_heads.inference.regeneration.store import AnswerStore, write_rows
 
 
-def test_a_damaged_part_is_named(tmp_path: Path) -> None:
+def opened(folder: Path, who: str = "me") -> closing[AnswerStore]:
+    return closing(AnswerStore(folder, {"who": who}))
+
+
+def test_answers_are_of_one_backend_and_one_set_of_settings(tmp_path: Path) -> None:
     prompt = Prompt([1, 2], greedy=True)
-    store = AnswerStore(tmp_path, {"who": "me"})
-    store.add([(prompt, Answer([5, 6], remarks=("odd",)))])
-    store.flush()
-    again = AnswerStore(tmp_path, {"who": "me"}).get(prompt)
-    assert again is not None and (list(again.tokens), again.remarks) == ([5, 6], ("odd",))
-    assert AnswerStore(tmp_path, {"who": "you"}).get(prompt) is None
-    (part,) = store.folder.glob("part-*")
-    part.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"part-.* is damaged .*: remove it"):
-        AnswerStore(tmp_path, {"who": "me"})
+    with opened(tmp_path) as store:
+        store.add([(prompt, Answer([5, 6], remarks=("odd",)))])
+        assert not store.is_old(prompt)
+        with opened(tmp_path) as beside:  # what is added is there at once
+            again = beside.get(prompt)
+            assert again is not None and (list(again.tokens), again.remarks) == ([5, 6], ("odd",))
+            assert beside.is_old(prompt)
+    with opened(tmp_path, "you") as other:
+        assert other.get(prompt) is None
+
+
+def test_failures_that_pass_are_known_to_this_run_alone(tmp_path: Path) -> None:
+    prompts = [Prompt([1], greedy=True), Prompt([2], greedy=True)]
+    with opened(tmp_path) as store:
+        store.add([(prompts[0], Answer(failure=SERVER_ERROR)), (prompts[1], Answer(failure=EMPTY))])
+        assert all(store.get(prompt) for prompt in prompts)
+    with opened(tmp_path) as store:
+        assert [store.get(prompt) for prompt in prompts] == [None, Answer(array("q"), EMPTY)]
+
+
+def test_a_half_written_line_is_no_answer(tmp_path: Path) -> None:
+    """Wherever it is cut, and those before it stay."""
+    prompts = [Prompt([1], greedy=True, row=row) for row in range(2)]
+    with opened(tmp_path) as store:
+        store.add([(prompts[0], Answer([7, 8, 300])), (prompts[1], Answer([9]))])
+    (file,) = store.folder.glob("answers-*.jsonl")
+    whole = file.read_bytes()
+    for end in range(whole.index(b"\n") + 1, len(whole)):
+        file.write_bytes(whole[:end])
+        with opened(tmp_path) as store:
+            first = store.get(prompts[0])
+            assert first is not None and list(first.tokens) == [7, 8, 300]
+            assert store.get(prompts[1]) is None
+    with opened(tmp_path) as store:
+        store.add([(prompts[1], Answer([9]))])
+    with opened(tmp_path) as store:
+        again = store.get(prompts[1])
+        assert again is not None and list(again.tokens) == [9]
+
+
+def test_a_damaged_line_is_no_answer(tmp_path: Path) -> None:
+    """Whichever byte of it is another."""
+    prompts = [Prompt([1], greedy=True, row=row) for row in range(2)]
+    with opened(tmp_path) as store:
+        store.add([(prompts[0], Answer([7, 8, 300])), (prompts[1], Answer([9]))])
+    (file,) = store.folder.glob("answers-*.jsonl")
+    whole = file.read_bytes()
+    for at in range(whole.index(b"\n") + 1):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with opened(tmp_path) as store:
+            assert store.get(prompts[0]) is None
+            assert store.get(prompts[1]) is not None or whole[at] == ord("\n")
+
+
+def test_many_answers_are_found_by_16_bytes_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_UNSORTED", 7)
+    monkeypatch.setattr(store_module, "_MOST_OPEN", 2)
+    prompts = [Prompt([1], greedy=True, row=row) for row in range(100)]
+    for turn in range(4):  # a third of them is made anew each time, and the last one counts
+        with opened(tmp_path) as store:
+            store.add(
+                [(p, Answer([turn, p.row])) for p in prompts if not turn or p.row % 3 == turn % 3]
+            )
+            found = [list(a.tokens) for a in map(store.get, prompts) if a]
+            places = store._places
+            assert len(places._latest) < 7 and places._keys.nbytes + places._at.nbytes <= 16 * 100
+    assert found == [[{0: 3, 1: 1, 2: 2}[row % 3], row] for row in range(100)]
+    assert len(list(store.folder.glob("answers-*.jsonl"))) == 4
+
+
+def test_rows_are_mapped_from_a_file_and_say_whose_they_are(tmp_path: Path) -> None:
+    def row(*tokens: int) -> Row:
+        return {name: array("q", tokens) for name in ("input_ids", "labels")}
+
+    alone = write_rows(((i, row(i, -100)) for i in range(2500)), tmp_path)
+    assert alone.column_names == ["input_ids", "labels"] and len(alone.cache_files) == 1
+    assert alone["input_ids"][:] == alone["labels"][:] == [[i, -100] for i in range(2500)]
+    several = write_rows(iter([(4, row(1)), (6, row(2)), (6, row(3))]), tmp_path)
+    assert several["document"][:] == [4, 6, 6] and alone[2499]["input_ids"][0] == 2499

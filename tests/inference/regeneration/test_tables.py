@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from medusa_heads.inference.regeneration.dialogues import read_table
+from medusa_heads.inference.regeneration.tables import read_table
 
 
 def test_tables_of_every_kind(tmp_path: Path) -> None:

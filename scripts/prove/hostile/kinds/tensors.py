@@ -26,7 +26,7 @@ from scripts.prove.hostile.damage import (
 from scripts.prove.hostile.kinds.tensor_files import Touch, broken_header, no_safetensors
 from scripts.prove.hostile.values import draw, mutated, words
 from scripts.prove.hostile.workshop import Place, Workshop
-from tests.interop import layouts
+from tests.interop import layers, layouts
 
 
 class Tensors:
@@ -41,6 +41,10 @@ class Tensors:
             "safetensors": layouts.fasterdecoding_v2(own / "v2", layouts.native_tensors(2)),
             "pickle": layouts.fasterdecoding_pt(own / "pt", layouts.native_tensors(2)),
             "hydra": layouts.hydra(own / "hydra", layouts.hydra_tensors(2, 1, grounded=True)),
+            **{
+                name: layers.written(own / name, tensors, said)
+                for name, (tensors, said) in layers.PUBLISHED.items()
+            },
         }
 
     def draw(self, rng: random.Random, place: Place) -> Attempt:
@@ -49,7 +53,7 @@ class Tensors:
             rng,
             [
                 (10, self._sound), (25, self._header), (20, self._damaged), (10, self._other),
-                (20, self._pickled), (15, self._mutated),
+                (20, self._pickled), (15, self._mutated), (20, self._layers),
             ],
         )  # fmt: skip
         return make(rng, place)
@@ -57,7 +61,13 @@ class Tensors:
     def _heads(self, rng: random.Random, place: Place) -> Path:
         folder = place.inputs / "heads"
         kind: dict[str, Any] = rng.choice(
-            [{}, {"kind": "hydra", "prefix_attention": True}, {"kind": "block"}]
+            [
+                {},
+                {"kind": "hydra", "prefix_attention": True},
+                {"kind": "block"},
+                {"kind": "eagle3", "features": (0,)},
+                {"correction_rank": 4, "features": (0,)},
+            ]
         )
         shutil.copytree(self._workshop.heads(**kind), folder)
         return folder
@@ -169,6 +179,37 @@ class Tensors:
         return Attempt(
             f"torch: {label}", "bad", self._convert(source, place, []), ("source", name, "head")
         )
+
+    def _layers(self, rng: random.Random, place: Place) -> Attempt:
+        """A foreign decoder layer, one tensor of which is another or gone, or whose configuration
+        is another's."""
+        name, other = rng.sample(sorted(layers.PUBLISHED), 2)
+        good, said = layers.PUBLISHED[name]
+        tensors = dict(good)
+        wrong = rng.choice(sorted(set(tensors) - {"t2d"}))
+        tensor = tensors.pop(wrong)
+        match rng.randrange(7):
+            case 0:
+                label = "a tensor too few"
+            case 1:
+                label, tensors[wrong] = "half a tensor", tensor[: len(tensor) // 2].clone()
+            case 2:
+                label, tensors[wrong] = "a scalar", tensor.flatten()[0].clone()
+            case 3:
+                dtype = rng.choice([torch.int8, torch.float64, torch.bool])
+                label, tensors[wrong] = "another dtype", tensor.to(dtype)
+            case 4:
+                label, tensors = "two layers", layers.PUBLISHED["eagle3"][0] | layers.block()
+            case 5:
+                label, tensors, said = "another's config", dict(good), layers.PUBLISHED[other][1]
+            case 6:
+                key = rng.choice(["num_hidden_layers", "target_hidden_size", "hidden_act"])
+                inner = dict(said.get("transformer_layer_config", said)) | {key: rng.randint(3, 40)}
+                whole = said | {"transformer_layer_config": inner}
+                label, tensors, said = f"another {key}", dict(good), whole
+        source = layers.written(place.inputs / "source", tensors, said)
+        run = self._convert(source, place, [])
+        return Attempt(f"{name}: {label}", "bad", run, ("source", wrong))
 
     def _mutated(self, rng: random.Random, place: Place) -> Attempt:
         """Bytes of a foreign file changed: refused, or what is written is whole."""
