@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
@@ -30,6 +30,9 @@ from medusa_heads.files import (
     replace_json,
     staging,
 )
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,17 @@ def prepared_folder(place: str | None, *hangs_on: Any) -> Path:
     home = Path(config.HF_DATASETS_CACHE) / "medusa_heads" if place is None else expanded(place)
     check_folder(home)
     return home / str(Hasher.hash([versions, code, *hangs_on]))
+
+
+def table_fingerprint(rows: Dataset) -> str:
+    """A hash of a table by what it holds in memory, and when its files changed: the fingerprint
+    that `datasets` gives it says what was asked of it, and stays where a function of a user's
+    module was edited."""
+    from datasets.fingerprint import Hasher
+
+    files = [(file["filename"], os.stat(file["filename"])) for file in rows.cache_files]
+    changed = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    return str(Hasher.hash([rows._fingerprint, rows.data, rows._indices, changed]))
 
 
 @contextmanager

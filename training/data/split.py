@@ -20,7 +20,7 @@ from medusa_heads.training.data.columns import (
     write_table,
 )
 from medusa_heads.training.data.pack import fill_bins, pack_rows
-from medusa_heads.training.data.prepared import prepared, prepared_folder
+from medusa_heads.training.data.prepared import prepared, prepared_folder, table_fingerprint
 from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows, warn_of_little
 from medusa_heads.training.data.tokenise import document_numbers, is_ready, tokenise
 from medusa_heads.training.data.tokeniser import Tokeniser
@@ -34,7 +34,7 @@ def tokenise_once(
 ) -> tuple[Corpus, str]:
     """`tokenise`, on disk, unless the rows can be taken as they came; and a hash of what they hang
     on."""
-    fingerprint = str(corpus.rows._fingerprint)
+    fingerprint = table_fingerprint(corpus.rows)
     if is_ready(corpus, tokeniser):
         rows = corpus.rows.select_columns(["input_ids", "labels"])
         return replace(corpus, rows=rows), fingerprint

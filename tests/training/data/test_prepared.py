@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset, load_from_disk
 
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data import tokenise
@@ -71,6 +72,25 @@ def test_what_rows_hang_on_is_prepared_anew(
     assert count(other) == 30
     # The same tokens, in another split.
     assert count(eval_rows=3) == 0 and count(packing=True) == 0 and count() == 0
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_table_that_changed_under_its_fingerprint_is_prepared_anew(
+    saved: bool, wide: TargetModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    """So does what a function of a user's module made, after an edit of the module."""
+    first, named = [], set()
+    for word in ("x", "yes", "yes"):
+        rows = Dataset.from_list(texts()).map(
+            lambda row, word=word: {"text": row["text"].replace("x", word)}, new_fingerprint="same"
+        )
+        if saved:
+            rows.save_to_disk(str(tmp_path / "saved"))
+            rows = load_from_disk(str(tmp_path / "saved"))
+        named.add(rows._fingerprint)
+        data = prepare(wide, tokenizer, rows, tmp_path)
+        first.append(tokenizer.decode(data.known_rows[0]["input_ids"]).split()[0])
+    assert first == ["x", "yes", "yes"] and len(named) == 1
 
 
 def test_an_interrupted_preparation_goes_on(
