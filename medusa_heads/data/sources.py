@@ -19,7 +19,7 @@ from medusa_heads.data.formats import (
     plain_columns,
     recognise,
 )
-from medusa_heads.files import code_sha256
+from medusa_heads.files import check_folder, code_sha256
 
 PLACE_COLUMN = "_place"
 """Where a row stands, `file:line`, for messages about it."""
@@ -145,10 +145,17 @@ def _from_files(
 
 def _read_once(reading: dict[str, Any], features: Features, bad_rows: BadRows) -> Dataset:
     """The rows of files as they were read before, in the cache of `datasets`, or are read now by
-    the first process that asks; those that cannot be used go to `bad_rows`."""
-    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    the first process that asks; those that cannot be used go to `bad_rows`. ValueError where the
+    cache cannot be written."""
+    from datasets import (
+        are_progress_bars_disabled,
+        config,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
     from datasets.exceptions import DatasetGenerationError
 
+    check_folder(config.HF_DATASETS_CACHE)
     stats = [file.stat() for file in reading["files"]]
     versions = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
     files = tuple(file.absolute() for file in reading["files"])

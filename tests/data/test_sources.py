@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, config
 
 from medusa_heads.data.corpus import HELD_OUT
 from medusa_heads.data.formats import Conversation, Document
@@ -122,3 +122,13 @@ def test_documents_of_joined_tables_of_tokens_stay_apart(tmp_path: Path) -> None
     for kind in ("parquet", "jsonl"):
         joined = load_corpus([str(tmp_path / f"{name}.{kind}") for name in "ab"])
         assert joined.rows["document"][:] == ["0 0", "0 0", "0 1", "1 0", "1 1", "1 1"]
+
+
+def test_a_cache_that_cannot_be_written_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "text.jsonl").write_text('{"text": "x"}\n')
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
+    with pytest.raises(ValueError, match="expected a folder at"):
+        load_corpus(str(tmp_path / "text.jsonl"))
