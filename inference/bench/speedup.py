@@ -24,7 +24,7 @@ from medusa_heads.heads import DraftHeads, MedusaHeads
 from medusa_heads.heads.int8 import int8_layers
 from medusa_heads.heads.medusa import ResBlock
 from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT
-from medusa_heads.inference.plan.tree_size import TreeSize, measured_sizes, tune
+from medusa_heads.inference.plan.tree_size import TreeSize, measured_sizes, read_as, tune
 from medusa_heads.machine import describe_machine
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
@@ -113,7 +113,7 @@ def analyze(
     expected = {"none": 1.0} | {
         f"chain:{depth}": 1 + math.fsum(chances[:depth]) for depth in range(1, len(chances) + 1)
     }
-    kind = {"chains": len(chances)}
+    kind = read_as(heads) | {"chains": len(chances)}
     batches = []
     for rows in sizes:
         where: dict[str, Any] = {"context": context, "batch_size": rows, "refresh": refresh}

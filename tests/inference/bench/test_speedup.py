@@ -165,6 +165,18 @@ def test_memory_of_heads_is_what_they_hold(
     assert found["heads"] == sum(part.nbytes for part in held)
 
 
+def test_chains_in_eight_bits_are_measured_anew(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    monkeypatch.setattr(int8, "SMALLEST", 0)
+    target = TargetModel(tiny_llama())
+    heads = new_heads(target, HeadsConfig(num_heads=1)).eval()
+    statistics = HeadStatistics.from_ranks(torch.zeros(9, 1, dtype=torch.long))
+    for count, each in enumerate([heads, heads, int8.in_int8(heads)]):
+        analyze(target, each, statistics, context=16, batch_sizes=[1], chain_only=True)
+        assert len(list((cache / "steps").glob("*.json"))) == (2 if count == 2 else 1)
+
+
 @pytest.mark.parametrize("chain_only", [False, True])
 def test_an_analysis_in_full(tiny_llama: TinyLlama, tmp_path: Path, chain_only: bool) -> None:
     target = TargetModel(tiny_llama())
