@@ -171,7 +171,8 @@ class DraftHeads(nn.Module, ABC):
         if self.reads_drafts or self.prefix is not None:
             self._embeddings_VD = embeddings(target, hidden_size)
             if not self.config.raw_embeddings:
-                norm = torch.linalg.vector_norm(self._embeddings_VD, dtype=torch.float32)
+                precise = torch.promote_types(self._embeddings_VD.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(self._embeddings_VD, dtype=precise)
                 size = self._embeddings_VD.numel()
                 self._embedding_scale = float(size**0.5 / norm.clamp_min(1e-6))
 
