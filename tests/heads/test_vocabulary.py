@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -66,7 +68,7 @@ def test_misfits_are_refused(
 
 
 @pytest.mark.parametrize("kind", ["hydra", "block"])
-def test_embeddings_in_double_precision_are_read(tiny_llama: TinyLlama, kind: str) -> None:
+def test_embeddings_in_double_precision_are_read(tiny_llama: TinyLlama, kind: Any) -> None:
     single, double = (
         new_heads(tiny_llama().to(dtype), HeadsConfig(kind=kind))
         for dtype in (torch.float32, torch.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,10 +156,10 @@ def test_memory_of_heads_is_what_they_hold(
     monkeypatch.setattr(int8, "SMALLEST", smallest)
     target = TargetModel(tiny_llama())
     heads = new_heads(target, HeadsConfig(num_heads=2, vocab_matrix="own", features=[0]))
-    view = int8.in_int8(heads)
+    view: Any = int8.in_int8(heads)
     with torch.no_grad():
         view(view.fuse(torch.randn(1, 2 * 64)))
-    held = list(view.parameters())
+    held: list[torch.Tensor] = list(view.parameters())
     held += [part for layer in view._stack[1] for part in layer] if view._stack else []
     held += [part for layer in int8.int8_layers(view) for part in layer._rounded or ()]
     found = memory_overhead(target, view, nodes=1)
