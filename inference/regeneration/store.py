@@ -68,9 +68,8 @@ class AnswerStore:
     def get(self, prompt: Prompt) -> Answer | None:
         """The answer, if there is one."""
         at = self._places.get(_short(prompt.key))
-        if at is None:
-            return self._passing.get(prompt.key)
-        return _read_line(self._line(at), prompt.key)
+        answer = None if at is None else _read_line(self._line(at), prompt.key)
+        return answer or self._passing.get(prompt.key)
 
     def is_old(self, prompt: Prompt) -> bool:
         """Whether an earlier run has answered."""

@@ -73,6 +73,17 @@ def test_a_damaged_line_is_no_answer(tmp_path: Path) -> None:
             assert store.get(prompts[1]) is not None or whole[at] == ord("\n")
 
 
+def test_a_passing_failure_stands_where_a_damaged_line_was(tmp_path: Path) -> None:
+    prompt, failure = Prompt([1], greedy=True), Answer(failure=SERVER_ERROR)
+    with opened(tmp_path) as store:
+        store.add([(prompt, Answer([7, 8]))])
+    (file,) = store.folder.glob("answers-*.jsonl")
+    file.write_bytes(file.read_bytes().replace(b"7,8", b"7,9"))
+    with opened(tmp_path) as store:
+        store.add([(prompt, failure)])
+        assert store.get(prompt) == failure
+
+
 def test_many_answers_are_found_by_16_bytes_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
