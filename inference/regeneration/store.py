@@ -49,8 +49,12 @@ class AnswerStore:
     that is named by `described`: everything but the prompt that decides an answer. To be closed."""
 
     def __init__(self, root: Path, described: dict[str, Any]) -> None:
-        text = json.dumps(masked(described), indent=2, sort_keys=True, default=str)
-        self.folder = root / hashlib.sha256(text.encode()).hexdigest()[:16]
+        plain, text = (
+            json.dumps(each, indent=2, sort_keys=True, default=str)
+            for each in (described, masked(described))
+        )
+        # What is masked decides too: two targets may have names with the shape of a secret.
+        self.folder = root / hashlib.sha256(plain.encode()).hexdigest()[:16]
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.folder)
         if not (self.folder / SETTINGS_FILE).exists():

@@ -30,6 +30,16 @@ def test_answers_are_of_one_backend_and_one_set_of_settings(tmp_path: Path) -> N
         assert other.get(prompt) is None
 
 
+def test_names_with_the_shape_of_a_secret_are_told_apart_and_not_written(tmp_path: Path) -> None:
+    """Such as those of runs that are numbered in hexadecimal."""
+    prompt, names = Prompt([1, 2], greedy=True), ["run-" + "a1" * 20, "run-" + "b2" * 20]
+    with opened(tmp_path, names[0]) as store:
+        store.add([(prompt, Answer([5]))])
+    with opened(tmp_path, names[1]) as other:
+        assert other.get(prompt) is None
+    assert not any(name in file.read_text() for name in names for file in tmp_path.rglob("*.json"))
+
+
 def test_failures_that_pass_are_known_to_this_run_alone(tmp_path: Path) -> None:
     prompts = [Prompt([1], greedy=True), Prompt([2], greedy=True)]
     with opened(tmp_path) as store:
