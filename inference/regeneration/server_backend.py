@@ -13,9 +13,8 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
-from queue import SimpleQueue
+from functools import partial
 from threading import Lock
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -36,6 +35,7 @@ from medusa_heads.inference.regeneration.answers import (
 )
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.replies import SHOWN, complaint, spelling
+from medusa_heads.inference.regeneration.side_by_side import side_by_side
 from medusa_heads.masking import MASK
 
 Endpoint = Literal["auto", "completions", "chat"]
@@ -142,25 +142,10 @@ class ServerBackend(Backend):
                 self._chosen = self._choose_endpoint(first, sampling)
             # One alone first: what is wrong with all of them is wrong with it.
             yield [(first, self._ask(first, sampling))]
-        finished: SimpleQueue[Future[Answer]] = SimpleQueue()
-        running: dict[Future[Answer], Prompt] = {}
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            try:
-                while True:
-                    for prompt in take(2 * self.concurrency - len(running)):
-                        future = pool.submit(self._ask, prompt, sampling)
-                        running[future] = prompt
-                        future.add_done_callback(finished.put)
-                    if not running:
-                        return
-                    made = [finished.get()]
-                    while not finished.empty():
-                        made.append(finished.get())
-                    answered = [(running.pop(future), future.result()) for future in made]
-                    on_tokens(sum(len(answer.tokens) for _, answer in answered))
-                    yield answered
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        ask = partial(self._ask, sampling=sampling)
+        for answered in side_by_side(ask, take, self.concurrency):
+            on_tokens(sum(len(answer.tokens) for _, answer in answered))
+            yield answered
 
     def _choose_endpoint(self, prompt: Prompt, sampling: Sampling) -> Endpoint:
         status, reply = self._post("completions", prompt, sampling)

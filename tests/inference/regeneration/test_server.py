@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from medusa_heads.inference.regeneration.answers import (
     Sampling,
 )
 from medusa_heads.inference.regeneration.dialogues import Dialogues, read_dialogues
+from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.regenerate import Regenerated, answer_dialogues
 from medusa_heads.inference.regeneration.server_backend import ServerBackend
 from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
@@ -249,6 +251,22 @@ def test_a_key_that_the_server_repeats_is_starred_out(
         backend(server, endpoint="chat", concurrency=1, api_key_variable="MY_KEY"), tmp_path
     )
     assert result.accounting.problems[0]["detail"] == "400: ***"
+
+
+def test_who_leaves_does_not_wait_for_what_is_on_its_way(server: CompletionServer) -> None:
+    prompts = [Prompt(talk.ask(0)[0], True, talk.row) for talk in dialogues()]
+    release, served = Event(), iter([True, True])
+    server.spoil = lambda text: (next(served, False) or release.wait(10) or release.set()) and text
+    asking = backend(server, endpoint="completions").answer(
+        lambda count: [prompts.pop() for _ in range(min(count, len(prompts)))],
+        SAMPLING,
+        on_tokens=lambda tokens: None,
+    )
+    assert next(asking) and next(asking)
+    asking.close()
+    waited = release.is_set()
+    release.set()
+    assert not waited
 
 
 def test_another_template_on_the_server_is_remarked(
