@@ -230,7 +230,7 @@ def write_output(
         counted = {"accounting": accounting.to_dict(), "rows": len(rows)}
         content = masked(record) | counted | provenance()
         text = json.dumps(content, indent=2, ensure_ascii=False, default=str)
-        (staged / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+        (staged / RECORD_FILE).write_text(text + "\n", "utf-8", "backslashreplace")
         # The record says whose the folder is, and so comes first; the state says that the others
         # are there: it goes first, and comes last.
         (folder / _STATE_FILE).unlink(missing_ok=True)

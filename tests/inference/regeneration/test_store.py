@@ -1,16 +1,18 @@
 """Answers on disk: of one backend and one set of settings, and whole."""
 
+import json
 from array import array
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from medusa_heads.inference.regeneration import store as store_module
-from medusa_heads.inference.regeneration.answers import EMPTY, SERVER_ERROR, Answer
+from medusa_heads.inference.regeneration.answers import EMPTY, SERVER_ERROR, Accounting, Answer
 from medusa_heads.inference.regeneration.dialogues import Row
 from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.inference.regeneration.store import AnswerStore, write_rows
+from medusa_heads.inference.regeneration.store import AnswerStore, write_output, write_rows
 
 
 def opened(folder: Path, who: str = "me") -> closing[AnswerStore]:
@@ -121,3 +123,11 @@ def test_rows_are_mapped_from_a_file_and_say_whose_they_are(tmp_path: Path) -> N
     assert alone["input_ids"][:] == alone["labels"][:] == [[i, -100] for i in range(2500)]
     several = write_rows(iter([(4, row(1)), (6, row(2)), (6, row(3))]), tmp_path)
     assert several["document"][:] == [4, 6, 6] and alone[2499]["input_ids"][0] == 2499
+
+
+def test_half_a_character_in_a_complaint_does_not_stop_the_record(tmp_path: Path) -> None:
+    counted = Accounting(asked=1)
+    counted.missed("failed", SERVER_ERROR, 0, 0, "400: \ud800 \u00e9")
+    record = write_output(Dataset.from_dict({"input_ids": [[1]]}), counted, tmp_path, {})
+    (problem,) = json.loads(record.read_text(encoding="utf-8"))["accounting"]["problems"]
+    assert problem["detail"] == "400: \ud800 \u00e9"
