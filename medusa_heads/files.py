@@ -3,6 +3,7 @@ read with doubt."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -117,6 +118,14 @@ def _to_disk(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def code_sha256(*folders: Path) -> str:
+    """Over the sources in some folders of this package, for what hangs on them."""
+    digest = hashlib.sha256()
+    for path in (path for folder in folders for path in sorted(folder.glob("*.py"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def expanded(name: str | os.PathLike[str]) -> Path:

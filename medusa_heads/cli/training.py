@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +169,7 @@ class Command:
     def prompts(self, target: TargetModel) -> list[Dataset]:
         """Prompts for the target from the text to train on, and from the held-out text."""
         from medusa_heads.data.corpus import prompt_windows
-        from medusa_heads.training.data.prepare import hold_out
+        from medusa_heads.training.data.split import hold_out
 
         if self.tokenizer is None:
             raise ValueError("self_distill needs the target's tokenizer, and none lies beside it")
@@ -223,7 +223,6 @@ class Command:
         self, target: TargetModel, args: TrainingArguments, num_heads: int
     ) -> tuple[Any, TextSize]:
         """The rows of a run, and how much text they are; of text to be written only its prompts."""
-        from medusa_heads.training.data.pack import pack_rows
         from medusa_heads.training.runs.dry_run import TextSize, text_size
 
         distill = self.to_distill
@@ -234,14 +233,10 @@ class Command:
             labels = [IGNORED] * distill.prompt_length
             first = {"input_ids": prompts[0]["input_ids"], "labels": labels}
             return [first], TextSize(len(prompts), len(prompts) * length, learnt, length)
-        # Whether packed documents see each other is measured with weights, which are not here.
-        unpacked = replace(self.to_data, packing=False)
-        data = self._rows(target, self.corpus, self.held_out, unpacked, args, num_heads)
-        length = self.to_data.max_length
+        data = self._rows(target, self.corpus, self.held_out, self.to_data, args, num_heads)
         if data.is_stream:
-            return data.rows, TextSize(None, None, None, length)
-        rows: Any = pack_rows(data.known_rows, length) if self.to_data.packing else data.rows
-        return rows, text_size(rows, data.facts.supervised_tokens)
+            return data.rows, TextSize(None, None, None, self.to_data.max_length)
+        return data.rows, text_size(data.rows, data.facts.supervised_tokens)
 
 
 def continue_prompts(

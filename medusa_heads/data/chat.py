@@ -31,6 +31,15 @@ class Turn(NamedTuple):
     start: int
 
 
+class Rendered(NamedTuple):
+    """A conversation as its template writes it: which messages are learnt, and of each the prompt
+    that asks for it, and the same with its text."""
+
+    spoken: list[int]
+    asked: list[str]
+    answered: list[str]
+
+
 @dataclass
 class ChatTemplate:
     """A tokenizer's chat template, and what it is told."""
@@ -84,19 +93,11 @@ class ChatTemplate:
         it has rendered before, else as few rows as hold each turn with the context it answers. Text
         after the last turn is left out: nothing is learnt from it. Raises BadRow: the template
         refuses the messages, or no turn can be told from its prompt."""
-        turns = self._turns(conversation)
-        rows = []
-        while turns:
-            last = turns[-1].input_ids
-            labels = [IGNORED] * len(last)
-            held = [turn for turn in turns if last[: len(turn.input_ids)] == turn.input_ids]
-            for ids, start in held:
-                labels[start : len(ids)] = ids[start:]
-            turns = [turn for turn in turns if turn not in held]
-            rows.append((last, labels))
-        return rows[::-1]
+        rendered = self.rendered(conversation)
+        return self.rows_of(rendered, self.encode([*rendered.asked, *rendered.answered]))
 
-    def _turns(self, conversation: Conversation) -> list[Turn]:
+    def rendered(self, conversation: Conversation) -> Rendered:
+        """What `rows` encodes, for callers that encode many at once; a BadRow likewise."""
         messages, tools = conversation.messages, conversation.tools
         spoken = [
             index
@@ -109,10 +110,28 @@ class ChatTemplate:
             raise BadRow("it begins with an assistant's message, which no prompt asks for")
         asked = [self.render(messages[:index], tools, ask=True) for index in spoken]
         answered = [self.render(messages[: index + 1], tools, ask=False) for index in spoken]
-        encoded = self.encode([*asked, *answered])
+        return Rendered(spoken, asked, answered)
+
+    def rows_of(
+        self, rendered: Rendered, encoded: Sequence[list[int]]
+    ) -> list[tuple[list[int], list[int]]]:
+        """`rows`, of the token ids of all prompts and then of all texts."""
+        turns = self._turns(rendered, encoded)
+        rows = []
+        while turns:
+            last = turns[-1].input_ids
+            labels = [IGNORED] * len(last)
+            held = [turn for turn in turns if last[: len(turn.input_ids)] == turn.input_ids]
+            for ids, start in held:
+                labels[start : len(ids)] = ids[start:]
+            turns = [turn for turn in turns if turn not in held]
+            rows.append((last, labels))
+        return rows[::-1]
+
+    def _turns(self, rendered: Rendered, encoded: Sequence[list[int]]) -> list[Turn]:
         turns = []
-        for place, (index, before, text) in enumerate(zip(spoken, asked, answered, strict=True)):
-            before_ids, ids = encoded[place], encoded[len(spoken) + place]
+        for place, (index, before, text) in enumerate(zip(*rendered, strict=True)):
+            before_ids, ids = encoded[place], encoded[len(rendered.spoken) + place]
             if ids[: len(before_ids)] != before_ids:
                 ids = self._continued(before, before_ids, text, ids, index)
             end = self._end_of_turn(ids, len(before_ids))

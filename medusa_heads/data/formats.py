@@ -30,7 +30,7 @@ _SHAREGPT_ROLES = {
     **dict.fromkeys(("observation", "function_response"), "tool"),
     **_SAME_ROLES,
 }
-_LARGEST_TOKEN = 2**31 - 1  # tables of tokens have 32 bits for each
+LARGEST_TOKEN = 2**31 - 1  # tables of tokens have 32 bits for each
 # Without these a message says nothing; a tool may answer with nothing, a system may be left empty.
 _SPEAKERS = ("user", "assistant")
 
@@ -167,7 +167,7 @@ def _token_ids(value: Any, column: str) -> list[int]:
     if not value:
         raise BadRow(f"{column!r} is empty")
     for token in value:
-        if abs(token) > _LARGEST_TOKEN:
+        if abs(token) > LARGEST_TOKEN:
             raise BadRow(f"{column!r} holds {token}, which no vocabulary reaches")
     return list(value)
 

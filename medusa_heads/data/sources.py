@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 
 from medusa_heads.data.bad_rows import BadRow, BadRows
-from medusa_heads.data.data_files import read_rows
+from medusa_heads.data.data_files import Refuse, read_rows
 from medusa_heads.data.finding import find_names, find_rows
 from medusa_heads.data.formats import (
     CONTEXT_COLUMN,
@@ -20,11 +19,12 @@ from medusa_heads.data.formats import (
     plain_columns,
     recognise,
 )
+from medusa_heads.files import code_sha256
 
 PLACE_COLUMN = "_place"
 """Where a row stands, `file:line`, for messages about it."""
 
-_ROWS_AT_ONCE = 1000
+_PROBLEM_COLUMN = "_problem"
 
 
 @dataclass
@@ -132,19 +132,56 @@ def _from_files(
         return corpus
     # Tuples: a list would be taken for what several readers can share.
     reading: dict[str, Any] = {"files": tuple(files), "found": found, "columns": tuple(features)}
-    reading["bad_rows"] = bad_rows
     if streaming:
+        reading["refuse"] = bad_rows.add
         rows = IterableDataset.from_generator(_plain_rows, features=features, gen_kwargs=reading)
     else:
-        read = _plain_rows(**reading)
-        tables = []
-        while batch := list(itertools.islice(read, _ROWS_AT_ONCE)):
-            tables.append(Dataset.from_list(batch, features=features))
-        if not tables:
+        rows = _read_once(reading, features, bad_rows)
+        if not len(rows):
             bad_rows.settle()
             raise ValueError(f"the corpus is empty: give one with text in it ({name})")
-        rows = concatenate_datasets(tables)
     return Corpus(name, rows, recognise(list(features)), str(found), bad_rows)
+
+
+def _read_once(reading: dict[str, Any], features: Features, bad_rows: BadRows) -> Dataset:
+    """The rows of files as they were read before, in the cache of `datasets`, or are read now by
+    the first process that asks; those that cannot be used go to `bad_rows`."""
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from datasets.exceptions import DatasetGenerationError
+
+    stats = [file.stat() for file in reading["files"]]
+    versions = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
+    files = tuple(file.absolute() for file in reading["files"])
+    hangs_on = {"versions": versions, "absolute": files, "code": code_sha256(Path(__file__).parent)}
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()  # they would stand before the one sentence of what is refused
+    try:
+        rows = Dataset.from_generator(
+            _told_rows,
+            features=Features({**features, _PROBLEM_COLUMN: Value("string")}),
+            gen_kwargs={"reading": reading, "hangs_on": hangs_on},
+        )
+    except DatasetGenerationError as error:
+        raise error.__cause__ or error from None
+    finally:
+        if shown:
+            enable_progress_bars()
+    good = rows.data.column(_PROBLEM_COLUMN).null_count  # these come first
+    if good < len(rows):
+        for row in rows.select(range(good, len(rows))):
+            bad_rows.add(row[PLACE_COLUMN], row[_PROBLEM_COLUMN])
+        rows = rows.select(range(good))
+    return rows.remove_columns(_PROBLEM_COLUMN)
+
+
+def _told_rows(reading: dict[str, Any], hangs_on: object) -> Iterator[dict[str, Any]]:
+    """`_plain_rows`, and then those that cannot be used, with the reason why."""
+    refused: list[tuple[str, str]] = []
+    for row in _plain_rows(**reading, refuse=lambda *told: refused.append(told)):
+        yield {**row, _PROBLEM_COLUMN: None}
+    for place, problem in refused:
+        nothing: dict[str, Any] = dict.fromkeys(reading["columns"])
+        yield {**nothing, PLACE_COLUMN: place, _PROBLEM_COLUMN: problem}
 
 
 def _first_format(files: Sequence[Path], text_column: str | None) -> tuple[Format, Features]:
@@ -173,18 +210,18 @@ def _first_format(files: Sequence[Path], text_column: str | None) -> tuple[Forma
 
 
 def _plain_rows(
-    files: Sequence[Path], found: Format, columns: Sequence[str], bad_rows: BadRows
+    files: Sequence[Path], found: Format, columns: Sequence[str], refuse: Refuse
 ) -> Iterator[dict[str, Any]]:
-    """The rows of data files in one format, with their places. Broken rows go to `bad_rows`."""
+    """The rows of data files in one format, with their places. Of broken rows `refuse` is told."""
     for file in files:
-        for place, row in read_rows(file, bad_rows.add):
+        for place, row in read_rows(file, refuse):
             try:
                 plain = plain_columns(found.read(row))
                 _check_encodable(plain)
                 if {*plain, PLACE_COLUMN} != set(columns):
                     raise BadRow("it is of another kind than the rows before it")
             except BadRow as problem:
-                bad_rows.add(place, str(problem))
+                refuse(place, str(problem))
             else:
                 yield {**plain, PLACE_COLUMN: place}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +31,8 @@ def weights_sha256(
     """sha256 over every weight and buffer, bit for bit; without the adapter, that of the model
     before a LoRA adapter was put into it. Tensors that processes share all of them must gather; one
     that leaves the hash to another does no more, and gets that of nothing."""
-    state = model.state_dict()
-    if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
-        from accelerate.utils.modeling import get_state_dict_offloaded_model
-
-        state = get_state_dict_offloaded_model(model)
-    if not with_adapter:
-        state = {
-            name.replace(".base_layer.", "."): tensor
-            for name, tensor in state.items()
-            if ".lora_" not in name
-        }
     digest = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
+    for name, tensor in _weights(model, with_adapter):
         if isinstance(tensor, Tensor) and (gather := getattr(tensor, "full_tensor", None)):
             tensor = gather()
         if gather_only:
@@ -51,6 +41,23 @@ def weights_sha256(
         if isinstance(tensor, Tensor):
             _hash_tensor(digest, tensor.detach())
     return digest.hexdigest()
+
+
+def weights_sums(model: nn.Module, *, with_adapter: bool = True) -> dict[str, list[int]]:
+    """Sums over all weights and buffers of this process, a shared one by its part of it, to see
+    that none has changed: on their device, and so in a small part of a hash's time."""
+    sums = {}
+    for name, tensor in _weights(model, with_adapter):
+        if isinstance(tensor, Tensor):
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            content = local.detach().contiguous().view(-1).view(torch.uint8)
+            body = content[: len(content) - len(content) % 8]
+            if content.storage_offset() % 8 == 0:
+                body = body.view(torch.int64)
+            parts = [part.sum(dtype=torch.int64) for part in body.split(_NUMBERS_AT_ONCE)]
+            parts.append(content[len(content) - len(content) % 8 :].sum(dtype=torch.int64))
+            sums[name] = torch.stack(parts).tolist()
+    return sums
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
@@ -65,3 +72,19 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
 def _hash_tensor(digest: hashlib._Hash, tensor: Tensor) -> None:
     for part in tensor.contiguous().view(-1).view(torch.uint8).split(_BYTES_AT_ONCE):
         digest.update(part.cpu().numpy().tobytes())
+
+
+def _weights(model: nn.Module, with_adapter: bool) -> list[tuple[str, Any]]:
+    """By name, in its order."""
+    state = model.state_dict()
+    if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+        from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+        state = get_state_dict_offloaded_model(model)
+    if not with_adapter:
+        state = {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in state.items()
+            if ".lora_" not in name
+        }
+    return sorted(state.items())

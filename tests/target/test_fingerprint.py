@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medusa_heads.target.fingerprint import file_sha256, lm_head_sha256, weights_sha256
+from medusa_heads.target.fingerprint import (
+    file_sha256,
+    lm_head_sha256,
+    weights_sha256,
+    weights_sums,
+)
 
 ROWS, WIDTH = 23, 8
 
@@ -67,3 +72,20 @@ def test_a_files_hash_is_that_of_its_bytes(tmp_path: Path, size: int) -> None:
     data = bytes(i % 251 for i in range(size))
     (tmp_path / "file").write_bytes(data)
     assert file_sha256(tmp_path / "file") == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+def test_sums_notice_any_bit_of_any_tensor(dtype: torch.dtype) -> None:
+    """Odd lengths and places in memory too."""
+    model = nn.Module()
+    whole = (torch.arange(23) * 5).to(dtype)
+    model.register_buffer("some", whole[3:20])
+    model.register_buffer("scalar", whole[21])
+    before = weights_sums(model)
+    for place in (3, 10, 19, 21):
+        bits = whole.view(torch.uint8)[place * dtype.itemsize :]
+        bits[0] ^= 1
+        assert weights_sums(model) != before
+        bits[0] ^= 1
+    whole[0] += 1
+    assert weights_sums(model) == before

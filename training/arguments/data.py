@@ -60,6 +60,10 @@ class DataArguments(TextFlags):
     streaming: bool = flag(False, "Read the corpus while training, never whole; needs max_steps.")
     shuffle_buffer: int = flag(1000, "Rows of a stream that are shuffled at a time; 1: none.")
     dataset_num_proc: int | None = flag(None, "Processes that tokenise; not for streams.")
+    prepared_dir: str | None = flag(
+        None,
+        "Folder in which prepared rows are kept for later runs. Default: in the cache of datasets.",
+    )
 
     def __post_init__(self) -> None:
         for name in ("dataset", "eval_dataset"):

@@ -11,17 +11,21 @@ Shapes: B batch, T tokens, D hidden, S documents read together, L the tokens of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
-from uuid import uuid4
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import Tensor
 
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.data.tokenise import row_features
+from medusa_heads.training.data.columns import flat
 
 # Largest difference of a token's hidden state, relative to its length, that rounding explains.
 # Documents that see each other differ by about 1.
@@ -30,69 +34,106 @@ _HALF_TOLERANCE = 0.1
 _PROBE_LENGTHS = ((7, 12, 4), (11, 3, 9))
 
 
-def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Put items into bins of `size`, the longest first, each where the least room is left over.
+def best_fit(lengths: Any, size: int) -> pa.ListArray:
+    """Put items of at least 1 into bins of `size`, the longest first, each where the least room is
+    left over; the items of each bin, by their indices.
 
     An item longer than `size` gets a bin of its own. Bins stand in the order of their first items,
     and items, by their indices, in theirs. Best-fit decreasing needs at most 11/9 of the fewest
     bins possible, and 1 more (Johnson et al. 1974, "Worst-case performance bounds for simple
     one-dimensional packing algorithms").
     """
-    bins: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(size + 1)]  # bins by the room they have
-    occupied = 0  # bit r says that a bin has room r
-    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = min(lengths[item], size)
-        fitting = occupied >> length
-        if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            chosen = with_room[room].pop()
-            if not with_room[room]:
-                occupied &= ~(1 << room)
-        else:
-            room, chosen = size, len(bins)
-            bins.append([])
-        bins[chosen].append(item)
-        left = room - length
-        if left:
-            with_room[left].append(chosen)
-            occupied |= 1 << left
-    return sorted(sorted(items) for items in bins)
+    lengths = np.minimum(np.asarray(lengths, np.int32), size)
+    # In the least width, in which numpy sorts by counting.
+    order = np.argsort((size - lengths).astype(np.min_scalar_type(size)), kind="stable")
+    ends = np.flatnonzero(np.diff(lengths[order], append=-1)) + 1
+    bin_of = np.empty(len(lengths), np.int32)
+    with_room: list[list[Any]] = [[] for _ in range(size + 1)]  # stacks of bins, by their room
+    occupied = count = place = 0  # bit r of `occupied` says that a bin has room r
+    for end in ends.tolist():
+        length = int(lengths[order[place]])
+        while place < end:  # items of one length, which fill one bin after the other
+            fitting = occupied >> length
+            room = length + (fitting & -fitting).bit_length() - 1 if fitting else size
+            each = room // length
+            wanted = -(-(end - place) // each)
+            if fitting:
+                bins = _popped(with_room[room], wanted)
+                occupied ^= (not with_room[room]) << room
+            else:
+                bins = np.arange(count, count + wanted, dtype=np.int32)
+                count += wanted
+            taken = order[place : place + len(bins) * each][: end - place]
+            bin_of[taken] = np.repeat(bins, each)[: len(taken)]
+            place += len(taken)
+            full, rest = divmod(len(taken), each)
+            for some, items in ((bins[:full], each), (bins[full:], rest)):
+                if len(some) and (left := room - items * length):
+                    with_room[left].append(some)
+                    occupied |= 1 << left
+    first = np.empty(count, np.int32)
+    first[bin_of[::-1]] = np.arange(len(lengths), dtype=np.int32)[::-1]
+    rank = np.empty(count, np.int32)
+    rank[np.argsort(first)] = np.arange(count, dtype=np.int32)
+    bin_of = rank[bin_of]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(bin_of, minlength=count))])
+    members = np.argsort(bin_of, kind="stable")
+    return pa.ListArray.from_arrays(*(pa.array(part, pa.int32()) for part in (offsets, members)))
 
 
-def pack_rows(rows: Dataset, max_length: int) -> Dataset:
-    """Rows of up to `max_length` tokens, each of several of the given rows, with the columns
-    `input_ids`, `labels` and `position_ids`."""
-    lengths = [len(ids) for ids in rows.with_format("numpy")["input_ids"]]
-    bins = Dataset.from_dict({"members": best_fit(lengths, max_length)})
-    tokens = rows.select_columns(["input_ids", "labels"])
-    return bins.map(
-        lambda packed: _joined(tokens[packed["members"]]),
-        remove_columns=["members"],
-        features=row_features("position_ids"),
-        load_from_cache_file=False,
-        new_fingerprint=uuid4().hex,  # else all rows would be hashed for one
-        desc="Packing",
-    )
+def _popped(stack: list[Any], count: int) -> Any:
+    """Up to so many bins from the top of a stack, the topmost first."""
+    popped = []
+    while stack and count:
+        top = stack.pop()
+        if len(top) > count:
+            stack.append(top[:-count])
+        popped.append(top[::-1][:count])
+        count -= len(popped[-1])
+    return np.concatenate(popped)
+
+
+def fill_bins(lengths: Any, size: int) -> pa.Table:
+    """What `best_fit` puts into each bin (`members`), and how full it is (`tokens`)."""
+    members = best_fit(lengths, size)
+    of_members = np.asarray(lengths)[members.flatten()]
+    tokens = np.add.reduceat(of_members, members.offsets[:-1], dtype=np.int32)
+    return pa.table({"members": members, "tokens": tokens})
+
+
+def pack_rows(rows: Dataset, bins: Dataset) -> Dataset:
+    """Rows of several of the given rows each, those of a bin of `fill_bins`, with `input_ids`,
+    `labels` and `position_ids`, each an array. They are joined as they are read."""
+    tokens = rows.select_columns(["input_ids", "labels"]).with_format("arrow")
+    return bins.with_transform(partial(_members_joined, tokens))
+
+
+def _members_joined(tokens: Dataset, packed: Mapping[str, Any]) -> dict[str, list[Any]]:
+    bins: list[list[int]] = packed["members"]
+    return _joined(tokens[list(chain.from_iterable(bins))], list(map(len, bins)))
 
 
 def pack_batch(batch: Mapping[str, Sequence[Any]], max_length: int) -> dict[str, list[Any]]:
-    """The same for as many rows of a stream as are at hand."""
-    lengths = [len(ids) for ids in batch["input_ids"]]
-    packed = [
-        _joined({name: [batch[name][i] for i in members] for name in ("input_ids", "labels")})
-        for members in best_fit(lengths, max_length)
-    ]
-    return {name: [row[name] for row in packed] for name in row_features("position_ids")}
+    """The same for as many rows of a stream as are at hand, in rows of up to `max_length`."""
+    kinds = pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")])
+    rows = pa.table({name: batch[name] for name in kinds.names}, kinds)
+    bins = best_fit(pc.list_value_length(rows["input_ids"]), max_length)
+    joined = _joined(rows.take(bins.flatten()), pc.list_value_length(bins).to_pylist())
+    return {name: [values.tolist() for values in column] for name, column in joined.items()}
 
 
-def _joined(rows: Mapping[str, Iterable[Sequence[int]]]) -> dict[str, list[int]]:
-    """Documents one behind the other, with positions that begin anew with each."""
-    return {
-        "input_ids": [token for ids in rows["input_ids"] for token in ids],
-        "labels": [label for labels in rows["labels"] for label in labels],
-        "position_ids": [position for ids in rows["input_ids"] for position in range(len(ids))],
+def _joined(documents: pa.Table, counts: Sequence[int]) -> dict[str, list[Any]]:
+    """So many documents one behind the other in each row, with positions that begin anew with
+    each."""
+    ids, lengths = flat(documents["input_ids"])
+    ends = np.cumsum(lengths)
+    columns = {
+        "input_ids": ids.astype(np.int32),  # a copy, which may be written to
+        "labels": flat(documents["labels"])[0].astype(np.int32),
+        "position_ids": np.arange(len(ids), dtype=np.int32) - np.repeat(ends - lengths, lengths),
     }
+    cuts = ends[np.cumsum(counts) - 1][:-1]
+    return {name: np.split(column, cuts) for name, column in columns.items()}
 
 
 def hidden_of(target: TargetModel, inputs: Mapping[str, Any], *, with_grad: bool = False) -> Tensor:

@@ -28,14 +28,14 @@ from medusa_heads.target.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import (
     EVAL_ROWS,
-    EVAL_SHARE,
     STREAM_EVAL_ROWS,
     DataArguments,
 )
-from medusa_heads.training.data.pack import check_packing, pack_rows
+from medusa_heads.training.data.pack import check_packing
 from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows
+from medusa_heads.training.data.split import TRAINING, split_once, tokenise_once
 from medusa_heads.training.data.stream import stream_rows
-from medusa_heads.training.data.tokenise import Tokeniser, tokenise
+from medusa_heads.training.data.tokeniser import Tokeniser
 
 logger = logging.getLogger(__name__)
 
@@ -157,14 +157,15 @@ def prepare_data(
     if any(part.format.name != "tokens" for part in parts):
         target.check_length(settings.max_length, "max_length")
         tokenizer = tokenizer or find_tokenizer(target.name_or_path, target.revision)
-    if settings.packing:
+    if settings.packing and target.device.type != "meta":
         check_packing(target)
     makers = [make_tokeniser(part, tokenizer, settings, target) for part in parts]
-    tables = [
-        tokenise(part, maker, settings.dataset_num_proc)
+    made = [
+        tokenise_once(part, maker, settings)
         for part, maker in zip(parts, makers, strict=True)
         if not part.is_stream
     ]
+    tables = [table for table, _ in made]
     one_pass = None
     if corpus.is_stream:
         if max_steps <= 0:
@@ -178,49 +179,17 @@ def prepare_data(
             packing=settings.packing,
         )
         measured = tables[0].rows if first_documents is None else first_documents
+        facts = check_rows(known, target, name=TRAINING, heads_reached=1)
     else:
-        known, measured = tables[0].rows, tables[-1].rows
-        if held_out is None:
-            known, measured = hold_out(known, settings.eval_share, seed, settings.eval_rows)
-        rows = known
+        rows, known, drawn, facts = split_once(
+            corpus, made[0], target, settings, seed, draws=held_out is None
+        )
+        measured = tables[-1].rows if drawn is None else drawn
     if held_out is not None or settings.eval_rows is settings.eval_share is None:
         measured = _draw(measured, settings.eval_rows or EVAL_ROWS, seed)
-    facts = check_rows(known, target, name="training set", heads_reached=1)
     held_out_facts = check_rows(measured, target, name="held-out set", heads_reached=num_heads)
-    if settings.packing and not corpus.is_stream:
-        rows = pack_rows(known, settings.max_length)
     streams = [part for part in parts if part.is_stream]
     return TrainingData(rows, measured, known, facts, held_out_facts, [*streams, *tables], one_pass)
-
-
-def hold_out(
-    rows: Dataset, share: float | None, seed: int, count: int | None = None
-) -> tuple[Dataset, Dataset]:
-    """Split into rows to train on and rows to measure on, by document: a share, or a count of them,
-    or by default EVAL_SHARE, and at most EVAL_ROWS.
-
-    Without a column `document`, or where all rows are of one, each row is a document. Raises
-    ValueError where there is only one row, or no more documents than are to be held out.
-    """
-    documents = np.arange(len(rows))
-    if "document" in rows.column_names and len(set(rows["document"])) > 1:
-        documents = np.asarray(rows["document"])
-    known = np.unique(documents)
-    if len(known) < 2:
-        raise ValueError(
-            "the corpus has a single row, so none can be held out: give more text or an "
-            "eval_dataset"
-        )
-    if count is None:
-        count = min(max(round((share or EVAL_SHARE) * len(known)), 1), len(known) - 1)
-        count = count if share is not None else min(count, EVAL_ROWS)
-    elif count >= len(known):
-        raise ValueError(
-            f"eval_rows {count} would hold out all {len(known)} documents: ask for fewer"
-        )
-    drawn = np.random.default_rng(seed).permutation(known)[:count]
-    held = np.isin(documents, drawn)
-    return rows.select(np.flatnonzero(~held)), rows.select(np.flatnonzero(held))
 
 
 def _draw(rows: Dataset, most: int, seed: int) -> Dataset:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 from medusa_heads.config import IGNORED
 from medusa_heads.data.sources import is_stream
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.data.columns import ROWS_AT_ONCE, flat
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,17 @@ class RowLimits:
         """The limits of a target."""
         return cls(target.vocab_size, target.max_positions)
 
+    def fit(self, ids: tuple[Any, Any], labels: tuple[Any, Any]) -> bool:
+        """Whether `problem` finds none in rows whose values and lengths these are."""
+        (ids_T, lengths), (labels_T, label_lengths) = ids, labels
+        return (
+            bool(len(lengths) and lengths.min())
+            and np.array_equal(lengths, label_lengths)
+            and (self.context is None or lengths.max() <= self.context)
+            and bool(ids_T.min() >= 0 and ids_T.max() < self.vocab_size)
+            and not ((labels_T != ids_T) & (labels_T != IGNORED)).any()
+        )
+
     def problem(self, ids: Any, labels: Any) -> str | None:
         """Why training could not use a row (of arrays), None if it can: token ids outside the
         vocabulary, more tokens than the context, or labels that are shifted or of another length.
@@ -77,25 +91,38 @@ class RowLimits:
         return None
 
 
-def check_rows(rows: Dataset, target: TargetModel, *, name: str, heads_reached: int) -> RowFacts:
-    """Read every row (columns `input_ids` and `labels`) once, and count; `name` is what messages
-    call the dataset. Warns where less than 1 % of the tokens are supervised. Raises ValueError: a
-    row that does not fit the target's vocabulary and context, or too little supervised text: at one
-    position somewhere `heads_reached` heads must have a true token."""
+def check_rows(
+    rows: Dataset, target: TargetModel, *, name: str, heads_reached: int, kept: Any = None
+) -> RowFacts:
+    """Read every row (columns `input_ids` and `labels`) once, and count, or those alone that a mask
+    [rows] keeps; `name` is what messages call the dataset. Warns where less than 1 % of the tokens
+    are supervised. Raises ValueError: a row that does not fit the target's vocabulary and context,
+    or too little supervised text: at one position somewhere `heads_reached` heads must have a true
+    token."""
     limits = RowLimits.of(target)
-    number = tokens = learnt = longest_run = 0
+    number = tokens = learnt = longest_run = first = 0
     digest = hashlib.sha256()
-    for batch in rows.select_columns(["input_ids", "labels"]).with_format("numpy").iter(256):
-        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-            if (problem := limits.problem(ids, labels)) is not None:
-                raise ValueError(f"row {number} of the {name} {problem}")
-            supervised = labels != IGNORED
-            longest_run = max(longest_run, _longest_run(supervised))
-            for part in (len(ids), ids, labels):
-                digest.update(np.asarray(part, np.int64).tobytes())
-            number += 1
-            tokens += len(ids)
-            learnt += int(supervised.sum())
+    tables = rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(ROWS_AT_ONCE)
+    for table in tables:
+        if kept is not None:
+            first, mask = first + len(table), kept[first : first + len(table)]
+            table = table if mask.all() else table.filter(pa.array(mask))
+        if not len(table):
+            continue
+        columns = [flat(column) for column in table.columns]
+        (ids, lengths), (labels, _) = columns
+        if not limits.fit(*columns):
+            for place, (row_ids, row_labels) in enumerate(_row_by_row(*columns), start=number):
+                if (problem := limits.problem(row_ids, row_labels)) is not None:
+                    raise ValueError(f"row {place} of the {name} {problem}")
+        supervised = labels != IGNORED
+        if longest_run < heads_reached + 1:  # all that need be known
+            ends = np.cumsum(lengths)[:-1]
+            longest_run = max(longest_run, _longest_run(np.insert(supervised, ends, False)))
+        digest.update(_written(ids, labels, lengths))
+        number += len(lengths)
+        tokens += len(ids)
+        learnt += int(np.count_nonzero(supervised))
     if not learnt:
         raise ValueError(f"the {name} has no supervised token: every label is {IGNORED}")
     if longest_run < heads_reached + 1:
@@ -103,14 +130,37 @@ def check_rows(rows: Dataset, target: TargetModel, *, name: str, heads_reached: 
             f"the {name} has no {heads_reached + 1} supervised tokens in a row "
             f"(at most {longest_run}): give longer text or fewer heads"
         )
-    if learnt / tokens < _LITTLE:
+    facts = RowFacts(number, tokens, learnt, digest.hexdigest())
+    warn_of_little(facts, name)
+    return facts
+
+
+def warn_of_little(facts: RowFacts, name: str) -> None:
+    """Say so where less than 1 % of the tokens are supervised."""
+    if facts.supervised_tokens / facts.tokens < _LITTLE:
         logger.warning(
             "only %.2f %% of the tokens in the %s are supervised: look at what its labels leave "
             "out, or give text with longer answers",
-            100 * learnt / tokens,
+            100 * facts.supervised_tokens / facts.tokens,
             name,
         )
-    return RowFacts(number, tokens, learnt, digest.hexdigest())
+
+
+def _row_by_row(*columns: tuple[Any, Any]) -> Iterator[Any]:
+    parts = [np.split(values, np.cumsum(lengths)[:-1]) for values, lengths in columns]
+    return zip(*parts, strict=True)
+
+
+def _written(ids: Any, labels: Any, lengths: Any) -> Any:
+    """What is hashed, as int64: of each row its length, its token ids and its labels."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    starts = 2 * (ends - lengths) + np.arange(len(lengths))
+    written = np.empty(len(lengths) + 2 * len(ids), np.int64)
+    written[starts] = lengths
+    places = np.arange(len(ids)) + np.repeat(starts + 1 - (ends - lengths), lengths)
+    written[places] = ids
+    written[places + np.repeat(lengths, lengths)] = labels
+    return written
 
 
 def _longest_run(mask: Any) -> int:
@@ -127,11 +177,12 @@ def count_tokens(rows: Dataset | IterableDataset, vocab_size: int, most: int) ->
         count = min(rows.num_shards, _SHARDS)
         parts, wanted = [rows.shard(count, index) for index in range(count)], most / count
     else:
-        parts, wanted = [rows.select_columns(["labels"]).with_format("numpy")], math.inf
+        parts, wanted = [rows.select_columns(["labels"]).with_format("arrow")], math.inf
     for part in parts:
         left = wanted
         for batch in part.iter(64):
-            labels = np.concatenate([np.asarray(row, np.int64) for row in batch["labels"]])
+            found = batch["labels"]  # of a stream, lists
+            labels = np.concatenate(found) if isinstance(found, list) else flat(found)[0]
             labels = labels[labels != IGNORED]
             counts_V += np.bincount(labels, minlength=vocab_size)
             left -= len(labels)

@@ -28,7 +28,7 @@ def show_sample(
     """
     row: Mapping[str, Any] = next(iter(rows))
     ids, labels = list(row["input_ids"]), list(row["labels"])
-    positions = row.get("position_ids") or range(len(ids))
+    positions = list(row.get("position_ids", range(len(ids))))
     supervised = [label != IGNORED for label in labels]
     start = max(supervised.index(True) - _BEFORE, 0) if any(supervised) else 0
     stop = min(start + _SHOWN_TOKENS, len(ids))

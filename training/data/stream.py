@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 
 from medusa_heads.data.sources import Corpus
 from medusa_heads.training.data.pack import pack_batch
-from medusa_heads.training.data.tokenise import Tokeniser, row_features, token_features
+from medusa_heads.training.data.tokeniser import Tokeniser, row_features, token_features
 
 FIRST_ROWS = 256
 """So many rows of a stream are looked at before training."""

@@ -45,11 +45,11 @@ class RowPlan:
 
 def plan_rows(rows: Dataset, kept: KeptPositions) -> RowPlan:
     """Read a dataset once: columns `input_ids`, `labels` and perhaps `position_ids`."""
-    columns = [c for c in ("input_ids", "labels", "position_ids") if c in rows.column_names]
     counts = {}
-    for batch in rows.select_columns(columns).with_format("numpy").iter(256):
-        for values in zip(*(batch[column] for column in columns), strict=True):
-            row = dict(zip(columns, values, strict=True))
+    arrays = rows if rows.format["type"] == "custom" else rows.with_format("numpy")  # if packed
+    for batch in arrays.iter(256):
+        for values in zip(*batch.values(), strict=True):
+            row = dict(zip(batch, values, strict=True))
             if count := int(kept_positions(row, kept).sum()):
                 counts[row_name(row, kept)] = count
     return RowPlan(counts, len(rows))

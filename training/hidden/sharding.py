@@ -36,12 +36,12 @@ def any_process(flag: bool, device: torch.device) -> bool:
     return bool(flags.item())
 
 
-def digest_for_all(target: TargetModel, *, with_adapter: bool = True) -> str:
+def digest_for_all(target: TargetModel) -> str:
     """The target's `weights_digest`, which the first process computes; all must ask."""
     if not several_processes():
-        return target.weights_digest(with_adapter=with_adapter)
+        return target.weights_digest()
     others = dist.get_rank() > 0
-    sent = [weights_sha256(target.model, with_adapter=with_adapter, gather_only=others)]
+    sent = [weights_sha256(target.model, gather_only=others)]
     dist.broadcast_object_list(sent, src=0)
     return sent[0]
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.filesize import decimal
@@ -24,6 +25,7 @@ from medusa_heads.heads.block import AT_ONCE
 from medusa_heads.target.mtp import empty_mtp, own_parts
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
+from medusa_heads.training.data.columns import row_lengths
 from medusa_heads.training.loss.fused import chunk_pairs
 from medusa_heads.training.loss.heads import BLOCK_FEATURES_CPU, BLOCK_FEATURES_GPU
 from medusa_heads.training.runs.unrolled import check_depths
@@ -47,8 +49,8 @@ class TextSize:
 
 def text_size(rows: Any, learnt: int) -> TextSize:
     """Of a table of rows, packed or not."""
-    lengths = [len(ids) for ids in rows.with_format("numpy")["input_ids"]]
-    return TextSize(len(lengths), sum(lengths), learnt, max(lengths))
+    lengths = row_lengths(rows)
+    return TextSize(len(lengths), int(lengths.sum(dtype=np.int64)), learnt, int(lengths.max()))
 
 
 @dataclass(frozen=True)

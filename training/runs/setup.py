@@ -23,6 +23,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.files import check_folder
+from medusa_heads.target.fingerprint import weights_sums
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
@@ -30,6 +31,7 @@ from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.data.prepare import TrainingData, load_corpora, prepare_data
 from medusa_heads.training.hidden.launched import Sharding
 from medusa_heads.training.hidden.sharding import (
+    any_process,
     digest_for_all,
     is_sharded,
     load_to_spread,
@@ -91,6 +93,7 @@ class Run:
         one's checkpoint."""
         self._facts = facts
         self.target_sha256 = digest_for_all(self.target)
+        self._sums = weights_sums(self.target.model)
         if self.checkpoint is not None:
             check_same_run(self.checkpoint, self.story())
             return
@@ -115,7 +118,8 @@ class Run:
         RuntimeError where the target's weights changed, which a fault of this program would be."""
         outcome = trainer.train(resume_from_checkpoint=self.checkpoint)
         measured = trainer.predict(self.data.held_out, metric_key_prefix="eval")
-        if digest_for_all(self.target, with_adapter=with_adapter) != self.target_sha256:
+        changed = weights_sums(self.target.model, with_adapter=with_adapter) != self._sums
+        if any_process(changed, self.args.device):
             raise RuntimeError(f"the target's weights changed while its {what} trained")
         return outcome.metrics, measured
 

@@ -10,14 +10,14 @@ from transformers import PreTrainedTokenizerFast
 from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
-from medusa_heads.training.data import prepare
+from medusa_heads.training.data import prepare, split
 from medusa_heads.training.data.prepare import (
     TrainingData,
     collate,
-    hold_out,
     load_corpora,
     prepare_data,
 )
+from medusa_heads.training.data.split import hold_out
 
 
 @pytest.fixture
@@ -91,7 +91,8 @@ def test_a_count_of_documents_is_held_out() -> None:
 def test_an_evaluation_does_not_grow_with_the_text_unless_asked_to(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prepare, "EVAL_ROWS", 4)
+    for module in (prepare, split):
+        monkeypatch.setattr(module, "EVAL_ROWS", 4)
     rows = Dataset.from_list(
         [{"input_ids": [i % 60, 1, 2, 3], "labels": [i % 60, 1, 2, 3]} for i in range(200)]
     )

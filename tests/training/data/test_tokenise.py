@@ -7,7 +7,8 @@ from datasets import Dataset, Features, List, Value
 
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.sources import as_corpus
-from medusa_heads.training.data.tokenise import Tokeniser, tokenise
+from medusa_heads.training.data.tokenise import document_numbers, tokenise
+from medusa_heads.training.data.tokeniser import Tokeniser
 from tests.training import templates
 
 
@@ -155,5 +156,5 @@ def test_rows_of_tokens_keep_the_document_that_they_name(max_length: int) -> Non
     table = tokens(*[([1, 2, 3], [-100, 2, 3])] * 4).add_column("document", ["a", "b", "a", None])
     corpus = as_corpus(table, "corpus")
     made = tokenise(corpus, Tokeniser(corpus.format, None, max_length)).rows
-    first, second, third, fourth = made["document"]
+    first, second, third, fourth = document_numbers(corpus, made)
     assert first == third and len({first, second, fourth}) == 3

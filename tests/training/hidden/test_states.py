@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.data.pack import pack_rows
 from medusa_heads.training.hidden import states as hidden_states
 from medusa_heads.training.hidden.store import HiddenCache
 from medusa_heads.training.runs.trainer import TaughtTrainer
 from tests.training.cache_runs import SHAPES, Runs, same
+from tests.training.packing import packed_rows
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -78,7 +78,7 @@ def test_packed_rows(runs: Runs) -> None:
 
     known, held_out = runs.texts
     facts = check_rows(known, runs.target, name="set", heads_reached=1)
-    data = TrainingData(pack_rows(known, 48), held_out, known, facts, facts, [])
+    data = TrainingData(packed_rows(known, 48), held_out, known, facts, facts, [])
     runs.texts = (data, held_out)
     runs.objective = LossConfig({"cross_entropy": 0.5, "forward_kl": 0.5})
     plain = runs("off")

@@ -16,10 +16,10 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.data.pack import pack_rows
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.loss.rows import head_labels
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+from tests.training.packing import packed_rows
 
 Rows = Callable[..., Dataset]
 
@@ -100,7 +100,7 @@ def test_packed_rows_learn_what_the_same_rows_do_apart(
     # A step over all rows at once, and the same documents packed and accumulated.
     rows = Dataset.from_list([*make_rows(4, length=8), *make_rows(4, length=30, seed=1)])
     weights = []
-    packed = pack_rows(rows, 40)
+    packed = packed_rows(rows, 40)
     assert len(packed) == 4
     for given, size, accumulated in ((rows, 8, 1), (packed, 4, 1), (packed, 1, 4)):
         heads = fresh(target)

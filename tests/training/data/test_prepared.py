@@ -1,0 +1,156 @@
+"""Prepared rows are made once, whole, and found again."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.data import tokenise
+from medusa_heads.training.data.prepare import TrainingData
+from medusa_heads.training.data.prepared import INDEX_FILE, prepared
+from medusa_heads.training.data.tokeniser import Tokeniser
+from tests.training import templates
+from tests.training.packing import prepare, table
+
+
+def texts(count: int = 30) -> list[dict[str, str]]:
+    return [{"text": "x " * (number % 7 + 2)} for number in range(count)]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many batches were tokenised since it was last asked."""
+    calls: list[int] = []
+    tokenising = Tokeniser.__call__
+
+    def call(self: Any, batch: Any, documents: Any) -> Any:
+        calls.append(len(documents))
+        return tokenising(self, batch, documents)
+
+    monkeypatch.setattr(Tokeniser, "__call__", call)
+
+    def since() -> int:
+        count = sum(calls)
+        calls.clear()
+        return count
+
+    return since
+
+
+def test_the_second_start_tokenises_nothing_and_reads_from_disk(
+    wide: TargetModel, tokenizer: Any, tmp_path: Path, counted: Callable[[], int]
+) -> None:
+    first: TrainingData = prepare(wide, tokenizer, texts(), tmp_path, packing=True)
+    assert counted() == 30
+    again = prepare(wide, tokenizer, texts(), tmp_path, packing=True)
+    assert counted() == 0 and table(again.rows) == table(first.rows)
+    assert again.record() == first.record()
+    for rows in (again.rows, again.known_rows, again.held_out):
+        files = [Path(file["filename"]) for file in rows.cache_files]
+        assert files and all(tmp_path in file.parents for file in files)
+
+
+def test_what_rows_hang_on_is_prepared_anew(
+    wide: TargetModel, tokenizer: Any, tmp_path: Path, counted: Callable[[], int]
+) -> None:
+    def count(tokenizer: Any = tokenizer, rows: Any = None, **given: Any) -> int:
+        data = prepare(wide, tokenizer, rows or texts(), tmp_path, **given)
+        assert len(data.rows) + len(data.held_out) > 0
+        return counted()
+
+    assert count() == 30
+    assert count(max_length=16) == 30 and count(rows=[*texts(), {"text": "x"}]) == 31
+    (tmp_path / "chat.jinja").write_text(templates.CHATML)
+    assert count(chat_template=str(tmp_path / "chat.jinja")) == 30
+    other = templates.chat_tokenizer()
+    other.eos_token = "<|im_end|>"
+    assert count(other) == 30
+    # The same tokens, in another split.
+    assert count(eval_rows=3) == 0 and count(packing=True) == 0 and count() == 0
+
+
+def test_an_interrupted_preparation_goes_on(
+    wide: TargetModel,
+    tokenizer: Any,
+    tmp_path: Path,
+    counted: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenise, "_ROWS_OF_A_PART", 8)
+    whole = prepare(wide, tokenizer, texts(), tmp_path / "whole")
+    counted()
+    write = tokenise.write_whole
+    done: list[Path] = []
+
+    def interrupted(path: Path, make: Callable[[Path], object]) -> None:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        write(path, make)
+        done.append(path)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(tokenise, "write_whole", interrupted)
+        prepare(wide, tokenizer, texts(), tmp_path / "parts")
+    assert counted() == 16
+    again = prepare(wide, tokenizer, texts(), tmp_path / "parts")
+    assert counted() == 14 and table(again.rows) == table(whole.rows)
+    assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    "name", ["part.arrow", "known.arrow", "facts.json", "bins.arrow", INDEX_FILE]
+)
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_damaged_files_are_noticed_and_made_anew(
+    name: str,
+    damage: str,
+    wide: TargetModel,
+    tokenizer: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = prepare(wide, tokenizer, texts(), tmp_path, packing=True)
+    for file in tmp_path.rglob(name):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 255
+        file.unlink()
+        if damage != "gone":
+            file.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
+    again = prepare(wide, tokenizer, texts(), tmp_path, packing=True)
+    assert table(again.rows) == table(whole.rows) and again.record() == whole.record()
+    warned = [line for line in caplog.messages if "is damaged: what lies beside it" in line]
+    assert len(warned) == (
+        0 if (name, damage) == (INDEX_FILE, "gone") else 1 + (name == INDEX_FILE)
+    )
+    caplog.clear()
+    prepare(wide, tokenizer, texts(), tmp_path, packing=True)
+    assert not caplog.messages
+
+
+def test_what_is_refused_leaves_nothing(wide: TargetModel, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="1 broken row"):
+        prepare(wide, tokenizer, [*texts(), {"text": ""}], tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_one_process_makes_and_the_others_wait(tmp_path: Path) -> None:
+    """Each holds the lock by a file of its own, as processes do."""
+    told: list[bool] = []
+
+    def ask() -> None:
+        with prepared(tmp_path / "rows") as found:
+            told.append(found)
+
+    other = threading.Thread(target=ask)
+    with prepared(tmp_path / "rows") as found:
+        other.start()
+        other.join(0.2)
+        assert not found and not told
+        (tmp_path / "rows" / "file").write_text("made")
+    other.join()
+    assert told == [True]
+    assert list(json.loads((tmp_path / "rows" / INDEX_FILE).read_text())["files"]) == ["file"]

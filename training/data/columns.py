@@ -1,0 +1,55 @@
+"""Columns of lists, read as arrays: no row is looked at by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+from datasets.table import MemoryMappedTable
+
+ROWS_AT_ONCE = 256
+"""So many rows are in memory while a table is read."""
+
+
+def flat(column: pa.ChunkedArray) -> tuple[Any, Any]:
+    """The values of all rows, one behind the other, and how many each row has."""
+    whole = column.combine_chunks()
+    values = whole.flatten().to_numpy(zero_copy_only=False)
+    return values, pc.list_value_length(whole).to_numpy(zero_copy_only=False)
+
+
+def row_lengths(rows: Dataset) -> Any:
+    """How many tokens each row has, packed or not, [rows] int32."""
+    if "tokens" in rows.column_names:
+        return rows.data.column("tokens").to_numpy()
+    return np.concatenate([np.empty(0, np.int32), *lengths_in_parts(rows)], dtype=np.int32)
+
+
+def lengths_in_parts(rows: Dataset) -> Iterator[Any]:
+    """The same of unpacked rows, some thousands at a time."""
+    for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(100 * ROWS_AT_ONCE):
+        yield pc.list_value_length(table["input_ids"]).to_numpy()
+
+
+def write_numbers(path: Path, rows: Dataset, numbers: Any) -> None:
+    """The numbers of some rows as a file that `picked` reads."""
+    if rows._indices is not None:  # then rows of the table beneath are meant
+        numbers = rows._indices.column(0).to_numpy()[numbers]
+    write_table(path, pa.table({"indices": pa.array(numbers, pa.uint64())}))
+
+
+def picked(rows: Dataset, path: Path) -> Dataset:
+    """Those rows alone; their numbers stay on disk, as the rows do."""
+    numbers = MemoryMappedTable.from_file(str(path))
+    return Dataset(rows.data, rows.info.copy(), indices_table=numbers)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """As a file that `datasets` maps from disk."""
+    with pa.ipc.new_stream(path, table.schema) as file:
+        file.write_table(table, max_chunksize=400 * ROWS_AT_ONCE)

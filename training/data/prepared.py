@@ -1,0 +1,111 @@
+"""Rows that are prepared once, by the first process that asks for them, and found again by others
+and by later runs.
+
+Each step has a folder, named by a hash of all that its files hang on: the corpus, the tokenizer and
+its template, the settings, this code. Files come in whole, so that a step which was interrupted
+goes on from those that are there. `prepared.json` comes last and vouches for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from medusa_heads import data
+from medusa_heads.files import (
+    check_folder,
+    code_sha256,
+    expanded,
+    move_in,
+    read_json,
+    replace_json,
+    staging,
+)
+
+logger = logging.getLogger(__name__)
+
+INDEX_FILE = "prepared.json"
+
+_BLOCKS, _BLOCK = 64, 1 << 16  # of a file, spread evenly, and the bytes of each
+_LIBRARIES = ("datasets", "jinja2", "numpy", "pyarrow", "tokenizers", "transformers")
+
+
+def prepared_folder(place: str | None, *hangs_on: Any) -> Path:
+    """The folder of what hangs on the given values and on the code that prepares, in `place`, by
+    default in the cache of `datasets`. ValueError where it cannot be written."""
+    from datasets import config
+    from datasets.fingerprint import Hasher
+
+    versions = [version(name) for name in _LIBRARIES]
+    code = code_sha256(Path(str(data.__file__)).parent, Path(__file__).parent)
+    home = Path(config.HF_DATASETS_CACHE) / "medusa_heads" if place is None else expanded(place)
+    check_folder(home)
+    return home / str(Hasher.hash([versions, code, *hangs_on]))
+
+
+@contextmanager
+def prepared(folder: Path) -> Iterator[bool]:
+    """A block that makes the files of a folder, unless they are all there, which it is told; other
+    processes that ask wait until it ends. Files that are damaged are removed before, all of them,
+    with a warning; those of what a ValueError refuses, afterwards."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if damaged := _damaged(folder):
+            logger.warning("%s is damaged: what lies beside it is prepared anew", damaged)
+            shutil.rmtree(folder)
+        folder.mkdir(exist_ok=True)
+        try:
+            yield (folder / INDEX_FILE).exists()
+        except ValueError:
+            shutil.rmtree(folder)
+            raise
+        if not (folder / INDEX_FILE).exists():
+            replace_json(folder / INDEX_FILE, {"files": _files(folder)})
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file, which is seen when it is whole."""
+    with staging(path.parent) as made:
+        write(made / path.name)
+        move_in(made, path.parent, [path.name])
+
+
+def _damaged(folder: Path) -> Path | None:
+    """The first file that is not what the index says; None where all are, or there is no index."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return None
+    try:
+        vouched, found = read_json(index)["files"], _files(folder)
+        return next((folder / name for name in vouched if found.get(name) != vouched[name]), None)
+    except (OSError, ValueError, LookupError, TypeError):
+        return index
+
+
+def _files(folder: Path) -> dict[str, list[Any]]:
+    """Of each file its size, and a hash of blocks of it: of all of them, where it is small."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): [path.stat().st_size, _blocks_sha256(path)]
+        for path in files
+        if path.name != INDEX_FILE
+    }
+
+
+def _blocks_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    step = max((os.path.getsize(path) - _BLOCK) / (_BLOCKS - 1), _BLOCK)
+    with path.open("rb") as file:
+        for number in range(_BLOCKS):
+            file.seek(round(number * step))
+            digest.update(file.read(_BLOCK))
+    return digest.hexdigest()

@@ -1,0 +1,122 @@
+"""Rows of tokens on disk, and which of them are learnt from: each made once (see `prepared.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from medusa_heads.data.formats import DOCUMENT_COLUMN
+from medusa_heads.data.sources import Corpus
+from medusa_heads.files import move_in, read_json, replace_json, staging
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.data import EVAL_ROWS, EVAL_SHARE, DataArguments
+from medusa_heads.training.data.columns import (
+    picked,
+    row_lengths,
+    write_numbers,
+    write_table,
+)
+from medusa_heads.training.data.pack import fill_bins, pack_rows
+from medusa_heads.training.data.prepared import prepared, prepared_folder
+from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows, warn_of_little
+from medusa_heads.training.data.tokenise import document_numbers, is_ready, tokenise
+from medusa_heads.training.data.tokeniser import Tokeniser
+
+TRAINING = "training set"
+"""What messages call the rows that are learnt from."""
+
+
+def tokenise_once(
+    corpus: Corpus, tokeniser: Tokeniser, settings: DataArguments
+) -> tuple[Corpus, str]:
+    """`tokenise`, on disk, unless the rows can be taken as they came; and a hash of what they hang
+    on."""
+    fingerprint = str(corpus.rows._fingerprint)
+    if is_ready(corpus, tokeniser):
+        rows = corpus.rows.select_columns(["input_ids", "labels"])
+        return replace(corpus, rows=rows), fingerprint
+    folder = prepared_folder(settings.prepared_dir, fingerprint, tokeniser, corpus.bad_rows.policy)
+    with prepared(folder):
+        return tokenise(corpus, tokeniser, settings.dataset_num_proc, folder), folder.name
+
+
+def split_once(
+    corpus: Corpus,
+    tokenised: tuple[Corpus, str],
+    target: TargetModel,
+    settings: DataArguments,
+    seed: int,
+    *,
+    draws: bool,
+) -> tuple[Dataset, Dataset, Dataset | None, RowFacts]:
+    """Of rows of tokens those to learn from, perhaps packed; the same before packing; those held
+    out, None unless they are drawn here; and the facts of the former."""
+    rows, fingerprint = tokenised[0].rows, tokenised[1]
+    share, count, size = settings.eval_share, settings.eval_rows, settings.max_length
+    drawn = [seed, share, count, EVAL_SHARE, EVAL_ROWS] if draws else None
+    hangs_on = fingerprint, RowLimits.of(target), drawn, settings.packing and size
+    folder = prepared_folder(settings.prepared_dir, *hangs_on)
+    with prepared(folder) as found:
+        if not found:
+            kept = np.ones(len(rows), bool)
+            if draws:
+                kept[held_out_rows(document_numbers(corpus, rows), share, seed, count)] = False
+            facts = check_rows(rows, target, name=TRAINING, heads_reached=1, kept=kept)
+            with staging(folder) as made:
+                replace_json(made / "facts.json", asdict(facts))
+                if draws:
+                    write_numbers(made / "known.arrow", rows, np.flatnonzero(kept))
+                    write_numbers(made / "held_out.arrow", rows, np.flatnonzero(~kept))
+                if settings.packing:
+                    write_table(made / "bins.arrow", fill_bins(row_lengths(rows)[kept], size))
+                move_in(made, folder, sorted(path.name for path in made.iterdir()))
+    facts = RowFacts(**read_json(folder / "facts.json"))
+    if found:
+        warn_of_little(facts, TRAINING)
+    rows = rows.select_columns(["input_ids", "labels"])
+    known = picked(rows, folder / "known.arrow") if draws else rows
+    measured = picked(rows, folder / "held_out.arrow") if draws else None
+    if not settings.packing:
+        return known, known, measured, facts
+    bins = Dataset.from_file(str(folder / "bins.arrow"))
+    return pack_rows(known, bins), known, measured, facts
+
+
+def hold_out(
+    rows: Dataset, share: float | None, seed: int, count: int | None = None
+) -> tuple[Dataset, Dataset]:
+    """Split into rows to train on and rows to measure on, by document: a share, or a count of them,
+    or by default EVAL_SHARE, and at most EVAL_ROWS.
+
+    Without a column `document`, or where all rows are of one, each row is a document. Raises
+    ValueError where there is only one row, or no more documents than are to be held out.
+    """
+    documents = np.arange(len(rows))
+    if DOCUMENT_COLUMN in rows.column_names:
+        documents = rows.with_format("numpy")[DOCUMENT_COLUMN][:]
+    held = held_out_rows(documents, share, seed, count)
+    return rows.select(np.setdiff1d(np.arange(len(rows)), held)), rows.select(held)
+
+
+def held_out_rows(documents: Any, share: float | None, seed: int, count: int | None = None) -> Any:
+    """The numbers of the rows that `hold_out` holds out, ascending, by each row's document."""
+    known = np.unique(documents)
+    if len(known) == 1:
+        known = documents = np.arange(len(documents))
+    if len(known) < 2:
+        raise ValueError(
+            "the corpus has a single row, so none can be held out: give more text or an "
+            "eval_dataset"
+        )
+    if count is None:
+        count = min(max(round((share or EVAL_SHARE) * len(known)), 1), len(known) - 1)
+        count = count if share is not None else min(count, EVAL_ROWS)
+    elif count >= len(known):
+        raise ValueError(
+            f"eval_rows {count} would hold out all {len(known)} documents: ask for fewer"
+        )
+    drawn = np.random.default_rng(seed).permutation(known)[:count]
+    return np.flatnonzero(np.isin(documents, drawn))
