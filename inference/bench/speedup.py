@@ -18,12 +18,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medusa_heads.heads import DraftHeads, MedusaHeads
 from medusa_heads.heads.int8 import int8_layers
+from medusa_heads.heads.medusa import ResBlock
 from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT
-from medusa_heads.inference.plan.tree_size import TreeSize, measured_sizes, tune
+from medusa_heads.inference.plan.tree_size import TreeSize, measured_sizes, read_as, tune
 from medusa_heads.machine import describe_machine
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
@@ -112,7 +113,7 @@ def analyze(
     expected = {"none": 1.0} | {
         f"chain:{depth}": 1 + math.fsum(chances[:depth]) for depth in range(1, len(chances) + 1)
     }
-    kind = {"chains": len(chances)}
+    kind = read_as(heads) | {"chains": len(chances)}
     batches = []
     for rows in sizes:
         where: dict[str, Any] = {"context": context, "batch_size": rows, "refresh": refresh}
@@ -204,11 +205,13 @@ def cache_bytes_per_token(target: TargetModel) -> int:
 
 def _heads_bytes(heads: DraftHeads) -> int:
     """With the second copy of their blocks that all but sequential heads keep in one piece while
-    they decode, the rows that a reduced vocabulary copies, the preview of a large one, and what is
-    held in eight bits."""
+    they decode, but in eight bits; the rows that a reduced vocabulary copies, the preview of a
+    large one, and what is held in eight bits."""
     total = _bytes(heads.parameters())
     if isinstance(heads, MedusaHeads):
-        total += _bytes(p for name, p in heads.named_parameters() if ".linear." in name)
+        blocks = (block for block in heads.modules() if isinstance(block, ResBlock))
+        in_one_piece = (block for block in blocks if type(block.linear) is nn.Linear)
+        total += _bytes(p for block in in_one_piece for p in block.parameters())
     if heads.draft_tokens is not None and heads.config.vocab_matrix == "shared":
         total += _bytes([heads.vocab_matrix(0)[0]])
     total += _bytes(tensor for preview in heads.previews or () for tensor in preview.held)

@@ -130,7 +130,7 @@ class RegenerateArguments(LoadingFlags):
                 f"expected a shard_index from 0 to {self.num_shards - 1}, got {self.shard_index}"
             )
         needed = {"heads": "heads", "server": "base_url"}.get(self.backend)
-        if needed is not None and getattr(self, needed) is None:
+        if needed is not None and not getattr(self, needed):
             raise ValueError(f"the backend {self.backend} needs --{needed}")
         # What another backend would read is a misunderstanding, not a detail.
         for backend, names in _ONLY.items():

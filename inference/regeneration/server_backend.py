@@ -13,9 +13,8 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
-from queue import SimpleQueue
+from functools import partial
 from threading import Lock
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -36,6 +35,8 @@ from medusa_heads.inference.regeneration.answers import (
 )
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.replies import SHOWN, complaint, spelling
+from medusa_heads.inference.regeneration.side_by_side import side_by_side
+from medusa_heads.masking import MASK
 
 Endpoint = Literal["auto", "completions", "chat"]
 
@@ -73,6 +74,7 @@ class ServerBackend(Backend):
     # the server sent tokens.
     ends: Sequence[int]
     max_positions: int | None = None
+    vocab_size: int | None = None
     endpoint: Endpoint = "auto"  # `/completions` with token ids where the server has it
     token_ids: bool = False  # ask for `return_token_ids`, which not every server accepts
     concurrency: int = 16  # requests under way at the same time
@@ -85,14 +87,14 @@ class ServerBackend(Backend):
         if self.endpoint not in ("auto", "completions", "chat"):
             raise ValueError(f"endpoint must be auto, completions or chat, got {self.endpoint!r}")
         for url in map(urlsplit, urls):
+            if "@" in (url.netloc or url.path) or url.query:
+                raise ValueError(
+                    "base_url holds a password or a query: put the key into the variable "
+                    f"{self.api_key_variable}"
+                )
             if url.scheme not in ("http", "https") or not url.netloc:
                 raise ValueError(
                     f"expected a base_url such as http://localhost:8000/v1, got {url.geturl()!r}"
-                )
-            if url.username or url.password:
-                raise ValueError(
-                    "base_url holds a password: put the key into the variable "
-                    f"{self.api_key_variable}"
                 )
         if self.concurrency < 1 or self.retries < 0 or self.timeout <= 0:
             raise ValueError(
@@ -140,25 +142,10 @@ class ServerBackend(Backend):
                 self._chosen = self._choose_endpoint(first, sampling)
             # One alone first: what is wrong with all of them is wrong with it.
             yield [(first, self._ask(first, sampling))]
-        finished: SimpleQueue[Future[Answer]] = SimpleQueue()
-        running: dict[Future[Answer], Prompt] = {}
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            try:
-                while True:
-                    for prompt in take(2 * self.concurrency - len(running)):
-                        future = pool.submit(self._ask, prompt, sampling)
-                        running[future] = prompt
-                        future.add_done_callback(finished.put)
-                    if not running:
-                        return
-                    made = [finished.get()]
-                    while not finished.empty():
-                        made.append(finished.get())
-                    answered = [(running.pop(future), future.result()) for future in made]
-                    on_tokens(sum(len(answer.tokens) for _, answer in answered))
-                    yield answered
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        ask = partial(self._ask, sampling=sampling)
+        for answered in side_by_side(ask, take, self.concurrency):
+            on_tokens(sum(len(answer.tokens) for _, answer in answered))
+            yield answered
 
     def _choose_endpoint(self, prompt: Prompt, sampling: Sampling) -> Endpoint:
         status, reply = self._post("completions", prompt, sampling)
@@ -220,6 +207,8 @@ class ServerBackend(Backend):
                 f"environment variable {self.api_key_variable}"
             )
         text = response.data.decode("utf-8", "replace")
+        if key and response.status != 200:  # what a server complains of is written down
+            text = text.replace(key, MASK)
         try:
             return response.status, parse_json(text)
         except ValueError:
@@ -243,7 +232,7 @@ class ServerBackend(Backend):
             return self._failed(detail, f"{self._where} answers nothing but errors ({detail})")
         try:
             answer = self._read(prompt, reply)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             what = f"{self._where} does not speak the protocol ({error!r})"
             return self._failed(f"not the protocol: {error!r}", what)
         with self._lock:
@@ -274,6 +263,9 @@ class ServerBackend(Backend):
         if usage.get("prompt_tokens") not in (None, len(prompt.input_ids)):
             remarks.append(answers.OTHER_PROMPT)
         tokens = choice.get("token_ids")
+        known = range(self.vocab_size or 1 << 31)
+        if tokens and not all(type(token) is int and token in known for token in tokens):
+            raise ValueError("token_ids that the target does not have")
         if not text and not tokens:
             return Answer(failure=answers.EMPTY)
         if not tokens:

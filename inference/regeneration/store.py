@@ -49,8 +49,12 @@ class AnswerStore:
     that is named by `described`: everything but the prompt that decides an answer. To be closed."""
 
     def __init__(self, root: Path, described: dict[str, Any]) -> None:
-        text = json.dumps(masked(described), indent=2, sort_keys=True, default=str)
-        self.folder = root / hashlib.sha256(text.encode()).hexdigest()[:16]
+        plain, text = (
+            json.dumps(each, indent=2, sort_keys=True, default=str)
+            for each in (described, masked(described))
+        )
+        # What is masked decides too: two targets may have names with the shape of a secret.
+        self.folder = root / hashlib.sha256(plain.encode()).hexdigest()[:16]
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.folder)
         if not (self.folder / SETTINGS_FILE).exists():
@@ -68,9 +72,8 @@ class AnswerStore:
     def get(self, prompt: Prompt) -> Answer | None:
         """The answer, if there is one."""
         at = self._places.get(_short(prompt.key))
-        if at is None:
-            return self._passing.get(prompt.key)
-        return _read_line(self._line(at), prompt.key)
+        answer = None if at is None else _read_line(self._line(at), prompt.key)
+        return answer or self._passing.get(prompt.key)
 
     def is_old(self, prompt: Prompt) -> bool:
         """Whether an earlier run has answered."""
@@ -227,7 +230,7 @@ def write_output(
         counted = {"accounting": accounting.to_dict(), "rows": len(rows)}
         content = masked(record) | counted | provenance()
         text = json.dumps(content, indent=2, ensure_ascii=False, default=str)
-        (staged / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+        (staged / RECORD_FILE).write_text(text + "\n", "utf-8", "backslashreplace")
         # The record says whose the folder is, and so comes first; the state says that the others
         # are there: it goes first, and comes last.
         (folder / _STATE_FILE).unlink(missing_ok=True)

@@ -169,11 +169,11 @@ class DraftHeads(nn.Module, ABC):
             shared_V = None if bias_V is None else self._drafted(bias_V)
             self._shared = (self._drafted(weight_VD), shared_V)
         if self.reads_drafts or self.prefix is not None:
-            self._embeddings_VD = embeddings(target, hidden_size)
+            self._embeddings_VD = every_VD = embeddings(target, hidden_size)
             if not self.config.raw_embeddings:
-                norm = torch.linalg.vector_norm(self._embeddings_VD, dtype=torch.float32)
-                size = self._embeddings_VD.numel()
-                self._embedding_scale = float(size**0.5 / norm.clamp_min(1e-6))
+                precise = torch.promote_types(every_VD.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(every_VD, dtype=precise).clamp_min(1e-6)
+                self._embedding_scale = float(every_VD.numel() ** 0.5 / norm)
 
     def set_vocab_bias(self, has_bias: bool) -> None:
         """Give own vocabulary matrices a bias each, zero as yet, or take it from them: what heads

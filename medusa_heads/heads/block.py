@@ -201,7 +201,8 @@ class BlockHeads(DecoderHeads):
         assert self._embeddings_VD is not None
         shape = self._shape()
         if shape.mask_token_id is None:
-            length_V = torch.linalg.vector_norm(self._embeddings_VD, dim=-1, dtype=torch.float32)
+            precise = torch.promote_types(self._embeddings_VD.dtype, torch.float32)
+            length_V = torch.linalg.vector_norm(self._embeddings_VD, dim=-1, dtype=precise)
             usual = (length_V >= length_V.median() / 2).nonzero()
             shape = replace(shape, mask_token_id=int(usual[-1]))
             self.config = replace(self.config, decoder=shape)

@@ -33,7 +33,7 @@ _KNOWN = ("x86_64", "AMD64")  # elsewhere torch may have no kernel, but a loop
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-_rounded: Any = WeakIdKeyDictionary()  # by weights: their version, and what was made of them
+_rounded: Any = WeakIdKeyDictionary()  # by weights: sums of their rows, and what was made of them
 
 
 class Int8Linear(nn.Linear):
@@ -118,14 +118,15 @@ def _pays(weight_OD: Any) -> bool:
 @torch.no_grad()
 def _round(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
     """The weights in eight bits [O, D], and what a unit of each row is [O]; made once for as long
-    as nobody writes to them."""
-    version = None if weight_OD.is_inference() else weight_OD._version
+    as they stay what they are."""
+    # Fused optimisers, and whoever writes to `.data`, leave no trace in a version.
+    sums_O = weight_OD @ torch.linspace(1.0, 2.0, weight_OD.shape[1], dtype=weight_OD.dtype)
     made = _rounded.get(weight_OD)
-    if version is None or made is None or made[0] != version:
+    if made is None or not torch.equal(made[0], sums_O):
         unit_O = weight_OD.abs().amax(dim=1).float().div_(_MOST_WEIGHT).clamp_min_(1e-30)
         rows = max(_AT_ONCE // weight_OD.shape[1], 1)
         pieces = zip(weight_OD.split(rows), unit_O[:, None].split(rows), strict=True)
         int8_OD = torch.cat([(w.float() / unit).round_().to(torch.int8) for w, unit in pieces])
-        made = _rounded[weight_OD] = version, (int8_OD, unit_O)
+        made = _rounded[weight_OD] = sums_O, (int8_OD, unit_O)
     rounded: tuple[Tensor, Tensor] = made[1]
     return rounded

@@ -19,6 +19,7 @@ from medusa_heads.trees.tree import TokenTree
 DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
 DYNAMIC_SIZES = (3, 7, 11, 15, 23, 31, 47, 63)  # drafted nodes measured when heads are trained
 DYNAMIC_WIDTH = 10  # paths that sequential heads are asked to continue at each level
+_NEVER = -1e30  # the score of a path that has none
 
 # The candidates for the token at depth `level` + 1, after every path [B, F, J = level + 1], each of
 # which stands behind a path of the level above [B, F]: token ids and log-probabilities, each
@@ -117,10 +118,14 @@ def best_first_tree(
             )
             above_BFJ = asked_BF[:, :, None].expand(-1, -1, level + 1)
             paths_BFJ = torch.cat([paths_BFJ.gather(1, above_BFJ), tokens_BF[:, :, None]], dim=2)
-    depth_C, scores_BC = torch.tensor(depths, device=roots_B.device), torch.cat(scores, dim=1)
-    # Where a child is as likely as its parent (probability 1), the parent must come first.
+    depth_C = torch.tensor(depths, device=roots_B.device)
+    # What is no number would come before all that are.
+    scores_BC = torch.cat(scores, dim=1).nan_to_num(nan=_NEVER, neginf=_NEVER)
+    # Where a child is as likely as its parent (probability 1), the parent must come first: it does
+    # in a stable order, also where scores are too large for the difference.
     ranked_BC = scores_BC - 1e-6 * depth_C
-    chosen_BN = ranked_BC.topk(num_drafted + 1, dim=1).indices.sort(dim=1).values
+    order_BC = ranked_BC.argsort(dim=1, descending=True, stable=True)
+    chosen_BN = order_BC[:, : num_drafted + 1].sort(dim=1).values
     # All parents are among the chosen, which are in order; the root stands above itself.
     above_BN = torch.searchsorted(chosen_BN, torch.cat(parents, dim=1).gather(1, chosen_BN))
     path_scores_BN = scores_BC.gather(1, chosen_BN)

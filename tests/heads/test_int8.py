@@ -107,6 +107,9 @@ def test_what_is_trained_on_is_rounded_anew(tiny_llama: TinyLlama) -> None:
         assert torch.equal(in_int8(heads)(x_RD), first)
         heads._own(0).weight.mul_(2.0)
         torch.testing.assert_close(in_int8(heads)(x_RD), 2.0 * first)
+        # As fused optimisers do, without a trace in the version.
+        heads._own(0).weight.data.neg_()
+        torch.testing.assert_close(in_int8(heads)(x_RD), -2.0 * first)
 
 
 def test_matrices_are_rounded_once_and_let_go() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -63,3 +65,14 @@ def test_misfits_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         new_heads(tiny_llama(), HeadsConfig(draft_vocab_size=size), tokens)
+
+
+@pytest.mark.parametrize("kind", ["hydra", "block"])
+def test_embeddings_in_double_precision_are_read(tiny_llama: TinyLlama, kind: Any) -> None:
+    single, double = (
+        new_heads(tiny_llama().to(dtype), HeadsConfig(kind=kind))
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert double.config == single.config
+    scales = double._embedding_scale, single._embedding_scale
+    assert scales[0] == pytest.approx(scales[1])

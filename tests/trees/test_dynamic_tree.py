@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,3 +121,14 @@ def walk(tree: TokenTree, row: int, true: list[int]) -> int:
         node = children[0]
         accepted += 1
     return accepted
+
+
+@pytest.mark.parametrize("first", [0.0, -20.0, -60.0, -math.inf, math.nan])
+@pytest.mark.parametrize("later", [0.0, -1.0, -math.inf, math.nan])
+@pytest.mark.parametrize("nodes", [3, 15, 40])
+def test_no_node_stands_without_its_parent(first: float, later: float, nodes: int) -> None:
+    """Whatever heads say: of certainties behind what is unlikely, and of no numbers at all."""
+    tokens_BKR = torch.arange(48).view(1, 3, 16)
+    log_probs_BKR = torch.tensor([first, later, later])[None, :, None].expand(1, 3, 16)
+    tree = best_first_tree(torch.tensor([7]), independent(tokens_BKR, log_probs_BKR), nodes, 3)
+    assert tree.tokens_BN[0, 0] == 7 and len(paths(tree, 0)) == nodes

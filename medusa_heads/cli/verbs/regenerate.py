@@ -151,6 +151,7 @@ def _elsewhere(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
         tokenizer,
         ends=known,
         max_positions=getattr(config.get_text_config(), "max_position_embeddings", None),
+        vocab_size=getattr(config.get_text_config(), "vocab_size", None),
         **{setting: getattr(arguments, setting) for setting in settings},
     )
 

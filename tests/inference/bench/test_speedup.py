@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_heads import HeadsConfig, TargetModel
-from medusa_heads.heads import new_heads
+from medusa_heads.heads import int8, new_heads
 from medusa_heads.inference.bench.speedup import (
     analyze,
     best_chain_length,
@@ -146,6 +147,35 @@ def test_memory_by_hand(tiny_llama: TinyLlama) -> None:
     assert memory_overhead(target, block, nodes=1)["prefix_per_token"] == 2 * 2 * 64 * 4
     trained = sum(p.numel() for p in hydra.parameters())
     assert found["heads"] == 4 * (trained + 50 * 64)
+
+
+@pytest.mark.parametrize("smallest", [0, 1 << 30])
+def test_memory_of_heads_is_what_they_hold(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, smallest: int
+) -> None:
+    monkeypatch.setattr(int8, "SMALLEST", smallest)
+    target = TargetModel(tiny_llama())
+    heads = new_heads(target, HeadsConfig(num_heads=2, vocab_matrix="own", features=[0]))
+    view: Any = int8.in_int8(heads)
+    with torch.no_grad():
+        view(view.fuse(torch.randn(1, 2 * 64)))
+    held: list[torch.Tensor] = list(view.parameters())
+    held += [part for layer in view._stack[1] for part in layer] if view._stack else []
+    held += [part for layer in int8.int8_layers(view) for part in layer._rounded or ()]
+    found = memory_overhead(target, view, nodes=1)
+    assert found["heads"] == sum(part.nbytes for part in held)
+
+
+def test_chains_in_eight_bits_are_measured_anew(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    monkeypatch.setattr(int8, "SMALLEST", 0)
+    target = TargetModel(tiny_llama())
+    heads = new_heads(target, HeadsConfig(num_heads=1)).eval()
+    statistics = HeadStatistics.from_ranks(torch.zeros(9, 1, dtype=torch.long))
+    for count, each in enumerate([heads, heads, int8.in_int8(heads)]):
+        analyze(target, each, statistics, context=16, batch_sizes=[1], chain_only=True)
+        assert len(list((cache / "steps").glob("*.json"))) == (2 if count == 2 else 1)
 
 
 @pytest.mark.parametrize("chain_only", [False, True])

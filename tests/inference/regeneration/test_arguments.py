@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
-from medusa_heads.inference.regeneration.arguments import DistillArguments
+from medusa_heads.inference.regeneration.arguments import (
+    DistillArguments,
+    RegenerateArguments,
+)
 
 
 @pytest.mark.parametrize(
@@ -13,6 +16,12 @@ from medusa_heads.inference.regeneration.arguments import DistillArguments
         (DistillArguments, {"num_prompts": 0}, "num_prompts must be at least 1"),
         (DistillArguments, {"greedy_share": 1.5}, "greedy_share must lie in"),
         (DistillArguments, {"temperature": 0.0}, "temperature must be above 0"),
+        (
+            RegenerateArguments,
+            {"model_name_or_path": "a", "dataset": "b", "output_dir": "c"}
+            | {"backend": "server", "base_url": []},
+            "the backend server needs --base_url",
+        ),
     ],
 )
 def test_values_out_of_range(kind: type, values: dict[str, Any], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from medusa_heads.inference.regeneration.answers import (
     Sampling,
 )
 from medusa_heads.inference.regeneration.dialogues import Dialogues, read_dialogues
+from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.regenerate import Regenerated, answer_dialogues
 from medusa_heads.inference.regeneration.server_backend import ServerBackend
 from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
@@ -220,6 +222,53 @@ def test_token_ids_of_the_server_spare_tokenising(
     assert there.rows.to_dict() == home.rows.to_dict()
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"choices": ["text"]},
+        {"choices": [None]},
+        {"choices": [{"text": "a"}], "usage": [1]},
+        {"choices": [{"text": "a", "token_ids": [3, 10**6]}]},
+        {"choices": [{"text": "a", "token_ids": ["3"]}]},
+        {"choices": [{"text": "a", "token_ids": 3}]},
+    ],
+)
+def test_replies_of_another_protocol_are_failures(
+    reply: Any, server: CompletionServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = backend(server, token_ids=True, vocab_size=len(make_tokenizer()))
+    monkeypatch.setattr(asked, "_post", lambda *_: (200, reply))
+    with pytest.raises(ValueError, match="not the protocol"):
+        ask(asked, tmp_path)
+
+
+def test_a_key_that_the_server_repeats_is_starred_out(
+    server: CompletionServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "not now")  # which is what the server says
+    server.failures = [400]
+    result = ask(
+        backend(server, endpoint="chat", concurrency=1, api_key_variable="MY_KEY"), tmp_path
+    )
+    assert result.accounting.problems[0]["detail"] == "400: ***"
+
+
+def test_who_leaves_does_not_wait_for_what_is_on_its_way(server: CompletionServer) -> None:
+    prompts = [Prompt(talk.ask(0)[0], True, talk.row) for talk in dialogues()]
+    release, served = Event(), iter([True, True])
+    server.spoil = lambda text: (next(served, False) or release.wait(10) or release.set()) and text
+    asking = backend(server, endpoint="completions").answer(
+        lambda count: [prompts.pop() for _ in range(min(count, len(prompts)))],
+        SAMPLING,
+        on_tokens=lambda tokens: None,
+    )
+    assert next(asking) and next(asking)
+    asking.close()
+    waited = release.is_set()
+    release.set()
+    assert not waited
+
+
 def test_another_template_on_the_server_is_remarked(
     server: CompletionServer, tmp_path: Path
 ) -> None:
@@ -233,6 +282,8 @@ def test_another_template_on_the_server_is_remarked(
     [
         ("localhost:8000", {}, "expected a base_url such as"),
         ("http://me:secret@host/v1", {}, "holds a password"),
+        ("me:secret@host/v1", {}, "holds a password"),
+        ("http://host/v1?key=secret", {}, "holds a password or a query"),
         ("http://host/v1", {"concurrency": 0}, "concurrency of at least 1"),
         ("http://host/v1", {"endpoint": "talk"}, "endpoint must be auto"),
     ],

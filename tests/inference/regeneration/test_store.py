@@ -1,16 +1,18 @@
 """Answers on disk: of one backend and one set of settings, and whole."""
 
+import json
 from array import array
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from medusa_heads.inference.regeneration import store as store_module
-from medusa_heads.inference.regeneration.answers import EMPTY, SERVER_ERROR, Answer
+from medusa_heads.inference.regeneration.answers import EMPTY, SERVER_ERROR, Accounting, Answer
 from medusa_heads.inference.regeneration.dialogues import Row
 from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.inference.regeneration.store import AnswerStore, write_rows
+from medusa_heads.inference.regeneration.store import AnswerStore, write_output, write_rows
 
 
 def opened(folder: Path, who: str = "me") -> closing[AnswerStore]:
@@ -28,6 +30,16 @@ def test_answers_are_of_one_backend_and_one_set_of_settings(tmp_path: Path) -> N
             assert beside.is_old(prompt)
     with opened(tmp_path, "you") as other:
         assert other.get(prompt) is None
+
+
+def test_names_with_the_shape_of_a_secret_are_told_apart_and_not_written(tmp_path: Path) -> None:
+    """Such as those of runs that are numbered in hexadecimal."""
+    prompt, names = Prompt([1, 2], greedy=True), ["run-" + "a1" * 20, "run-" + "b2" * 20]
+    with opened(tmp_path, names[0]) as store:
+        store.add([(prompt, Answer([5]))])
+    with opened(tmp_path, names[1]) as other:
+        assert other.get(prompt) is None
+    assert not any(name in file.read_text() for name in names for file in tmp_path.rglob("*.json"))
 
 
 def test_failures_that_pass_are_known_to_this_run_alone(tmp_path: Path) -> None:
@@ -73,6 +85,17 @@ def test_a_damaged_line_is_no_answer(tmp_path: Path) -> None:
             assert store.get(prompts[1]) is not None or whole[at] == ord("\n")
 
 
+def test_a_passing_failure_stands_where_a_damaged_line_was(tmp_path: Path) -> None:
+    prompt, failure = Prompt([1], greedy=True), Answer(failure=SERVER_ERROR)
+    with opened(tmp_path) as store:
+        store.add([(prompt, Answer([7, 8]))])
+    (file,) = store.folder.glob("answers-*.jsonl")
+    file.write_bytes(file.read_bytes().replace(b"7,8", b"7,9"))
+    with opened(tmp_path) as store:
+        store.add([(prompt, failure)])
+        assert store.get(prompt) == failure
+
+
 def test_many_answers_are_found_by_16_bytes_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,3 +123,11 @@ def test_rows_are_mapped_from_a_file_and_say_whose_they_are(tmp_path: Path) -> N
     assert alone["input_ids"][:] == alone["labels"][:] == [[i, -100] for i in range(2500)]
     several = write_rows(iter([(4, row(1)), (6, row(2)), (6, row(3))]), tmp_path)
     assert several["document"][:] == [4, 6, 6] and alone[2499]["input_ids"][0] == 2499
+
+
+def test_half_a_character_in_a_complaint_does_not_stop_the_record(tmp_path: Path) -> None:
+    counted = Accounting(asked=1)
+    counted.missed("failed", SERVER_ERROR, 0, 0, "400: \ud800 \u00e9")
+    record = write_output(Dataset.from_dict({"input_ids": [[1]]}), counted, tmp_path, {})
+    (problem,) = json.loads(record.read_text(encoding="utf-8"))["accounting"]["problems"]
+    assert problem["detail"] == "400: \ud800 \u00e9"
