@@ -51,9 +51,9 @@ def weights_sums(model: nn.Module, *, with_adapter: bool = True) -> dict[str, li
         if isinstance(tensor, Tensor):
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             content = local.detach().contiguous().view(-1).view(torch.uint8)
-            body = content[: len(content) - len(content) % 8]
-            if content.storage_offset() % 8 == 0:
-                body = body.view(torch.int64)
+            if content.storage_offset() % 8:  # the same sums, wherever a tensor lies
+                content = content.clone()
+            body = content[: len(content) - len(content) % 8].view(torch.int64)
             parts = [part.sum(dtype=torch.int64) for part in body.split(_NUMBERS_AT_ONCE)]
             parts.append(content[len(content) - len(content) % 8 :].sum(dtype=torch.int64))
             sums[name] = torch.stack(parts).tolist()

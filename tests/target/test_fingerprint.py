@@ -89,3 +89,11 @@ def test_sums_notice_any_bit_of_any_tensor(dtype: torch.dtype) -> None:
         bits[0] ^= 1
     whole[0] += 1
     assert weights_sums(model) == before
+
+
+def test_sums_do_not_depend_on_where_a_tensor_lies() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(torch.randn(17)[1:].view(4, 4))
+    before = weights_sums(layer)
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+    assert weights_sums(layer) == before
