@@ -256,8 +256,14 @@ def test_a_key_that_the_server_repeats_is_starred_out(
 def test_who_leaves_does_not_wait_for_what_is_on_its_way(server: CompletionServer) -> None:
     prompts = [Prompt(talk.ask(0)[0], True, talk.row) for talk in dialogues()]
     release, served = Event(), iter([True, True])
-    server.spoil = lambda text: (next(served, False) or release.wait(10) or release.set()) and text
-    asking = backend(server, endpoint="completions").answer(
+
+    def held(text: str) -> str:
+        if not next(served, False) and not release.wait(10):
+            release.set()
+        return text
+
+    server.spoil = held
+    asking: Any = backend(server, endpoint="completions").answer(
         lambda count: [prompts.pop() for _ in range(min(count, len(prompts)))],
         SAMPLING,
         on_tokens=lambda tokens: None,
