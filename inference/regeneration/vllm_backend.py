@@ -5,7 +5,7 @@ vLLM is no requirement of this package: who names this backend has installed it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -20,6 +20,19 @@ from medusa_heads.inference.regeneration.answers import (
 from medusa_heads.inference.regeneration.prompts import Prompt
 
 _AT_HAND = 2  # requests for each that vLLM has in a batch
+# Arguments that say where and how fast vLLM works. Any other may change what it answers.
+_NO_MATTER = frozenset(
+    {
+        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+        *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"),
+        *("hf_token", "download_dir"),
+    }
+)
+
+
+def that_matter(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that may change what vLLM answers: with others, all is answered anew."""
+    return {name: engine[name] for name in sorted(engine) if name not in _NO_MATTER}
 
 
 class VllmBackend(Backend):
@@ -40,6 +53,7 @@ class VllmBackend(Backend):
                 "the backend vllm needs vLLM, and it is not installed: pip install vllm"
             ) from error
         self._vllm, self._model, self._ends = vllm, model, ends
+        self._arguments = that_matter(engine)
         self._engine = vllm.LLM(model, **engine).llm_engine
         config = self._engine.vllm_config.model_config
         self.max_positions = config.max_model_len
@@ -53,6 +67,7 @@ class VllmBackend(Backend):
             "backend": "vllm",
             "model": self._model,
             "dtype": self._dtype,
+            "engine_args": self._arguments,
             "vllm": self._vllm.__version__,
             "generation_config": self._defaults,
         }

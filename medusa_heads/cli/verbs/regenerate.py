@@ -139,7 +139,10 @@ def _elsewhere(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
     if arguments.backend == "vllm":
         from medusa_heads.inference.regeneration.vllm_backend import VllmBackend
 
-        engine = trust | {"dtype": arguments.dtype} | mapping(arguments, "engine_args")
+        own = mapping(arguments, "engine_args")
+        if "model" in own:
+            raise ValueError("engine_args cannot name the model: --model_name_or_path does")
+        engine = trust | {"dtype": arguments.dtype} | own
         return VllmBackend(name, ends=known, **engine)
     from medusa_heads.inference.regeneration.server_backend import ServerBackend
 

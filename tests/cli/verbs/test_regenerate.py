@@ -146,6 +146,7 @@ def test_strict_is_an_error_where_an_answer_is_missing(
         (["--backend", "vllm"], "the backend vllm needs vLLM, and it is not installed"),
         (["--engine_args", "{}"], "engine_args is read by the backend vllm alone"),
         (["--backend", "vllm", "--batch_size", "2"], "max_num_seqs in --engine_args"),
+        (["--backend", "vllm", "--engine_args", '{"model": "x"}'], "cannot name the model"),
         (["--base_url", "http://x/v1"], "base_url is read by the backend server alone"),
         (["--num_workers", "2", "--backend", "continuous"], "num_workers is read by"),
         (["--max_new_tokens", "0"], "max_new_tokens must be at least 1"),

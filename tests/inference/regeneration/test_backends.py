@@ -35,6 +35,7 @@ from medusa_heads.inference.regeneration.transformers_backend import (
     HeadsBackend,
     TransformersBackend,
 )
+from medusa_heads.inference.regeneration.vllm_backend import that_matter
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.killed import dies
@@ -229,3 +230,8 @@ def test_a_killed_run_goes_on_and_gives_the_same_rows(target: TargetModel, tmp_p
     assert (resumed.accounting.done, resumed.accounting.reused) == (200, 70)
     expected = regenerate(target, prompts, batch_size=200, cache_dir=tmp_path / "whole", **options)
     assert resumed.rows.to_dict() == expected.to_dict()
+
+
+def test_arguments_of_vllm_that_change_answers_are_told_apart() -> None:
+    engine = {"quantization": "fp8", "tensor_parallel_size": 2, "hf_token": "secret", "seed": 1}
+    assert that_matter(engine) == {"quantization": "fp8", "seed": 1}
