@@ -13,6 +13,7 @@ self-speculative decoding", arXiv:2309.08168; Elhoushi et al. 2024, "LayerSkip",
 from __future__ import annotations
 
 from collections.abc import Collection, Generator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -62,13 +63,13 @@ class ThinnedTarget:
             cache.set_length(past)
 
 
+@dataclass
 class ExitClock:
-    """What drafting with some of a target's layers takes, by its steps and the seconds of a
-    drafted token of one row with its first layer alone."""
+    """What drafting with some of a target's layers takes."""
 
-    def __init__(self, steps: Clock, layers: int, first: float) -> None:
-        self.steps = steps
-        self._layers, self._first = layers, first
+    steps: Clock  # of the target
+    layers: int
+    first: float  # seconds of a drafted token of one row with the first layer alone
 
     @classmethod
     def measured(cls, target: TargetModel, stack: LayerStack) -> ExitClock:
@@ -80,8 +81,8 @@ class ExitClock:
     def token(self, layers: int, rows: int = 1) -> float:
         """Seconds of a drafted token in each row. All layers take what a plain step takes."""
         plain = self.steps.step(1)
-        first = min(self._first, plain)
-        alone = first + (layers - 1) / (self._layers - 1) * (plain - first)
+        first = min(self.first, plain)
+        alone = first + (layers - 1) / (self.layers - 1) * (plain - first)
         return alone * self.steps.step(rows) / plain
 
 
