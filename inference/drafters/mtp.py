@@ -92,7 +92,10 @@ class MtpText(Memory):
     def advance(self, state: DecodingState) -> list[tuple[Tensor, Tensor]]:
         """Take in what was committed since last time; of each module its likeliest tokens [B, R]
         behind every row, and their probabilities."""
-        self._let_go(state.rows)
+        kept = self.follow(state.rows)
+        if kept is not None and self._last_BFD is not None:
+            self._cache.select_batch(kept)
+            self._last_BFD = self._last_BFD[kept]
         self._coupling, self._ahead = coupling(state), 0
         starts, (hidden_BFD, tokens_BF, counts) = self._unread(state)
         most, device = hidden_BFD.shape[1], hidden_BFD.device
@@ -123,12 +126,6 @@ class MtpText(Memory):
         )
         self._index_BP = torch.cat([self._index_BP, index_B1], dim=1)
         return self._best()
-
-    def _let_go(self, rows: Sequence[Row]) -> None:
-        kept = self.follow(rows)
-        if kept is not None and self._last_BFD is not None:
-            self._cache.select_batch(kept)
-            self._last_BFD = self._last_BFD[kept]
 
     def _unread(self, state: DecodingState) -> tuple[list[int], tuple[Tensor, Tensor, list[int]]]:
         """At which position of each row begins what is to be read; and that, as `unread` has it."""

@@ -123,7 +123,8 @@ class Tokeniser:
                 plain += [content.prompt, content.prompt + content.completion]
             elif isinstance(content, Rendered):
                 rendered += [*content.asked, *content.answered]
-        encoded, chats = self._encode(plain), _in_parts(self._encode_rendered, rendered)
+        encoded = self._encode(plain)
+        chats = iter(()) if self.chat is None else _in_parts(self.chat.encode, rendered)
         for entry in found:
             try:
                 if isinstance(entry, BadRow):
@@ -211,10 +212,6 @@ class Tokeniser:
             end = self.tokenizer.eos_token_id
             added = end is not None and ids[-1:] == [end]
             yield ids[:-1] if added and not text.endswith(self.tokenizer.eos_token) else ids
-
-    def _encode_rendered(self, texts: list[str]) -> list[list[int]]:
-        assert self.chat is not None
-        return self.chat.encode(texts)
 
     def _ended(self, ids: list[int]) -> list[int]:
         """With the token by which the target ends a text, if it has one."""
