@@ -15,11 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.config import IGNORED
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.files import parse_json
-from medusa_heads.inference.regeneration.answers import (
-    NO_CONVERSATION,
-    NO_QUESTION,
-    TEMPLATE,
-)
+from medusa_heads.inference.regeneration.answers import NO_CONVERSATION, NO_QUESTION, TEMPLATE
 from medusa_heads.inference.regeneration.prompts import Messages
 
 Turns = Literal["last", "all"]
@@ -206,7 +202,9 @@ def read_dialogues(
             f"a corpus with a column {column!r} needs the target's tokenizer, and none lies beside "
             "the target"
         )
-    talks = column == "messages" or (column == "prompt" and not _is_text(corpus.features[column]))
+    kind = getattr(corpus.features[column], "dtype", None)
+    texts = kind in ("string", "large_string", "null")
+    talks = column == "messages" or (column == "prompt" and not texts)
     if talks and tokenizer is not None and not tokenizer.chat_template:
         raise ValueError(
             f"the corpus holds conversations in {column!r}, and the target's tokenizer has no chat "
@@ -243,10 +241,6 @@ def _check_column(corpus: Dataset, column: str) -> None:
         inner = getattr(found, "feature", None) if column == "input_ids" else found
         if kind not in str(getattr(inner, "dtype", None)):
             raise ValueError(f"expected {words} in the column {column!r}, got {found}")
-
-
-def _is_text(feature: Any) -> bool:
-    return getattr(feature, "dtype", None) in ("string", "large_string", "null")
 
 
 def _messages(asked: Any) -> Messages:
