@@ -175,8 +175,9 @@ def test_a_server_that_only_fails_is_asked_less_than_one_that_answers(
     with serving(model, make_tokenizer()) as broken:
         broken.dies_after = 0
         urls = [broken.url, server.url]
-        ends, options = backend(server).ends, {"endpoint": "completions", "concurrency": 1}
-        both = ServerBackend(urls, "tiny", make_tokenizer(), ends=ends, retries=0, **options)
+        both = ServerBackend(
+            urls, "tiny", make_tokenizer(), ends=[], endpoint="chat", retries=0, concurrency=1
+        )
         assert ask(both, tmp_path).accounting.done == len(TALKS) - 1
         assert (len(broken.requests), len(server.requests)) == (1, len(TALKS) - 1)
 
