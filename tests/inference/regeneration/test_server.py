@@ -169,6 +169,19 @@ def test_several_servers_share_the_requests_and_one_that_is_gone_is_left_out(
     assert again.accounting.reused == 8
 
 
+def test_a_server_that_only_fails_is_asked_less_than_one_that_answers(
+    server: CompletionServer, model: Any, tmp_path: Path
+) -> None:
+    with serving(model, make_tokenizer()) as broken:
+        broken.dies_after = 0
+        urls = [broken.url, server.url]
+        both = ServerBackend(
+            urls, "tiny", make_tokenizer(), ends=[], endpoint="chat", retries=0, concurrency=1
+        )
+        assert ask(both, tmp_path).accounting.done == len(TALKS) - 1
+        assert (len(broken.requests), len(server.requests)) == (1, len(TALKS) - 1)
+
+
 def test_nobody_there_is_one_sentence(server: CompletionServer, tmp_path: Path) -> None:
     nobody = ServerBackend("http://127.0.0.1:9/v1", "tiny", make_tokenizer(), ends=[], retries=0)
     with pytest.raises(ValueError, match=r"no server answers at http://127\.0\.0\.1:9/v1"):
