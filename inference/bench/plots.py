@@ -70,7 +70,7 @@ def _panels(report: Mapping[str, Any], statistics: HeadStatistics | None) -> lis
     settings, temperature = report["settings"], report.get("temperature")
     panels = [_speedups(setting, setting_title(setting, temperature)) for setting in settings]
     if by_rows := _by_rows(settings):
-        panels.append((partial(draw_by_rows, lines=by_rows), _FLAT))
+        panels.append((partial(_draw_batches, by_rows=by_rows), _FLAT))
     methods, title = settings[0]["methods"], setting_title(settings[0], temperature)
     if by_category := methods[0].get("by_category"):
         drawn = partial(_draw_categories, methods=methods, title=title)
@@ -116,14 +116,11 @@ def _by_rows(settings: Sequence[Mapping[str, Any]]) -> list[Line]:
     return [Line(*line) for line in found.items()] if points[0][0] < points[-1][0] else []
 
 
-def draw_by_rows(
-    axes: Any, lines: Sequence[Line], measured: str = "speed-up over plain decoding"
-) -> None:
-    """Speed-ups over batch sizes."""
-    sizes = sorted({int(x) for line in lines for x, _ in line.points})
-    speedup_axes(axes, "rows decoded together", measured)
+def _draw_batches(axes: Any, by_rows: Sequence[Line]) -> None:
+    sizes = sorted({int(x) for line in by_rows for x, _ in line.points})
+    speedup_axes(axes, "rows decoded together", "speed-up over plain decoding")
     axes.set_xticks(sizes, map(str, sizes))
-    draw_lines(axes, lines, title="Speed-up by batch size")
+    draw_lines(axes, by_rows, title="Speed-up by batch size")
 
 
 def speedup_axes(axes: Any, along: str, measured: str) -> None:

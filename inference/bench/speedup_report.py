@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.files import replace_json
-from medusa_heads.inference.bench.plots import (
-    draw_by_rows,
-    speedup_axes,
-    target_name,
-    where_measured,
-)
+from medusa_heads.inference.bench.plots import speedup_axes, target_name, where_measured
 from medusa_heads.pictures import Line, draw_lines, save_picture
 from medusa_heads.tables import formatted, on_screen
 
@@ -129,8 +124,10 @@ def write_analysis(folder: str | os.PathLike[str], report: Mapping[str, Any]) ->
 def _draw(figure: Any, report: Mapping[str, Any]) -> None:
     by_nodes, by_rows = figure.subplots(1, 2)
     _draw_by_nodes(by_nodes, report["batches"][0])
-    best = [(batch["batch_size"], batch["best"]["speedup"]) for batch in report["batches"]]
-    draw_by_rows(by_rows, [Line("best draft", best)], _EXPECTED)
+    sizes = {batch["batch_size"]: batch["best"]["speedup"] for batch in report["batches"]}
+    speedup_axes(by_rows, "rows decoded together", _EXPECTED)
+    by_rows.set_xticks(list(sizes), map(str, sizes))
+    draw_lines(by_rows, [Line("best draft", list(sizes.items()))], title="Speed-up by batch size")
     grown = " (grown from a smaller model)" if report["grown_from"] else ""
     where = f"{report['dtype']}, on {where_measured(report['machine'])}"
     figure.suptitle(f"{target_name(report)}{grown}, {where}", fontsize=11)
