@@ -51,7 +51,7 @@ class Tokeniser:
     ) -> dict[str, list[Any]]:
         """Columns of rows: the tokens, which row of the corpus each is a part of, why that one
         cannot be used (then without tokens) and its place, and how many labels were cut off."""
-        made: dict[str, list[Any]] = {name: [] for name in token_features()}
+        made: list[tuple[Any, ...]] = []
         table = [
             dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
         ]
@@ -59,15 +59,10 @@ class Tokeniser:
         for document, row, (rows, lost, refusal) in zip(documents, table, outcomes, strict=True):
             for part in rows:
                 problem = refusal or self._problem(part)
-                input_ids, labels = ([], []) if problem else part
-                made["input_ids"].append(input_ids)
-                made["labels"].append(labels)
-                made["document"].append(document)
-                made["problem"].append(problem)
-                made["place"].append(row.get(PLACE_COLUMN) if problem else None)
-                made["lost"].append(lost)
+                tokens, place = (([], []), row.get(PLACE_COLUMN)) if problem else (part, None)
+                made.append((*tokens, document, problem, place, lost))
                 lost = 0  # told once
-        return made
+        return {name: [each[i] for each in made] for i, name in enumerate(token_features())}
 
     def arrow(self, table: pa.Table, documents: Sequence[int]) -> pa.Table:
         """The same of a table of whole numbers, in which only rows that cannot be taken as they are
