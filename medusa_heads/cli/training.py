@@ -162,7 +162,7 @@ class Command:
         from medusa_heads.training.data.prepare import prepare_data
 
         limits = {"num_heads": num_heads, "seed": args.seed, "max_steps": args.max_steps}
-        return prepare_data(target, *texts, self.tokenizer, self.to_data, **limits)
+        return prepare_data(target, texts[0], texts[1], self.tokenizer, self.to_data, **limits)
 
     def prompts(self, target: TargetModel) -> list[Dataset]:
         """Prompts for the target from the text to train on, and from the held-out text."""
