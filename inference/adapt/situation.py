@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -147,8 +147,9 @@ class Draft(NamedTuple):
 
     def accepted(self, committed: Sequence[Sequence[int]]) -> list[int]:
         """Accepted tokens of each row, had this been verified, of those that were committed."""
-        trees = self.trees or [PrefixTree(-1)] * len(committed)
-        each = zip(trees, committed, strict=True)
+        if not self.trees:
+            return [0] * len(committed)
+        each = zip(self.trees, committed, strict=True)
         return [tree.accepted(tokens, self.size) for tree, tokens in each]
 
 
@@ -174,16 +175,15 @@ class Step:
         budget: by what was expected of the text.
         asked: the sources.
         trials: what is learnt of them.
-        rows: all of them; those that had ended commit nothing.
-        written: tokens of each by then; endless of those that had ended.
+        rows: all of them.
+        written: tokens of each by then; endless of those that had ended, which commit nothing.
+        context: the length of the longest by then.
         offered: what the sources offered for each.
         expected: tokens of a mean row that were expected to be accepted, as far as they count.
-        nodes: verified in each row, the root and spare ones included.
-        again: tokens that were read again in front of them.
+        verified: tokens of all rows, roots, spare nodes and what was read again included.
         drafting: seconds that it took.
         observing: seconds that sources took to look at the target's answers.
         verifying: seconds of all the rest; None where nobody measured them.
-        lengths: of the rows' texts by then.
     """
 
     situation: Situation
@@ -192,14 +192,10 @@ class Step:
     trials: list[Trial]
     rows: list[Row]
     written: list[float]
+    context: int
     offered: list[list[Proposal]]
     expected: float
-    nodes: int
-    again: int
+    verified: int
     drafting: float
     observing: float = 0.0
     verifying: float | None = None
-    lengths: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.lengths = [row.length for row in self.rows]

@@ -137,10 +137,10 @@ class BlendedDrafter(Drafter):
             trials,
             list(state.rows),
             written,
+            max(row.length for row in state.rows),
             offered,
             expected=draft.expected_accepted,
-            nodes=tree.num_nodes,
-            again=state.again,
+            verified=tree.num_nodes * len(state.rows) + state.again,
             drafting=time.perf_counter() - started,
         )
         return tree
@@ -159,7 +159,8 @@ class BlendedDrafter(Drafter):
         if step is None:
             return
         committed_B = [
-            row.behind(length) for row, length in zip(step.rows, step.lengths, strict=True)
+            [] if math.isinf(written) else row.tokens[int(written) :]
+            for row, written in zip(step.rows, step.written, strict=True)
         ]
         if not any(committed_B):
             return
@@ -172,10 +173,9 @@ class BlendedDrafter(Drafter):
             more_BX = np.array(accepted).T
             known, gained = situation.progress(step.written, more_BX, FURTHER**more_BX)
             gains.learn(1, gained - known, seconds)
-        verified = step.nodes * situation.rows + step.again
         if step.verifying is not None:
-            self._clock.learn(verified, max(step.verifying, 1e-9), max(step.lengths))
-        seconds = self._clock.step(verified) + step.drafting
+            self._clock.learn(step.verified, max(step.verifying, 1e-9), step.context)
+        seconds = self._clock.step(step.verified) + step.drafting
         # What was expected says more of what a second is worth than what one step happened to give.
         step.budget.learn(1.0 + step.expected, seconds)
         situation.grow(seconds)
