@@ -32,15 +32,14 @@ class Allowance:
         self._left = min(self._left + _SHARE * seconds, self._most)
 
     def owe(self, seconds: float) -> None:
-        """So much is lost whatever is left: later trials wait for it."""
-        self._left -= max(seconds, 0.0)
+        """So much is lost whatever is left: later trials wait for what is ever saved of it."""
+        self._left = max(self._left - max(seconds, 0.0), -self._most)
 
     def pay(self, seconds: float) -> bool:
         """Whether a trial that is expected to lose so much can be paid for; then it is."""
-        if seconds > self._left:
-            return False
-        self.owe(seconds)
-        return True
+        if enough := seconds <= self._left:
+            self.owe(seconds)
+        return enough
 
 
 class Bandit:

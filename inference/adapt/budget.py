@@ -45,8 +45,8 @@ class Budget:
         self._clock, self.sizes = clock, sorted(set(sizes))
         self.rows, self.padded, self.most = rows, padded, self.sizes[-1]
         self.again = 0  # tokens read again in front of the trees
-        plain = clock.step(rows)
-        self.columns = [12.0], [12.0], [12.0 * plain]  # tokens, steps, seconds
+        # Tokens, steps and seconds; at first as of plain decoding.
+        self.columns = [12.0], [12.0], [12.0 * clock.step(rows)]
 
     @property
     def worth(self) -> float:
@@ -83,8 +83,7 @@ class Budget:
         worth, longest = self.worth, len(expected) - 1
         best, most = 0, -float("inf")
         for size in self.sizes:
-            if size > longest and not self.padded:
-                size = longest
+            size = size if self.padded else min(size, longest)
             value = expected[min(size, longest)] - worth * self.seconds(size)
             if value > most:
                 best, most = size, value

@@ -97,13 +97,15 @@ class Clock:
         """Seconds that this source takes to draft."""
         return self._drafting.get(source, 0.0)
 
-    def learn_drafting(self, source: str, seconds: float) -> None:
-        """This source has just taken so long to draft."""
+    def learn_drafting(self, source: str, seconds: float, usual: float = math.inf) -> None:
+        """This source has just taken so long to draft; where nothing is known of it, so long would
+        be usual."""
         known = self._drafting.get(source)
+        # Something else may have had the processor, or the first draft prepared all later ones.
+        believable = min(seconds, 3 * (usual if known is None else known))
         if known is None:
-            self._drafting[source] = seconds
+            self._drafting[source] = believable
         elif self._learns:
-            believable = min(seconds, 3 * known)  # something else may have had the processor
             self._drafting[source] = known + _DRAFTING * (believable - known)
 
     def _measured(self, tokens: int) -> float:

@@ -60,6 +60,7 @@ class Lessons:
                     [float(f"{value / unit:.5g}") for value in column]
                     for column, unit in zip(columns, (1.0, 1.0, step()), strict=False)
                 ]
+                begun[:] = columns[1]
         self._store.write(_KIND, self._facts, (self._store.read(_KIND, self._facts) or {}) | known)
 
 

@@ -38,9 +38,8 @@ def target_clock(
     facts = target_facts(target)
     clock = _once(target, "clock", facts, _clock, lambda: {"step": _measure_steps(target)})
     for name, (drafter, of) in (drafters or {}).items():
-        source = facts | {"source": [name, dict(of)]}
-        measure = partial(_measure_drafting, target, drafter)
-        clock.learn_drafting(name, _once(target, "drafting", source, _drafting, measure))
+        own, measure = {"source": [name, dict(of)]}, partial(_measure_drafting, target, drafter)
+        clock.learn_drafting(name, _once(target, "drafting", facts | own, _drafting, measure))
     return clock
 
 
@@ -67,11 +66,7 @@ def step_seconds(
         ValueError: the context does not fit the target.
     """
     context = _fitting(target, context, max(each.num_nodes for each in drafters.values()))
-    facts = target_facts(target) | {
-        "kind": dict(kind),
-        "context": context,
-        "batch_size": batch_size,
-    }
+    facts = {"kind": dict(kind), "context": context, "batch_size": batch_size}
 
     def read(kept: Mapping[str, Any]) -> dict[str, StepSeconds]:
         return {
@@ -82,7 +77,7 @@ def step_seconds(
     def measure() -> dict[str, StepSeconds]:
         return StepBench(target, context, batch_size).rounds(drafters, 10 * _SECONDS)
 
-    return _once(target, "steps", facts, read, measure, refresh=refresh)
+    return _once(target, "steps", target_facts(target) | facts, read, measure, refresh=refresh)
 
 
 def _once(

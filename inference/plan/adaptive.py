@@ -36,13 +36,13 @@ _SEQUENTIAL = (3, 7, 15, 23, 31)  # nodes of the trees that heads which see each
 
 def blends(tree: TreeSpec) -> bool:
     """Whether a tree's words ask for the text's own drafts beside the heads'."""
-    return isinstance(tree, str) and (tree == "auto" or tree.endswith(SUFFIX))
+    return tree == "auto" or str(tree).endswith(SUFFIX)
 
 
 def continues_text(tree: TreeSpec) -> bool:
     """Whether a tree, or a drafter without heads, drafts what followed where the text ended as it
     does now."""
-    return blends(tree) or (isinstance(tree, str) and tree.partition(":")[0] == "suffix")
+    return blends(tree) or str(tree).partition(":")[0] == "suffix"
 
 
 def blended(
@@ -144,8 +144,7 @@ def heads_drafter(
         own, clock = _own_source(target, heads, statistics, deterministic)
         sources = [own] if chain_only else [RecyclingSource(target.vocab_size), own]
         return tree, blend(sources, chain_only=chain_only, clock=clock)
-    words = str(tree).removesuffix(SUFFIX)
-    drafter = make_drafter(words, heads, statistics, with_log_probs=True)
+    drafter = make_drafter(str(tree).removesuffix(SUFFIX), heads, statistics, with_log_probs=True)
     if drafter.num_nodes == 1 or isinstance(drafter, BlendedDrafter):
         raise ValueError(f"{tree!r} leaves the heads nothing to draft: use 'suffix'")
     nodes = drafter.num_nodes - 1
