@@ -148,7 +148,7 @@ def surprising(loss: float, entropy: float) -> str | None:
         return None
     return (
         f"the target would not write the text of the training set: its perplexity there is "
-        f"{math.exp(loss):.3g}, on text of its own it would be {math.exp(entropy):.3g} or less; "
+        f"{math.exp(min(loss, 99)):.3g}, on text of its own it would be {math.exp(entropy):.3g} or less; "
         "look at template, tokenizer and language, or let the target write the text (medusa-heads "
         "regenerate)"
     )
