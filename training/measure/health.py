@@ -147,10 +147,10 @@ def surprising(loss: float, entropy: float) -> str | None:
     if not loss - entropy > SURPRISING:
         return None
     return (
-        f"the target would not write the text of the training set: its perplexity there is "
-        f"{math.exp(min(loss, 99)):.3g}, on text of its own it would be {math.exp(entropy):.3g} or less; "
-        "look at template, tokenizer and language, or let the target write the text (medusa-heads "
-        "regenerate)"
+        "the target would not write the text of the training set: its perplexity there is "
+        f"{math.exp(min(loss, 99)):.3g}, on text of its own it would be {math.exp(entropy):.3g} or "
+        "less; look at template, tokenizer and language, or let the target write the text "
+        "(medusa-heads regenerate)"
     )
 
 
