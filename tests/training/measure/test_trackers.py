@@ -30,9 +30,12 @@ def test_wandb_records_the_run_offline(
     args = arguments(
         tmp_path / "run", report_to="wandb", max_steps=2, eval_strategy="steps", eval_steps=1
     )
-    HeadsTrainer(fresh(target), target, args, make_rows(4), make_rows(2, seed=1)).train()
+    sets = make_rows(4), make_rows(2, seed=1)
+    HeadsTrainer(fresh(target), target, args, *sets, tokenizer=make_tokenizer(None)).train()
     try:
-        assert "eval/head0_top1" in json.loads(json.dumps(dict(wandb.run.summary), default=str))
+        summary = json.loads(json.dumps(dict(wandb.run.summary), default=str))
+        assert {"eval/head0_top1", "eval/head0_accepted"} <= set(summary)
+        assert "|" in summary["eval/accepted_text"]
     finally:
         wandb.finish()
     recorded = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
