@@ -155,16 +155,19 @@ def surprising(loss: float, entropy: float) -> str | None:
 
 
 def falling(log: Sequence[Mapping[str, Any]]) -> str | None:
-    """The sentence for tokens per step that fell, by the Trainer's history; those of the largest
-    tree, or the longest chain."""
+    """The sentence for the first fall of tokens per step in the Trainer's history, which a resumed
+    run then says too; those of the largest tree, or the longest chain."""
     prefix = "eval_tokens_per_step_"
     sizes = {int(k.removeprefix(prefix)) for line in log for k in line if k.startswith(prefix)}
     if not sizes:
         return None
     name = f"{prefix}{max(sizes)}"
-    found = [(line[name], line["step"]) for line in log if name in line]
-    (now, step), (best, at) = found[-1], max(found)
-    if now >= FALLEN * best:
+    best, at = 0.0, 0
+    for now, step in ((line[name], line["step"]) for line in log if name in line):
+        if now < FALLEN * best:
+            break
+        best, at = max((best, at), (now, step))
+    else:
         return None
     return (
         f"tokens per step have fallen on held-out text, from {best:.2f} in step {at} to {now:.2f} "

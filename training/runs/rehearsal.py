@@ -198,7 +198,7 @@ def _measure(
     rest = seconds - figures["train_runtime"] - figures["eval_runtime"]
     return Measured(
         padded(row_lengths(rows), len(rows)),
-        figures["step_seconds"],
+        figures["step_runtime"],
         padded(row_lengths(held), batch),
         figures["eval_runtime"],
         learnt,

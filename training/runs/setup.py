@@ -143,7 +143,7 @@ class Run:
     ) -> dict[str, Any]:
         """See `record.write_figures`, with the run's pace and all warnings."""
         warnings = [*self.data.warnings, *trainer.health.said]
-        told = {"step_seconds": self.pace.median(), "warnings": warnings}
+        told = {"step_runtime": self.pace.median(), "warnings": warnings}
         return write_figures(self.output, trainer, {**trained, **told}, measured, story)
 
 

@@ -123,7 +123,9 @@ def test_tokens_per_step_fall_by_more_than_they_vary() -> None:
         return [{"step": 0, "loss": 1.0}, *lines]
 
     assert falling(log()) is falling(log(2.0)) is falling(log(2.0, 1.91, 2.2)) is None
-    assert falling(log(2.0, 2.2, 2.0)) == (
+    sentence = falling(log(2.0, 2.2, 2.0))
+    assert sentence == falling(log(2.0, 2.2, 2.0, 3.0))
+    assert sentence == (
         "tokens per step have fallen on held-out text, from 2.20 in step 10 to 2.00 in step 20: "
         "train for fewer steps (early_stopping_patience), with a lower learning_rate, or on more "
         "text"

@@ -93,7 +93,7 @@ def test_a_run_has_the_course_that_was_foreseen(
     assert foreseen.steps == metrics["steps"]
     assert foreseen.evaluations == len(report["training"]["evaluations"]) + 1
     assert foreseen.most_tokens == 4 * 40 and foreseen.tokens <= foreseen.most_tokens
-    assert metrics["step_seconds"] > 0
+    assert metrics["step_runtime"] > 0
 
 
 def test_a_rehearsal_runs_all_of_it_and_leaves_nothing(
