@@ -37,7 +37,8 @@ class Lessons:
         Args:
             step: gives the seconds of a plain step.
         """
-        if _sound(kept := self._before.get(name), columns):
+        kept: Any = self._before.get(name)
+        if _sound(kept, columns):
             shares = [min(_MOST / weight, 1.0) for weight in kept[1]]
             for own, before, unit in zip(columns, kept, (1.0, 1.0, step()), strict=False):
                 own[:] = [unit * share * value for share, value in zip(shares, before, strict=True)]

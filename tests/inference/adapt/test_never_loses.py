@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.inference.clock import Clock as Time
-from tests.inference.replayed import Machine, compared, drawn, written
+from tests.inference.replayed import Guesses, Machine, adaptive, compared, drawn, seconds, written
 
 STEP = 0.01
 FLAT = Machine(lambda tokens: STEP * (1 + 0.002 * tokens), lambda rows: 0.1 * STEP)
@@ -75,9 +75,9 @@ def test_an_interruption_costs_no_more_than_itself(
     time, took = Time(monkeypatch), []
     texts = [written(200, copied, seed) for seed in range(4)]
     for pause in (0.0, 1e4 * STEP):
-        auto: Any = ways(texts, right, USUAL, time)["auto"]
-        (guesses,) = auto._sources
+        guesses = Guesses(texts, right, USUAL, time, even=False)
         guesses.reads_on = reads_on
+        auto: Any = adaptive(guesses, USUAL)
         source = {"text": auto._text, "guesses": guesses}[interrupted]
         draft, calls = source.draft, iter(range(1, 10**6))
 
