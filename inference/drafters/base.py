@@ -23,10 +23,13 @@ class Drafter(ABC):
     Attributes:
         num_nodes: the most nodes that a proposed tree has, the root included.
         reads_prompt: whether the first proposal needs the hidden states of the whole prompt.
+        levels: how deep its trees are at most, where all have as many nodes and are made of the
+            state's tensors alone, without a question to the host; else None.
     """
 
     num_nodes: int
     reads_prompt = False
+    levels: int | None = None
 
     @abstractmethod
     def propose(self, state: DecodingState) -> TokenTree:

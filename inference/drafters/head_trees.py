@@ -42,6 +42,7 @@ class HeadsDrafter(Drafter):
         self._depth = heads.config.num_heads
         self._ranking = Ranking(heads, temperatures or [1.0] * self._depth)
         self.reads_prompt = heads.config.reads_text
+        self.levels = None if self.reads_prompt else self._depth
 
 
 class DynamicDrafter(HeadsDrafter):
@@ -107,6 +108,7 @@ class StaticDrafter(HeadsDrafter):
         if shape.max_rank >= most:
             raise ValueError(f"the tree asks for rank {shape.max_rank} of {most} tokens")
         self.shape, self.num_nodes = shape, shape.num_nodes
+        self.levels = None if self.reads_prompt else shape.max_depth
         self._with_log_probs = with_log_probs
         self._places: tuple[torch.device, Any] | None = None
 

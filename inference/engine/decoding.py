@@ -17,9 +17,15 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch, make_rule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability, check_batch
+from medusa_heads.inference.engine.device_loop import device_loop
 from medusa_heads.inference.engine.exchange import Exchange
 from medusa_heads.inference.engine.noise import Noise, Rng
 from medusa_heads.inference.engine.recurrent import decoding_state
+from medusa_heads.inference.engine.requests import (
+    check_positions,
+    left_padding,
+    refuse_unsupported,
+)
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
@@ -61,9 +67,9 @@ def decode(
     """
     stats = GenerationStats() if stats is None else stats
     started = time.perf_counter()
-    _refuse_unsupported(generation_config, model_kwargs)
-    padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
-    _check_positions(model_kwargs.get("position_ids"), padding)
+    refuse_unsupported(generation_config, model_kwargs)
+    padding = left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
+    check_positions(model_kwargs.get("position_ids"), padding)
     trusted = capability(target)
     check_batch(target, padding)
     batch = input_ids_BT.shape[0]
@@ -122,6 +128,10 @@ def decode(
         # Cheaper than no_grad by several percent of a small target's step. Not where accelerate
         # moves weights in the middle of a forward: they would be left as inference tensors.
         with torch.inference_mode(not hasattr(target.model, "_hf_hook")):
+            if trusted == "tree" and streamer is None and recorder is None and exchange is None:
+                graphed = device_loop(target, drafter, rule, state, stop.ends)
+                if graphed is not None:
+                    graphed.decode(drafter, rule, state, stop.ends, stats)
             while state.rows:
                 if exchange is not None and exchange.due(state, slots):
                     capturing.close()  # what is compiled knows of no hook but its own
@@ -209,34 +219,6 @@ def _finish_step(
     state.advance(hidden_BND, paths)
 
 
-_READ_HERE = ("attention_mask", "position_ids", "cache_position")
-
-
-def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse by name what would otherwise be ignored in silence."""
-    refusals = {
-        "num_beams > 1": (config.num_beams or 1) > 1,
-        "use_cache=False": config.use_cache is False,
-        "output_attentions=True": bool(config.output_attentions),
-        "output_hidden_states=True": bool(config.output_hidden_states),
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
-        f"cache_implementation={config.cache_implementation!r}": config.cache_implementation
-        not in (None, "dynamic", "dynamic_full"),
-        "penalty_alpha": getattr(config, "penalty_alpha", None) is not None,
-        "dola_layers": getattr(config, "dola_layers", None) is not None,
-    }
-    refused = [name for name, asked in refusals.items() if asked]
-    # What the model would read in every forward, but is not handed on with a tree.
-    for name, value in model_kwargs.items():
-        if isinstance(value, Tensor) and name not in _READ_HERE:
-            refused.append(name)
-    if refused:
-        raise ValueError(
-            f"tree decoding does not support {', '.join(refused)}: leave it out, or call the "
-            "target's own generate()"
-        )
-
-
 def _recorder(config: GenerationConfig, batch: int, acceptance: str) -> ScoreRecorder | None:
     if not config.return_dict_in_generate or not (config.output_scores or config.output_logits):
         return None
@@ -262,33 +244,6 @@ def _own_cache(
         cache.take_over(given)
     model_kwargs[target.cache_argument] = cache
     return cache
-
-
-def _left_padding(input_ids_BT: Tensor, attention_mask_BT: Tensor | None) -> list[int]:
-    """Padded slots at the left of each row."""
-    if attention_mask_BT is None:
-        return [0] * input_ids_BT.shape[0]
-    mask_BT = attention_mask_BT.bool()
-    padding_B = (~mask_BT).sum(dim=1)
-    if (mask_BT[:, 1:] < mask_BT[:, :-1]).any() or (padding_B == mask_BT.shape[1]).any():
-        raise ValueError(
-            "attention_mask must be 0 only on the left of a row: pad with padding_side='left'"
-        )
-    return padding_B.tolist()
-
-
-def _check_positions(position_ids_BT: Tensor | None, padding: list[int]) -> None:
-    """Positions that generate() makes itself pass; others would be forgotten after the prompt."""
-    if position_ids_BT is None:
-        return
-    positions_T = torch.arange(position_ids_BT.shape[-1], device=position_ids_BT.device)
-    padding_B1 = torch.tensor(padding, device=position_ids_BT.device)[:, None]
-    own_BT = positions_T - padding_B1
-    if position_ids_BT.ndim != 2 or ((position_ids_BT != own_BT) & (own_BT >= 0)).any():
-        raise ValueError(
-            "tree decoding counts positions from the first token of the text: leave position_ids "
-            "out, or call the target's own generate()"
-        )
 
 
 def _sequences(prompt_BT: Tensor, rows: list[Row], config: GenerationConfig) -> Tensor:

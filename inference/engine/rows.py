@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from types import FunctionType, ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ from transformers import (
 
 # These look at a row's own text, and keep no state of it.
 _OF_ONE_ROW = (MaxTimeCriteria, StopStringCriteria)
+
+
+class Ends(NamedTuple):
+    """How a row ends where nothing else is asked: with so many tokens, padding included, or with
+    one of these."""
+
+    max_length: int
+    tokens: list[int]
 
 
 class StopCheck:
@@ -60,6 +68,13 @@ class StopCheck:
             else:
                 others.append(row_copies(criterion, batch_size))
         self._others_of_row = list(zip(*others, strict=True))
+
+    @property
+    def ends(self) -> Ends | None:
+        """None where a criterion is asked that looks at the text, or nothing limits it."""
+        if self._alone[0] or self._others_of_row or self._max_length is None:
+            return None
+        return Ends(self._max_length, sorted(self._eos))
 
     def __call__(self, row: Row) -> bool:
         """Whether the row ends with its newest token.

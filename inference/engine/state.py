@@ -20,7 +20,7 @@ from transformers import LogitsProcessorList
 
 from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row
-from medusa_heads.target.attention import TreeMask, additive
+from medusa_heads.target.attention import TreeMask, additive, slots_from
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
@@ -64,7 +64,7 @@ class DecodingState:
         self._keeps_fresh = keeps_fresh
         # No node beyond the text's last position can be committed, and models that learn their
         # positions have none there: such nodes are verified at the last one.
-        self._last_position = None if max_length is None else max_length - 1
+        self.last_position = None if max_length is None else max_length - 1
         self._buffers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by rows and nodes
 
     def move_to(self, cache: RowCache) -> None:
@@ -109,13 +109,11 @@ class DecodingState:
         padding_B1, lengths_B1 = np.array(self.padding)[:, None], np.array(self.lengths)[:, None]
         slots_S = np.arange(capacity or past + tree.num_nodes)
         valid_BS = torch.from_numpy((slots_S >= padding_B1) & (slots_S < lengths_B1)).to(device)
-        visible_BNS = valid_BS[:, None].repeat(1, tree.num_nodes, 1)
-        visible_BNS[:, :, past : past + tree.num_nodes] = tree.ancestors_BNN
-        positions_BN = torch.from_numpy(lengths_B1 - padding_B1).to(device) + tree.depth_BN
-        padding_B = torch.tensor(self.padding, device=device)
-        if self._last_position is not None:
-            positions_BN = positions_BN.minimum((self._last_position - padding_B)[:, None])
-        return TreeMask(visible_BNS, positions_BN, past, padding_B)
+        positions_B1 = torch.from_numpy(lengths_B1 - padding_B1).to(device)
+        padding_B, last_B = torch.tensor(self.padding, device=device), None
+        if self.last_position is not None:
+            last_B = self.last_position - padding_B
+        return padded_mask(tree, valid_BS, positions_B1, last_B, past, padding_B)
 
     def _mask_in_step(self, tree: TokenTree, past: int) -> TreeMask:
         """Of unpadded rows of one length."""
@@ -139,8 +137,8 @@ class DecodingState:
         if device.type != "cpu":
             bias_BNS = bias_BNS.clone()  # GPU kernels want an aligned beginning
         positions_BN = tree.depth_BN + past
-        if self._last_position is not None:
-            positions_BN = positions_BN.clamp_max(self._last_position)
+        if self.last_position is not None:
+            positions_BN = positions_BN.clamp_max(self.last_position)
         return TreeMask(visible[:, :, edge:], positions_BN, past, bias_BNS=bias_BNS)
 
     def forget(self) -> None:
@@ -212,3 +210,27 @@ class DecodingState:
                 offset += hidden_BAD.shape[1]
             self._fresh = [(torch.cat([hidden for hidden, _ in self._fresh], dim=1), nodes_B)]
         return self._fresh[0]
+
+
+def padded_mask(
+    tree: TokenTree,
+    valid_BS: Tensor,
+    positions_B1: Tensor,
+    last_B: Tensor | None,
+    first: int | Tensor,
+    padding_B: Tensor,
+) -> TreeMask:
+    """What the nodes of a tree see, which is written from slot `first` on.
+
+    Args:
+        valid_BS: slots that hold each row's own text.
+        positions_B1: where the roots stand in their texts.
+        last_B: the last position that a node of each row may have; None where nothing limits it.
+        padding_B: slots of left padding.
+    """
+    visible_BNS = valid_BS[:, None].repeat(1, tree.num_nodes, 1)
+    visible_BNS[:, :, slots_from(first, tree.num_nodes)] = tree.ancestors_BNN
+    positions_BN = positions_B1 + tree.depth_BN
+    if last_B is not None:
+        positions_BN = positions_BN.minimum(last_B[:, None])
+    return TreeMask(visible_BNS, positions_BN, first, padding_B)
