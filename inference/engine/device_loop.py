@@ -20,7 +20,7 @@ from medusa_heads.inference.acceptance.at_once import deepest_path
 from medusa_heads.inference.acceptance.lossless import check_drawn
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.device_state import ENDS, DeviceState
-from medusa_heads.inference.engine.rows import Ends, Row
+from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.compiled import CompiledTarget
@@ -71,6 +71,7 @@ class DeviceLoop:
         with stats.phase("draft"):
             drafter.propose(state)  # once by the host, who so makes all that is kept
             on_device.begin(state, ends)
+        self._target.forget_hidden()
         with stats.phase("step"), cache.tree_slots(drafter.num_nodes, on_device.roots_B.device):
             flag = _Flag(on_device.active)
             while flag.up():

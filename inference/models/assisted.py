@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from torch import Tensor
 from transformers import (
@@ -34,13 +34,16 @@ if TYPE_CHECKING:  # heavy to import
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 
+Compile: TypeAlias = bool | Literal["auto", "steps"]
+
+
 class EngineOptions(TypedDict, total=False):
     """Settings that the classes below AssistedModel hand on to it, which says what they are."""
 
     acceptance: str
     acceptance_settings: Mapping[str, float] | None
     rng: Rng
-    compile: bool | Literal["auto"]
+    compile: Compile
     compile_backend: str | Callable[..., Any]
 
 
@@ -56,7 +59,8 @@ class AssistedModel(ABC):
             know, by which a seed's text is the same whatever is drafted and in every batch; or
             `"transformers"`, the random stream of generate(), by which it is the text of that.
         compile: run the target through torch.compile. The first text takes longer. `"auto"`
-            compiles in the middle of the text in which it has come to pay, if ever.
+            compiles in the middle of the text in which it has come to pay, if ever. `"steps"`
+            compiles whole steps wherever it can be done, as `True` does on a GPU.
         compile_backend: of torch.compile.
 
     Attributes:
@@ -78,11 +82,11 @@ class AssistedModel(ABC):
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
         rng: Rng = "keyed",
-        compile: bool | Literal["auto"] = False,
+        compile: Compile = False,
         compile_backend: str | Callable[..., Any] = "inductor",
     ) -> None:
-        if compile not in (False, True, "auto"):
-            raise ValueError(f"compile must be True, False or 'auto', got {compile!r}")
+        if compile not in (False, True, "auto", "steps"):
+            raise ValueError(f"compile must be True, False, 'auto' or 'steps', got {compile!r}")
         if rng not in RNGS:
             raise ValueError(f"rng must be one of {list(RNGS)}, got {rng!r}")
         target = target if isinstance(target, TargetModel) else TargetModel(target)
@@ -96,7 +100,7 @@ class AssistedModel(ABC):
             if compile == "auto":
                 self._late = LateCompiling(self.target, compiled, self._drafter_for)
             else:
-                self.target = compiled()
+                self.target = compiled(True if compile == "steps" else None)
         devices = set((getattr(self.target.model, "hf_device_map", None) or {}).values())
         if len(devices) > 1:
             raise UnsupportedArchitecture(

@@ -64,19 +64,24 @@ class CompiledTarget(TargetModel):
     """A target that verifies trees through torch.compile. The model is not modified, but has
     forward hooks on its lm_head and on the layers of its features as long as this object lives.
     Raises UnsupportedArchitecture: at the first verification, if the model's forward is not one
-    graph."""
+    graph.
+
+    Attributes:
+        whole_steps: whether steps of decoding are graphs as a whole, where they can be; by default
+            on accelerators.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
         backend: str | Callable[..., Any] = "inductor",
         features: tuple[int, ...] = (),
+        whole_steps: bool | None = None,
     ) -> None:
         super().__init__(model)
         check_layers(model, features)
         self.features, self._backend = features, backend
-        # Whether steps of decoding are graphs as a whole, where they can be.
-        self.whole_steps = self.device.type != "cpu"
+        self.whole_steps = self.device.type != "cpu" if whole_steps is None else whole_steps
         self._views: dict[tuple[int, ...], CompiledTarget] = {}
         self._caches: dict[tuple[int, int], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
@@ -123,7 +128,9 @@ class CompiledTarget(TargetModel):
 
     def _view(self, features: tuple[int, ...]) -> CompiledTarget:
         if features not in self._views:  # which share their graphs
-            self._views[features] = CompiledTarget(self.model, self._backend, features)
+            self._views[features] = CompiledTarget(
+                self.model, self._backend, features, self.whole_steps
+            )
         return self._views[features]
 
     @contextmanager
@@ -183,7 +190,11 @@ class CompiledTarget(TargetModel):
         """As TargetModel.read, through the graph."""
         assert isinstance(cache, StaticRowCache)
         graph = (*tokens_BN.shape, cache.fixed_capacity)
-        if self.compiles and isinstance(cache, StaticRecurrentCache) and graph not in self._compared:
+        if (
+            self.compiles
+            and isinstance(cache, StaticRecurrentCache)
+            and graph not in self._compared
+        ):
             logits_BNV = self._compare(tokens_BN, cache, mask)
             self._compared.add(graph)
         else:
@@ -216,14 +227,20 @@ class CompiledTarget(TargetModel):
         nodes, first = tokens_BN.shape[1], mask.first_slot
         with cache.tree_slots(nodes, tokens_BN.device) as slots_N:
             torch.arange(first, first + nodes, out=slots_N)
-            logits_BNV: Tensor = self.run(self._forward, **self._given(tokens_BN, cache, mask)).logits
+            logits_BNV: Tensor = self.run(
+                self._forward, **self._given(tokens_BN, cache, mask)
+            ).logits
         return logits_BNV
+
+    def forget_hidden(self) -> None:
+        """What was captured last, or is not there: two states that graphs would tell apart."""
+        self._captured.clear()
 
     def read_within(
         self, tokens_BN: Tensor, cache: StaticRowCache, mask: TreeMask
     ) -> tuple[Tensor, Tensor]:
-        """As a part of a larger graph, with the cache's slots set: logits [B, N, V], and the hidden
-        states [B, N, X] that `capture_hidden` would give."""
+        """As a part of a larger graph, within `capture_hidden` and the cache's `tree_slots`: logits
+        [B, N, V], and hidden states [B, N, X] as `capture_hidden` gives them."""
         logits_BNV: Tensor = self.model(**self._given(tokens_BN, cache, mask)).logits
         captured = self._captured
         hidden_BNX = Read.of(captured.hidden[0], self.features, captured.outputs).wide()

@@ -132,12 +132,11 @@ def best_first_tree(
     # All parents are among the chosen, which are in order; the root stands above itself.
     above_BN = torch.searchsorted(chosen_BN, torch.cat(parents, dim=1).gather(1, chosen_BN))
     path_scores_BN = scores_BC.gather(1, chosen_BN)
-    parents_BN = above_BN.clone()
-    parents_BN[:, 0] = -1
+    depth_BN = depth_C[chosen_BN]
     return TokenTree(
         tokens_BN=torch.cat(tokens, dim=1).gather(1, chosen_BN),
-        parents_BN=parents_BN,
-        depth_BN=depth_C[chosen_BN],
+        parents_BN=above_BN.where(depth_BN > 0, -1),
+        depth_BN=depth_BN,
         ancestors_BNN=_ancestors(above_BN, num_levels),
         log_probs_BN=path_scores_BN - path_scores_BN.gather(1, above_BN),
     )

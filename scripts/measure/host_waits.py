@@ -52,6 +52,7 @@ class _Dispatched(TorchDispatchMode):
     def __init__(self, counts: Counter[Kind]) -> None:
         super().__init__()
         self._counts = counts
+        self.written = False  # a number is written into a tensor: a kernel's argument
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -61,7 +62,7 @@ class _Dispatched(TorchDispatchMode):
             self._counts["read"] += 1
         elif kind in _SHAPE or (kind in _BY_MASK and any(map(_is_mask, args[1]))):
             self._counts["shape"] += 1
-        elif kind is _aten.lift_fresh:
+        elif kind is _aten.lift_fresh and not (self.written and args[0].ndim == 0):
             self._counts["built"] += 1
         elif _is_move(kind, args, kwargs):
             self._counts["copied"] += 1
@@ -69,16 +70,21 @@ class _Dispatched(TorchDispatchMode):
 
 
 class _Called(TorchFunctionMode):
-    def __init__(self, counts: Counter[Kind]) -> None:
+    def __init__(self, counts: Counter[Kind], dispatched: _Dispatched) -> None:
         super().__init__()
-        self._counts = counts
+        self._counts, self._dispatched = counts, dispatched
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function in _UNSEEN:
             self._counts["read"] += 1
-        return function(*args, **(kwargs or {}))
+        writes = function is Tensor.__setitem__ and isinstance(args[2], int | float)
+        before, self._dispatched.written = self._dispatched.written, writes
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            self._dispatched.written = before
 
 
 def _is_mask(index: Any) -> bool:
@@ -95,9 +101,9 @@ def _is_move(kind: Any, args: Any, kwargs: Any) -> bool:
 @contextmanager
 def counted() -> Iterator[Counter[Kind]]:
     """Within the block, every wait for the device is counted, and every tensor made of lists or
-    numbers of the host; also the harmless one of a single number that is written into a tensor."""
+    numbers of the host."""
     counts: Counter[Kind] = Counter()
-    with _Dispatched(counts), _Called(counts):
+    with _Dispatched(counts) as dispatched, _Called(counts, dispatched):
         yield counts
 
 
