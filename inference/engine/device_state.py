@@ -54,6 +54,11 @@ class DeviceState(DecodingState):
         self.written_B, self.room_B = numbers(batch), numbers(batch)
         self.out_BT = numbers(batch, capacity + 1)
         self.ends_E = numbers(ENDS)
+        # What the last step committed: as many hidden states of each row, and the tokens behind.
+        self.fresh_BPX = numbers(
+            batch, levels + 1, like.hidden_BD.shape[1], dtype=like.hidden_BD.dtype
+        )
+        self.following_BP, self.fresh_B = numbers(batch, levels + 1), numbers(batch)
         # Rows that are not done; how many steps committed 1, 2, .. tokens; steps with any row.
         self.active, self.steps_A, self.forwards = numbers(1), numbers(levels + 1), numbers(1)
         self._noise = NoiseOnDevice(self.keys_B, self.written_B)
@@ -78,6 +83,13 @@ class DeviceState(DecodingState):
             of_rows.copy_(torch.tensor(values, device=device))
         self.hidden_BD.copy_(state.hidden_BD)
         self.roots_B.copy_(state.roots_B)
+        self.fresh_BPX.copy_(state.hidden_BD[:, None].expand_as(self.fresh_BPX))
+        self.following_BP.copy_(state.roots_B[:, None].expand_as(self.following_BP))
+        self.fresh_B.fill_(1)
+        for heads, memory in state.memories.items():
+            if heads not in self.memories:
+                self.memories[heads] = memory.on_device(self._capacity)
+            self.memories[heads].begin(memory)
         self.steps_A.zero_()
         self.forwards.zero_()
         self.warpers, self.noise = state.warpers, None if noise is None else self._noise
@@ -122,6 +134,10 @@ class DeviceState(DecodingState):
         self.roots_B.copy_(root_B1.where(moves_B1, self.roots_B[:, None])[:, 0])
         hidden_BX = hidden_BNX.gather(1, node_B1X)[:, 0]
         self.hidden_BD.copy_(hidden_BX.where(moves_B1, self.hidden_BD))
+        nodes_BPX = nodes_BA[..., None].expand(-1, -1, hidden_BNX.shape[2])
+        self.fresh_BPX.copy_(hidden_BNX.gather(1, nodes_BPX))
+        self.following_BP.copy_(tokens_BA.clamp_min(0))
+        self.fresh_B.copy_(count_B1[:, 0])
         self.lengths_B += count_B1[:, 0]
         self.written_B += count_B1[:, 0]
         self.room_B.copy_((room_B1 - count_B1).where(~(ends_BA & taken_BA).any(1, True), 0)[:, 0])
