@@ -9,12 +9,14 @@ Of what a text asks for, some things have no place in such a step; `begin` says 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch
 from medusa_heads.inference.acceptance.at_once import deepest_path
 from medusa_heads.inference.acceptance.lossless import check_drawn
@@ -43,10 +45,14 @@ def _step(
 
 
 class DeviceLoop:
-    """Decodes texts of one target; what is compiled for one serves the next of its shape."""
+    """Decodes texts of one target; what is compiled for one serves the next of its shape.
+
+    Attributes:
+        fails: whether a step was no graph.
+    """
 
     def __init__(self, target: CompiledTarget) -> None:
-        self._target = target
+        self._target, self.fails = target, False
         self._compiled: Step = target.in_one_graph(_step)
         self._states: WeakKeyDictionary[StaticRowCache, dict[int, DeviceState]] = (
             WeakKeyDictionary()
@@ -60,8 +66,9 @@ class DeviceLoop:
         ends: Ends,
         stats: GenerationStats,
     ) -> None:
-        """Decode all rows to their ends, within `capture_hidden`. Raises ValueError: the processed
-        scores of a next token are no distribution."""
+        """Decode all rows to their ends, within `capture_hidden`; or none of them, where a step is
+        not one graph after all. Raises ValueError: the processed scores of a next token are no
+        distribution."""
         cache, levels = state.cache, drafter.levels
         assert isinstance(cache, StaticRowCache) and levels is not None
         states = self._states.setdefault(cache, {})
@@ -74,12 +81,24 @@ class DeviceLoop:
         self._target.forget_hidden()
         with stats.phase("step"), cache.tree_slots(drafter.num_nodes, on_device.roots_B.device):
             flag = _Flag(on_device.active)
-            while flag.up():
-                if self._target.compiles:
-                    self._target.run(self._compiled, self._target, drafter, rule, on_device, levels)
-                else:
-                    _step(self._target, drafter, rule, on_device, levels)
+            try:
+                while flag.up():
+                    self._step(drafter, rule, on_device, levels)
+            except UnsupportedArchitecture as error:  # found before a first step was taken
+                self.fails = True
+                state.memories.clear()  # the prompt is to be read again
+                reason = f"steps are compiled in parts, since the whole is no graph: {error}"
+                warnings.warn(reason, MedusaWarning, stacklevel=2)
+                return
         _hand_over(on_device, state, stats)
+
+    def _step(
+        self, drafter: Drafter, rule: SampleThenMatch, state: DeviceState, levels: int
+    ) -> None:
+        if self._target.compiles:
+            self._target.run(self._compiled, self._target, drafter, rule, state, levels)
+        else:
+            _step(self._target, drafter, rule, state, levels)
 
 
 class _Flag:
@@ -143,4 +162,4 @@ def device_loop(
         return None
     if target not in _loops:
         _loops[target] = DeviceLoop(target)
-    return _loops[target]
+    return None if _loops[target].fails else _loops[target]

@@ -113,7 +113,7 @@ class CompiledTarget(TargetModel):
         with _nothing_collected(), compiled_tree_attention():
             try:
                 made: Made = many(compiled)(*args, **kwargs)
-            except torch._dynamo.exc.Unsupported as error:
+            except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
                 reason = " ".join(str(error).split())[:160]
                 raise UnsupportedArchitecture(
                     f"{self.config.model_type} cannot be compiled in one graph ({reason})",

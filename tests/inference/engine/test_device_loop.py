@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
+from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.acceptance.at_once import DeepestPath, deepest_path
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine import device_loop, device_state
@@ -246,7 +247,7 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_are_those_of_the_other_road(model: Any, kind: str) -> None:
-    """Step by step, of heads in which all weights count; the memory of a prefix layer among them."""
+    """Step by step, of heads in which all weights count, also those of a prefix layer."""
     heads = new_heads(model, HeadsConfig(num_heads=3, **KINDS[kind]))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -287,3 +288,23 @@ def test_trained_heads_are_as_often_right() -> None:
         accepted.append((model.last_stats.accepted, model.last_stats.steps, made.tolist()))
     assert accepted[0] == accepted[1]
     assert max(accepted[0][0]) >= 3
+
+
+class Asking(PlantedOnDevice):
+    """Breaks the graph."""
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        if int(state.roots_B[0]) < 0:
+            raise AssertionError
+        return super().propose(state)
+
+
+def test_a_step_that_is_no_graph_is_taken_in_parts(model: Any) -> None:
+    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
+    medusa.drafter = planted(model, inputs, [2, 0, 4])
+    medusa.drafter.__class__ = Asking
+    with pytest.warns(MedusaWarning, match="the whole is no graph"):
+        made = medusa.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+    assert torch.equal(made, expected)  # type: ignore[arg-type]
+    assert max(medusa.last_stats.accepted) > 1
