@@ -1,62 +1,43 @@
-"""Steps that are one graph: generate()'s tokens, no question to the host, no second graph."""
+"""Steps on the device alone: generate()'s tokens, whatever was drafted."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    MistralConfig,
+    PreTrainedConfig,
+)
 
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
-from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.acceptance.at_once import DeepestPath, deepest_path
-from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine import device_loop, device_state
-from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.state import DecodingState, padded_mask
 from medusa_heads.target.attention import TreeMask
-from medusa_heads.trees.tree import TokenTree, TreeShape
-from scripts.measure.host_waits import counted
+from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.on_device import NEW, SAMPLING, PlantedOnDevice, planted, text, with_heads
 from tests.inference.padded import padded
-from tests.inference.planted import BUSHY
 from tests.inference.reference import reference
 
-NEW = 24
 BATCHES = ([0], [0, 3, 7], [2, 0, 0, 5, 1, 8, 0, 3])  # padding of each row
-SAMPLING = {"do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95}
-
-
-class PlantedOnDevice(Drafter):
-    """Trees with the true continuation on one path, as deep as the place in the text says: the
-    `truth` of 0, 1, .. levels in turn. All that branches off is false, and what is behind it true.
-    """
-
-    def __init__(self, texts: Sequence[Sequence[int]], truth: Sequence[int]) -> None:
-        self.shape = TreeShape.from_choices(BUSHY)
-        self.num_nodes, self.levels = self.shape.num_nodes, self.shape.max_depth
-        self.texts_BT = torch.tensor(texts, device=DEVICE)
-        self.truth = torch.tensor(truth, device=DEVICE)
-        self.depth_N = torch.tensor(self.shape.depth, device=DEVICE)
-        path = max(BUSHY, key=len)
-        on_path = [choice == path[: len(choice)] for choice in self.shape.choices]
-        self.on_path_N = torch.tensor([True, *on_path], device=DEVICE)
-
-    def propose(self, state: DecodingState) -> TokenTree:
-        if isinstance(state, DeviceState):
-            written_B1 = state.written_B[:, None]
-        else:
-            written_B1 = torch.tensor([[len(row.tokens)] for row in state.rows], device=DEVICE)
-        place_BN = (written_B1 + self.depth_N - 1).clamp(0, self.texts_BT.shape[1] - 1)
-        true_BN = self.texts_BT.gather(1, place_BN)
-        goal_B1 = self.truth[written_B1 % len(self.truth)]
-        false_BN = (self.depth_N <= goal_B1) & ~self.on_path_N | (self.depth_N == goal_B1 + 1)
-        tokens_BN = (true_BN + false_BN) % 199
-        return self.shape.tree(tokens_BN.where(self.depth_N > 0, state.roots_B[:, None]))
+ENDLESS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SIZES: dict[str, Any] = ENDLESS | {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,27 +50,6 @@ def model(tiny_llama: TinyLlama) -> Any:
 @pytest.fixture(scope="module")
 def medusa(model: Any) -> MedusaModel:
     return with_heads(model)
-
-
-def with_heads(model: Any, backend: Any = "eager", **config: Any) -> MedusaModel:
-    heads = new_heads(model, HeadsConfig(num_heads=3, **config))
-    return MedusaModel(model, heads, tree="7", compile="steps", compile_backend=backend)
-
-
-def text(medusa: MedusaModel, inputs: Any, seed: int = 3, **options: Any) -> Tensor:
-    """All of it, from steps on the device that are not compiled."""
-    torch.manual_seed(seed)
-    options = {"do_sample": False, "max_new_tokens": NEW, **options}
-    with medusa.target.uncompiled():  # type: ignore[attr-defined]
-        made = medusa.generate(**inputs, **options)
-    assert isinstance(made, Tensor)
-    return made
-
-
-def planted(model: Any, inputs: Any, truth: Sequence[int]) -> PlantedOnDevice:
-    length = inputs["input_ids"].shape[1]
-    options = {"do_sample": False, "max_new_tokens": NEW + 9, **inputs}
-    return PlantedOnDevice(reference(model, **options)[:, length:].tolist(), truth)
 
 
 @pytest.mark.parametrize("padding", BATCHES, ids=["1 row", "3 rows", "8 rows"])
@@ -171,78 +131,28 @@ def test_heads_of_all_kinds(model: Any, kind: str) -> None:
     assert not torch.equal(text(medusa, inputs, seed=4, **drawn), expected_drawn)
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("tree", ["7", "dynamic:7"])
-def test_the_host_waits_for_nothing(
-    model: Any, monkeypatch: pytest.MonkeyPatch, tree: str, options: dict[str, Any]
-) -> None:
-    """But for the one flag, a step late; and it builds no tensor."""
-    monkeypatch.setattr(device_loop, "_READ_LATE", {"cpu", "cuda"})
-    medusa, inputs = with_heads(model), padded([0, 3, 7], 12)
-    medusa.use_tree(tree)
-    counts: list[Counter[Any]] = []
-    forwards = []
-    expected = text(medusa, inputs, **options)
-    for new in (3, NEW):
-        with counted() as asked:
-            made = text(medusa, inputs, max_new_tokens=new, **options)
-        counts.append(asked)
-        forwards.append(medusa.last_stats.forwards)
-    assert torch.equal(made, expected)
-    assert counts[1] - counts[0] == {"read": forwards[1] - forwards[0]}
-    medusa.target.whole_steps = False  # type: ignore[attr-defined]
-    with counted() as asked:
-        text(medusa, inputs, **options)
-    assert asked.total() > 8 * forwards[1]
+WINDOWS: dict[str, PreTrainedConfig] = {
+    "mistral": MistralConfig(**SIZES, sliding_window=8),
+    "gemma2": Gemma2Config(**SIZES, head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
+    "gpt2": GPT2Config(vocab_size=199, n_embd=64, n_layer=2, n_head=4, n_positions=36, **ENDLESS),
+}
 
 
-def test_what_needs_the_host_takes_the_other_road(
-    model: Any, medusa: MedusaModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs, taken = padded([0], 12), []
-    decode = device_loop.DeviceLoop.decode
-    monkeypatch.setattr(
-        device_loop.DeviceLoop, "decode", lambda *args: (taken.append(1), decode(*args))
-    )
-    medusa.use_tree("7")
-    text(medusa, inputs, max_new_tokens=4)
-    assert taken == [1]
-    for options in (
-        {"repetition_penalty": 1.3},
-        {"min_new_tokens": 2, "eos_token_id": 3},
-        {"return_dict_in_generate": True, "output_scores": True},
-        {"stopping_criteria": [lambda ids, scores: torch.tensor([False])]},
-        {"eos_token_id": list(range(9))},
-    ):
-        with medusa.target.uncompiled():  # type: ignore[attr-defined]
-            medusa.generate(**inputs, max_new_tokens=4, do_sample=False, **options)  # type: ignore[arg-type]
-    medusa.use_tree("auto")
-    text(medusa, inputs, max_new_tokens=4)
-    medusa.target.whole_steps = False  # type: ignore[attr-defined]
-    medusa.use_tree("7")
-    text(medusa, inputs, max_new_tokens=4)
-    medusa.target.whole_steps = True  # type: ignore[attr-defined]
-    assert taken == [1]
-
-
-def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
-    """However long they are, and wherever their rows end; of a whole step, without a break."""
-    torch._dynamo.reset()
-    model, graphs = tiny_llama(num_layers=1), []
-
-    def count(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_windows_and_positions_that_end(kind: str) -> None:
+    """Trees straddle the edge of a window; and the last position, where nothing lies behind."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(WINDOWS[kind]).float().eval().to(DEVICE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.15)
     model.generation_config.pad_token_id = 0
-    medusa = with_heads(model, count)
-    for padding, new, ends in (([0, 3], 30, None), ([1, 0], 170, None), ([5, 5], 60, [3, 5])):
-        inputs = padded(padding, 12)
-        options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": ends}
-        made = medusa.generate(**inputs, **options)  # type: ignore[arg-type]
-        assert torch.equal(made, model.generate(**inputs, **options))
-        assert "step" in medusa.last_stats.seconds
-    assert len(graphs) == 1
+    medusa, inputs = with_heads(model), padded([0, 3, 7], 12)
+    expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
+    medusa.drafter = PlantedOnDevice(expected[:, 12:].tolist(), [2, 0, 4, 1, 3])
+    assert torch.equal(text(medusa, inputs), expected)
+    assert max(medusa.last_stats.accepted) == 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -288,23 +198,3 @@ def test_trained_heads_are_as_often_right() -> None:
         accepted.append((model.last_stats.accepted, model.last_stats.steps, made.tolist()))
     assert accepted[0] == accepted[1]
     assert max(accepted[0][0]) >= 3
-
-
-class Asking(PlantedOnDevice):
-    """Breaks the graph."""
-
-    def propose(self, state: DecodingState) -> TokenTree:
-        if int(state.roots_B[0]) < 0:
-            raise AssertionError
-        return super().propose(state)
-
-
-def test_a_step_that_is_no_graph_is_taken_in_parts(model: Any) -> None:
-    medusa, inputs = with_heads(model), padded([0, 3], 12)
-    expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
-    medusa.drafter = planted(model, inputs, [2, 0, 4])
-    medusa.drafter.__class__ = Asking
-    with pytest.warns(MedusaWarning, match="the whole is no graph"):
-        made = medusa.generate(**inputs, do_sample=False, max_new_tokens=NEW)
-    assert torch.equal(made, expected)  # type: ignore[arg-type]
-    assert max(medusa.last_stats.accepted) > 1
