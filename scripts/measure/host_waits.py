@@ -1,18 +1,19 @@
 """How often a decoding step makes the host wait for the device, and builds tensors on the host.
 
 python -m scripts.measure.host_waits --checkpoint assets/demo-heads
-python -m scripts.measure.host_waits --checkpoint runs/demo/heads --trees auto --batch_sizes 32
+python -m scripts.measure.host_waits --checkpoint runs/demo/heads --trees 15 --whole_steps
 
 Counted without a GPU, as one would have it: on a CPU the same calls are made and cost nothing. What
-a step of the loop asks is the whole call without the prompt's own part. Branches of the code that
-are for CPUs alone are counted: there greedy text is walked level by level, on a GPU at once.
+a step of the loop asks is what a longer text asks more than one of a single step. Branches of the
+code that are for CPUs alone are counted: greedy text is walked level by level there, on a GPU at
+once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -115,13 +116,13 @@ def per_step(model: MedusaModel, batch: int, new_tokens: int, **options: Any) ->
     first_B1 = torch.arange(batch)[:, None] % 7
     given = {"attention_mask": (torch.arange(24) >= first_B1).long(), "pad_token_id": 0, **options}
     seen = []
-    for length in (1, new_tokens):
+    for length in (2, 2, new_tokens):  # the first text makes what is kept
         torch.manual_seed(0)
         with counted() as counts:
             model.generate(ids_BT, max_new_tokens=length, eos_token_id=None, **given)
         seen.append((counts, model.last_stats.forwards))
-    (prompt, before), (whole, forwards) = seen
-    return {kind: (whole[kind] - prompt[kind]) / (forwards - before) for kind in _KINDS}
+    _, (short, before), (long, forwards) = seen
+    return {kind: (long[kind] - short[kind]) / (forwards - before) for kind in _KINDS}
 
 
 _KINDS: tuple[Kind, ...] = ("read", "shape", "built", "copied")
@@ -136,6 +137,7 @@ class Arguments:
     )
     batch_sizes: list[int] = field(default_factory=lambda: [1, 8], metadata={"help": "of prompts"})
     new_tokens: int = field(default=48, metadata={"help": "of each text"})
+    whole_steps: bool = field(default=False, metadata={"help": "as compile='steps' takes them"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,7 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(arguments: Arguments, which: ModelArguments) -> None:
     """Count, and print a table."""
-    model, _ = load_model(which)
+    model, _ = load_model(which, compile="steps" if arguments.whole_steps else False)
+    target: Any = model.target
     table = Table("tree", "text", "rows", *_KINDS)
     for tree in arguments.trees:
         model.use_tree(tree)
@@ -162,7 +165,8 @@ def show(arguments: Arguments, which: ModelArguments) -> None:
             ("sampled", {"do_sample": True, "temperature": 0.7, "top_k": 50}),
         ):
             for batch in arguments.batch_sizes:
-                asked = per_step(model, batch, arguments.new_tokens, **options)
+                with target.uncompiled() if arguments.whole_steps else nullcontext():
+                    asked = per_step(model, batch, arguments.new_tokens, **options)
                 table.add_row(tree, text, str(batch), *(f"{asked[kind]:.1f}" for kind in _KINDS))
     Console().print(table)
 

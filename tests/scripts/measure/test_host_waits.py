@@ -62,3 +62,6 @@ def test_the_loop_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--checkpoint", "assets/demo-heads", "--trees", "chain:2", "--new_tokens", "6"]
     assert main([*flags, "--batch_sizes", "2"]) == 0
     assert "sampled" in capsys.readouterr().out
+    assert main([*flags, "--batch_sizes", "1", "--whole_steps"]) == 0
+    greedy = next(line for line in capsys.readouterr().out.splitlines() if "greedy" in line)
+    assert [float(each) for each in greedy.replace("│", " ").split()[3:]] == [1, 0, 0, 0]
