@@ -56,18 +56,16 @@ class SampleThenMatch:
         """Whether `draw_all` says what the walk would commit."""
         return self._at_once and (self.noise is not None or not self._do_sample)
 
-    def draw_all(
-        self, tree: TokenTree, logits_BNV: Tensor, most: int, noise: NoiseOnDevice | None
-    ) -> Tensor:
-        """The target's next token [B, N] behind every node, at depths of at `most` so many, without
-        a question to the host; NO_TOKEN where the processed scores are no distribution."""
+    def draw_all(self, tree: TokenTree, logits_BNV: Tensor, noise: NoiseOnDevice | None) -> Tensor:
+        """The target's next token [B, N] behind every node, without a question to the host;
+        NO_TOKEN where the processed scores are no distribution."""
         if not self._do_sample and not self._processors:
             return logits_BNV.argmax(dim=-1)
         scores_BNV = warp(self._processors, None, logits_BNV.float().flatten(0, 1))
         scores_BNV = scores_BNV.view_as(logits_BNV)
         if noise is None:
             return scores_BNV.argmax(dim=-1)
-        return noise.draw_all(scores_BNV, tree.depth_BN, most)
+        return noise.draw_all(scores_BNV, tree.depth_BN)
 
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
         plain = not self._do_sample and not self._processors

@@ -129,9 +129,9 @@ def decode(
         # moves weights in the middle of a forward: they would be left as inference tensors.
         with torch.inference_mode(not hasattr(target.model, "_hf_hook")):
             if trusted == "tree" and streamer is None and recorder is None and exchange is None:
-                graphed = device_loop(target, drafter, rule, state, stop.ends)
-                if graphed is not None:
-                    graphed.decode(drafter, rule, state, stop.ends, stats)
+                on_device = device_loop(target, drafter, rule, state, stop.ends)
+                if on_device is not None:
+                    on_device(stats)
             while state.rows:
                 if exchange is not None and exchange.due(state, slots):
                     capturing.close()  # what is compiled knows of no hook but its own

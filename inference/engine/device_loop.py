@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,7 +41,7 @@ def _step(
 ) -> None:
     tree = drafter.propose(state)
     logits_BNV, hidden_BNX = state.read(target, tree)
-    drawn_BN = rule.draw_all(tree, logits_BNV, levels, state.noise)
+    drawn_BN = rule.draw_all(tree, logits_BNV, state.noise_on_device)
     state.take(deepest_path(tree, drawn_BN, levels), hidden_BNX)
 
 
@@ -52,7 +53,7 @@ class DeviceLoop:
     """
 
     def __init__(self, target: CompiledTarget) -> None:
-        self._target, self.fails = target, False
+        self.fails = False
         self._compiled: Step = target.in_one_graph(_step)
         self._states: WeakKeyDictionary[StaticRowCache, dict[int, DeviceState]] = (
             WeakKeyDictionary()
@@ -60,6 +61,7 @@ class DeviceLoop:
 
     def decode(
         self,
+        target: CompiledTarget,
         drafter: Drafter,
         rule: SampleThenMatch,
         state: DecodingState,
@@ -73,32 +75,42 @@ class DeviceLoop:
         assert isinstance(cache, StaticRowCache) and levels is not None
         states = self._states.setdefault(cache, {})
         if levels not in states:
-            states[levels] = DeviceState(cache, state, levels)
+            states[levels] = DeviceState(state, levels)
         on_device = states[levels]
         with stats.phase("draft"):
             drafter.propose(state)  # once by the host, who so makes all that is kept
             on_device.begin(state, ends)
-        self._target.forget_hidden()
-        with stats.phase("step"), cache.tree_slots(drafter.num_nodes, on_device.roots_B.device):
+        target.forget_hidden()
+        with (
+            stats.phase("step"),
+            cache.tree_slots(None, drafter.num_nodes, on_device.roots_B.device),
+        ):
             flag = _Flag(on_device.active)
             try:
                 while flag.up():
-                    self._step(drafter, rule, on_device, levels)
+                    self._step(target, drafter, rule, on_device, levels)
             except UnsupportedArchitecture as error:  # found before a first step was taken
                 self.fails = True
                 state.memories.clear()  # the prompt is to be read again
                 reason = f"steps are compiled in parts, since the whole is no graph: {error}"
                 warnings.warn(reason, MedusaWarning, stacklevel=2)
                 return
+            finally:
+                del on_device.cache  # which lives as long as the target keeps it
         _hand_over(on_device, state, stats)
 
     def _step(
-        self, drafter: Drafter, rule: SampleThenMatch, state: DeviceState, levels: int
+        self,
+        target: CompiledTarget,
+        drafter: Drafter,
+        rule: SampleThenMatch,
+        state: DeviceState,
+        levels: int,
     ) -> None:
-        if self._target.compiles:
-            self._target.run(self._compiled, self._target, drafter, rule, state, levels)
+        if target.compiles:
+            target.run(self._compiled, target, drafter, rule, state, levels)
         else:
-            _step(self._target, drafter, rule, state, levels)
+            _step(target, drafter, rule, state, levels)
 
 
 class _Flag:
@@ -139,6 +151,7 @@ def _hand_over(on_device: DeviceState, state: DecodingState, stats: GenerationSt
     stats.accepted.update({accepted: count for accepted, count in enumerate(counts) if count})
 
 
+# Which neither keep a target, nor a cache beyond a text.
 _loops: WeakKeyDictionary[TargetModel, DeviceLoop] = WeakKeyDictionary()
 
 
@@ -148,7 +161,7 @@ def device_loop(
     rule: AcceptanceRule,
     state: DecodingState,
     ends: Ends | None,
-) -> DeviceLoop | None:
+) -> Callable[[GenerationStats], None] | None:
     """What decodes this text in steps that are one graph; None where something in it needs the
     host: a drafter that looks at tokens, processors that read the text, states instead of rows, or
     what `ends` knows nothing of."""
@@ -162,4 +175,5 @@ def device_loop(
         return None
     if target not in _loops:
         _loops[target] = DeviceLoop(target)
-    return None if _loops[target].fails else _loops[target]
+    loop = _loops[target]
+    return None if loop.fails else partial(loop.decode, target, drafter, rule, state, ends)

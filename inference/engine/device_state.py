@@ -13,7 +13,7 @@ from medusa_heads.inference.acceptance.at_once import DeepestPath
 from medusa_heads.inference.engine.noise import NO_TOKEN, NoiseOnDevice
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState, padded_mask
-from medusa_heads.target.attention import TreeMask, slots_from
+from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.static_cache import StaticRowCache
 from medusa_heads.trees.tree import TokenTree
@@ -26,17 +26,16 @@ class DeviceState(DecodingState):
     graph knows where its tensors lie.
 
     Args:
-        cache: of fixed capacity.
-        like: the state of such a text.
+        like: the state of such a text, in a cache of fixed capacity.
         levels: how deep the trees are at most.
     """
 
     cache: StaticRowCache
 
-    def __init__(self, cache: StaticRowCache, like: DecodingState, levels: int) -> None:
-        super().__init__([], cache, [])
+    def __init__(self, like: DecodingState, levels: int) -> None:
+        super().__init__([], like.cache, [])
         batch, device = len(like.rows), like.roots_B.device
-        capacity = cache.fixed_capacity
+        capacity = like.cache.fixed_capacity
         assert capacity is not None
         self._capacity, self._levels = capacity, levels
 
@@ -62,10 +61,13 @@ class DeviceState(DecodingState):
         # Rows that are not done; how many steps committed 1, 2, .. tokens; steps with any row.
         self.active, self.steps_A, self.forwards = numbers(1), numbers(levels + 1), numbers(1)
         self._noise = NoiseOnDevice(self.keys_B, self.written_B)
+        self.noise_on_device: NoiseOnDevice | None = None
 
     def begin(self, state: DecodingState, ends: Ends) -> None:
         """Go on with this text, whose prompt has been read."""
         rows, device = state.rows, self.roots_B.device
+        assert isinstance(state.cache, StaticRowCache)
+        self.cache = state.cache
         first = [0 if row.done else ends.max_length - row.length for row in rows]
         ending = [*ends.tokens, *[NO_TOKEN] * (ENDS - len(ends.tokens))]
         noise, last = state.noise, state.last_position
@@ -92,12 +94,13 @@ class DeviceState(DecodingState):
             self.memories[heads].begin(memory)
         self.steps_A.zero_()
         self.forwards.zero_()
-        self.warpers, self.noise = state.warpers, None if noise is None else self._noise
+        self.warpers = state.warpers
+        self.noise = self.noise_on_device = None if noise is None else self._noise
 
     def tree_mask(self, tree: TokenTree) -> TreeMask:
         """See DecodingState; the cache's slots for the tree are set as well."""
         first, slots_N = self.lengths_B.amax(), self.cache.slots_N
-        slots_N.copy_(slots_from(first, tree.num_nodes))
+        slots_N.copy_(first + torch.arange(tree.num_nodes, device=slots_N.device))
         slots_C = torch.arange(self._capacity, device=slots_N.device)
         valid_BC = (slots_C >= self.padding_B[:, None]) & (slots_C < self.lengths_B[:, None])
         positions_B1 = (self.lengths_B - self.padding_B)[:, None]

@@ -122,21 +122,22 @@ class NoiseOnDevice(Noise):
 
     def of(self, rows: Sequence[Row], ahead: Sequence[int], tokens_BFC: Tensor) -> Tensor:
         """See Noise; the rows are those of the keys."""
-        return _gumbel(torch.stack([self._places(far) for far in ahead], 1)[..., None], tokens_BFC)
+        places = [self._places(self._written_B + far, self._keys_B) for far in ahead]
+        return _gumbel(torch.stack(places, dim=1)[..., None], tokens_BFC)
 
-    def draw_all(self, scores_BNV: Tensor, depth_BN: Tensor, most: int) -> Tensor:
-        """What `draw` draws behind every node, [B, N], at depths of at `most` so many."""
+    def draw_all(self, scores_BNV: Tensor, depth_BN: Tensor) -> Tensor:
+        """What `draw` draws behind every node, [B, N]."""
         tokens_V = torch.arange(scores_BNV.shape[2], device=scores_BNV.device)
-        ahead = range(most + 1)  # once for all nodes of a depth
-        noise_BFV = self.of((), ahead, tokens_V.expand(len(scores_BNV), len(ahead), -1))
+        places_BN = self._places(self._written_B[:, None] + depth_BN, self._keys_B[:, None])
+        noise_BNV = _gumbel(places_BN[..., None], tokens_V.expand_as(scores_BNV))
         near_0_BNV = scores_BNV - scores_BNV.amax(dim=-1, keepdim=True)
-        noise_BNV = noise_BFV.gather(1, depth_BN[..., None].expand_as(scores_BNV))
         noisiest_BN, tokens_BN = (noise_BNV + near_0_BNV).max(dim=-1)
         return _if_known(tokens_BN, noisiest_BN)
 
-    def _places(self, far: int) -> Tensor:
-        words_B = self._keys_B + (self._written_B + far) * _signed(_STRIDE)
-        return _mix(words_B) + _signed(_STRIDE)
+    @staticmethod
+    def _places(numbers: Tensor, keys: Tensor) -> Tensor:
+        """`_place` of tokens of these numbers, by the keys of their rows."""
+        return _mix(keys + numbers * _signed(_STRIDE)) + _signed(_STRIDE)
 
 
 def _if_known(tokens: Tensor, noisiest: Tensor) -> Tensor:

@@ -225,8 +225,8 @@ class CompiledTarget(TargetModel):
                 "leave compile out",
             )
         nodes, first = tokens_BN.shape[1], mask.first_slot
-        with cache.tree_slots(nodes, tokens_BN.device) as slots_N:
-            torch.arange(first, first + nodes, out=slots_N)
+        assert isinstance(first, int)
+        with cache.tree_slots(first, nodes, tokens_BN.device):
             logits_BNV: Tensor = self.run(
                 self._forward, **self._given(tokens_BN, cache, mask)
             ).logits

@@ -107,15 +107,18 @@ class StaticRowCache(RowCache):
         return self._stacks.nodes_N
 
     @contextmanager
-    def tree_slots(self, nodes: int, device: torch.device) -> Iterator[Tensor]:
-        """Within the block, forwards write `nodes` rows, to the slots that the tensor names."""
+    def tree_slots(self, first: int | None, nodes: int, device: torch.device) -> Iterator[None]:
+        """Within the block, forwards write `nodes` rows: from slot `first` on, or where `slots_N`
+        comes to say."""
         if nodes not in self._nodes:
             with torch.inference_mode(False):
                 self._nodes[nodes] = torch.empty(nodes, dtype=torch.long, device=device)
             torch._dynamo.mark_static_address(self._nodes[nodes])
         try:
             self._stacks.nodes_N = self._nodes[nodes]
-            yield self._nodes[nodes]
+            if first is not None:
+                torch.arange(first, first + nodes, out=self._stacks.nodes_N)
+            yield
         finally:
             self._stacks.nodes_N = None
 

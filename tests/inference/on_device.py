@@ -18,7 +18,7 @@ from tests.inference.planted import BUSHY
 from tests.inference.reference import reference
 
 NEW = 24
-SAMPLING = {"do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95}
 
 
 class PlantedOnDevice(Drafter):

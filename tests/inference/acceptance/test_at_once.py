@@ -25,8 +25,8 @@ def test_as_a_walk(drawn: bool, trial: int) -> None:
     """Few tokens are likely, so that paths of all lengths are right."""
     generator = torch.Generator().manual_seed(trial)
     tokens_BN = torch.zeros(ROWS, SHAPE.num_nodes, dtype=torch.long)
-    for node, path in enumerate(SHAPE.choices, start=1):
-        tokens_BN[:, node] = path[-1]  # so siblings differ
+    for node, choice in enumerate(SHAPE.choices, start=1):
+        tokens_BN[:, node] = choice[-1]  # so siblings differ
     tree = SHAPE.tree(tokens_BN)
     logits_BNV = torch.randn(ROWS, SHAPE.num_nodes, VOCAB, generator=generator)
     logits_BNV[..., :3] += 4.0
@@ -41,13 +41,13 @@ def test_as_a_walk(drawn: bool, trial: int) -> None:
         written_B = torch.tensor([len(each.tokens) for each in rows])
         noise = NoiseOnDevice(torch.tensor(rule.noise.keys(rows)), written_B)
     assert rule.draws_at_once
-    drawn_BN = rule.draw_all(tree, logits_BNV, SHAPE.max_depth, noise)
+    drawn_BN = rule.draw_all(tree, logits_BNV, noise)
     found = deepest_path(tree, drawn_BN, SHAPE.max_depth)
     before = [len(each.tokens) for each in rows]
     paths = rule(tree, logits_BNV, rows)
-    for b, path in enumerate(paths):
+    for b, walked in enumerate(paths):
         count = int(found.length_B1[b])
-        assert found.nodes_BA[b, :count].tolist() == path
+        assert found.nodes_BA[b, :count].tolist() == walked
         assert found.tokens_BA[b, :count].tolist() == rows[b].tokens[before[b] :]
     assert len({len(path) for path in paths}) > 1
 
@@ -59,9 +59,7 @@ def test_what_is_no_distribution_draws_no_token() -> None:
     scores_BNV[1] = -torch.inf
     scores_BNV[0, 1, 3] = torch.nan
     depth_BN = torch.tensor([[0, 1], [0, 1]])
-    drawn_BN: Tensor = NoiseOnDevice(keys_B, torch.zeros(2).long()).draw_all(
-        scores_BNV, depth_BN, 1
-    )
+    drawn_BN: Tensor = NoiseOnDevice(keys_B, torch.zeros(2).long()).draw_all(scores_BNV, depth_BN)
     assert drawn_BN[0, 0] >= 0
     assert drawn_BN[0, 1] == NO_TOKEN and drawn_BN[1].tolist() == [NO_TOKEN] * 2
     with pytest.raises(ValueError, match="no distribution"):

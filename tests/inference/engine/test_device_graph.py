@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -62,9 +64,12 @@ def test_what_needs_the_host_takes_the_other_road(
 ) -> None:
     inputs, taken = padded([0], 12), []
     decode = device_loop.DeviceLoop.decode
-    monkeypatch.setattr(
-        device_loop.DeviceLoop, "decode", lambda *args: (taken.append(1), decode(*args))
-    )
+
+    def counted_decode(*args: Any) -> None:
+        taken.append(1)
+        decode(*args)
+
+    monkeypatch.setattr(device_loop.DeviceLoop, "decode", counted_decode)
     medusa.use_tree("7")
     text(medusa, inputs, max_new_tokens=4)
     assert taken == [1]
@@ -100,10 +105,28 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
     for padding, new, ends in (([0, 3], 30, None), ([1, 0], 170, None), ([5, 5], 60, [3, 5])):
         inputs = padded(padding, 12)
         options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": ends}
-        made = medusa.generate(**inputs, **options)  # type: ignore[arg-type]
+        made: Any = medusa.generate(**inputs, **options)  # type: ignore[arg-type]
         assert torch.equal(made, model.generate(**inputs, **options))
         assert "step" in medusa.last_stats.seconds
     assert len(graphs) == 1
+
+
+def test_nothing_outlives_its_target(tiny_llama: TinyLlama) -> None:
+    """And no cache its text, but for those that the target keeps."""
+    model = tiny_llama(num_layers=1)
+    model.generation_config.pad_token_id = 0
+    medusa = with_heads(model, prefix_attention=True)
+    text(medusa, padded([0], 12))
+    target: Any = medusa.target
+    caches = [weakref.ref(cache) for cache in target._caches.values()]
+    target._caches.clear()
+    gc.collect()
+    assert [cache() for cache in caches] == [None]
+    text(medusa, padded([0], 12))
+    kept = weakref.ref(target)
+    del medusa, target
+    gc.collect()
+    assert kept() is None
 
 
 class Asking(PlantedOnDevice):
@@ -121,6 +144,7 @@ def test_a_step_that_is_no_graph_is_taken_in_parts(model: Any) -> None:
     medusa.drafter = planted(model, inputs, [2, 0, 4])
     medusa.drafter.__class__ = Asking
     with pytest.warns(MedusaWarning, match="the whole is no graph"):
-        made = medusa.generate(**inputs, do_sample=False, max_new_tokens=NEW)
-    assert torch.equal(made, expected)  # type: ignore[arg-type]
+        options: Any = {"do_sample": False, "max_new_tokens": NEW}
+        made: Any = medusa.generate(**inputs, **options)
+    assert torch.equal(made, expected)
     assert max(medusa.last_stats.accepted) > 1

@@ -67,7 +67,7 @@ def test_planted_drafts(
         assert sum(n * (1 + k) for k, n in stats.accepted.items()) == stats.tokens
     whole = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)[:, 12:]
     for place in (5, 18):
-        ends = {"eos_token_id": [int(whole[0, place]), int(whole[-1, 11])]}
+        ends: dict[str, Any] = {"eos_token_id": [int(whole[0, place]), int(whole[-1, 11])]}
         expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs, **ends)
         assert torch.equal(text(medusa, inputs, **ends), expected)
     if truth == [0]:
@@ -118,9 +118,9 @@ def test_heads_of_all_kinds(model: Any, kind: str) -> None:
     """Greedy text is that of generate(), and drawn text that of steps which ask the host."""
     medusa, inputs = with_heads(model, **KINDS[kind]), padded([0, 4, 0], 12)
     asking = MedusaModel(model, medusa.heads, tree="none")
-    drawn = {"max_new_tokens": NEW, **SAMPLING}
+    drawn: dict[str, Any] = {"max_new_tokens": NEW, **SAMPLING}
     torch.manual_seed(3)
-    expected_drawn = asking.generate(**inputs, **drawn)  # type: ignore[arg-type]
+    expected_drawn: Any = asking.generate(**inputs, **drawn)  # type: ignore[arg-type]
     expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
     for tree in ("chain", "7", "dynamic:7", "none"):
         medusa.use_tree(tree)
@@ -175,6 +175,7 @@ def test_drafts_are_those_of_the_other_road(model: Any, kind: str) -> None:
     medusa.drafter.propose = recorded  # type: ignore[method-assign]
     for whole_steps in (True, False):
         medusa.target.whole_steps = whole_steps  # type: ignore[attr-defined]
+        options: dict[str, Any]
         for options in ({}, SAMPLING):
             drafted.append([])
             text(medusa, padded([0], 12), **options)

@@ -18,7 +18,7 @@ WAYS: dict[str, tuple[str, Callable[[], Any]]] = {
     "float": ("read", lambda: float(ONE)),
     "index of a list": ("read", lambda: [1, 2][ONE]),
     "index of a tensor": ("read", lambda: X[ONE]),
-    "length of a range": ("read", lambda: torch.arange(ONE)),
+    "length of a range": ("read", lambda: torch.arange(ONE)),  # type: ignore[call-overload]
     "comparison": ("read", lambda: (X > 9).any() or None),
     "torch.equal": ("read", lambda: torch.equal(X, X)),
     "tolist": ("read", lambda: X.tolist()),
