@@ -169,6 +169,8 @@ def device_loop(
         return None
     if not isinstance(rule, SampleThenMatch) or not rule.draws_at_once:
         return None
+    if state.noise is not None and not target.draws_alike:
+        return None
     if ends is None or len(ends.tokens) > ENDS or state.last_position is None:
         return None
     if not state.rows or isinstance(state.cache, StaticRecurrentCache):

@@ -60,7 +60,7 @@ class AssistedModel(ABC):
             `"transformers"`, the random stream of generate(), by which it is the text of that.
         compile: run the target through torch.compile. The first text takes longer. `"auto"`
             compiles in the middle of the text in which it has come to pay, if ever. `"steps"`
-            compiles whole steps wherever it can be done, as `True` does on a GPU.
+            compiles whole steps where it can be done.
         compile_backend: of torch.compile.
 
     Attributes:
@@ -100,7 +100,7 @@ class AssistedModel(ABC):
             if compile == "auto":
                 self._late = LateCompiling(self.target, compiled, self._drafter_for)
             else:
-                self.target = compiled(True if compile == "steps" else None)
+                self.target = compiled(compile == "steps")
         devices = set((getattr(self.target.model, "hf_device_map", None) or {}).values())
         if len(devices) > 1:
             raise UnsupportedArchitecture(

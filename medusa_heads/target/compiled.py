@@ -67,8 +67,7 @@ class CompiledTarget(TargetModel):
     graph.
 
     Attributes:
-        whole_steps: whether steps of decoding are graphs as a whole, where they can be; by default
-            on accelerators.
+        whole_steps: whether steps of decoding are graphs as a whole, where they can be.
     """
 
     def __init__(
@@ -76,12 +75,12 @@ class CompiledTarget(TargetModel):
         model: PreTrainedModel,
         backend: str | Callable[..., Any] = "inductor",
         features: tuple[int, ...] = (),
-        whole_steps: bool | None = None,
+        whole_steps: bool = False,
     ) -> None:
         super().__init__(model)
         check_layers(model, features)
         self.features, self._backend = features, backend
-        self.whole_steps = self.device.type != "cpu" if whole_steps is None else whole_steps
+        self.whole_steps = whole_steps
         self._views: dict[tuple[int, ...], CompiledTarget] = {}
         self._caches: dict[tuple[int, int], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
@@ -125,6 +124,12 @@ class CompiledTarget(TargetModel):
     def compiles(self) -> bool:
         """False within `uncompiled`."""
         return self._forward is self._compiled
+
+    @property
+    def draws_alike(self) -> bool:
+        """Whether keyed noise within a graph is that outside of it: Inductor's code on a CPU made
+        another of it (torch 2.13)."""
+        return not self.compiles or self._backend != "inductor"
 
     def _view(self, features: tuple[int, ...]) -> CompiledTarget:
         if features not in self._views:  # which share their graphs

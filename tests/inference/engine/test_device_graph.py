@@ -139,7 +139,8 @@ class Asking(PlantedOnDevice):
 
 
 def test_a_step_that_is_no_graph_is_taken_in_parts(model: Any) -> None:
-    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    medusa = with_heads(model)
+    inputs: Any = padded([0, 3], 12)
     expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
     medusa.drafter = planted(model, inputs, [2, 0, 4])
     medusa.drafter.__class__ = Asking

@@ -162,7 +162,7 @@ def test_drafts_are_those_of_the_other_road(model: Any, kind: str) -> None:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in heads.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     medusa = MedusaModel(model, heads, tree="7", compile="steps", compile_backend="eager")
     drafted: list[list[Tensor]] = []
     propose = medusa.drafter.propose
