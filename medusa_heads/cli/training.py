@@ -147,7 +147,7 @@ class Command:
                     continue_prompts(target, prompts, "distilled text", *distill),
                     continue_prompts(target, of_held_out, "distilled held-out text", *distill),
                 )
-        data = self._rows(target, *texts, self.to_data, args, num_heads)
+        data = self._rows(target, texts, args, num_heads)
         if args.process_index == 0:
             show_sample(data.rows, self.tokenizer, Console())
         return data
@@ -155,16 +155,14 @@ class Command:
     def _rows(
         self,
         target: TargetModel,
-        corpus: Corpus,
-        held_out: Corpus | None,
-        settings: DataArguments,
+        texts: tuple[Corpus, Corpus | None],
         args: TrainingArguments,
         num_heads: int,
     ) -> TrainingData:
         from medusa_heads.training.data.prepare import prepare_data
 
         limits = {"num_heads": num_heads, "seed": args.seed, "max_steps": args.max_steps}
-        return prepare_data(target, corpus, held_out, self.tokenizer, settings, **limits)
+        return prepare_data(target, texts[0], texts[1], self.tokenizer, self.to_data, **limits)
 
     def prompts(self, target: TargetModel) -> list[Dataset]:
         """Prompts for the target from the text to train on, and from the held-out text."""
@@ -233,7 +231,7 @@ class Command:
             labels = [IGNORED] * distill.prompt_length
             first = {"input_ids": prompts[0]["input_ids"], "labels": labels}
             return [first], TextSize(len(prompts), len(prompts) * length, learnt, length)
-        data = self._rows(target, self.corpus, self.held_out, self.to_data, args, num_heads)
+        data = self._rows(target, (self.corpus, self.held_out), args, num_heads)
         if data.is_stream:
             return data.rows, TextSize(None, None, None, self.to_data.max_length)
         return data.rows, text_size(data.rows, data.facts.supervised_tokens)

@@ -26,11 +26,7 @@ from medusa_heads.data.sources import Corpus, as_corpus, is_stream, load_corpus
 from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.arguments.data import (
-    EVAL_ROWS,
-    STREAM_EVAL_ROWS,
-    DataArguments,
-)
+from medusa_heads.training.arguments.data import EVAL_ROWS, STREAM_EVAL_ROWS, DataArguments
 from medusa_heads.training.data.pack import check_packing
 from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows
 from medusa_heads.training.data.split import TRAINING, split_once, tokenise_once

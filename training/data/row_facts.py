@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +111,8 @@ def check_rows(
         columns = [flat(column) for column in table.columns]
         (ids, lengths), (labels, _) = columns
         if not limits.fit(*columns):
-            for place, (row_ids, row_labels) in enumerate(_row_by_row(*columns), start=number):
+            parts = (np.split(values, np.cumsum(counts)[:-1]) for values, counts in columns)
+            for place, (row_ids, row_labels) in enumerate(zip(*parts, strict=True), start=number):
                 if (problem := limits.problem(row_ids, row_labels)) is not None:
                     raise ValueError(f"row {place} of the {name} {problem}")
         supervised = labels != IGNORED
@@ -144,11 +144,6 @@ def warn_of_little(facts: RowFacts, name: str) -> None:
             100 * facts.supervised_tokens / facts.tokens,
             name,
         )
-
-
-def _row_by_row(*columns: tuple[Any, Any]) -> Iterator[Any]:
-    parts = [np.split(values, np.cumsum(lengths)[:-1]) for values, lengths in columns]
-    return zip(*parts, strict=True)
 
 
 def _written(ids: Any, labels: Any, lengths: Any) -> Any:

@@ -13,12 +13,7 @@ from medusa_heads.data.sources import Corpus
 from medusa_heads.files import move_in, read_json, replace_json, staging
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import EVAL_ROWS, EVAL_SHARE, DataArguments
-from medusa_heads.training.data.columns import (
-    picked,
-    row_lengths,
-    write_numbers,
-    write_table,
-)
+from medusa_heads.training.data.columns import picked, row_lengths, write_numbers, write_table
 from medusa_heads.training.data.pack import fill_bins, pack_rows
 from medusa_heads.training.data.prepared import prepared, prepared_folder, table_fingerprint
 from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows, warn_of_little
