@@ -51,6 +51,12 @@ class TreeMask:
     # Masks of layers, each with itself once for every query head of a group.
     of_groups: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    @property
+    def first_on_host(self) -> int:
+        """`first_slot` where the host knows it."""
+        assert isinstance(self.first_slot, int)
+        return self.first_slot
+
     @cached_property
     def key_positions_BS(self) -> Tensor:
         """Where each slot's token stands in its text; only windows and chunks ask for it."""

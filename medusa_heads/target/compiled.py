@@ -229,8 +229,7 @@ class CompiledTarget(TargetModel):
                 f"{self.config.model_type} is a Mamba, whose state is not carried through a graph",
                 "leave compile out",
             )
-        nodes, first = tokens_BN.shape[1], mask.first_slot
-        assert isinstance(first, int)
+        nodes, first = tokens_BN.shape[1], mask.first_on_host
         with cache.tree_slots(first, nodes, tokens_BN.device):
             logits_BNV: Tensor = self.run(
                 self._forward, **self._given(tokens_BN, cache, mask)

@@ -163,7 +163,7 @@ class DraftedText(Memory):
         positions_BF = self._draft.within(lengths_B1 - padding_B1 + depth_F)
         written_BP = self._positions_BP[:, : sees_BFP.shape[2] - self.fed]
         mask = behind_texts(self.lengths, padding_B1, sees_BFP, positions_BF, written_BP)
-        self._cache.set_length(mask.first_slot)
+        self._cache.set_length(mask.first_on_host)
         self._positions_BP = torch.cat([written_BP, positions_BF], dim=1)
         return self._draft.read(self._known(tokens_BF), self._cache, mask)
 
