@@ -35,8 +35,8 @@ from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.config import HeadsKind
 from medusa_heads.heads import new_heads
-from medusa_heads.inference.bench.timed_run import PeakMemory
 from medusa_heads.machine import describe_machine
+from medusa_heads.machine.memory import PeakMemory
 from medusa_heads.settings import at_least
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.heads import batch_loss
