@@ -59,6 +59,10 @@ class Noise:
             name = hashlib.blake2b(prompt, digest_size=8, salt=nth.to_bytes(8, "little"))
             self._keys[row.index] = _mixed((seed + _whole(name)) % _WORD)
 
+    def take(self, index: int, other: Noise, theirs: int) -> None:
+        """The row of this index draws as the row `theirs` of the other noise."""
+        self._keys[index] = other._keys[theirs]
+
     def of(self, rows: Sequence[Row], ahead: Sequence[int], tokens_BFC: Tensor) -> Tensor:
         """Of tokens of each row, [B, F, C] in fp32: of all F at one place, `ahead` [1] tokens
         behind the next of the row, or of each of them at its own, `ahead` [F]."""

@@ -24,6 +24,7 @@ from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.noise import RNGS, Rng
+from medusa_heads.inference.engine.running import RunningBatch
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.models.late_compiling import LateCompiling
 from medusa_heads.target.compiled import CompiledTarget
@@ -224,3 +225,23 @@ class AssistedModel(ABC):
                 exchange=None if self._late is None else self._late.of_text(drafter),
                 **model_kwargs,
             )
+
+    def running_batch(self, max_rows: int = 8) -> RunningBatch:
+        """At most so many texts, which begin and end independently of one another.
+
+        Raises:
+            ValueError: the model is compiled, or samples by the random stream of generate().
+        """
+        if self.rng != "keyed":
+            raise ValueError(
+                "by rng='transformers' a text depends on those beside it: rows that come and go "
+                "want rng='keyed'"
+            )
+        return RunningBatch(
+            self.target,
+            self._drafter_for(self.target) if self.deterministic else self.drafter,
+            max_rows,
+            acceptance=self.acceptance,
+            acceptance_settings=self.acceptance_settings,
+            lock=self._lock,
+        )
