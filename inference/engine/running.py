@@ -88,9 +88,13 @@ class RunningBatch:
         """Committed so far, of all rows."""
         return sum((drafted + 1) * steps for drafted, steps in self.stats.accepted.items())
 
+    def row_bytes(self, tokens: int) -> int:
+        """What keys and values of a row alone take at most: of so many tokens, prompt and text."""
+        return (tokens + self._spare()) * self._slot_bytes
+
     def cache_bytes(self, tokens: int = 0) -> int:
-        """What keys and values take at most, until the rows have ended; also with one more row of
-        so many tokens, prompt and text."""
+        """What those of all rows take at most, until they have ended; also with one more row of so
+        many tokens."""
         slots = [slots for batch in self._batches.values() for slots in batch.slots.values()]
         if tokens:
             slots.append(tokens + self._spare())
@@ -219,6 +223,7 @@ class RunningBatch:
     def _tidy(self, key: Hashable) -> None:
         batch = self._batches[key]
         if not batch.state.rows:
+            self._drafter.rest(batch.state)  # and keeps no row of it
             del self._batches[key]
         elif len(batch.state.rows) < len(batch.slots):
             batch.fit()

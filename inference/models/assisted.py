@@ -245,3 +245,21 @@ class AssistedModel(ABC):
             acceptance_settings=self.acceptance_settings,
             lock=self._lock,
         )
+
+    def serve(self, tokenizer: Any = None, **options: Any) -> None:
+        """Answer requests for completions by HTTP until SIGINT or SIGTERM.
+
+        Args:
+            tokenizer: of the target; by default loaded from where that came from.
+            options: `host`, `port`, `max_rows`, `queue`, ..: see `endpoint.server.Server`.
+
+        Raises:
+            ValueError: the extra `serve` is not installed, or see Server.
+        """
+        try:
+            from medusa_heads.inference.endpoint.server import Server
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"serving needs {error.name}: pip install 'medusa-heads[serve]'"
+            ) from error
+        Server(self, tokenizer, **options).run()
