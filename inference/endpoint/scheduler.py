@@ -62,7 +62,7 @@ class Scheduler:
         self._waiting: deque[Text] = deque()
         self._cancelled: set[Text] = set()
         self._running: dict[Row, Text] = {}
-        self._joining = 0
+        self._turning = False
         self._closed = False
         self._thread: threading.Thread | None = None
         self.metrics = Metrics(batch)
@@ -73,10 +73,10 @@ class Scheduler:
         return not self._closed
 
     @property
-    def unfinished(self) -> int:
-        """Texts that wait or are being written."""
+    def is_idle(self) -> bool:
+        """Whether no text waits or is being written, and all is counted and given back."""
         with self._changed:
-            return len(self._waiting) + len(self._running) + self._joining
+            return not (self._turning or self._waiting or self._running or self._cancelled)
 
     def submit(self, text: Text) -> None:
         """Let a text wait for its turn; from any thread.
@@ -116,16 +116,18 @@ class Scheduler:
             self._end(text, "cancelled")
         if (text := self._next()) is not None:
             self._admit(text)
-            self._joining = 0
         for row, fault in self._batch.step().items():
             self._end(self._running.pop(row), "failed", fault)
         for row, text in list(self._running.items()):
             self._end_if_done(row, text)
         self.metrics.look()
+        with self._changed:
+            self._turning = False
 
     def _drop_cancelled(self) -> list[tuple[Row, Text]]:
         """Those that were running."""
         with self._changed:
+            self._turning = True
             cancelled, self._cancelled = self._cancelled, set()
             waiting = [text for text in self._waiting if text in cancelled]
             for text in waiting:
@@ -149,7 +151,6 @@ class Scheduler:
             if self._cache_bytes is not None and needed > self._cache_bytes and self._running:
                 return None
             self._waiting.popleft()
-            self._joining = 1
             self.metrics.queued = len(self._waiting)
         return text
 

@@ -152,7 +152,10 @@ class RunningBatch:
         synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> Row:
-        assert len(input_ids) == 1
+        if len(input_ids) > 1:
+            raise ValueError(
+                "a row that joins is one text: leave num_beams and num_return_sequences out"
+            )
         together = look_at_one_row(logits_processor)
         beginning = Beginning(
             self._target,
