@@ -1,4 +1,8 @@
-"""Shared by all tests: no network, one thread, caches of their own, and a tiny random Llama."""
+"""Shared by all tests: no network, one thread, caches of their own, and a tiny random Llama.
+
+What takes seconds to import, fixtures import: the process that only hands out the tests reads this
+file before the others begin.
+"""
 
 import gc
 import os
@@ -6,23 +10,22 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # All of it is read when libraries are imported, here and in the processes that tests start.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="medusa-heads-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MEDUSA_HEADS_CACHE"] = os.environ["HF_HOME"] + "/medusa-heads"
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny matrices: more threads only wait for each other
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 # Where the losslessness suite runs; MEDUSA_HEADS_TEST_DEVICE=cuda proves the same on a GPU.
 DEVICE = os.environ.get("MEDUSA_HEADS_TEST_DEVICE", "cpu")
-
-torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
 MOST_WORKERS = 8  # each takes 1.5 GB
 CACHES = os.environ["HF_HOME"]  # of this process alone; what was kept here before is not read
@@ -53,6 +56,8 @@ def pytest_unconfigure() -> None:
 def same_process() -> Iterator[None]:
     """One thread, which sums in one order; and the environment that libraries hold on to, where
     several processes of `datasets` leave a copy of it."""
+    import torch
+
     environ = os.environ
     yield
     os.environ = environ  # noqa: B003
@@ -95,8 +100,10 @@ def tiny_llama() -> TinyLlama:
     fp32, vocabulary 199, hidden 64, no end token. Matrices are drawn with a standard deviation of
     0.15, wide enough for peaked and varied predictions; equal arguments give equal weights.
     """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    def make(num_layers: int = 2, seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
+    def make(num_layers: int = 2, seed: int = 0, **overrides: Any) -> "LlamaForCausalLM":
         settings: dict[str, Any] = {
             "vocab_size": 199,
             "hidden_size": 64,

@@ -55,12 +55,14 @@ class _Server:
     url: str
     pool: PoolManager
     under_way: int = 0  # requests
+    errors: int = 0  # of its own, in a row
 
 
 @dataclass(eq=False)
 class ServerBackend(Backend):
     """Any server that speaks OpenAI's protocol and serves the target, or several of them: each
-    request goes to the one with the fewest under way, and one that is gone is left out.
+    request goes to the one with the fewest under way, an error in a row counting as one more, and
+    one that is gone is left out.
 
     The API key is read from the environment; it is neither kept nor written anywhere. Raises
     ValueError: a URL that is none, a size below one, or an unknown endpoint."""
@@ -187,12 +189,13 @@ class ServerBackend(Backend):
         path, body = f"/{'chat/' * (endpoint == 'chat')}completions", json.dumps(request)
         while True:
             with self._lock:
-                server = min(self._servers, key=lambda each: each.under_way)
+                server = min(self._servers, key=lambda each: each.under_way + each.errors)
                 server.under_way += 1
             try:
                 response = server.pool.request(
                     "POST", server.url + path, body=body, headers=headers
                 )
+                server.errors = server.errors + 1 if response.status >= 500 else 0
                 break
             except HTTPError as error:
                 reason = type(getattr(error, "reason", None) or error).__name__

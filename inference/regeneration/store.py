@@ -26,7 +26,14 @@ import pyarrow as pa
 from datasets import Dataset
 
 from medusa_heads.checkpoint.provenance import provenance
-from medusa_heads.files import check_folder, move_in, remove_leftovers, replace_file, staging
+from medusa_heads.files import (
+    check_folder,
+    move_in,
+    read_json,
+    remove_leftovers,
+    replace_file,
+    staging,
+)
 from medusa_heads.inference.regeneration.answers import PASSING, Accounting, Answer
 from medusa_heads.inference.regeneration.dialogues import Row
 from medusa_heads.inference.regeneration.prompts import Prompt
@@ -208,15 +215,20 @@ def write_rows(rows: Iterable[tuple[int, Row]], folder: Path) -> Dataset:
     return written if several else written.remove_columns("document")
 
 
-def check_output(folder: Path) -> None:
-    """Raises ValueError where a dataset of other origin stands in the folder, or nothing can be
-    written to it."""
+def check_output(folder: Path, shard: tuple[int, int]) -> None:
+    """Raises ValueError where a dataset of other origin stands in the folder, or another shard's
+    (index, shards), or nothing can be written to it."""
     check_folder(folder)
-    if (folder / _STATE_FILE).exists() and not (folder / RECORD_FILE).exists():
-        raise ValueError(
-            f"{str(folder)!r} holds a dataset that was not made by regenerate: give another "
-            "output_dir"
-        )
+    if not (folder / _STATE_FILE).exists():
+        return
+    whose = "a dataset that was not made by regenerate"
+    if (folder / RECORD_FILE).exists():
+        made = read_json(folder / RECORD_FILE).get("settings", {})
+        there = made.get("shard_index", 0), made.get("num_shards", 1)
+        if there == shard:
+            return
+        whose = "all rows" if there[1] == 1 else "shard {} of {}".format(*there)
+    raise ValueError(f"{str(folder)!r} holds {whose}: give another output_dir")
 
 
 def write_output(

@@ -30,6 +30,5 @@ WrittenFormat = Literal[
     "eagle3-speculators",
     "dflash",
     "dspark",
+    "transformers",  # of heads an assistant; of trained modules their target with them in it
 ]
-# Besides what engines read of heads: a target's whole checkpoint with its trained modules in it.
-ExportFormat = Literal[WrittenFormat, "transformers"]

@@ -1,8 +1,8 @@
-"""The block drafters DFlash and DSpark, as speculators and vLLM read and write them.
+"""The block drafters DFlash and DSpark, as speculators and vLLM read and write them, and DFlash as
+transformers does, as an assistant.
 
-Speculators counts layers by what goes into them, the authors' own files and we by what comes out. A
-block has as many queries as `block_size` says; where the first of them drafts nothing, one more
-than there are heads.
+Speculators counts layers by what goes into them, all others by what comes out. A block has as many
+queries as `block_size` says; where the first of them drafts nothing, one more than there are heads.
 
 Shapes: D hidden, V vocabulary, W rank.
 """
@@ -36,7 +36,13 @@ from medusa_heads.interop.decoders import (
 )
 from medusa_heads.interop.source import Source
 
-DFLASH_MARK, DSPARK_MARK = r"hidden_norm\.weight", r"markov_head\.markov_w[12]\.weight"
+DFLASH_MARK = r"(encoder\.output_norm_enc|hidden_norm)\.weight"
+DSPARK_MARK = r"markov_head\.markov_w[12]\.weight"
+_ASSISTANT = {
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}
+_ASSISTANT_TYPE = "muse_glimmer_assistant"  # the one model that transformers has of the kind
 _CORRECTION = {
     "correction.before.weight": "markov_head.markov_w1.weight",
     "correction.after.weight": "markov_head.markov_w2.weight",
@@ -80,12 +86,32 @@ def written(
     return tensors | vocabulary_tensors(stored, matrix_VD), full
 
 
+def assistant(stored: StoredHeads) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and config.json of block heads as transformers' generate() takes an assistant
+    with `speculation_type="dflash"`."""
+    config, shape = stored.config, stored.config.decoder
+    assert isinstance(shape, BlockShape) and config.features is not None
+    names = {ours: theirs for theirs, ours in _ASSISTANT.items()}
+    tensors = {names.get(_theirs(n), _theirs(n)): tensor for n, tensor in stored.tensors.items()}
+    return tensors, {
+        **layer_settings(config, shape, _ASSISTANT_TYPE, config.num_layers),
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "layer_types": ["full_attention"] * config.num_layers,
+        "block_size": config.num_heads + 1,
+        "mask_token_id": shape.mask_token_id,
+        "target_layer_ids": list(config.features),
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        "dtype": str(tensors["norm.weight"].dtype).removeprefix("torch."),
+    }
+
+
 def read(
     source: Source, target_vocab: int | None, *, corrected: bool
 ) -> tuple[HeadsConfig, dict[str, Tensor], list[str]]:
     """Heads under our names, and what the user should know; `target_vocab`: rows of the target's
     lm_head, where it is known; `corrected` as DSpark's are. Raises ValueError: a block of another
     kind, or a tensor or setting that is missing, surplus or ill-fitting."""
+    source.call(_ASSISTANT)
     top, layers, notices = source.config, layers_said(source), list[str]()
     nested = top.get("dflash_config") or {}
     if not isinstance(nested, dict):
@@ -147,7 +173,12 @@ def _theirs(ours: str) -> str:
 def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...]) -> None:
     """Raises ValueError, by name: what a block here cannot be."""
     layers = one_of_said(said, "layer_types") or []
-    windows = not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)
+    windows = not layers and one_of_said(said, "model_type") == _ASSISTANT_TYPE
+    windows = (
+        windows
+        or not isinstance(layers, list)
+        or any(layer != "full_attention" for layer in layers)
+    )
     strange = {
         "layers with a window (layer_types)": windows or one_of_said(said, "use_swa"),
         "queries that see only what stands before them (causal)": one_of_said(said[:1], "causal"),

@@ -34,12 +34,14 @@ ENGINES: dict[WrittenFormat, str] = {
     "eagle3-speculators": "speculators' layout of EAGLE-3",
     "dflash": "DFlash's layout",
     "dspark": "DSpark's layout",
+    "transformers": "transformers' assistant",
 }
 _KINDS: dict[WrittenFormat, HeadsKind] = {
     "eagle3": "eagle3",
     "eagle3-speculators": "eagle3",
     "dflash": "block",
     "dspark": "block",
+    "transformers": "block",
 }
 
 _VLLM_NAMES = {
@@ -132,10 +134,15 @@ class Outgoing:
             )
         shape = config.decoder
         assert isinstance(shape, BlockShape)
-        if to == "dflash" and shape.sample_from_anchor:
+        if to != "dspark" and shape.sample_from_anchor:
             raise ValueError(
                 "DFlash drafts nothing from the last known token's query, and these heads do "
                 "(sample_from_anchor): train with a correction_rank, and give --to dspark"
+            )
+        if to == "transformers" and config.draft_vocab_size is not None:
+            raise ValueError(
+                f"{engine} drafts every token of the target's vocabulary, and these heads a part: "
+                "give --full_vocabulary"
             )
         if not self.shared and config.draft_vocab_size is None:
             raise ValueError(
@@ -203,7 +210,11 @@ class Outgoing:
         copied = self.config.kind == "eagle3" or self.config.draft_vocab_size is not None
         matrix_VD = self.matrix_VD() if self.shared and copied else None
         if self.config.kind == "block":
-            tensors, config = block.written(self.stored, matrix_VD)
+            tensors, config = (
+                block.assistant(self.stored)
+                if to == "transformers"
+                else block.written(self.stored, matrix_VD)
+            )
         else:
             plain = to == "eagle3"
             tensors, config = eagle3.written(self.stored, matrix_VD, speculators=not plain)
@@ -218,6 +229,12 @@ class Outgoing:
                 "SGLang 0.5 drafts badly with these heads, and does not say so: it knows no "
                 "norm_before_residual, and adds the layer's output to what was not normalised"
             )
+        if to == "transformers":
+            self.notices.append(
+                "draft with it: target.generate(.., speculation_type='dflash', assistant_model="
+                f"AutoModel.from_pretrained({folder.name!r})), one text at a time"
+            )
+            return
         method = to.removesuffix("-speculators")
         self.notices.append(
             f'serve it with vLLM: --speculative-config \'{{"method": "{method}", "model": '

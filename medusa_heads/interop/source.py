@@ -50,6 +50,7 @@ class Source:
         self.config: dict[str, Any] = {} if config is None else read_json(config)
         self.files: dict[str, Path | str] = {}
         self._opened: dict[Path, Mapping[str, Tensor]] = {}
+        self._own_names: dict[str, str] = {}
 
     def find(self, file: str) -> Path | None:
         """The path of a file, fetched if need be; None where there is no such file."""
@@ -88,6 +89,14 @@ class Source:
             raise ValueError(f"{path} does not say which file holds which tensor: it is damaged")
         self.files |= weight_map
 
+    def call(self, names: Mapping[str, str]) -> None:
+        """Let tensors that are there go by other names, of each its own and the other, which none
+        has."""
+        for own, other in names.items():
+            if own in self.files and other not in self.files:
+                self.files[other] = self.files.pop(own)
+                self._own_names[other] = own
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor, whose values are not read."""
         return tuple(self._tensor(name)[0].shape)
@@ -118,7 +127,7 @@ class Source:
                     "anew"
                 )
             path = found
-        content = self._open(path)
+        content, name = self._open(path), self._own_names.get(name, name)
         if name not in content:
             raise ValueError(f"{path} does not hold {name}, which the index promises: damaged")
         tensor = content[name]

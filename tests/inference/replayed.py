@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -121,40 +123,82 @@ class Guesses(Source):
         return sum((0.85 * self._right) ** depth for depth in range(1, min(nodes, 4) + 1))
 
 
-def ways(
+def compared(
     texts: Sequence[Sequence[int]],
     right: float,
     machine: Machine,
     time: Time,
+    rows: int = 1,
     *,
     even: bool = False,
     usual: float = 0.0,
-) -> dict[str, Drafter | None]:
-    """Plain decoding, fixed ways to draft, and `auto`."""
+    sizes: Sequence[int] = (3, 7, 15),
+) -> dict[str, float]:
+    """Seconds of plain decoding, of fixed ways to draft, and of `auto`."""
 
-    def guesses() -> Guesses:
+    def guesses(machine: Machine) -> Guesses:
         return Guesses(texts, right, machine, time, even=even)
-
-    clock = Clock({tokens: machine.step(tokens) for tokens in _MEASURED})
-    clock.learn_drafting("guesses", machine.guess(1))
 
     def recycled() -> RecyclingSource:
         return RecyclingSource(VOCABULARY + 2)
 
-    fixed: dict[str, Drafter | None] = {"plain": None}
-    for nodes in (3, 7, 15):
+    def fixed(source: str, nodes: int, machine: Machine) -> Drafter | None:
         options: dict[str, Any] = {"sizes": (nodes,), "always": True}
-        fixed[f"text {nodes}"] = BlendedDrafter(Clock.flat(), text=TextSource(nodes), **options)
-        fixed[f"guesses {nodes}"] = BlendedDrafter(Clock.flat(), sources=[guesses()], **options)
-        if usual:
-            fixed[f"recycling {nodes}"] = BlendedDrafter(
-                Clock.flat(), sources=[recycled()], **options
-            )
-    sources = [recycled(), guesses()] if usual else [guesses()]
-    return fixed | {"auto": BlendedDrafter(clock, SIZES, text=TextSource(31), sources=sources)}
+        if source == "text":
+            return BlendedDrafter(Clock.flat(), text=TextSource(nodes), **options)
+        own = guesses(machine) if source == "guesses" else recycled()
+        return BlendedDrafter(Clock.flat(), sources=[own], **options)
+
+    def plain(machine: Machine) -> None:
+        return None
+
+    given = tuple(map(tuple, texts)), rows, usual
+    took = {"plain": _work(plain, given, time).seconds(machine)}
+    for source in ("text", "guesses", *(["recycling"] if usual else [])):
+        known = (right, even) if source == "guesses" else ()
+        for nodes in sizes:
+            work = _work(partial(fixed, source, nodes), (*given, source, nodes, *known), time)
+            took[f"{source} {nodes}"] = work.seconds(machine)
+    clock = Clock({tokens: machine.step(tokens) for tokens in _MEASURED})
+    clock.learn_drafting("guesses", machine.guess(1))
+    sources = [recycled(), guesses(machine)] if usual else [guesses(machine)]
+    auto = BlendedDrafter(clock, SIZES, text=TextSource(31), sources=sources)
+    return took | {"auto": _seconds(auto, texts, machine, time, rows, usual)}
 
 
-def seconds(
+class Work(NamedTuple):
+    """Steps by the tokens that they read, guesses by the rows that they were for, and the seconds
+    of looks at the clock."""
+
+    steps: Counter[int]
+    guesses: Counter[int]
+    looks: float
+
+    def seconds(self, machine: Machine) -> float:
+        steps = sum(count * machine.step(tokens) for tokens, count in self.steps.items())
+        return self.looks + steps + sum(n * machine.guess(rows) for rows, n in self.guesses.items())
+
+
+_works: dict[Any, Work] = {}
+
+
+def _work(way: Callable[[Machine], Drafter | None], key: Any, time: Time) -> Work:
+    """What a fixed way to draft does, which is the same on every machine: counted once."""
+    if key not in _works:
+        steps, guesses = Counter[int](), Counter[int]()
+        texts, rows, usual = key[:3]
+        machine = Machine(lambda tokens: _counted(steps, tokens), lambda n: _counted(guesses, n))
+        looks = _seconds(way(machine), texts, machine, time, rows, usual)
+        _works[key] = Work(steps, guesses, looks)
+    return _works[key]
+
+
+def _counted(counter: Counter[int], number: int) -> float:
+    counter[number] += 1
+    return 0.0
+
+
+def _seconds(
     drafter: Drafter | None,
     texts: Sequence[Sequence[int]],
     machine: Machine,

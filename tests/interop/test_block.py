@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModel
 
 from medusa_heads import HeadsConfig, TargetModel, new_heads
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
@@ -126,12 +128,15 @@ WAYS: dict[str, tuple[WrittenFormat, dict[str, Any]]] = {
 }
 
 
-def saved(folder: Path, target: Path, **config: Any) -> Path:
+def saved(folder: Path, target: Path, *, noise: float = 0.0, **config: Any) -> Path:
     model = TargetModel.from_pretrained(str(target))
     size = config.get("draft_vocab_size")
     tokens = None if size is None else torch.arange(2, 2 + size)
     said: dict[str, Any] = {"kind": "block", "num_heads": 3, "features": [0, 1]} | config
     heads = new_heads(model, HeadsConfig(**said), tokens)
+    torch.manual_seed(0)
+    for weight in heads.parameters():
+        weight.data += noise * torch.randn_like(weight)
     save_heads(folder, heads, model)
     return folder
 
@@ -153,9 +158,54 @@ def test_what_is_written_comes_back(tmp_path: Path, target: Path, name: str) -> 
     assert ("lm_head.weight" in load_file(exported.folder / "model.safetensors")) == reduced
 
 
+@torch.no_grad()
+def test_transformers_drafts_with_an_assistant_what_the_heads_say(
+    tmp_path: Path, target: Path
+) -> None:
+    assistant_class = getattr(transformers, "MuseGlimmerAssistantModel", None)
+    if assistant_class is None:
+        pytest.skip("this transformers has no block assistant")
+    folder = saved(tmp_path / "heads", target, noise=0.2, num_layers=2, features=[0])
+    exported = export_heads(folder, tmp_path / "out", "transformers", target=str(target))
+    assert "speculation_type='dflash'" in exported.notices[-1]
+    again = convert_heads(exported.folder, tmp_path / "again", target=str(target))
+    before, after = read_stored(folder), read_stored(again.folder)
+    assert_same_bits(after.tensors, before.tensors)
+    assert after.config.decoder == before.config.decoder
+
+    assistant, info = AutoModel.from_pretrained(exported.folder, output_loading_info=True)
+    assert isinstance(assistant, assistant_class)
+    assert not any(info[wrong] for wrong in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    said = list[Tensor]()
+    assistant.register_forward_hook(lambda *a: said.append(a[-1].last_hidden_state[0, 1:]))
+    plain = TargetModel.from_pretrained(str(target))
+    model: Any = plain.model
+    start_1T = torch.arange(3, 12)[None]
+    asked: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    ids_1T = model.generate(start_1T, **asked)
+    asked |= {"assistant_model": assistant, "speculation_type": "dflash"}
+    assert torch.equal(model.generate(start_1T, **asked), ids_1T)
+
+    heads = load_heads(folder, plain).heads
+    hidden_1TX, embed = plain.with_features([0]).hidden(ids_1T), model.get_output_embeddings()
+    encoded_TX, at = heads.encode(hidden_1TX, ids_1T)[0], start_1T.shape[1] - 1
+    for found_KD in said:
+        logits_KV = heads(encoded_TX[at], ids_1T[0, at + 1].expand(heads.config.num_heads))
+        theirs_KV = embed(found_KD)
+        torch.testing.assert_close(logits_KV[: len(theirs_KV)], theirs_KV, atol=1e-4, rtol=1e-4)
+        drafted_K, text_K = theirs_KV.argmax(-1), ids_1T[0, at + 2 :][: len(theirs_KV)]
+        at += 1 + int((drafted_K[: len(text_K)] == text_K).cumprod(0).sum())
+    assert at >= ids_1T.shape[1] - 3 and len(said) > 2  # the last token alone is not drafted
+
+
 @pytest.mark.parametrize(
     ("to", "config", "message"),
     [
+        ("transformers", {"correction_rank": 4}, "have a correction by the token before"),
+        ("transformers", {"features": None}, "train with features"),
+        ("transformers", {}, r"read the target's last layer \(1\) before the final norm"),
+        ("transformers", {"draft_vocab_size": FEW}, "give --full_vocabulary"),
+        ("transformers", {"kind": "medusa", "features": None}, "holds no medusa heads: train kind"),
         ("dspark", {}, "have no correction by the token before: give --to dflash"),
         ("dflash", {"correction_rank": 4}, "have a correction by the token before"),
         ("dflash", {"features": None}, "train with features"),
@@ -170,7 +220,7 @@ def test_what_cannot_be_written_is_said(
     tmp_path: Path, target: Path, to: WrittenFormat, config: dict[str, Any], message: str
 ) -> None:
     folder = saved(tmp_path / "heads", target, **config)
-    whole = "draft_vocab_size" in config
+    whole = "draft_vocab_size" in config and to != "transformers"
     with pytest.raises(ValueError, match=message):
         export_heads(folder, tmp_path / "out", to, target=str(target), full_vocabulary=whole)
 
@@ -193,6 +243,7 @@ def test_what_cannot_be_written_is_said(
         ({"layer_types": ["sliding_attention", "full_attention"]}, {}, "layers with a window"),
         ({"layer_types": 3}, {}, "layers with a window"),
         ({"layer_types": [[1]]}, {}, "layers with a window"),
+        ({"model_type": "muse_glimmer_assistant"}, {}, "layers with a window"),
         ({"transformer_layer_config": LAYERS | {"vocab_size": "9"}}, {}, "target's vocab_size"),
         ({"dflash_config": {"attention_sink_bias": True}}, {}, "attention sinks"),
         ({"dflash_config": 3}, {}, "dflash_config must be an object"),

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from medusa_heads.machine import (
     Measurements,
+    Shape,
     Use,
     choose,
     measurement_folder,
@@ -107,38 +109,38 @@ def test_without_a_home_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert measurement_folder().is_absolute()
 
 
-def test_processes_that_measure_at_once_do_not_disturb_each_other(cache: Path) -> None:
-    program = (
-        "import torch; from medusa_heads.machine import Shape, choose, products; "
-        "products._is_busy = lambda *_: False; products._spread = lambda _: 0.0; "
-        "print(choose('tree', stored=torch.bfloat16, shape=Shape(32, 64, 128, 2), device='cpu'))"
-    )
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [
-        subprocess.Popen([sys.executable, "-c", program], env=environment, **pipes)
-        for _ in range(2)
-    ]
-    for each in both:
-        said, wrong = each.communicate()
-        assert (each.returncode, wrong) == (0, "") and said.startswith("cpu, 1 thread, ")
+def in_two_processes() -> list[str]:
+    """What each of them chooses; they begin at once, with all that was imported here."""
+    context = get_context("fork")
+    both, said = context.Barrier(2), context.SimpleQueue()
+
+    def chosen() -> None:
+        module._known.clear()
+        both.wait()
+        shape = Shape(32, 64, 128, 2)
+        said.put(str(choose("tree", stored=torch.bfloat16, shape=shape, device="cpu")))
+
+    processes = [context.Process(target=chosen) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    return [said.get() for _ in processes]
+
+
+def test_processes_that_measure_at_once_do_not_disturb_each_other(
+    cache: Path, waits: list[float | None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert all(said.startswith("cpu, 1 thread, ") for said in in_two_processes())
+    assert capfd.readouterr().err == ""
     (kept,) = (cache / "products").iterdir()
     assert set(json.loads(kept.read_text())["values"]["seconds"]) == {"float32 1", "bfloat16 1"}
 
 
 def test_other_processes_measure_nothing_again(cache: Path) -> None:
-    program = (
-        "import torch; from medusa_heads.machine import Shape, choose; "
-        "print(choose('tree', stored=torch.bfloat16, shape=Shape(32, 64, 128, 2), device='cpu'))"
-    )
     store_of(cache, SLOW_BF16)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = [
-        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    said = [each.communicate()[0].decode() for each in done]
-    assert [each.returncode for each in done] == [0, 0]
+    said = in_two_processes()
     assert said[0] == said[1] and "bfloat16 at 0.2 of float32's speed" in said[0]
 
 

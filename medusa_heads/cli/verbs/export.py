@@ -9,7 +9,7 @@ from dataclasses import MISSING, asdict, dataclass
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.contents import is_mtp
 from medusa_heads.files import expanded
-from medusa_heads.interop import ExportFormat
+from medusa_heads.interop import WrittenFormat
 from medusa_heads.settings import flag
 from medusa_heads.shared_flags import RemoteCodeFlag
 
@@ -20,7 +20,7 @@ class ExportArguments(RemoteCodeFlag):
 
     checkpoint: str = flag(MISSING, "Heads checkpoint: a folder or hub id; or trained modules.")
     out: str = flag(MISSING, "Folder to write. It must be empty, or not exist yet.")
-    to: ExportFormat = flag(
+    to: WrittenFormat = flag(
         MISSING, "Engine or project that is to read it; of trained modules: transformers."
     )
     target: str | None = flag(None, "Hub id or folder of the target. Default: that of the heads.")

@@ -31,7 +31,8 @@ def regenerate(arguments: RegenerateArguments) -> None:
 
     disable_progress_bar()
     folder = Path(arguments.output_dir)
-    check_output(folder)
+    shard = (arguments.shard_index, arguments.num_shards)
+    check_output(folder, shard)
     options = mapping(arguments, "chat_template_kwargs")
     corpus = read_table(arguments.dataset, arguments.dataset_split, config=arguments.dataset_config)
     # Token ids need none.
@@ -46,7 +47,7 @@ def regenerate(arguments: RegenerateArguments) -> None:
         prompt_length=arguments.prompt_length,
         seed=arguments.seed,
         template_options=options,
-        shard=(arguments.shard_index, arguments.num_shards),
+        shard=shard,
     )
     backend, target = (
         (_elsewhere(arguments, tokenizer), None)

@@ -102,7 +102,9 @@ def test_a_server_answers_without_the_weights_here(folder: Path, tmp_path: Path)
     assert load_from_disk(str(tmp_path / "there")).to_dict() == expected
 
 
-def test_shards_are_datasets_that_are_joined(folder: Path, tmp_path: Path) -> None:
+def test_shards_are_datasets_that_are_joined(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(folder, tmp_path / "whole") == 0
     for index in ("0", "1"):
         shard = ["--num_shards", "2", "--shard_index", index]
@@ -111,6 +113,10 @@ def test_shards_are_datasets_that_are_joined(folder: Path, tmp_path: Path) -> No
     whole = load_from_disk(str(tmp_path / "whole"))["input_ids"][:]
     joined = load_corpus(str(tmp_path / "shards" / "*")).rows["input_ids"][:]
     assert joined == whole[0::2] + whole[1::2]
+    for taken, holds in (("shards/0", "shard 0 of 2"), ("whole", "all rows")):
+        assert run(folder, tmp_path / taken, *shard) == 2  # the other shard, to the wrong place
+        assert f"holds {holds}: give another output_dir" in capsys.readouterr().err
+    assert load_from_disk(str(tmp_path / "whole"))["input_ids"][:] == whole
 
 
 def test_answers_take_half_of_a_short_context_unless_asked_otherwise(

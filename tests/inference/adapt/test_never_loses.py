@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.inference.clock import Clock as Time
-from tests.inference.replayed import Machine, drawn, seconds, ways, written
+from tests.inference.replayed import Machine, compared, drawn, written
 
 STEP = 0.01
 FLAT = Machine(lambda tokens: STEP * (1 + 0.002 * tokens), lambda rows: 0.1 * STEP)
@@ -36,10 +36,7 @@ def test_auto_keeps_up_with_the_best_fixed_way(
     beforehand which of several rows is the last, and where all of them can be guessed alike."""
     time = Time(monkeypatch)
     texts = [written(200, copied, seed) for seed in range(4 if rows == 1 else 16)]
-    took = {
-        name: seconds(drafter, texts, machine, time, rows)
-        for name, drafter in ways(texts, right, machine, time, even=even).items()
-    }
+    took = compared(texts, right, machine, time, rows, even=even)
     auto, best = took.pop("auto"), min(took, key=took.__getitem__)
     assert took[best] / auto >= 0.97, (best, took, auto)
 
@@ -53,10 +50,7 @@ def test_auto_keeps_up_where_tokens_are_drawn(
     """Of three sources, one of which has seen nothing of the texts at first."""
     time = Time(monkeypatch)
     texts = [drawn(200, usual, seed) for seed in range(4 if rows == 1 else 16)]
-    took = {
-        name: seconds(drafter, texts, machine, time, rows, usual)
-        for name, drafter in ways(texts, 0.3, machine, time, usual=usual).items()
-        if not name.endswith("15")  # which is never the best here, and takes longest to replay
-    }
+    # The largest size is never the best here, and takes longest to replay.
+    took = compared(texts, 0.3, machine, time, rows, usual=usual, sizes=(3, 7))
     auto, best = took.pop("auto"), min(took, key=took.__getitem__)
     assert took[best] / auto >= 0.97, (best, took, auto)

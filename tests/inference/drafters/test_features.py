@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -31,6 +31,12 @@ VIEWS: dict[str, Callable[[Any], TargetModel]] = {
     "plain": TargetModel,
     "compiled": partial(CompiledTarget, backend="eager"),
 }
+
+
+@cache
+def view_of(name: str, model: Any, features: tuple[int, ...]) -> TargetModel:
+    """Traced once for all heads that read the same features."""
+    return VIEWS[name](model).with_features(features)
 
 
 def ragged(padding: tuple[int, ...] = (0, 4, 2), length: int = 9) -> dict[str, Tensor]:
@@ -74,7 +80,7 @@ def model(tiny_llama: TinyLlama) -> Any:
 def test_drafting_reads_what_training_does(
     model: Any, shape: str, view: str, chunk: int | None
 ) -> None:
-    target = VIEWS[view](model).with_features(SHAPES[shape]["features"])
+    target = view_of(view, model, tuple(SHAPES[shape]["features"]))
     more = {"prefill_chunk_size": chunk} if chunk else {}
     reread(model, target, SHAPES[shape], ragged(), **more)
 
@@ -85,7 +91,7 @@ def test_from_a_recurrent_state_too(shape: str, view: str) -> None:
     plain = tiny_target("lfm2")
     layers = plain.config.num_hidden_layers
     config = SHAPES[shape] | {"features": list(range(layers))[:: layers - 1]}
-    target = VIEWS[view](plain.model).with_features(config["features"])
+    target = view_of(view, plain.model, tuple(config["features"]))
     reread(plain.model, target, config, ragged((0, 3)), CHAIN)
 
 

@@ -53,17 +53,13 @@ def dialogues(turns: Any = "last") -> Dialogues:
 def backend(server: CompletionServer, **options: Any) -> ServerBackend:
     tokenizer = make_tokenizer()
     settings: dict[str, Any] = {"ends": [tokenizer.eos_token_id], "retries": 2, "concurrency": 4}
-    return ServerBackend(server.url, "tiny", tokenizer, **(settings | options))
+    settings |= {"base_url": server.url, "model": "tiny", "tokenizer": tokenizer}
+    return ServerBackend(**(settings | options))
 
 
 def ask(backend: Any, folder: Path, greedy_share: float = 1.0) -> Regenerated:
     return answer_dialogues(
-        backend,
-        dialogues(),
-        SAMPLING,
-        greedy_share=greedy_share,
-        cache_dir=folder,
-        progress=False,
+        backend, dialogues(), SAMPLING, greedy_share=greedy_share, cache_dir=folder, progress=False
     )
 
 
@@ -157,14 +153,15 @@ def test_several_servers_share_the_requests_and_one_that_is_gone_is_left_out(
     server.requests.clear()
     with serving(model, make_tokenizer()) as second:
         urls = [server.url, second.url, "http://127.0.0.1:9/v1"]
-        several = ServerBackend(
-            urls, "tiny", make_tokenizer(), ends=backend(server).ends, retries=0, concurrency=4
-        )
-        together = ask(several, tmp_path / "together")
+        together = ask(backend(server, base_url=urls, retries=0), tmp_path / "together")
         assert len(server.requests) + len(second.requests) == len(TALKS) + 1  # one to try ids
-    assert together.rows.to_dict() == alone.rows.to_dict() and together.accounting.done == 8
-    assert min(len(server.requests), len(second.requests)) > 0
-    assert caplog.text.count("no server answers at http://127.0.0.1:9/v1") == 1
+        assert together.rows.to_dict() == alone.rows.to_dict() and together.accounting.done == 8
+        assert min(len(server.requests), len(second.requests)) > 0
+        assert caplog.text.count("no server answers at http://127.0.0.1:9/v1") == 1
+        second.dies_after, before = 0, len(second.requests)  # one that only fails is asked less
+        options: dict[str, Any] = {"endpoint": "chat", "concurrency": 1, "retries": 0}
+        both = ask(backend(server, base_url=urls[1::-1], **options), tmp_path / "both")
+        assert (both.accounting.done, len(second.requests)) == (len(TALKS) - 1, before + 1)
     again = ask(backend(server), tmp_path / "together")  # an answer is not an address's
     assert again.accounting.reused == 8
 

@@ -48,7 +48,7 @@ def given(ids: list[int]) -> dict[str, Tensor]:
 
 def own_text(target: TargetModel, folder: Path) -> Dataset:
     """What the target says to prompts of many lengths, greedily, in padded batches."""
-    prompts = [prompt(n, seed=n)["input_ids"][0].tolist() for n in range(5, 25)]
+    prompts = [prompt(n, seed=n)["input_ids"][0].tolist() for n in range(5, 25, 2)]
     return regenerate(
         target,
         Dataset.from_dict({"input_ids": prompts}),
@@ -66,13 +66,13 @@ def test_heads_learn_from_packed_text_of_the_target_and_decode_exactly(
 ) -> None:
     target, config = tiny_target(kind), HeadsConfig(num_heads=2)
     before, text = target.weights_digest(), own_text(target, tmp_path)
-    for row in text.select(range(0, 20, 5)):  # padding before a prompt does not change its answer
+    for row in text.select(range(0, 10, 3)):  # padding before a prompt does not change its answer
         ids = row["input_ids"][: row["labels"].count(-100)]
         assert row["input_ids"] == written(target.model, given(ids), max_new_tokens=16)[0].tolist()
     args = OptimisationArguments(
         output_dir=str(tmp_path),
-        max_steps=30,
-        eval_steps=30,
+        max_steps=16,
+        eval_steps=16,
         per_device_train_batch_size=4,
         learning_rate=2e-2,
         training_args={"use_cpu": True, "disable_tqdm": True},
