@@ -77,7 +77,7 @@ class Client(threading.Thread):
                     return
                 assert int(response.headers["Retry-After"]) >= 1
             self._note("refused")
-            time.sleep(0.5)  # sooner than a client should: this one wants to be refused
+            time.sleep(1)  # sooner than a client should: this one wants to be refused
 
     def _read(self, job: Job, response: Any) -> None:
         if response.status != 200:
