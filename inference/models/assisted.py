@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # heavy to import
     from transformers import PreTrainedModel
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+    from medusa_heads.inference.endpoint.server import Server
+
 
 class EngineOptions(TypedDict, total=False):
     """Settings that the classes below AssistedModel hand on to it, which says what they are."""
@@ -246,8 +248,8 @@ class AssistedModel(ABC):
             lock=self._lock,
         )
 
-    def serve(self, tokenizer: Any = None, **options: Any) -> None:
-        """Answer requests for completions by HTTP until SIGINT or SIGTERM.
+    def server(self, tokenizer: Any = None, **options: Any) -> Server:
+        """What answers requests for completions by HTTP, while it is entered (`with`) or run.
 
         Args:
             tokenizer: of the target; by default loaded from where that came from.
@@ -260,6 +262,10 @@ class AssistedModel(ABC):
             from medusa_heads.inference.endpoint.server import Server
         except ModuleNotFoundError as error:
             raise ValueError(
-                f"serving needs {error.name}: pip install 'medusa-heads[serve]'"
+                f"serving needs {error.name}: pip install starlette uvicorn"
             ) from error
-        Server(self, tokenizer, **options).run()
+        return Server(self, tokenizer, **options)
+
+    def serve(self, tokenizer: Any = None, **options: Any) -> None:
+        """Answer requests until SIGINT or SIGTERM; arguments and errors are those of `server`."""
+        self.server(tokenizer, **options).run()

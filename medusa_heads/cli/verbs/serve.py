@@ -46,16 +46,9 @@ def serve(arguments: ServeArguments) -> None:
                 f"the environment variable {arguments.api_key_variable} holds no API key: set it, "
                 "or leave --api_key_variable out"
             )
-    try:
-        from medusa_heads.inference.endpoint.server import Server
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"serving needs {error.name}: pip install 'medusa-heads[serve]'"
-        ) from error
     model, tokenizer = load_drafting_model(arguments)
     warn_if_lossy(model)
-    server = Server(
-        model,
+    server = model.server(
         tokenizer,
         host=arguments.host,
         port=arguments.port,

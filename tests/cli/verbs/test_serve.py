@@ -57,7 +57,7 @@ def test_without_the_extra(
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     said = refused(main, serve(checkpoint))
-    assert "serving needs uvicorn: pip install 'medusa-heads[serve]'" in said
+    assert "serving needs uvicorn: pip install starlette uvicorn" in said
 
 
 @pytest.mark.slow
