@@ -72,7 +72,6 @@ class Scheduler:
         """Whether texts are taken."""
         return not self._closed
 
-    @property
     def is_idle(self) -> bool:
         """Whether no text waits or is being written, and all is counted and given back."""
         with self._changed:
@@ -114,8 +113,8 @@ class Scheduler:
         for row, text in self._drop_cancelled():
             self._batch.leave(row)
             self._end(text, "cancelled")
-        if (text := self._next()) is not None:
-            self._admit(text)
+        if (first := self._next()) is not None:
+            self._admit(first)
         for row, fault in self._batch.step().items():
             self._end(self._running.pop(row), "failed", fault)
         for row, text in list(self._running.items()):

@@ -67,7 +67,10 @@ class RunningBatch:
                 "one shape: leave compile out"
             )
         self._target, self._drafter = target, drafter
-        self._options = {"acceptance": acceptance, "acceptance_settings": acceptance_settings}
+        self._options: dict[str, Any] = {
+            "acceptance": acceptance,
+            "acceptance_settings": acceptance_settings,
+        }
         self._lock = lock or nullcontext()
         self._batches: dict[Hashable, _Batch] = {}
         self.stats = GenerationStats()

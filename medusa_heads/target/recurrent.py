@@ -69,8 +69,8 @@ class StateLayer(LinearAttentionLayer):
             (self.recurrent_states, other.recurrent_states),
         ):
             for i, state in mine.items():
-                if state is not None:
-                    mine[i] = torch.cat([state, theirs[i]])
+                if state is not None and (more := theirs[i]) is not None:
+                    mine[i] = torch.cat([state, more])
 
 
 class StateAndRowLayer(StateLayer, RowLayer):  # type: ignore[misc, override]
@@ -248,7 +248,7 @@ class RecurrentCache(RowCache):
         assert self.rows_stand_alone
         super().join(other, lengths)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            if isinstance(mine, StateLayer):
+            if isinstance(mine, StateLayer) and isinstance(theirs, StateLayer):
                 mine.join(theirs)
         self._held = []
         self.move_on()

@@ -114,7 +114,7 @@ def serve(
             client.join()
         outcome.seconds = time.perf_counter() - started
         scheduler = server.scheduler
-        while not scheduler.is_idle:  # those whose clients have just left
+        while not scheduler.is_idle():  # those whose clients have just left
             time.sleep(0.01)
         outcome.metrics = scheduler.metrics.text()
     outcome.tokens = int(_metric(outcome.metrics, "generated_tokens_total"))

@@ -15,7 +15,7 @@ from tests.inference.endpoint.conftest import Told, scheduler_of
 def turns(scheduler: Scheduler) -> int:
     """Until nothing is left to write."""
     count = 0
-    while not scheduler.is_idle:
+    while not scheduler.is_idle():
         scheduler.turn()
         count += 1
     return count
@@ -87,7 +87,7 @@ def test_the_cache_has_room_for_so_much(endless: Any, tokenizer: Any) -> None:
     texts = [Told("abc", tokenizer, 30) for _ in range(4)]
     for told in texts:
         scheduler.submit(told.text)
-    while not scheduler.is_idle:
+    while not scheduler.is_idle():
         scheduler.turn()
         assert sum(told.text.ending is None and told.text.tokens > 0 for told in texts) <= 2
     assert [told.text.ending for told in texts] == ["length"] * 4
@@ -115,7 +115,7 @@ def test_a_text_that_fails_leaves_the_others_alone(
     with monkeypatch.context() as patched:
         patched.setattr("medusa_heads.inference.engine.running.take_step", fall)
         scheduler.turn()
-    assert broken.text.ending == "failed" and scheduler.is_idle
+    assert broken.text.ending == "failed" and scheduler.is_idle()
     after = Told("abc", tokenizer, 12)
     scheduler.submit(after.text)
     turns(scheduler)

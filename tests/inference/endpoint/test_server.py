@@ -133,11 +133,11 @@ def test_who_leaves_without_a_stream_frees_the_row(
 ) -> None:
     with endless._lock:
         connection = send(server, "/v1/completions", {"prompt": "abc", "max_tokens": 400})
-        while server.scheduler.is_idle:
+        while server.scheduler.is_idle():
             time.sleep(0.01)
         connection.close()
         assert noticed.wait(60)
-    while not server.scheduler.is_idle:
+    while not server.scheduler.is_idle():
         time.sleep(0.01)
     assert 'requests_total{outcome="cancelled"} 1\n' in ask(server, "/metrics")[1]
 
