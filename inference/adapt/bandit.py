@@ -12,7 +12,7 @@ from collections.abc import Sequence
 _SHARE = 0.01  # of all seconds, that trials may lose
 _MOST_SAVED = 12  # plain steps that an allowance holds at most
 _MEMORY = 200.0  # steps after which one counts a third of a new one
-_KEPT = 1.0 - 1.0 / _MEMORY
+_KEPT, _KEPT_UNTRIED = 1.0 - 1.0 / _MEMORY, 1.0 - 0.1 / _MEMORY  # what is known, step by step
 _KNOWN = 40.0  # steps from which on a way is tried no more than it is forgotten
 
 
@@ -32,15 +32,14 @@ class Allowance:
         self._left = min(self._left + _SHARE * seconds, self._most)
 
     def owe(self, seconds: float) -> None:
-        """So much is lost whatever is left: later trials wait for it."""
-        self._left -= max(seconds, 0.0)
+        """So much is lost whatever is left: later trials wait for what is ever saved of it."""
+        self._left = max(self._left - max(seconds, 0.0), -self._most)
 
     def pay(self, seconds: float) -> bool:
         """Whether a trial that is expected to lose so much can be paid for; then it is."""
-        if seconds > self._left:
-            return False
-        self.owe(seconds)
-        return True
+        if enough := seconds <= self._left:
+            self.owe(seconds)
+        return enough
 
 
 class Bandit:
@@ -65,13 +64,12 @@ class Bandit:
         weight: float = 2.0,
         idle: bool = False,
     ) -> None:
-        self._tokens = [weight * tokens for tokens, _ in priors]
-        self._seconds = [weight * seconds for _, seconds in priors]
+        tokens, seconds = ([weight * prior for prior in of] for of in zip(*priors, strict=True))
         self._steps = [weight] * len(priors)
-        self.columns = self._tokens, self._steps, self._seconds
+        self.columns = tokens, self._steps, seconds
         self._allowance, self._tried = allowance, range(idle, len(priors))
 
-    def pick(self, worth: float, prices: Sequence[float] | None = None, steps: float = 1.0) -> int:
+    def pick(self, worth: float, prices: Sequence[float] = (), steps: float = 1.0) -> int:
         """The way of the next step.
 
         Args:
@@ -80,14 +78,12 @@ class Bandit:
             steps: for how many steps a price is paid. A trial pays all of it.
         """
         values = self.values(worth)
-        if prices is not None:
-            values = [
-                value - worth * price / steps for value, price in zip(values, prices, strict=True)
-            ]
+        for way, price in enumerate(prices):
+            values[way] -= worth * price / steps
         best = max(range(len(values)), key=values.__getitem__)
         least = min(self._tried, key=self._steps.__getitem__)
         rare = self._steps[least] < min(self._steps[best], _KNOWN)
-        price = prices[least] * (1.0 - 1.0 / steps) if prices is not None else 0.0
+        price = prices[least] * (1.0 - 1.0 / steps) if prices else 0.0
         if rare and self._allowance.pay((values[best] - values[least]) / worth + price):
             return least
         return best
@@ -101,19 +97,11 @@ class Bandit:
         """Of each way: the tokens that a step gives, less what its seconds are worth."""
         return [
             (tokens - worth * seconds) / steps
-            for tokens, seconds, steps in zip(self._tokens, self._seconds, self._steps, strict=True)
+            for tokens, steps, seconds in zip(*self.columns, strict=True)
         ]
 
     def learn(self, way: int, tokens: float, seconds: float) -> None:
         """A step gave each row so many tokens, and took so long."""
-        for other in range(len(self._steps)):  # what is not tried is slowly forgotten
-            if other != way:
-                self._scale(other, 1.0 - 0.1 / _MEMORY)
-        self._scale(way, _KEPT)
-        self._tokens[way] += tokens
-        self._seconds[way] += seconds
-        self._steps[way] += 1.0
-
-    def _scale(self, way: int, kept: float) -> None:
-        for column in self.columns:
-            column[way] *= kept
+        for column, new in zip(self.columns, (tokens, 1.0, seconds), strict=True):
+            for other, known in enumerate(column):  # what is not tried is forgotten more slowly
+                column[other] = _KEPT * known + new if other == way else _KEPT_UNTRIED * known

@@ -30,6 +30,7 @@ class Budget:
             where the target is compiled.
 
     Attributes:
+        sizes, most: the numbers of drafted nodes to choose from, in order, and the last of them.
         columns: what is known of a second's worth, as `Lessons` keeps it.
     """
 
@@ -41,23 +42,11 @@ class Budget:
         *,
         padded: bool = False,
     ) -> None:
-        assert sizes
-        self._clock, self._sizes = clock, sorted(set(sizes))
-        self.rows, self.padded = rows, padded
+        self._clock, self.sizes = clock, sorted(set(sizes))
+        self.rows, self.padded, self.most = rows, padded, self.sizes[-1]
         self.again = 0  # tokens read again in front of the trees
-        plain = clock.step(rows)
-        self.columns = [12.0], [12.0], [12.0 * plain]  # tokens, steps, seconds
-        self._read, self._known = (-1, 0, 0), [0.0]
-
-    @property
-    def sizes(self) -> list[int]:
-        """The numbers of drafted nodes to choose from."""
-        return self._sizes
-
-    @property
-    def most(self) -> int:
-        """The most drafted nodes."""
-        return self._sizes[-1]
+        # Tokens, steps and seconds; at first as of plain decoding.
+        self.columns = [12.0], [12.0], [12.0 * clock.step(rows)]
 
     @property
     def worth(self) -> float:
@@ -78,22 +67,11 @@ class Budget:
         """The chance below which no node pays, whatever its place."""
         if self.padded:
             return _LEAST
-        plain, *steps = self._steps()
-        flattest = min(
-            (
-                (seconds - plain) / (size - self._sizes[0])
-                for seconds, size in zip(steps, self._sizes[1:], strict=True)
-            ),
-            default=0.0,
-        )
+        fewest, *sizes = self.sizes
+        plain = self.seconds(fewest)
+        slopes = [(self.seconds(size) - plain) / (size - fewest) for size in sizes]
+        flattest = min(slopes, default=0.0)
         return max(0.6 * self.worth * flattest, _LEAST) if flattest else 0.0
-
-    def _steps(self) -> list[float]:
-        """Seconds of a step of each size, as the clock says now."""
-        now = (self._clock.lessons, self.rows, self.again)
-        if self._read != now:
-            self._read, self._known = now, [self.seconds(size) for size in self._sizes]
-        return self._known
 
     def best(self, expected: Sequence[float]) -> tuple[int, float]:
         """How many of the likeliest nodes to verify, and what such a step is worth in tokens.
@@ -104,10 +82,9 @@ class Budget:
         """
         worth, longest = self.worth, len(expected) - 1
         best, most = 0, -float("inf")
-        for size, seconds in zip(self._sizes, self._steps(), strict=True):
-            if size > longest and not self.padded:
-                size, seconds = longest, self.seconds(longest)
-            value = expected[min(size, longest)] - worth * seconds
+        for size in self.sizes:
+            size = size if self.padded else min(size, longest)
+            value = expected[min(size, longest)] - worth * self.seconds(size)
             if value > most:
                 best, most = size, value
             if size >= longest:

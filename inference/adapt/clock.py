@@ -30,7 +30,7 @@ class Clock:
         learns: whether the steps that are taken correct what was measured.
 
     Attributes:
-        lessons: how often its seconds have changed.
+        sizes: the numbers of tokens that were measured, in order.
 
     Raises:
         ValueError: no size, or a time that is not above 0.
@@ -45,31 +45,29 @@ class Clock:
     ) -> None:
         if not measured or min(measured) < 1 or min(measured.values()) <= 0:
             raise ValueError(f"a clock needs sizes of at least 1 and times above 0: {measured}")
-        self._tokens = sorted(measured)
-        self._seconds = [measured[tokens] for tokens in self._tokens]
+        self.sizes = sorted(measured)
+        self._seconds = [measured[tokens] for tokens in self.sizes]
         self._drafting = dict(drafting or {})
         self._learns = learns
-        self._levels: dict[int, float] = {}  # logarithms, by the text's length in octaves
-        self._octave = 0
-        self._own: dict[int, tuple[float, float]] = {}  # weight and mean beyond the level, by size
+        # How far what was measured is off, as logarithms: all sizes alike, by the text's length in
+        # octaves, and each beyond that: its weight and mean.
+        self._levels, self._octave = {0: 0.0}, 0
+        self._own: dict[int, tuple[float, float]] = {}
         self._known: dict[int, float] = {}
-        self._steps = self.lessons = 0
+        self._steps = 0
 
     @classmethod
     def flat(cls) -> Clock:
         """As if steps of all sizes took the same time: as many nodes pay as there are."""
         return cls({1: 1.0}, learns=False)
 
-    @property
-    def sizes(self) -> list[int]:
-        """The numbers of tokens that were measured, in order."""
-        return list(self._tokens)
-
     def step(self, tokens: int) -> float:
         """Seconds of a step that verifies so many tokens in all rows, its drafting left out."""
         known = self._known.get(tokens)
         if known is None:
-            known = self._known[tokens] = self._measured(tokens) * math.exp(self._off(tokens))
+            weight, mean = self._own.get(_size(tokens), (0.0, 0.0))
+            off = self._levels[self._octave] + mean * weight / (weight + _OWN_PRIOR)
+            known = self._known[tokens] = self._measured(tokens) * math.exp(off)
         return known
 
     def learn(self, tokens: int, seconds: float, context: int = 0) -> None:
@@ -77,60 +75,45 @@ class Clock:
         self._steps += 1
         if not self._learns or (self._steps > _ALL_OF and self._steps % _ONE_IN):
             return
-        self._turn_to(context)
+        octave = max(context, 256).bit_length()
+        if octave != self._octave:  # of the first such text, the last length's level is true
+            self._levels.setdefault(octave, self._levels[self._octave])
+            self._octave = octave
+            self._known.clear()
         # What is known of this size, and how far the step was off, as far as that is believed.
         expected = math.log(self.step(tokens))
         surprise = min(max(math.log(seconds) - expected, -_SURPRISE), _SURPRISE)
         off = expected + surprise - math.log(self._measured(tokens))
-        level = self._levels.get(self._octave, 0.0)
+        level = self._levels[octave]
         level += max(_LEVEL, 1 / (self._steps + 3)) * (off - level)
-        self._levels[self._octave] = level
+        self._levels[octave] = level
         weight, mean = self._own.get(_size(tokens), (0.0, 0.0))
         weight *= _OWN_KEPT
         mean += (off - level - mean) / (weight + 1.0)
         self._own[_size(tokens)] = (weight + 1.0, min(max(mean, -2.0), 2.0))
         self._known.clear()
-        self.lessons += 1
 
     def drafting(self, source: str) -> float:
         """Seconds that this source takes to draft."""
         return self._drafting.get(source, 0.0)
 
-    def learn_drafting(self, source: str, seconds: float) -> None:
-        """This source has just taken so long to draft."""
+    def learn_drafting(self, source: str, seconds: float, usual: float = math.inf) -> None:
+        """This source has just taken so long to draft; where nothing is known of it, so long would
+        be usual."""
         known = self._drafting.get(source)
+        # Something else may have had the processor, or the first draft prepared all later ones.
+        believable = min(seconds, 3 * (usual if known is None else known))
         if known is None:
-            self._drafting[source] = seconds
+            self._drafting[source] = believable
         elif self._learns:
-            believable = min(seconds, 3 * known)  # something else may have had the processor
             self._drafting[source] = known + _DRAFTING * (believable - known)
-
-    def _turn_to(self, context: int) -> None:
-        """Texts of this length come now; of the first of them, the last length's level is true."""
-        octave = max(context, 256).bit_length()
-        if octave != self._octave:
-            before = self._levels.get(self._octave, 0.0)
-            self._octave = octave
-            self._levels.setdefault(octave, before)
-            self._known.clear()
-            self.lessons += 1
-
-    def _off(self, tokens: int) -> float:
-        """How far what was measured is off, as a logarithm: all sizes alike, and this one beyond
-        that."""
-        level = self._levels.get(self._octave, 0.0)
-        weight, mean = self._own.get(_size(tokens), (0.0, 0.0))
-        return level + mean * weight / (weight + _OWN_PRIOR)
 
     def _measured(self, tokens: int) -> float:
         """Between sizes and beyond the last one on a straight line."""
-        above = bisect_left(self._tokens, tokens)
-        if above < len(self._tokens) and self._tokens[above] == tokens:
-            return self._seconds[above]
-        if len(self._tokens) == 1:
+        if len(self.sizes) == 1:
             return self._seconds[0]
-        above = min(max(above, 1), len(self._tokens) - 1)
-        low, high = self._tokens[above - 1], self._tokens[above]
+        above = min(max(bisect_left(self.sizes, tokens), 1), len(self.sizes) - 1)
+        low, high = self.sizes[above - 1], self.sizes[above]
         slope = (self._seconds[above] - self._seconds[above - 1]) / (high - low)
         if tokens > high:  # what was measured last may have been disturbed: more is never free
             slope = max(slope, 0.5 * self._seconds[above] / high)
@@ -148,9 +131,8 @@ def most_again(clock: Clock, rows: int = 1) -> int:
     if len(clock.sizes) == 1:
         return USUAL_AGAIN
     most, fastest, seconds = 0, 0.0, 0.0
-    for steps in range(1, _LONGEST_AGAIN // _KEPT_OF_DRAFT + 1):
-        seconds += clock.step(rows * ((steps - 1) * _KEPT_OF_DRAFT + _USUAL_DRAFT))
-        again = steps * _KEPT_OF_DRAFT
+    for again in range(_KEPT_OF_DRAFT, _LONGEST_AGAIN + 1, _KEPT_OF_DRAFT):
+        seconds += clock.step(rows * (again - _KEPT_OF_DRAFT + _USUAL_DRAFT))
         speed = (again + 1) / (seconds + clock.step(rows * (again + 1)))
         if speed > fastest:
             most, fastest = again - 1, speed

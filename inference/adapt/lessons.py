@@ -37,10 +37,10 @@ class Lessons:
         Args:
             step: gives the seconds of a plain step.
         """
-        if kept := _sound(self._before.get(name), columns):
-            units = [1.0, 1.0, step()]
+        kept: Any = self._before.get(name)
+        if _sound(kept, columns):
             shares = [min(_MOST / weight, 1.0) for weight in kept[1]]
-            for own, before, unit in zip(columns, kept, units, strict=False):
+            for own, before, unit in zip(columns, kept, (1.0, 1.0, step()), strict=False):
                 own[:] = [unit * share * value for share, value in zip(shares, before, strict=True)]
         self._learning[name] = columns, list(columns[1]), step
 
@@ -56,22 +56,20 @@ class Lessons:
             return
         self._steps, known = 0, {}
         for name, (columns, begun, step) in self._learning.items():
-            units = [1.0, 1.0, step()]
             if columns[1] != begun:
                 known[name] = [
                     [float(f"{value / unit:.5g}") for value in column]
-                    for column, unit in zip(columns, units, strict=False)
+                    for column, unit in zip(columns, (1.0, 1.0, step()), strict=False)
                 ]
+                begun[:] = columns[1]
         self._store.write(_KIND, self._facts, (self._store.read(_KIND, self._facts) or {}) | known)
 
 
-def _sound(kept: Any, columns: Columns) -> Columns | None:
-    """What was kept, if these columns could have been so; damaged, it is learnt anew."""
-    if not isinstance(kept, list) or len(kept) != len(columns):
-        return None
-    for stored, own in zip(kept, columns, strict=True):
-        if not isinstance(stored, list) or len(stored) != len(own):
-            return None
-        if not all(isinstance(value, float) and abs(value) <= AGE for value in stored):
-            return None
-    return kept if min(kept[1]) > 0 else None
+def _sound(kept: Any, columns: Columns) -> bool:
+    """Whether these columns could have been what was kept; damaged, it is learnt anew."""
+    lists = kept if isinstance(kept, list) and all(isinstance(each, list) for each in kept) else []
+    return (
+        [len(each) for each in lists] == [len(column) for column in columns]
+        and all(isinstance(value, float) and abs(value) <= AGE for each in lists for value in each)
+        and min(lists[1]) > 0
+    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,7 @@ DEFAULT_CONTEXT = 256
 _FEW_SIZES, _SHORT_CONTEXT = (3, 15, 63), 32  # of a large target, whose every forward counts
 _SECONDS = 0.5  # of measuring a small one
 _SLOW = 0.1  # seconds of a step that is not worth repeating
+_Of = TypeVar("_Of")
 
 
 def target_clock(
@@ -33,59 +35,12 @@ def target_clock(
         target: the target.
         drafters: sources whose drafting is timed too: a drafter for each, and what it depends on.
     """
-    store, facts = Measurements(), target_facts(target)
-    steps = _kept_steps(store.read("clock", facts))
-    if steps is None:
-        with _eager(target):
-            steps = _measure_steps(target)
-        store.write("clock", facts, {"step": steps})
-    drafting = {
-        name: _drafting_seconds(target, drafter, facts | {"source": [name, dict(of)]}, store)
-        for name, (drafter, of) in (drafters or {}).items()
-    }
-    return Clock(steps, drafting)
-
-
-def _kept_steps(kept: Mapping[str, Any] | None) -> dict[int, float] | None:
-    """Seconds by tokens; None where nothing was kept, or it was damaged."""
-    try:
-        steps = {int(size): as_seconds(seconds) for size, seconds in (kept or {})["step"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
-    return steps if steps and min(steps) > 0 else None
-
-
-def _measure_steps(target: TargetModel) -> dict[int, float]:
-    sizes = [size for size in (0, *SIZES) if size < room(target)]
-    few = [size for size in _FEW_SIZES if size in sizes]
-    chains = {size: RandomChain(size, target.vocab_size) for size in sizes}
-    bench = StepBench(target, _fitting(target, _SHORT_CONTEXT, max(sizes)), 1)
-    plain = min(bench.time(chains[0]) for _ in range(2))  # the first one finds nothing prepared
-    if plain.step >= _SLOW:
-        steps = {size: bench.time(chains[size]) for size in few}
-    elif plain.step * 2 * len(sizes) * 3 > _SECONDS:
-        # So short a step still shows what the first one of its size prepares.
-        steps = {size: [bench.time(chains[size]) for _ in range(2)][-1] for size in few[-2:]}
-    else:
-        bench = StepBench(target, _fitting(target, DEFAULT_CONTEXT, max(sizes)), 1)
-        steps = bench.rounds(chains, _SECONDS)
-    return {1: plain.step} | {size + 1: each.step for size, each in steps.items()}
-
-
-def _drafting_seconds(
-    target: TargetModel, drafter: Drafter, facts: Mapping[str, Any], store: Measurements
-) -> float:
-    """Seconds of a draft, from the store where they were measured before; no step is made."""
-    try:
-        return as_seconds((store.read("drafting", facts) or {})["seconds"])
-    except (KeyError, ValueError):
-        pass  # nothing there, or damaged: measured anew
-    with _eager(target):
-        bench = StepBench(target, _fitting(target, _SHORT_CONTEXT, 1), 1)
-        bench.draft(drafter)
-        seconds = sorted(bench.draft(drafter) for _ in range(5))[1]
-    store.write("drafting", facts, {"seconds": seconds})
-    return seconds
+    facts = target_facts(target)
+    clock = _once(target, "clock", facts, _clock, lambda: {"step": _measure_steps(target)})
+    for name, (drafter, of) in (drafters or {}).items():
+        own, measure = {"source": [name, dict(of)]}, partial(_measure_drafting, target, drafter)
+        clock.learn_drafting(name, _once(target, "drafting", facts | own, _drafting, measure))
+    return clock
 
 
 def step_seconds(
@@ -110,43 +65,74 @@ def step_seconds(
     Raises:
         ValueError: the context does not fit the target.
     """
-    most = max(drafter.num_nodes for drafter in drafters.values())
-    context = _fitting(target, context, most)
-    facts = target_facts(target) | {
-        "kind": dict(kind),
-        "context": context,
-        "batch_size": batch_size,
-    }
-    store = Measurements()
-    known = None if refresh else _known(store.read("steps", facts))
-    if known is None or not set(drafters) <= set(known):
-        # Uncompiled where the target would compile: every size would be a graph of its own.
-        with _eager(target):
-            known = measure_step_seconds(target, drafters, context, batch_size)
-        store.write("steps", facts, known)
-    return {name: known[name] for name in drafters}
+    context = _fitting(target, context, max(each.num_nodes for each in drafters.values()))
+    facts = {"kind": dict(kind), "context": context, "batch_size": batch_size}
 
-
-def measure_step_seconds(
-    target: TargetModel, drafters: Mapping[str, Drafter], context: int, batch_size: int
-) -> dict[str, StepSeconds]:
-    """Steps with each drafter, interleaved."""
-    return StepBench(target, context, batch_size).rounds(drafters, 10 * _SECONDS)
-
-
-def _known(stored: Mapping[str, Any] | None) -> dict[str, StepSeconds] | None:
-    try:
-        known = {
+    def read(kept: Mapping[str, Any]) -> dict[str, StepSeconds]:
+        return {
             name: StepSeconds(as_seconds(step), as_seconds(drafting, least=0))
-            for name, (step, drafting) in (stored or {}).items()
+            for name, (step, drafting) in ((name, kept[name]) for name in drafters)
         }
-    except (TypeError, ValueError):
-        return None
-    return known or None
+
+    def measure() -> dict[str, StepSeconds]:
+        return StepBench(target, context, batch_size).rounds(drafters, 10 * _SECONDS)
+
+    return _once(target, "steps", target_facts(target) | facts, read, measure, refresh=refresh)
 
 
-def _eager(target: TargetModel) -> Any:
-    return target.uncompiled() if isinstance(target, CompiledTarget) else nullcontext()
+def _once(
+    target: TargetModel,
+    kind: str,
+    facts: Mapping[str, Any],
+    read: Callable[[Mapping[str, Any]], _Of],
+    measure: Callable[[], Mapping[str, Any]],
+    *,
+    refresh: bool = False,
+) -> _Of:
+    """What was measured under these facts, as `read` makes it of what is kept. Where nothing is
+    kept, or it is damaged, or it shall be refreshed, it is measured and kept."""
+    store = Measurements()
+    try:
+        return read({} if refresh else store.read(kind, facts) or {})
+    except (AttributeError, KeyError, TypeError, ValueError):
+        # Uncompiled where the target would compile: every size would be a graph of its own.
+        with target.uncompiled() if isinstance(target, CompiledTarget) else nullcontext():
+            measured = measure()
+    store.write(kind, facts, measured)
+    return read(measured)
+
+
+def _clock(kept: Mapping[str, Any]) -> Clock:
+    return Clock({int(size): as_seconds(seconds) for size, seconds in kept["step"].items()})
+
+
+def _measure_steps(target: TargetModel) -> dict[int, float]:
+    """Seconds by the tokens that are verified."""
+    sizes = sizes_for(target)
+    few = [size for size in _FEW_SIZES if size in sizes]
+    chains = {size: RandomChain(size, target.vocab_size) for size in sizes}
+    bench = StepBench(target, _fitting(target, _SHORT_CONTEXT, max(sizes)), 1)
+    plain = min(bench.time(chains[0]) for _ in range(2))  # the first one finds nothing prepared
+    if plain.step >= _SLOW:
+        steps = {size: bench.time(chains[size]) for size in few}
+    elif plain.step * 2 * len(sizes) * 3 > _SECONDS:
+        # So short a step still shows what the first one of its size prepares.
+        steps = {size: [bench.time(chains[size]) for _ in range(2)][-1] for size in few[-2:]}
+    else:
+        bench = StepBench(target, _fitting(target, DEFAULT_CONTEXT, max(sizes)), 1)
+        steps = bench.rounds(chains, _SECONDS)
+    return {1: plain.step} | {size + 1: each.step for size, each in steps.items()}
+
+
+def _drafting(kept: Mapping[str, Any]) -> float:
+    return as_seconds(kept["seconds"], least=0)
+
+
+def _measure_drafting(target: TargetModel, drafter: Drafter) -> dict[str, float]:
+    """Seconds of a draft; no step is made."""
+    bench = StepBench(target, _fitting(target, _SHORT_CONTEXT, 1), 1)
+    bench.draft(drafter)
+    return {"seconds": sorted(bench.draft(drafter) for _ in range(5))[1]}
 
 
 def target_facts(target: TargetModel) -> dict[str, Any]:
@@ -177,3 +163,8 @@ def _fitting(target: TargetModel, context: int, nodes: int) -> int:
 def room(target: TargetModel) -> int:
     """The most nodes, root included, that trees for this target have: half its context."""
     return 1 << 30 if target.max_positions is None else max(target.max_positions // 2, 2)
+
+
+def sizes_for(target: TargetModel) -> list[int]:
+    """Numbers of drafted nodes that this target can verify; 0 is plain decoding."""
+    return [size for size in (0, *SIZES) if size < room(target)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -50,7 +50,7 @@ class Situation:
         drawn: bool = False,
         padded: bool = False,
     ) -> None:
-        self._clock, self.group, self.rows = clock, group, rows
+        self._clock, self.group, self.rows, self._stay = clock, group, rows, padded
         self.graphs = list(sizes) if padded else []
         self.allowance = Allowance(clock.step(rows))
         # Where more is expected of the text, a second is worth more; such passages last.
@@ -60,7 +60,7 @@ class Situation:
         # Each source pays for its own trials: a dear one would leave nothing to a cheap one.
         self.allowances = [Allowance(clock.step(rows), 1.0) for _ in sources]
         self.gains = [
-            [self._first(clock, source, known, drawn, own) for known in _TYPICAL]
+            [self._first(source, known, drawn, own) for known in _TYPICAL]
             for source, own in zip(sources, self.allowances, strict=True)
         ]
 
@@ -84,17 +84,17 @@ class Situation:
     ) -> list[float]:
         """How far a batch comes, in tokens of each row.
 
-        A row that ends saves its own part of every step. The last one saves all the rest, so that
-        it counts how far those come who are furthest behind: a mean that is soft, as nobody knows
-        which one will be the last.
+        A row that ends saves its own part of every step, unless it stays until all have ended. The
+        last one saves all the rest, so that it counts how far those come who are furthest behind: a
+        mean that is soft, as nobody knows which one will be the last.
 
         Args:
             written_B: tokens of each row so far; endless of one that has ended.
             more_BX: that come, in each of several cases.
             left_BX: `FURTHER` to the power of that, or the expectation of it.
         """
-        half = self._clock.step(-(-self.rows // 2))
-        own = min(max(2.0 - 2.0 * half / self._clock.step(self.rows), 0.0), 1.0)
+        step, half = self._clock.step(self.rows), self._clock.step(-(-self.rows // 2))
+        own = 0.0 if self._stay else min(max(2.0 - 2.0 * half / step, 0.0), 1.0)
         behind_B = FURTHER ** (np.asarray(written_B) - min(written_B))
         last_X = np.log(behind_B @ left_BX / behind_B.sum()) / math.log(FURTHER)
         both_X: list[float] = (own * more_BX.mean(axis=0) + (1.0 - own) * last_X).tolist()
@@ -105,17 +105,18 @@ class Situation:
         for allowance in (self.allowance, *self.allowances):
             allowance.grow(seconds)
 
-    def _first(
-        self, clock: Clock, source: Source, known: float, drawn: bool, allowance: Allowance
-    ) -> Bandit:
+    def drafting(self, source: Source) -> float:
+        """Seconds that a source is expected to take for so many rows; 0 where none was timed."""
+        return self._clock.drafting(source.name) * (1 + _BESIDE * (self.group - 1))
+
+    def _first(self, source: Source, known: float, drawn: bool, allowance: Allowance) -> Bandit:
         """Whether to ask a source where so many tokens are known without it, before any of it was
         seen: the two ways are not to, and to."""
-        drafting = clock.drafting(source.name) * (1 + _BESIDE * (self.group - 1))
-        usual, budget = _DRAWN if drawn else 1.0, self.budgets[0]
+        drafting, budget = self.drafting(source), self.budgets[0]
         worth = budget.worth * (1.0 + known)
         # What both know is mostly the same; and nothing of it need be verified.
         sizes = np.array([source.expected(size) for size in budget.sizes])
-        more_1X = usual * np.maximum(sizes - 0.7 * known, 0.2 * sizes)[None]
+        more_1X = np.maximum(sizes - 0.7 * known, 0.2 * sizes)[None] * (_DRAWN if drawn else 1.0)
         if self.rows > 1:  # as if each further token were as likely as the first
             more_1X[0] = self.progress([0], more_1X, 1 / (1 + (1 - FURTHER) * more_1X))
         gains = [
@@ -147,8 +148,7 @@ class Draft(NamedTuple):
 
     def accepted(self, committed: Sequence[Sequence[int]]) -> list[int]:
         """Accepted tokens of each row, had this been verified, of those that were committed."""
-        trees = self.trees or [PrefixTree(-1)] * len(committed)
-        each = zip(trees, committed, strict=True)
+        each = zip(self.trees or [PrefixTree(-1)] * len(committed), committed, strict=True)
         return [tree.accepted(tokens, self.size) for tree, tokens in each]
 
 
@@ -174,16 +174,15 @@ class Step:
         budget: by what was expected of the text.
         asked: the sources.
         trials: what is learnt of them.
-        rows: all of them; those that had ended commit nothing.
-        written: tokens of each by then; endless of those that had ended.
+        rows: all of them.
+        written: tokens of each by then; endless of those that had ended, which commit nothing.
+        context: the length of the longest by then.
         offered: what the sources offered for each.
         expected: tokens of a mean row that were expected to be accepted, as far as they count.
-        nodes: verified in each row, the root and spare ones included.
-        again: tokens that were read again in front of them.
+        verified: tokens of all rows, roots, spare nodes and what was read again included.
         drafting: seconds that it took.
         observing: seconds that sources took to look at the target's answers.
         verifying: seconds of all the rest; None where nobody measured them.
-        lengths: of the rows' texts by then.
     """
 
     situation: Situation
@@ -192,14 +191,10 @@ class Step:
     trials: list[Trial]
     rows: list[Row]
     written: list[float]
+    context: int
     offered: list[list[Proposal]]
     expected: float
-    nodes: int
-    again: int
+    verified: int
     drafting: float
     observing: float = 0.0
     verifying: float | None = None
-    lengths: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.lengths = [row.length for row in self.rows]

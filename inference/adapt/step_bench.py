@@ -82,9 +82,8 @@ class StepBench:
         cache = target.new_cache(batch_size, text[1] if text else context + max(SIZES) + 1)
         if text:
             cache.take_over(text[0])
-        elif (
-            not cache.can_go_back
-        ):  # states are made by a token, and read as long whatever they say
+        elif not cache.can_go_back:
+            # States are made by a token, and read as long whatever they say.
             target.hidden(ids_BT[:, :1], cache=cache)
         stop = StopCheck(StoppingCriteriaList())
         rows = [Row(i, batch_size, ids_T, stop) for i, ids_T in enumerate(ids_BT)]

@@ -94,8 +94,9 @@ class BlendedDrafter(Drafter):
         asked: list[Source] = []
         trials: list[Trial] = []
         if draft.trees:
-            seconds = time.perf_counter() - started
-            seconds += budget.seconds(draft.size) - budget.seconds(0)
+            plain = budget.seconds(0)  # which no look takes thrice, unless it was interrupted
+            seconds = min(time.perf_counter() - started, 3 * plain)
+            seconds += budget.seconds(draft.size) - plain
             situation.looking.learn(1, draft.expected_accepted, seconds)
         for i, source in enumerate(self._sources):
             gains = situation.gains[i][bisect_right(BOUNDS, draft.expected_accepted)]
@@ -106,19 +107,20 @@ class BlendedDrafter(Drafter):
                 rested[i] += 1
                 continue
             # One that first reads what was written since it was last asked makes no usual draft.
-            usual = not source.reads_on or rested[i] < _LONG
-            self._again[i] = _IN_A_ROW if not usual else max(self._again[i] - 1, 0)
+            as_usual = not source.reads_on or rested[i] < _LONG
+            self._again[i] = _IN_A_ROW if not as_usual else max(self._again[i] - 1, 0)
             rested[i] = 0
             began = time.perf_counter()
             for own, drafted in zip(offered, source.draft(state), strict=True):
                 own.append(drafted)
             asked.append(source)
             before, draft = draft, self._grow(state, situation, written, budget, offered)
-            if not usual:  # part of what finding out costs
+            if not as_usual:  # part of what finding out costs
                 situation.allowances[i].owe(time.perf_counter() - began)
                 continue
             name = f"{source.name} of {situation.group}"
-            self._clock.learn_drafting(name, time.perf_counter() - began)
+            usual = situation.drafting(source) or budget.seconds(0)
+            self._clock.learn_drafting(name, time.perf_counter() - began, usual)
             seconds = self._clock.drafting(name) + self._clock.drafting(f"observing {source.name}")
             seconds += budget.seconds(draft.size) - budget.seconds(before.size)
             trials.append(Trial(gains, before, draft, seconds))
@@ -137,10 +139,10 @@ class BlendedDrafter(Drafter):
             trials,
             list(state.rows),
             written,
+            max(row.length for row in state.rows),
             offered,
             expected=draft.expected_accepted,
-            nodes=tree.num_nodes,
-            again=state.again,
+            verified=tree.num_nodes * len(state.rows) + state.again,
             drafting=time.perf_counter() - started,
         )
         return tree
@@ -159,7 +161,8 @@ class BlendedDrafter(Drafter):
         if step is None:
             return
         committed_B = [
-            row.behind(length) for row, length in zip(step.rows, step.lengths, strict=True)
+            [] if math.isinf(written) else row.tokens[int(written) :]
+            for row, written in zip(step.rows, step.written, strict=True)
         ]
         if not any(committed_B):
             return
@@ -172,10 +175,9 @@ class BlendedDrafter(Drafter):
             more_BX = np.array(accepted).T
             known, gained = situation.progress(step.written, more_BX, FURTHER**more_BX)
             gains.learn(1, gained - known, seconds)
-        verified = step.nodes * situation.rows + step.again
         if step.verifying is not None:
-            self._clock.learn(verified, max(step.verifying, 1e-9), max(step.lengths))
-        seconds = self._clock.step(verified) + step.drafting
+            self._clock.learn(step.verified, max(step.verifying, 1e-9), step.context)
+        seconds = self._clock.step(step.verified) + step.drafting
         # What was expected says more of what a second is worth than what one step happened to give.
         step.budget.learn(1.0 + step.expected, seconds)
         situation.grow(seconds)

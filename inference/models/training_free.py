@@ -14,14 +14,14 @@ from medusa_heads.checkpoint.mtp_checkpoint import read_mtp_sidecar
 from medusa_heads.contents import is_mtp
 from medusa_heads.files import expanded
 from medusa_heads.inference.adapt.clock import Clock
-from medusa_heads.inference.adapt.measure import target_clock
+from medusa_heads.inference.adapt.measure import sizes_for, target_clock
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
 from medusa_heads.inference.models.named_target import load_target
-from medusa_heads.inference.plan.adaptive import blended, continues_text, sizes_for
+from medusa_heads.inference.plan.adaptive import blended, continues_text
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 

@@ -13,8 +13,7 @@ from functools import partial
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.lessons import Lessons
-from medusa_heads.inference.adapt.measure import room, target_clock, target_facts
-from medusa_heads.inference.adapt.step_bench import SIZES
+from medusa_heads.inference.adapt.measure import room, sizes_for, target_clock, target_facts
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.growing import Source
@@ -37,18 +36,13 @@ _SEQUENTIAL = (3, 7, 15, 23, 31)  # nodes of the trees that heads which see each
 
 def blends(tree: TreeSpec) -> bool:
     """Whether a tree's words ask for the text's own drafts beside the heads'."""
-    return isinstance(tree, str) and (tree == "auto" or tree.endswith(SUFFIX))
+    return tree == "auto" or str(tree).endswith(SUFFIX)
 
 
 def continues_text(tree: TreeSpec) -> bool:
     """Whether a tree, or a drafter without heads, drafts what followed where the text ended as it
     does now."""
-    return blends(tree) or (isinstance(tree, str) and tree.partition(":")[0] == "suffix")
-
-
-def sizes_for(target: TargetModel) -> list[int]:
-    """Numbers of drafted nodes that this target can verify; 0 is plain decoding."""
-    return [size for size in (0, *SIZES) if size < room(target)]
+    return blends(tree) or str(tree).partition(":")[0] == "suffix"
 
 
 def blended(
@@ -150,8 +144,7 @@ def heads_drafter(
         own, clock = _own_source(target, heads, statistics, deterministic)
         sources = [own] if chain_only else [RecyclingSource(target.vocab_size), own]
         return tree, blend(sources, chain_only=chain_only, clock=clock)
-    words = str(tree).removesuffix(SUFFIX)
-    drafter = make_drafter(words, heads, statistics, with_log_probs=True)
+    drafter = make_drafter(str(tree).removesuffix(SUFFIX), heads, statistics, with_log_probs=True)
     if drafter.num_nodes == 1 or isinstance(drafter, BlendedDrafter):
         raise ValueError(f"{tree!r} leaves the heads nothing to draft: use 'suffix'")
     nodes = drafter.num_nodes - 1
@@ -166,41 +159,34 @@ def heads_drafter(
 def _own_source(
     target: TargetModel, heads: DraftHeads, statistics: HeadStatistics, deterministic: bool
 ) -> tuple[Source, Clock]:
-    """What the heads offer beside the text, and the seconds of steps and of asking them."""
-    clock = Clock.flat() if deterministic else None
-    source: Source = HeadsSource(heads, statistics)
-    drafter = make_drafter("static:1", heads, statistics)
+    """What the heads offer beside the text, and the seconds of steps and of asking them.
+
+    Heads that see each other draft a tree level by level: one of a size that may pay here. Where
+    only a correction does, more nodes cost next to nothing, and the likeliest are verified.
+    """
+    clock, nodes = Clock.flat(), 1
     if heads.sequential:
-        sizes = [n for n in ((_UNVARYING,) if deterministic else _SEQUENTIAL) if n < room(target)]
-        drafter = _sequential(heads, statistics, clock or target_clock(target), sizes)
-        source = TreeSource(drafter, statistics)
-    if clock is None:
+        clock = clock if deterministic else target_clock(target)
+        most = min(room(target) - 1, len(statistics.paths))
+        sizes = [n for n in ((_UNVARYING,) if deterministic else _SEQUENTIAL) if n <= most]
+        speeds = {n: statistics.expected_tokens_per_step(n) / clock.step(n + 1) for n in sizes}
+        pays = speeds.__getitem__ if heads.reads_drafts else None
+        nodes = max(speeds, key=pays, default=1)
+    drafter = make_drafter(f"static:{nodes}", heads, statistics, with_log_probs=heads.sequential)
+    own = partial(TreeSource, drafter) if heads.sequential else partial(HeadsSource, heads)
+    source: Source = own(statistics)
+    if not deterministic:
         kind = heads.config.to_dict() | read_as(heads) | {"nodes": drafter.num_nodes}
         clock = target_clock(target, {source.name: (drafter, kind)})
     return source, clock
-
-
-def _sequential(
-    heads: DraftHeads, statistics: HeadStatistics, clock: Clock, sizes: Sequence[int]
-) -> Drafter:
-    """Heads that see each other draft a tree level by level: one of a size that may pay here. Where
-    only a correction does, more nodes cost next to nothing, and the likeliest are verified."""
-    speeds = {
-        nodes: statistics.expected_tokens_per_step(nodes) / clock.step(nodes + 1)
-        for nodes in sizes
-        if nodes <= len(statistics.paths)
-    }
-    pays = speeds.__getitem__ if heads.reads_drafts else None
-    nodes = max(speeds, key=pays, default=1)
-    return make_drafter(f"static:{nodes}", heads, statistics, with_log_probs=True)
 
 
 def _best_fixed(clock: Clock, sizes: Sequence[int], sources: Sequence[Source]) -> int:
     """The size that most tokens a second are expected of, where all steps have the same."""
 
     def speed(size: int) -> float:
-        accepted = max([source.expected(size) for source in sources], default=0.0)
-        accepted = max(accepted, 1.5 * size / (size + 4.0))  # what a text says of itself
+        of_itself = 1.5 * size / (size + 4.0)  # what a text says
+        accepted = max([of_itself, *(source.expected(size) for source in sources)])
         return (1.0 + accepted) / clock.step(size + 1)
 
     return max((size for size in sizes if size), key=speed)

@@ -136,17 +136,12 @@ def compared(
 ) -> dict[str, float]:
     """Seconds of plain decoding, of fixed ways to draft, and of `auto`."""
 
-    def guesses(machine: Machine) -> Guesses:
-        return Guesses(texts, right, machine, time, even=even)
-
-    def recycled() -> RecyclingSource:
-        return RecyclingSource(VOCABULARY + 2)
-
     def fixed(source: str, nodes: int, machine: Machine) -> Drafter | None:
         options: dict[str, Any] = {"sizes": (nodes,), "always": True}
         if source == "text":
             return BlendedDrafter(Clock.flat(), text=TextSource(nodes), **options)
-        own = guesses(machine) if source == "guesses" else recycled()
+        guesses = source == "guesses"
+        own = Guesses(texts, right, machine, time, even=even) if guesses else _recycled()
         return BlendedDrafter(Clock.flat(), sources=[own], **options)
 
     def plain(machine: Machine) -> None:
@@ -159,11 +154,20 @@ def compared(
         for nodes in sizes:
             work = _work(partial(fixed, source, nodes), (*given, source, nodes, *known), time)
             took[f"{source} {nodes}"] = work.seconds(machine)
+    auto = adaptive(Guesses(texts, right, machine, time, even=even), machine, recycles=usual > 0)
+    return took | {"auto": seconds(auto, texts, machine, time, rows, usual)}
+
+
+def adaptive(guesses: Guesses, machine: Machine, *, recycles: bool = False) -> BlendedDrafter:
+    """`auto`, which may ask the text, the guesses, and what came behind a token before."""
     clock = Clock({tokens: machine.step(tokens) for tokens in _MEASURED})
     clock.learn_drafting("guesses", machine.guess(1))
-    sources = [recycled(), guesses(machine)] if usual else [guesses(machine)]
-    auto = BlendedDrafter(clock, SIZES, text=TextSource(31), sources=sources)
-    return took | {"auto": _seconds(auto, texts, machine, time, rows, usual)}
+    sources: list[Any] = [_recycled(), guesses] if recycles else [guesses]
+    return BlendedDrafter(clock, SIZES, text=TextSource(31), sources=sources)
+
+
+def _recycled() -> RecyclingSource:
+    return RecyclingSource(VOCABULARY + 2)
 
 
 class Work(NamedTuple):
@@ -188,7 +192,7 @@ def _work(way: Callable[[Machine], Drafter | None], key: Any, time: Time) -> Wor
         steps, guesses = Counter[int](), Counter[int]()
         texts, rows, usual = key[:3]
         machine = Machine(lambda tokens: _counted(steps, tokens), lambda n: _counted(guesses, n))
-        looks = _seconds(way(machine), texts, machine, time, rows, usual)
+        looks = seconds(way(machine), texts, machine, time, rows, usual)
         _works[key] = Work(steps, guesses, looks)
     return _works[key]
 
@@ -198,7 +202,7 @@ def _counted(counter: Counter[int], number: int) -> float:
     return 0.0
 
 
-def _seconds(
+def seconds(
     drafter: Drafter | None,
     texts: Sequence[Sequence[int]],
     machine: Machine,

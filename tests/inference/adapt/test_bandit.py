@@ -81,3 +81,11 @@ def test_an_allowance_pays_what_it_has() -> None:
     allowance.grow(1e9)
     assert not allowance.pay(module._MOST_SAVED + 0.01)  # no more than that is saved
     assert allowance.pay(-5.0) and allowance.pay(module._MOST_SAVED)
+
+
+def test_what_is_owed_is_soon_forgotten() -> None:
+    """An interrupted trial took longer than any trial does."""
+    allowance = Allowance(1.0)
+    allowance.owe(1e9)
+    allowance.grow(module._MOST_SAVED / module._SHARE + 1.0)
+    assert allowance.pay(0.0)

@@ -77,6 +77,14 @@ def test_drafting_moves_slowly_towards_what_it_takes() -> None:
     assert clock.drafting("other") == 0.7
 
 
+def test_a_first_draft_that_took_far_longer_than_usual_was_interrupted() -> None:
+    clock = Clock(MEASURED)
+    clock.learn_drafting("heads of 8", 100.0, usual=0.1)
+    assert clock.drafting("heads of 8") == pytest.approx(0.3)
+    clock.learn_drafting("heads of 4", 0.2, usual=0.1)
+    assert clock.drafting("heads of 4") == 0.2
+
+
 def test_one_that_does_not_learn_stays() -> None:
     clock = Clock(MEASURED, {"heads": 0.1}, learns=False)
     clock.learn(4, 99.0)

@@ -71,6 +71,21 @@ def test_of_two_processes_the_last_one_stays_and_nobody_elses_lessons_go(cache: 
     assert begun("heads")[1].rate(0) > 0.95
 
 
+def test_what_a_process_has_written_is_not_written_again(cache: Path) -> None:
+    """Unless it learnt more of it: meanwhile others may have."""
+    first, of_first = begun()
+    heads = Evidence(PRIORS)
+    first.go_on("heads", heads.columns)
+    of_first.learn(0, 1.0)
+    first.count()
+    first.write()
+    taught(300, False)
+    heads.learn(0, 1.0)
+    first.count()
+    first.write()
+    assert begun()[1].rate(0) < 0.05 and begun("heads")[1].rate(0) > 0.5
+
+
 def test_a_process_that_lives_on_writes_now_and_then(cache: Path) -> None:
     lessons, evidence = begun()
     for _ in range(1100):

@@ -20,7 +20,7 @@ def no_more(monkeypatch: pytest.MonkeyPatch) -> Any:
     """From its call on, measuring fails."""
 
     def stop() -> None:
-        for name in ("_measure_steps", "measure_step_seconds"):
+        for name in ("_measure_steps", "StepBench"):
             monkeypatch.setattr(measure, name, lambda *_: pytest.fail("measured twice"))
 
     return stop

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.inference.clock import Clock as Time
-from tests.inference.replayed import Machine, compared, drawn, written
+from tests.inference.replayed import Guesses, Machine, adaptive, compared, drawn, seconds, written
 
 STEP = 0.01
 FLAT = Machine(lambda tokens: STEP * (1 + 0.002 * tokens), lambda rows: 0.1 * STEP)
@@ -54,3 +56,36 @@ def test_auto_keeps_up_where_tokens_are_drawn(
     took = compared(texts, 0.3, machine, time, rows, usual=usual, sizes=(3, 7))
     auto, best = took.pop("auto"), min(took, key=took.__getitem__)
     assert took[best] / auto >= 0.97, (best, took, auto)
+
+
+@pytest.mark.parametrize("reads_on", [False, True])
+@pytest.mark.parametrize(
+    ("interrupted", "call", "right", "copied"),
+    [("text", 20, 0.15, 0.7), ("guesses", 1, 0.7, 0.0), ("guesses", 20, 0.7, 0.0)],
+)
+def test_an_interruption_costs_no_more_than_itself(
+    monkeypatch: pytest.MonkeyPatch,
+    interrupted: str,
+    call: int,
+    right: float,
+    copied: float,
+    reads_on: bool,
+) -> None:
+    """Another process had the processor for ten thousand steps, or a first draft had to prepare."""
+    time, took = Time(monkeypatch), []
+    texts = [written(200, copied, seed) for seed in range(4)]
+    for pause in (0.0, 1e4 * STEP):
+        guesses = Guesses(texts, right, USUAL, time, even=False)
+        guesses.reads_on = reads_on
+        auto: Any = adaptive(guesses, USUAL)
+        source = {"text": auto._text, "guesses": guesses}[interrupted]
+        draft, calls = source.draft, iter(range(1, 10**6))
+
+        def paused(state: Any, pause: float = pause, draft: Any = draft, calls: Any = calls) -> Any:
+            time.work(pause * (next(calls) == call))
+            return draft(state)
+
+        source.draft = paused
+        took.append(seconds(auto, texts, USUAL, time) - pause)
+        assert next(calls) > call
+    assert took[1] <= 1.05 * took[0]

@@ -64,6 +64,13 @@ def test_a_batch_comes_as_far_as_the_row_that_is_furthest_behind() -> None:
     assert progress(flat, [3, 3, 0, 3], ended) == pytest.approx(3.0)
 
 
+def test_a_row_that_ends_saves_nothing_where_all_rows_stay() -> None:
+    """Compiled, every step has all rows: who has ended says nothing of those who go on."""
+    here = Situation(Clock(STEEP, learns=False), (0, 1, 3, 7), 4, 4, [], padded=True)
+    ended, more_B1 = [20.0, math.inf, math.inf, math.inf], np.array([[3.0, 0.0, 0.0, 0.0]]).T
+    assert here.progress(ended, more_B1, FURTHER**more_B1)[0] == pytest.approx(3.0)
+
+
 def test_a_dear_source_leaves_a_cheap_one_its_trials() -> None:
     here = situation(cheap=0.2, dear=1.0)
     asked = [0, 0]

@@ -116,7 +116,7 @@ def test_tune_measures_once_and_keeps_the_result(
         size.tree: [size.step_seconds, size.drafting_seconds] for size in sizes
     }
 
-    monkeypatch.setattr(measure, "measure_step_seconds", lambda *a: pytest.fail("measured twice"))
+    monkeypatch.setattr(measure, "StepBench", lambda *a: pytest.fail("measured twice"))
     assert tune(target, heads, statistics, context=32, batch_size=batch_size) == sizes
     file.write_text("{broken")
     with pytest.raises(pytest.fail.Exception):
