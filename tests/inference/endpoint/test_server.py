@@ -36,6 +36,14 @@ def ask(server: Server, path: str, body: Any = None, **headers: str) -> tuple[in
     return response.status, json.loads(said) if said[:1] == "{" else said
 
 
+def metrics(server: Server) -> str:
+    """Once all is counted."""
+    while not server.scheduler.is_idle():
+        time.sleep(0.01)
+    text: str = ask(server, "/metrics")[1]
+    return text
+
+
 def begin(server: Server, tokens: int = 400) -> tuple[HTTPConnection, HTTPResponse]:
     """A stream that was taken, or refused."""
     body = {"prompt": "abc", "max_tokens": tokens, "temperature": 0, "stream": True}
@@ -79,7 +87,7 @@ def test_streams_and_conversations(server: Server, endless: Any, tokenizer: Any)
     assert counts["usage"]["completion_tokens"] == 12 and counts["choices"] == []
     assert ask(server, "/v1/models")[1]["data"][0]["id"] == "tiny"
     assert ask(server, "/health") == (200, {"status": "ok"})
-    assert "medusa_heads_generated_tokens_total 24" in ask(server, "/metrics")[1]
+    assert "medusa_heads_generated_tokens_total 24" in metrics(server)
 
 
 def test_too_many_are_told_to_come_later(server: Server, endless: Any) -> None:
@@ -124,8 +132,8 @@ def test_who_leaves_in_the_middle_frees_the_row(
         connection.close()
         assert noticed.wait(60)
     assert ask(server, "/v1/completions", {"prompt": "abc", "max_tokens": 3})[0] == 200
-    metrics = ask(server, "/metrics")[1]
-    assert 'requests_total{outcome="cancelled"} 1\n' in metrics and "cache_bytes 0\n" in metrics
+    text = metrics(server)
+    assert 'requests_total{outcome="cancelled"} 1\n' in text and "cache_bytes 0\n" in text
 
 
 def test_who_leaves_without_a_stream_frees_the_row(
@@ -137,9 +145,7 @@ def test_who_leaves_without_a_stream_frees_the_row(
             time.sleep(0.01)
         connection.close()
         assert noticed.wait(60)
-    while not server.scheduler.is_idle():
-        time.sleep(0.01)
-    assert 'requests_total{outcome="cancelled"} 1\n' in ask(server, "/metrics")[1]
+    assert 'requests_total{outcome="cancelled"} 1\n' in metrics(server)
 
 
 @pytest.mark.parametrize(
