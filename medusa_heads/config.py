@@ -25,6 +25,17 @@ IGNORED = -100
 
 MOST_STEPS = 64  # of a layer that reads its own output
 _SHAPES: dict[str, type[LayerShape]] = {"block": BlockShape, "eagle3": DecoderShape}
+# What heads of a kind cannot have, and why.
+_IDLE: dict[str, tuple[tuple[str, ...], str]] = {
+    "block": (
+        ("prefix_attention", "raw_embeddings"),
+        "heads of kind 'block' attend over the text so far, and read embeddings, as they are",
+    ),
+    "eagle3": (
+        ("prefix_attention", "correction_rank", "raw_embeddings"),
+        "eagle3 heads read the text and the token before by themselves",
+    ),
+}
 
 
 def head_offset(head: int) -> int:
@@ -133,52 +144,35 @@ class HeadsConfig:
                 f"draft_vocab_size {self.draft_vocab_size} is more than the target's "
                 f"{self.vocab_size} tokens: leave it out to draft all of them"
             )
-        if self.kind == "block":
-            self._check_block()
-        elif self.kind == "eagle3":
-            self._check_eagle3()
+        if self.kind in _SHAPES:
+            self._check_layers()
         elif self.decoder is not None:
             raise ValueError(f"{self.kind} heads have no decoder layer: leave decoder out")
         if not isinstance(self.decoder, _SHAPES.get(self.kind, LayerShape) | None):
             shape = type(self.decoder).__name__
             raise ValueError(f"{self.kind} heads have no decoder of the shape {shape}")
 
-    def _check_block(self) -> None:
-        """Raises ValueError, by name: what such heads have no use for."""
-        for name in ("prefix_attention", "raw_embeddings"):
-            if getattr(self, name):
-                raise ValueError(
-                    "heads of kind 'block' attend over the text so far, and read embeddings, as "
-                    f"they are: leave {name} out"
-                )
-        mask = getattr(self.decoder, "mask_token_id", None)
-        if (mask or 0) >= (self.vocab_size or MOST + 1):
+    def _check_layers(self) -> None:
+        """Raises ValueError, by name: what heads that are decoder layers have no use for."""
+        idle, why = _IDLE[self.kind]
+        if name := next((name for name in idle if getattr(self, name)), None):
+            raise ValueError(f"{why}: leave {name} out")
+        if self.features is not None and list(self.features) != sorted(self.features):
             raise ValueError(
-                f"mask_token_id {mask} is none of the target's {self.vocab_size} tokens"
+                f"{self.kind} heads read features from the lowest layer on, got "
+                f"{list(self.features)}"
             )
-        self._check_features("block")
-        if self.num_heads > MOST_STEPS:
-            raise ValueError(f"a block has at most {MOST_STEPS} heads, got {self.num_heads}")
-
-    def _check_eagle3(self) -> None:
-        """Raises ValueError, by name: what such heads have no use for."""
-        if self.num_layers != 1 or self.num_heads > MOST_STEPS:
+        if self.kind == "eagle3" and (self.num_layers != 1 or self.num_heads > MOST_STEPS):
             raise ValueError(
                 f"eagle3 heads are one layer, read at most {MOST_STEPS} times: set num_layers 1 "
                 f"and num_heads accordingly, got {self.num_layers} and {self.num_heads}"
             )
-        for name in ("prefix_attention", "correction_rank", "raw_embeddings"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"eagle3 heads read the text and the token before by themselves: leave {name} "
-                    "out"
-                )
-        self._check_features("eagle3")
-
-    def _check_features(self, kind: str) -> None:
-        if self.features is not None and list(self.features) != sorted(self.features):
+        if self.num_heads > MOST_STEPS:
+            raise ValueError(f"a block has at most {MOST_STEPS} heads, got {self.num_heads}")
+        mask = getattr(self.decoder, "mask_token_id", None)
+        if (mask or 0) >= (self.vocab_size or MOST + 1):
             raise ValueError(
-                f"{kind} heads read features from the lowest layer on, got {list(self.features)}"
+                f"mask_token_id {mask} is none of the target's {self.vocab_size} tokens"
             )
 
     def for_target(self, hidden_size: int, vocab_size: int) -> HeadsConfig:
@@ -206,7 +200,7 @@ class HeadsConfig:
     @property
     def reads_text(self) -> bool:
         """Whether heads read every position of a text, and not only those that they draft from."""
-        return self.prefix_attention or self.kind in ("block", "eagle3")
+        return self.prefix_attention or self.kind in _SHAPES
 
     @property
     def vocab_bias(self) -> str:
@@ -216,7 +210,7 @@ class HeadsConfig:
     @property
     def num_blocks(self) -> int:
         """Residual blocks of each head, behind which its own vocabulary matrix stands."""
-        return 0 if self.kind in ("block", "eagle3") else self.num_layers
+        return 0 if self.kind in _SHAPES else self.num_layers
 
     @property
     def served_as(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from medusa_heads.files import expanded, read_json
@@ -38,6 +39,10 @@ def is_model(folder: str | os.PathLike[str]) -> bool:
     return file.is_file() and not is_heads(folder) and "model_type" in read_json(file)
 
 
+def _is_adapter(folder: str | os.PathLike[str]) -> bool:
+    return (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
 def _is_foreign(folder: str | os.PathLike[str]) -> bool:
     """Whether heads as other projects store them lie there, by what their configurations alone
     say."""
@@ -61,28 +66,20 @@ def refuse_heads(name: str | os.PathLike[str]) -> None:
         )
 
 
+_INSTEAD: dict[Callable[[str | os.PathLike[str]], bool], str] = {
+    is_draft: "found a draft model: use it with medusa-heads generate and chat, or as "
+    "--draft_model of its target, or train heads with train-heads",
+    is_mtp: "found multi-token-prediction modules: use them with medusa-heads generate and chat, "
+    "or write them into a copy of their target with medusa-heads export --to transformers",
+    _is_adapter: "found a LoRA adapter: merge it into its target, and train heads for that",
+    _is_foreign: "found heads of another project: read them with medusa-heads convert",
+    is_model: "found a model without heads: train some with train-heads, convert another project's "
+    "with medusa-heads convert, or draft without any (--drafter auto)",
+    lambda _: True: "found none: train one with train-heads, or convert another project's with "
+    "medusa-heads convert",
+}
+
+
 def instead_of_heads(folder: str | os.PathLike[str]) -> str:
     """What was found where heads were expected, and what to do about it."""
-    if is_draft(folder):
-        return (
-            "found a draft model: use it with medusa-heads generate and chat, or as --draft_model "
-            "of its target, or train heads with train-heads"
-        )
-    if is_mtp(folder):
-        return (
-            "found multi-token-prediction modules: use them with medusa-heads generate and chat, "
-            "or write them into a copy of their target with medusa-heads export --to transformers"
-        )
-    if (Path(folder) / ADAPTER_CONFIG).is_file():
-        return "found a LoRA adapter: merge it into its target, and train heads for that"
-    if _is_foreign(folder):
-        return "found heads of another project: read them with medusa-heads convert"
-    if is_model(folder):
-        return (
-            "found a model without heads: train some with train-heads, convert another project's "
-            "with medusa-heads convert, or draft without any (--drafter auto)"
-        )
-    return (
-        "found none: train one with train-heads, or convert another project's with medusa-heads "
-        "convert"
-    )
+    return next(said for lies_there, said in _INSTEAD.items() if lies_there(folder))

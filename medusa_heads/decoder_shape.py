@@ -16,6 +16,15 @@ _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediat
 _Shape = TypeVar("_Shape", bound="LayerShape")
 
 
+def usual_heads(hidden_size: int, need: str) -> int:
+    """As many attention heads as make them 64 wide, or the nearest even width that divides. Raises
+    ValueError: the hidden size is odd, and what needs another."""
+    widths = [w for w in range(2, hidden_size + 1, 2) if hidden_size % w == 0]
+    if not widths:
+        raise ValueError(f"{need} an even hidden size, this target's is {hidden_size}")
+    return hidden_size // min(widths, key=lambda width: abs(width - 64))
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """Shape of decoder layers of the heads' own, in the words of transformers' configurations.
@@ -83,16 +92,10 @@ class LayerShape:
 
     @classmethod
     def of_width(cls: type[_Shape], hidden_size: int) -> _Shape:
-        """Layers of a usual shape: heads about 64 wide, a gated MLP of twice the width. Raises
-        ValueError: the width is odd."""
-        widths = [w for w in range(2, hidden_size + 1, 2) if hidden_size % w == 0]
-        if not widths:
-            raise ValueError(
-                f"eagle3 and block heads need an even hidden size, this target's is {hidden_size}"
-            )
-        width = min(widths, key=lambda width: abs(width - 64))
-        heads = hidden_size // width
-        return cls(heads, heads, width, 2 * hidden_size)
+        """Layers of a usual shape: a gated MLP of twice the width. Raises ValueError: as
+        `usual_heads`."""
+        heads = usual_heads(hidden_size, "eagle3 and block heads need")
+        return cls(heads, heads, hidden_size // heads, 2 * hidden_size)
 
     def layer_config(self, of_layer: Any, hidden_size: int, num_layers: int = 1) -> Any:
         """The layers' configuration as transformers takes it, of the class `of_layer`."""

@@ -164,13 +164,13 @@ def refuse_link(folder: str | os.PathLike[str]) -> None:
         raise ValueError(f"expected a folder at {str(folder)!r}, found a link: remove it")
 
 
-def is_encodable(text: str) -> bool:
-    """Whether a text can be written: JSON and command lines can spell halves of characters."""
+def half_character(text: str) -> int | None:
+    """Where a text cannot be written, if so: JSON and command lines spell halves of characters."""
     try:
         text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def parse_json(text: str) -> Any:

@@ -10,6 +10,13 @@ if TYPE_CHECKING:
 
 Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 """The names of the columns, and the rows below them."""
+SPEEDS = {
+    "method": "{name}",
+    "tokens/s": "{tokens_per_second:.1f}",
+    "speed-up": "{speedup:.2f}",
+    "tokens per step": "{tokens_per_step:.2f}",
+}
+"""Columns of a benchmark's table, and how an entry of its report is written in them."""
 
 
 def formatted(columns: Mapping[str, str], entries: Iterable[Mapping[str, Any]]) -> Rows:

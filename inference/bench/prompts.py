@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_heads.data.chat import ask_ids
-from medusa_heads.files import expanded, is_encodable, parse_json
+from medusa_heads.files import expanded, half_character, parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,7 +85,7 @@ def _json_question(line: str, place: str) -> Question:
             f"{place}: expected an object with a string under 'prompt' or 'text', or a list of "
             "strings under 'turns'"
         )
-    if not all(map(is_encodable, turns)):
+    if any(half_character(turn) is not None for turn in turns):
         raise ValueError(f"{place} holds half a character (a surrogate): write it anew")
     category = row.get("category")
     if category is not None and not isinstance(category, str):

@@ -10,21 +10,14 @@ from typing import TYPE_CHECKING, Any
 from medusa_heads.files import replace_file, replace_json
 from medusa_heads.inference.bench.methods import STREAM
 from medusa_heads.inference.bench.plots import draw, setting_title, where_measured
-from medusa_heads.tables import Rows, formatted, in_markdown, on_screen
+from medusa_heads.tables import SPEEDS, Rows, formatted, in_markdown, on_screen
 from medusa_heads.trees.statistics import HeadStatistics
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 JSON_FILE, MARKDOWN_FILE, PNG_FILE = "report.json", "report.md", "report.png"
-# Columns of a table, and how an entry of the report is written in them.
-_SPEEDS = {
-    "method": "{name}",
-    "tokens/s": "{tokens_per_second:.1f}",
-    "speed-up": "{speedup:.2f}",
-    "tokens per step": "{tokens_per_step:.2f}",
-    "output identical": "{same}",
-}
+_SPEEDS = {**SPEEDS, "output identical": "{same}"}
 
 
 def tables(report: Mapping[str, Any]) -> list[Table]:

@@ -11,17 +11,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.machine import wait_for
+from medusa_heads.machine.memory import PeakMemory
 from medusa_heads.target.prompts import left_padded, stop_ids, until_end
 
 WARM_UP_TOKENS = 24
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
@@ -120,40 +119,6 @@ def fastest_threads(model: Any, prompt: Sequence[int]) -> int:
             done = run_once(method, model, [prompt], 0, max_new_tokens=WARM_UP_TOKENS, **how)
             times.append(done.seconds / done.num_tokens)
     return min(seconds, key=lambda count: statistics.median(seconds[count][1:]))
-
-
-class PeakMemory:
-    """Watches from here on: a GPU's allocator, or (on Linux) this process's resident memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before: int | None = None
-        if device.type == "cuda":
-            wait_for(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device)
-            return
-        try:
-            _RESET.write_text("5")  # the highest so far becomes what is held now
-            self._before = _resident("VmRSS")
-        except OSError:  # no such counter here
-            pass
-
-    def read(self) -> tuple[int | None, int | None]:
-        """Bytes held at most since then, and how many of them were not held before; None where the
-        system does not say."""
-        if self._before is None:
-            return None, None
-        on_gpu = self._device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else _resident("VmHWM")
-        return peak, max(peak - self._before, 0)
-
-
-def _resident(name: str) -> int:
-    for line in _STATUS.read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{_STATUS} has no {name}")
 
 
 def summarise(

@@ -1,6 +1,7 @@
 """What everything that drafts has in common, and what it may remember of a text.
 
-Shapes: B active rows, N nodes, P fresh positions (the most of any row), D hidden.
+Shapes: B active rows, N nodes, P fresh positions (the most of any row), F tokens read at once, S
+cache slots, D hidden.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from medusa_heads.inference.adapt.clock import USUAL_AGAIN
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.target.attention import TreeMask
 from medusa_heads.trees.tree import TokenTree
 
 
@@ -66,7 +68,13 @@ def unread(state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
     """What was committed since this was last asked: the target's hidden states [B, P, D] and the
     tokens behind them [B, P], and how many are each row's own. A row with fewer repeats its last
     hidden state."""
-    hidden_BND, nodes = state.fresh()
+    return along_paths(state, *state.fresh())
+
+
+def along_paths(
+    state: DecodingState, hidden_BND: Tensor, nodes: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor, list[int]]:
+    """The same of these nodes, which end with those of every row's last tokens."""
     device, counts = hidden_BND.device, [len(path) for path in nodes]
     longest = max(counts)
     if min(counts) == hidden_BND.shape[1]:  # all of them are every row's own
@@ -81,6 +89,30 @@ def unread(state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
         for row, count in zip(state.rows, counts, strict=True)
     ]
     return hidden_BPD, torch.tensor(following, device=device), counts
+
+
+def behind_texts(
+    lengths: Sequence[int],
+    offsets_B1: Tensor,
+    sees_BFP: Tensor,
+    positions_BF: Tensor,
+    written_BP: Tensor | None,
+) -> TreeMask:
+    """What F new tokens see that stand in the slots behind the longest text and behind P - F that
+    were written there before, whose positions are `written_BP`.
+
+    They see their own text, whose token at position p lies in slot p + offset, up to its length;
+    and of the P tokens behind the texts, their own last, what `sees_BFP` says.
+    """
+    new, past = sees_BFP.shape[1], max(lengths)
+    slots_S = torch.arange(past, device=offsets_B1.device)
+    ends_B1 = torch.tensor(lengths, device=offsets_B1.device)[:, None]
+    held_BS = (slots_S >= offsets_B1) & (slots_S < ends_B1)
+    visible_BFS = torch.cat([held_BS[:, None].expand(-1, new, -1), sees_BFP], dim=2)
+    first = past + sees_BFP.shape[2] - new
+    return TreeMask(
+        visible_BFS, positions_BF, first, offsets_B1[:, 0], written_positions_BP=written_BP
+    )
 
 
 class Memory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,42 +30,29 @@ Level = tuple[list[list[int]], list[list[float]]]
 Continuation = Callable[[DecodingState], Generator[Level, None, None]]
 
 
+@dataclass(eq=False)
 class ChainSource(Source):
     """A chain for every row, all of one length, with the next best tokens of each place beside it.
-
-    Args:
-        name: of what drafts.
-        continuation: drafts, place by place, for as long as it is asked.
-        clock: what the target's steps take.
-        token: seconds that a drafted token of so many rows is expected to take.
-        most: tokens of a chain.
-        agreement: how often its tokens are expected to be right.
-        apart: places whose tokens are believed for themselves; later ones as the last of these.
-        reads_prompt, facts: see Source.
-    """
+    What it reads and its facts are as Source says."""
 
     reads_on = True
 
-    def __init__(
-        self,
-        name: str,
-        continuation: Continuation,
-        clock: Clock,
-        token: Callable[[int], float],
-        most: int,
-        agreement: float,
-        *,
-        apart: int = 1,
-        reads_prompt: bool = False,
-        facts: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.name, self.reads_prompt, self.facts = name, reads_prompt, facts or {}
-        self._continuation, self._clock, self._token = continuation, clock, token
-        self._most, self._agreement, self._apart = most, agreement, apart
-        self.evidence = by_drawing(lambda: Evidence([1.0] * (apart * LEVELS)))
-        self._usual = Evidence([agreement])  # chances of tokens that were drafted
+    name: str
+    continuation: Continuation  # drafts, place by place, for as long as it is asked
+    clock: Clock  # what the target's steps take
+    token: Callable[[int], float]  # seconds that a token of so many rows is expected to take
+    most: int  # tokens of a chain
+    agreement: float  # how often its tokens are expected to be right
+    _: KW_ONLY
+    apart: int = 1  # places whose tokens are believed for themselves; later ones as the last
+    reads_prompt: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.evidence = by_drawing(lambda: Evidence([1.0] * (self.apart * LEVELS)))
+        self._usual = Evidence([self.agreement])  # chances of tokens that were drafted
         self._budgets: dict[int, Budget] = {}  # by rows
-        clock.learn_drafting(name, _USUAL_LENGTH * token(1))
+        self.clock.learn_drafting(self.name, _USUAL_LENGTH * self.token(1))
 
     def draft(self, state: DecodingState) -> list[Proposal]:
         rows, evidence = len(state.rows), self.evidence[state.drawing]
@@ -72,9 +60,9 @@ class ChainSource(Source):
         chances, expected, seconds = [1.0] * rows, 1.0, 0.0
         budget = self._budgets.get(rows)
         if budget is None:
-            sizes = range(self._most + 1)
-            budget = self._budgets[rows] = Budget(self._clock, sizes, rows)
-        with closing(self._continuation(state)) as continuation:
+            sizes = range(self.most + 1)
+            budget = self._budgets[rows] = Budget(self.clock, sizes, rows)
+        with closing(self.continuation(state)) as continuation:
             started = time.perf_counter()
             for drafted, level_BR in enumerate(continuation, start=1):
                 for b, (tokens, probs) in enumerate(zip(*level_BR, strict=True)):
@@ -90,24 +78,24 @@ class ChainSource(Source):
                 seconds, started = seconds + token_seconds, ended
                 longer = budget.seconds(drafted + 1) - budget.seconds(drafted) + token_seconds
                 gain = reached * self._usual.rate(0)
-                if drafted == self._most or gain < budget.worth * longer:
+                if drafted == self.most or gain < budget.worth * longer:
                     break
         budget.learn(expected, seconds + budget.seconds(drafted))
         return [Proposal(evidence, 0, partial(_behind, chain)) for chain in chains]
 
     def expected(self, nodes: int) -> float:
-        return sum(self._agreement**depth for depth in range(1, min(nodes, self._most) + 1))
+        return sum(self.agreement**depth for depth in range(1, min(nodes, self.most) + 1))
 
     def _group(self, place: int, prob: float) -> int:
-        return LEVELS * (min(place, self._apart) - 1) + level(prob)
+        return LEVELS * (min(place, self.apart) - 1) + level(prob)
 
     def _token_seconds(self, rows: int, took: float) -> float:
         """Of a drafted token in each row, by what it has just taken and what it took before."""
         name = f"a token of {self.name} of {rows}"
-        if not self._clock.drafting(name):
-            self._clock.learn_drafting(name, self._token(rows))
-        self._clock.learn_drafting(name, took)
-        return self._clock.drafting(name)
+        if not self.clock.drafting(name):
+            self.clock.learn_drafting(name, self.token(rows))
+        self.clock.learn_drafting(name, took)
+        return self.clock.drafting(name)
 
 
 def _behind(

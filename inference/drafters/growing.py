@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -26,28 +27,23 @@ Behind = Callable[[Any], list[tuple[int, float, int, Any]]]
 Offer = tuple[float, int, Any, int, float]
 
 
+@dataclass(eq=False)
 class Proposal:
-    """What one source offers for one row in one step.
+    """What one source offers for one row in one step."""
 
-    Args:
-        evidence: of the source; says how far it can be believed.
-        root: place of the last committed token.
-        behind: what the source says.
-    """
-
-    def __init__(self, evidence: Evidence, root: Any, behind: Behind) -> None:
-        self.root = root
-        self._evidence, self._behind = evidence, behind
-        self._known: dict[Any, list[Offer]] = {}
+    evidence: Evidence  # of the source; says how far it can be believed
+    root: Any  # place of the last committed token
+    behind: Behind  # what the source says
+    _known: dict[Any, list[Offer]] = field(default_factory=dict, init=False)
 
     def offers(self, place: Any) -> list[Offer]:
         """The tokens behind a place, likeliest first."""
         known = self._known.get(place)
         if known is None:
-            rate = self._evidence.rate
+            rate = self.evidence.rate
             known = self._known[place] = [
                 (self._chance(place, token, expected * rate(group)), token, after, group, expected)
-                for token, expected, group, after in self._behind(place)
+                for token, expected, group, after in self.behind(place)
             ]
             known.sort(reverse=True)
         return known
@@ -65,7 +61,7 @@ class Proposal:
             offered, place = self.offers(place), None
             for _, token, after, group, expected in offered:
                 right = token == true
-                self._evidence.learn(group, float(right), expected)
+                self.evidence.learn(group, float(right), expected)
                 if right:
                     place = after
 

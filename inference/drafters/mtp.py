@@ -8,8 +8,8 @@ goes on with that module, which reads what itself has put out, as vLLM and SGLan
 Every module keeps keys and values of its own along the text. Those of module k's last k positions
 were made from drafts, and are made again from what was committed.
 
-Shapes: B active rows, F positions read at once, P positions drafted so far, S cache slots, R ranks,
-D hidden.
+Shapes: B active rows, F positions read at once, P positions drafted so far, R ranks, D
+hidden.
 Source: DeepSeek-AI 2024, "DeepSeek-V3", arXiv:2412.19437, section 2.2.
 """
 
@@ -24,12 +24,12 @@ from torch import Tensor
 from medusa_heads.checkpoint.mtp_checkpoint import check_mtp
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.measure import target_clock
-from medusa_heads.inference.drafters.base import Memory
+from medusa_heads.inference.drafters.base import Memory, along_paths, behind_texts
 from medusa_heads.inference.drafters.chains import ChainSource, Level, OneToken
 from medusa_heads.inference.drafters.coupling import best_drafts, coupling
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.target.attention import TreeMask, tree_attention
+from medusa_heads.target.attention import tree_attention
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.mtp import load_mtp
 from medusa_heads.target.target import TargetModel
@@ -92,14 +92,13 @@ class MtpText(Memory):
     def advance(self, state: DecodingState) -> list[tuple[Tensor, Tensor]]:
         """Take in what was committed since last time; of each module its likeliest tokens [B, R]
         behind every row, and their probabilities."""
-        self._let_go(state.rows)
+        kept = self.follow(state.rows)
+        if kept is not None and self._last_BFD is not None:
+            self._cache.select_batch(kept)
+            self._last_BFD = self._last_BFD[kept]
         self._coupling, self._ahead = coupling(state), 0
-        hidden_BFD, starts, counts = self._unread(state)
+        starts, (hidden_BFD, tokens_BF, counts) = self._unread(state)
         most, device = hidden_BFD.shape[1], hidden_BFD.device
-        # A row that has ended, and stays in a compiled batch, may have fewer tokens than steps.
-        rows = zip(state.rows, counts, strict=True)
-        following = [(row.last(count) + [0] * most)[:most] for row, count in rows]
-        tokens_BF = torch.tensor(following, device=device)
         self._batch_B1 = torch.arange(len(counts), device=device)[:, None]
         end_B1 = torch.tensor(counts, device=device)[:, None] - 1
         order_F = torch.arange(most, device=device)
@@ -128,69 +127,42 @@ class MtpText(Memory):
         self._index_BP = torch.cat([self._index_BP, index_B1], dim=1)
         return self._best()
 
-    def _let_go(self, rows: Sequence[Row]) -> None:
-        kept = self.follow(rows)
-        if kept is not None and self._last_BFD is not None:
-            self._cache.select_batch(kept)
-            self._last_BFD = self._last_BFD[kept]
-
-    def _unread(self, state: DecodingState) -> tuple[Tensor, list[int], list[int]]:
-        """The target's hidden states [B, F, D] that are to be read; of each row, at which position
-        they begin and how many are its own. Other rows' repeat their last."""
+    def _unread(self, state: DecodingState) -> tuple[list[int], tuple[Tensor, Tensor, list[int]]]:
+        """At which position of each row begins what is to be read; and that, as `unread` has it."""
         hidden_BND, nodes = state.fresh()
-        held = 0
+        again, held = len(self._drafts) - 1, 0
         if self._last_BFD is not None:
             held = self._last_BFD.shape[1]
             hidden_BND = torch.cat([self._last_BFD, hidden_BND], dim=1)
-        again = len(self._drafts) - 1
-        paths = []
-        for length, path in zip(self.lengths, nodes, strict=True):
-            own = range(held - min(again, length), held)
-            paths.append([*own, *(held + node for node in path)])
-        batch_B1 = torch.arange(len(paths), device=hidden_BND.device)[:, None]
-        most = max(map(len, paths))
-
-        def gathered(paths: list[list[int]]) -> Tensor:
-            return hidden_BND[batch_B1, torch.tensor(paths, device=hidden_BND.device)]
-
-        if again:
-            self._last_BFD = gathered([([path[0]] * again + path)[-again:] for path in paths])
-        else:
-            self._last_BFD = hidden_BND[:, :0]
-        counts = [len(path) for path in paths]
-        starts = [length - min(again, length) for length in self.lengths]
-        return gathered([path + path[-1:] * (most - len(path)) for path in paths]), starts, counts
+        kept = [min(again, length) for length in self.lengths]
+        paths = [
+            [*range(held - count, held), *(held + node for node in path)]
+            for count, path in zip(kept, nodes, strict=True)
+        ]
+        last = [(path[:1] * again + path)[len(path) :] for path in paths]
+        last_BF = torch.tensor(last, dtype=torch.long, device=hidden_BND.device)
+        self._last_BFD = hidden_BND[
+            torch.arange(len(last), device=last_BF.device)[:, None], last_BF
+        ]
+        starts = [length - count for length, count in zip(self.lengths, kept, strict=True)]
+        return starts, along_paths(state, hidden_BND, paths)
 
     def _read(
         self, k: int, tokens_BF: Tensor, below_BFD: Tensor, index_BF: Tensor, sees_BFP: Tensor
     ) -> Tensor:
         """What comes out of module k at new positions [B, F, D]; its rows are written behind those
         of the longest text and of the positions drafted so far."""
-        held, written = max(self.lengths), sees_BFP.shape[2] - sees_BFP.shape[1]
-        self._cache.row_layers[k].length = held + written
-        lengths_B1 = torch.tensor(self.lengths, device=index_BF.device)[:, None]
-        held_BS = torch.arange(held, device=index_BF.device) < lengths_B1
-        visible_BFS = torch.cat(
-            [held_BS[:, None].expand(-1, sees_BFP.shape[1], -1), sees_BFP], dim=2
-        )
-        position_BF = self._within(index_BF + k + 1)
-        mask = TreeMask(
-            visible_BFS,
-            position_BF,
-            held + written,
-            torch.full_like(lengths_B1[:, 0], -k - 1),  # slot s holds what stands at s + k + 1
-            written_positions_BP=self._within(self._index_BP + k + 1) if written else None,
-        )
+        within, drafted = self._drafts.target.within, sees_BFP.shape[2] > sees_BFP.shape[1]
+        position_BF = within(index_BF + k + 1)
+        written_BP = within(self._index_BP + k + 1) if drafted else None
+        offsets_B1 = torch.full_like(index_BF[:, :1], -k - 1)
+        mask = behind_texts(self.lengths, offsets_B1, sees_BFP, position_BF, written_BP)
+        self._cache.row_layers[k].length = mask.first_slot
         with tree_attention(mask):
             out: Tensor = self._modules.forward_layer(
                 k, below_BFD, position_BF, self._cache, input_ids=tokens_BF
             )
         return out
-
-    def _within(self, positions: Tensor) -> Tensor:
-        """No position beyond the target's context."""
-        limit = self._drafts.target.max_positions
-        return positions if limit is None else positions.clamp_max(limit - 1)
 
     def _best(self) -> tuple[Tensor, Tensor]:
         """The likeliest tokens [B, R] of the last module that was read, and their probabilities;

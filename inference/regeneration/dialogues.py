@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -14,11 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.config import IGNORED
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.files import parse_json
-from medusa_heads.inference.regeneration.answers import (
-    NO_CONVERSATION,
-    NO_QUESTION,
-    TEMPLATE,
-)
+from medusa_heads.inference.regeneration.answers import NO_CONVERSATION, NO_QUESTION, TEMPLATE
 from medusa_heads.inference.regeneration.prompts import Messages
 
 Turns = Literal["last", "all"]
@@ -128,45 +125,43 @@ class ChatDialogue(Dialogue):
         self._messages[place : place + 1] = [{"role": "assistant", "content": text}]
 
 
+@dataclass
 class Dialogues:
     """The rows of a corpus that ask something, read and tokenised as they are come to: each time
-    from the first row on."""
+    from the first row on. The other fields are as for `read_dialogues`."""
 
-    def __init__(
-        self,
-        corpus: Dataset,
-        column: str,
-        tokenizer: PreTrainedTokenizerBase | None,
-        turns: Turns = "last",
-        template_options: Mapping[str, Any] | None = None,
-        shard: tuple[int, int] = (0, 1),
-    ) -> None:
-        self._corpus, self._column, self._turns = corpus, column, turns
-        self._tokenizer: Any = tokenizer
-        self._shard, self._shards = shard
+    corpus: Dataset
+    column: str  # that says what is asked
+    tokenizer: Any
+    turns: Turns
+    template_options: Mapping[str, Any]
+    shard: tuple[int, int]
+
+    def __post_init__(self) -> None:
         self._chat: Any = None
-        if tokenizer is not None and tokenizer.chat_template:
-            self._chat = ChatTemplate(tokenizer, arguments=template_options or {})
+        if self.tokenizer is not None and self.tokenizer.chat_template:
+            self._chat = ChatTemplate(self.tokenizer, arguments=self.template_options)
 
     def __len__(self) -> int:
-        return len(range(self._shard, len(self._corpus), self._shards))
+        return len(range(self.shard[0], len(self.corpus), self.shard[1]))
 
     def __iter__(self) -> Iterator[Dialogue]:
-        for start in range(0, len(self._corpus), _ROWS_AT_ONCE):
-            rows = range(start, min(start + _ROWS_AT_ONCE, len(self._corpus)))
-            mine = [row for row in rows if row % self._shards == self._shard]
-            table = self._corpus[rows.start : rows.stop]
-            asked = [table[self._column][row - start] for row in mine]
-            if self._column == "input_ids":
+        shard, shards = self.shard
+        for start in range(0, len(self.corpus), _ROWS_AT_ONCE):
+            rows = range(start, min(start + _ROWS_AT_ONCE, len(self.corpus)))
+            mine = [row for row in rows if row % shards == shard]
+            table = self.corpus[rows.start : rows.stop]
+            asked = [table[self.column][row - start] for row in mine]
+            if self.column == "input_ids":
                 yield from (Dialogue(row, ids or []) for row, ids in zip(mine, asked, strict=True))
-            elif self._column == "prompt" and all(isinstance(text, str | None) for text in asked):
+            elif self.column == "prompt" and all(isinstance(text, str | None) for text in asked):
                 texts = [text or "" for text in asked]
-                encoded = self._tokenizer(texts, verbose=False)["input_ids"] if texts else []
+                encoded = self.tokenizer(texts, verbose=False)["input_ids"] if texts else []
                 yield from (Dialogue(row, ids) for row, ids in zip(mine, encoded, strict=True))
             else:
                 for row, said in zip(mine, asked, strict=True):
                     tools = table["tools"][row - start] if "tools" in table else None
-                    yield ChatDialogue(row, said, self._turns, self._chat, tools)
+                    yield ChatDialogue(row, said, self.turns, self._chat, tools)
 
 
 def read_dialogues(
@@ -207,7 +202,9 @@ def read_dialogues(
             f"a corpus with a column {column!r} needs the target's tokenizer, and none lies beside "
             "the target"
         )
-    talks = column == "messages" or (column == "prompt" and not _is_text(corpus.features[column]))
+    kind = getattr(corpus.features[column], "dtype", None)
+    texts = kind in ("string", "large_string", "null")
+    talks = column == "messages" or (column == "prompt" and not texts)
     if talks and tokenizer is not None and not tokenizer.chat_template:
         raise ValueError(
             f"the corpus holds conversations in {column!r}, and the target's tokenizer has no chat "
@@ -226,7 +223,7 @@ def read_dialogues(
         )
         ids = [np.asarray(ids, np.int32) for _, ids in windows]
         corpus, column = Dataset.from_dict({"input_ids": ids}), "input_ids"
-    dialogues = Dialogues(corpus, column, tokenizer, turns, template_options, shard)
+    dialogues = Dialogues(corpus, column, tokenizer, turns, template_options or {}, shard)
     if not len(dialogues):
         raise ValueError(
             f"expected rows in shard {shard[0]} of {shard[1]}, got {len(corpus)} in all"
@@ -244,10 +241,6 @@ def _check_column(corpus: Dataset, column: str) -> None:
         inner = getattr(found, "feature", None) if column == "input_ids" else found
         if kind not in str(getattr(inner, "dtype", None)):
             raise ValueError(f"expected {words} in the column {column!r}, got {found}")
-
-
-def _is_text(feature: Any) -> bool:
-    return getattr(feature, "dtype", None) in ("string", "large_string", "null")
 
 
 def _messages(asked: Any) -> Messages:

@@ -78,15 +78,17 @@ def train(
     from medusa_heads.training.runs.heads import train_heads
 
     four_bits, matrix = to_target.load_in_4bit, to_save.with_vocab_matrix
+    spread = args.world_size if sharding is not None else 1
     told: dict[str, Any] = {"objective": objective, "hidden_cache": to_cache, "joint": joint}
     command.run(
         args,
         config.num_heads,
         plan=lambda target, size: plan_heads(
-            target, config, args, size, four_bits=four_bits, joint=joint
+            target, config, args, size, four_bits=four_bits, joint=joint, spread=spread
         ),
         check=lambda target: target.with_features(config.features),
         train=partial(train_heads, config=config, with_vocab_matrix=matrix, **told),
+        rehearse=partial(train_heads, config=config, objective=objective, joint=joint),
         report=_report,
         sharding=sharding,
     )

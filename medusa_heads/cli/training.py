@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.choices import apply_choice, print_choices
-from medusa_heads.config import IGNORED
+from medusa_heads.cli.planning import say_warnings, show_plan_of
 from medusa_heads.data.finding import find_names
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.training.arguments.data import DataArguments
@@ -60,12 +60,13 @@ class Command:
         train: Callable[..., object],
         report: Callable[[Path], None],
         sharding: Sharding | None = None,
+        rehearse: Callable[..., object] | None = None,
     ) -> None:
         """Load the target, prepare the text, train, and report what was learnt; of a dry run the
-        plan alone. What is refused of the target is refused by `check`, before hours may go into
-        writing text."""
+        plan alone, with what `rehearse` takes, which trains likewise (default: `train`). What is
+        refused of the target is refused by `check`, before hours may go into writing text."""
         if self.to_optimise.dry_run:
-            self._show(args, num_heads, plan)
+            show_plan_of(self, args, num_heads, plan, rehearse or train)
             return
         output_dir = self.to_optimise.output_dir
         target = self._load_target(args, sharding)
@@ -81,7 +82,11 @@ class Command:
             record={"data": asdict(self.to_data), "distillation": asdict(self.to_distill)},
         )
         if args.process_index == 0:
+            from medusa_heads.files import read_json
+            from medusa_heads.training.runs.record import METRICS_FILE
+
             report(Path(output_dir))
+            say_warnings(read_json(Path(output_dir) / METRICS_FILE).get("warnings", []))
 
     def _load_target(self, args: TrainingArguments, sharding: Sharding | None) -> TargetModel:
         """Perhaps spread over the processes; ValueError where the run cannot begin in its folder,
@@ -147,24 +152,23 @@ class Command:
                     continue_prompts(target, prompts, "distilled text", *distill),
                     continue_prompts(target, of_held_out, "distilled held-out text", *distill),
                 )
-        data = self._rows(target, *texts, self.to_data, args, num_heads)
+        data = self.rows(target, texts, args, num_heads)
         if args.process_index == 0:
             show_sample(data.rows, self.tokenizer, Console())
         return data
 
-    def _rows(
+    def rows(
         self,
         target: TargetModel,
-        corpus: Corpus,
-        held_out: Corpus | None,
-        settings: DataArguments,
+        texts: tuple[Corpus, Corpus | None],
         args: TrainingArguments,
         num_heads: int,
     ) -> TrainingData:
+        """Rows of text that is there, and held-out ones."""
         from medusa_heads.training.data.prepare import prepare_data
 
         limits = {"num_heads": num_heads, "seed": args.seed, "max_steps": args.max_steps}
-        return prepare_data(target, corpus, held_out, self.tokenizer, settings, **limits)
+        return prepare_data(target, texts[0], texts[1], self.tokenizer, self.to_data, **limits)
 
     def prompts(self, target: TargetModel) -> list[Dataset]:
         """Prompts for the target from the text to train on, and from the held-out text."""
@@ -194,49 +198,6 @@ class Command:
             prompt_windows(text, self.tokenizer, num_prompts=count, prompt_length=length, seed=seed)
             for text, count in zip(texts, counts, strict=True)
         ]
-
-    def _show(
-        self,
-        args: TrainingArguments,
-        num_heads: int,
-        plan: Callable[[TargetModel, TextSize], DryRun],
-    ) -> None:
-        """Everything but steps: print a sample of the text and what the run would be; only the
-        first process does."""
-        from rich.console import Console
-
-        from medusa_heads.training.data.sample import show_sample
-        from medusa_heads.training.hidden.meta_target import meta_target
-        from medusa_heads.training.runs.dry_run import show_plan
-
-        # Several processes take the target in the dtype it is stored in.
-        target = meta_target(self.to_target, args.device if args.world_size == 1 else None)
-        rows, size = self._planned_text(target, args, num_heads)
-        planned = plan(target, size)
-        if args.process_index == 0:
-            print_choices()
-            console = Console()
-            show_sample(rows, self.tokenizer, console)
-            show_plan(planned, console)
-
-    def _planned_text(
-        self, target: TargetModel, args: TrainingArguments, num_heads: int
-    ) -> tuple[Any, TextSize]:
-        """The rows of a run, and how much text they are; of text to be written only its prompts."""
-        from medusa_heads.training.runs.dry_run import TextSize, text_size
-
-        distill = self.to_distill
-        if distill.self_distill:
-            prompts = self.prompts(target)[0]
-            length = distill.prompt_length + distill.continuation_length
-            learnt = len(prompts) * distill.continuation_length
-            labels = [IGNORED] * distill.prompt_length
-            first = {"input_ids": prompts[0]["input_ids"], "labels": labels}
-            return [first], TextSize(len(prompts), len(prompts) * length, learnt, length)
-        data = self._rows(target, self.corpus, self.held_out, self.to_data, args, num_heads)
-        if data.is_stream:
-            return data.rows, TextSize(None, None, None, self.to_data.max_length)
-        return data.rows, text_size(data.rows, data.facts.supervised_tokens)
 
 
 def continue_prompts(

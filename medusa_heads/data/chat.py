@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.formats import Conversation
-from medusa_heads.files import is_encodable
+from medusa_heads.files import half_character
 
 # What a template's code may raise on a row that it was not made for.
 _TEMPLATE_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError)
@@ -78,7 +78,7 @@ class ChatTemplate:
             )
         except (TemplateError, *_TEMPLATE_FAULTS) as error:
             raise BadRow(f"the chat template refuses it ({error})") from error
-        if not is_encodable(text):  # JSON within a table can spell what the table cannot
+        if half_character(text) is not None:  # JSON within a table can spell what the table cannot
             raise BadRow("it holds half a character (a surrogate), which has no tokens")
         return text
 

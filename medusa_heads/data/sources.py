@@ -19,7 +19,7 @@ from medusa_heads.data.formats import (
     plain_columns,
     recognise,
 )
-from medusa_heads.files import check_folder, code_sha256
+from medusa_heads.files import check_folder, code_sha256, half_character
 
 PLACE_COLUMN = "_place"
 """Where a row stands, `file:line`, for messages about it."""
@@ -236,12 +236,8 @@ def _plain_rows(
 def _check_encodable(plain: dict[str, Any]) -> None:
     """JSON can spell halves of characters outside the basic plane, of which no text consists."""
     for column, value in plain.items():
-        try:
-            if isinstance(value, str):
-                value.encode()
-        except UnicodeEncodeError as error:
-            half = value[error.start]
-            raise BadRow(f"{column!r} holds half a character ({half!r}, a surrogate)") from error
+        if isinstance(value, str) and (place := half_character(value)) is not None:
+            raise BadRow(f"{column!r} holds half a character ({value[place]!r}, a surrogate)")
 
 
 def _parquet_table(file: Path) -> Dataset:

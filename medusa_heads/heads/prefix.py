@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medusa_heads.decoder_shape import usual_heads
 from medusa_heads.heads.int8 import Int8Linear
 
 ROPE_BASE = 10_000.0
@@ -29,7 +30,7 @@ class PrefixLayer(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.num_attention_heads = _attention_heads(hidden_size)
+        self.num_attention_heads = usual_heads(hidden_size, "prefix_attention needs")
         self.attention_norm = nn.RMSNorm(hidden_size)
         self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.attention_out = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -150,13 +151,3 @@ def _attention_of_one(
     if mask_B11S is not None:
         scores_BAS = scores_BAS.masked_fill(~mask_B11S[:, :, 0], -torch.inf)
     return (scores_BAS.softmax(dim=-1)[..., None] * values_BASE).sum(dim=2, keepdim=True)
-
-
-def _attention_heads(hidden_size: int) -> int:
-    """As many heads as make them 64 wide, or the nearest even width that divides."""
-    widths = [w for w in range(2, hidden_size + 1, 2) if hidden_size % w == 0]
-    if not widths:
-        raise ValueError(
-            f"prefix_attention needs an even hidden size, this target's is {hidden_size}"
-        )
-    return hidden_size // min(widths, key=lambda width: abs(width - 64))

@@ -6,6 +6,7 @@ Shapes: D hidden, V vocabulary.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ from medusa_heads.checkpoint.stored_heads import (
     write_stored,
 )
 from medusa_heads.config import HeadsConfig
-from medusa_heads.interop import ReadFormat
-from medusa_heads.interop.detection import check_layout, detect
+from medusa_heads.interop import ReadFormat, eagle3
 from medusa_heads.interop.formats import DECODERS, FORMATS, Layout, find
 from medusa_heads.interop.layout import heads_config, read_heads, shared_matrix
 from medusa_heads.interop.source import Source, open_source
@@ -32,6 +32,20 @@ from medusa_heads.target.features import check_layers
 from medusa_heads.target.fingerprint import lm_head_sha256
 
 TARGET_FOLDER = "target"
+# What is taken for heads, by the names of its tensors.
+_NO_HEADS = {
+    r".*\.lora_[AB](\..*)?\.weight": "a LoRA adapter: peft puts that into its target",
+    r"mtp\..*": "multi-token-prediction modules: medusa-heads generate --drafter mtp drafts with "
+    "those of a target",
+    r"(model|transformer|gpt_neox)\..*layers?\..*|transformer\.h\..*": "a whole model: train "
+    "heads for it with train-heads",
+}
+# Whose configuration it is, by its architecture.
+_SAID: dict[str, ReadFormat] = {
+    eagle3.ARCHITECTURE: "eagle3",
+    "DFlashDraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
+}
 
 
 @dataclass(frozen=True)
@@ -77,8 +91,8 @@ def convert_heads(
             f"{os.fspath(source)!r} is a heads checkpoint of this package already: use it as it "
             "is, or write it for an engine with medusa-heads export"
         )
-    source_format = source_format or detect(found)
-    check_layout(found, source_format)
+    source_format = source_format or _detect(found)
+    _check_layout(found, source_format)
     decoder = DECODERS.get(source_format)
     layout = Layout({}, {}) if decoder else find(found, source_format)
     if extract_target and (not layout.whole_model or target is not None):
@@ -137,6 +151,51 @@ def convert_heads(
             write_model(made / TARGET_FOLDER, found, names, rest, {})
         write_stored(made, stored)
     return Converted(folder, source_format, stored, (*layout.notices, *_of_target(stored)))
+
+
+def _detect(source: Source) -> ReadFormat:
+    """The layout that the names of the tensors are in. Raises ValueError: they are in none, or in
+    several."""
+    found: list[ReadFormat] = [
+        name
+        for name, form in FORMATS.items()
+        if name not in ("tgi", "lorax") and form.recognises(source)
+    ]
+    if found == ["dflash", "dspark"]:  # which is the former and more
+        found = ["dspark"]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(
+            f"{source.name!r} holds heads in several layouts ({', '.join(found)}): say which with "
+            "--from"
+        )
+    for mark, what in _NO_HEADS.items():
+        if any(re.fullmatch(mark, name) for name in source.files):
+            raise ValueError(f"{source.name!r} holds no heads but {what}")
+    some = ", ".join(sorted(source.files)[:3]) or "none"
+    raise ValueError(
+        f"{source.name!r} holds no heads of a known layout (its tensors: {some}, ...): known are "
+        f"{', '.join(FORMATS)}"
+    )
+
+
+def _check_layout(source: Source, name: ReadFormat) -> None:
+    """Raises ValueError: the tensors are not in the layout `name`, or config.json is of another."""
+    if not FORMATS[name].recognises(source):
+        raise ValueError(
+            f"{source.name!r} is not in the layout {name!r}: it looks like {_detect(source)!r}"
+        )
+    said = source.config.get("speculators_model_type")
+    architectures = source.config.get("architectures")
+    if said is None and isinstance(architectures, list):
+        said = next((_SAID[each] for each in architectures if each in list(_SAID)), None)
+    if said not in (None, name):
+        raise ValueError(
+            f"{source.name!r} holds tensors of the layout {name!r}, and its config.json is of "
+            f"{said!r}: the two files are of different checkpoints, or of a kind that heads here "
+            "are not"
+        )
 
 
 def _check_matrix(matrix_VD: Tensor, known: TargetVocabulary, tokens_V: Tensor | None) -> None:

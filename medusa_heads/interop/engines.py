@@ -87,18 +87,14 @@ class Outgoing:
         if kind != "medusa":
             self._check_layers(to)
             return
-        if config.prefix_attention:
-            raise ValueError(f"{engine} holds no prefix layer: train without prefix_attention")
-        if config.features is not None:
-            raise ValueError(
-                f"{engine} holds no features of the target's layers: train without features"
-            )
-        if config.correction_rank is not None:
-            raise ValueError(
-                f"{engine} holds no correction by the token before: train without correction_rank"
-            )
-        if self.stored.has_vocab_bias:
-            raise ValueError(f"{engine} holds no bias in the heads' vocabulary matrices")
+        parts = {
+            "prefix layer: train without prefix_attention": config.prefix_attention,
+            "features of the target's layers: train without features": config.features,
+            "correction by the token before: train without correction_rank": config.correction_rank,
+            "bias in the heads' vocabulary matrices": self.stored.has_vocab_bias,
+        }
+        if found := [part for part, is_there in parts.items() if is_there]:
+            raise ValueError(f"{engine} holds no {found[0]}")
         if config.draft_vocab_size is not None and not (to == "vllm" and self.shared):
             others = "; --full_vocabulary lets them draft every token" if self.shared else ""
             raise ValueError(

@@ -115,6 +115,12 @@ class TargetModel(HiddenReader):
         value = getattr(self.config, "max_position_embeddings", None)
         return value if isinstance(value, int) and value > 0 else None
 
+    def within(self, positions: Tensor) -> Tensor:
+        """Positions that the context has: in place of those before it 0, and of those beyond it the
+        last one."""
+        limit = self.max_positions
+        return positions.clamp(min=0, max=None if limit is None else limit - 1)
+
     def check_length(self, tokens: int, what: str = "text") -> None:
         """Raises ValueError where so many tokens of `what` do not fit the target's context."""
         limit = self.max_positions

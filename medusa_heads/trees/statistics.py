@@ -255,25 +255,34 @@ def _is_list(value: Any, length: int | None = None) -> TypeGuard[list[Any]]:
 
 
 def simulate_tokens_per_step(ranks_BTK: Tensor, choices: Sequence[RankPath]) -> float:
-    """Tokens per step that a static tree would have reached on measured sequences.
+    """`tokens_per_step` of `simulate_steps`."""
+    return tokens_per_step(simulate_steps(ranks_BTK, choices))
+
+
+def tokens_per_step(steps: Sequence[int]) -> float:
+    """Of steps that accepted 0, 1, .. drafts and committed one token more; 0.0 without any step."""
+    tokens = sum((accepted + 1) * count for accepted, count in enumerate(steps))
+    return tokens / sum(steps) if tokens else 0.0
+
+
+def simulate_steps(ranks_BTK: Tensor, choices: Sequence[RankPath]) -> list[int]:
+    """How many steps of a static tree would have accepted 0, 1, .., K drafts on measured sequences.
 
     Each stretch of a sequence in which every head has a true token is walked as decoding would walk
     it: at a position, descend while the path of ranks is in the tree, commit that many tokens plus
-    the target's own, move on. Counts are summed over all stretches before the ratio is taken.
-    """
+    the target's own, move on."""
     complete_BT = ranks_BTK.amin(dim=2) >= 0
     edges = F.pad(complete_BT.int(), (1, 1)).diff().flatten()
     lengths = (edges < 0).nonzero()[:, 0] - (edges > 0).nonzero()[:, 0]
     end = lengths.cumsum(0)
     at = end - lengths
-    committed_S = 1 + _accepted(ranks_BTK[complete_BT], choices)
-    steps = tokens = 0
+    accepted_S = _accepted(ranks_BTK[complete_BT], choices)
+    steps_K = torch.zeros(ranks_BTK.shape[2] + 1, dtype=torch.long)
     while len(at):  # a step in every stretch that has not come to its end
-        steps += len(at)
-        tokens += int(committed_S[at].sum())
-        at = at + committed_S[at]
+        steps_K += torch.bincount(accepted_S[at], minlength=len(steps_K))
+        at = at + 1 + accepted_S[at]
         at, end = at[at < end], end[at < end]
-    return tokens / steps if steps else 0.0
+    return [int(count) for count in steps_K]
 
 
 def _accepted(ranks_SK: Tensor, choices: Sequence[RankPath]) -> Tensor:

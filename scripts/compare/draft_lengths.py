@@ -9,14 +9,12 @@ without any knowledge and take turns with every fixed length, prompt by prompt.
 
 from __future__ import annotations
 
-import os
 import random
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 
 PLAIN, ADAPTIVE = "none", "adaptive"
 
@@ -44,20 +42,6 @@ class Arguments:
         default=None, metadata={"help": "of drawn text and drafts; default: greedy"}
     )
     seed: int = field(default=1, metadata={"help": "of the prompts and the sampling"})
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the flags say; returns the exit code."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    prog = "scripts.compare.draft_lengths"
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (Arguments,), argv, prog=prog, description=__doc__ or "", positional=("draft",)
-        )
-        compare(arguments)
-
-    return run_command(work, prog=prog)
 
 
 def compare(arguments: Arguments) -> None:
@@ -162,6 +146,8 @@ def _numbers(draw: random.Random) -> list[str]:
         for _ in range(8)
     ]
 
+
+main = command("scripts.compare.draft_lengths", compare, __doc__, "draft")
 
 if __name__ == "__main__":
     sys.exit(main())

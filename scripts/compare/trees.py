@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -23,17 +22,16 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from medusa_heads import MedusaModel
 from medusa_heads.cli.decoding import load_model
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import ModelArguments
-from medusa_heads.files import replace_json
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.plan.tree_size import expected_tokens, fastest, tune
 from medusa_heads.machine import describe_machine
+from scripts.measure.written import write_report
 
 PLAIN = "transformers generate"
 
@@ -57,21 +55,10 @@ class CompareArguments:
     output: str = field(default="runs/compare_trees.json", metadata={"help": "the numbers"})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compare as the flags say; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (CompareArguments,), argv, prog="scripts.compare.trees", description=__doc__ or ""
-        )
-        report = compare(arguments)
-        console = Console()
-        console.print(table_of(report))
-        Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
-        replace_json(arguments.output, report)
-        console.print(f"Written: {arguments.output}", soft_wrap=True, highlight=False)
-
-    return run_command(work, prog="scripts.compare.trees")
+def write(arguments: CompareArguments) -> None:
+    """Compare as the flags say, and write what comes out."""
+    report = compare(arguments)
+    write_report(arguments.output, report, table_of(report))
 
 
 def compare(arguments: CompareArguments) -> dict[str, Any]:
@@ -222,6 +209,8 @@ def table_of(report: dict[str, Any]) -> Table:
         )
     return table
 
+
+main = command("scripts.compare.trees", write, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,13 +22,12 @@ OUTPUT/target is an ordinary transformers model, OUTPUT/heads a checkpoint for i
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from medusa_heads.checkpoint.files import staged
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 
 
 @dataclass
@@ -66,23 +65,6 @@ class Arguments:
         default=None,
         metadata={"help": "seed of a random basis for the target, in which every channel is used"},
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Grow as the flags say; returns the exit code."""
-    prog = "scripts.grown.target"
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (Arguments,),
-            argv,
-            prog=prog,
-            description=__doc__ or "",
-            positional=("target", "output"),
-        )
-        grow(arguments)
-
-    return run_command(work, prog=prog)
 
 
 def grow(arguments: Arguments) -> None:
@@ -147,6 +129,8 @@ def _write_target(model: Any, came_from: str, folder: Path) -> None:
         except (OSError, ValueError):
             print("no tokenizer lies beside the target: none is written", file=sys.stderr)
 
+
+main = command("scripts.grown.target", grow, __doc__, "target", "output")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,14 +9,12 @@ here trains on. transformers' own assisted decoding with the same draft model is
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 
 PLAIN = "transformers generate"
 ASSISTED = "transformers assisted"
@@ -40,20 +38,6 @@ class Arguments:
     max_new_tokens: int = field(default=128, metadata={"help": "tokens after each"})
     temperature: float = field(default=0.7, metadata={"help": "of the sampled texts"})
     seed: int = field(default=1, metadata={"help": "of the prompts and the sampling"})
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the flags say; returns the exit code."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    prog = "scripts.measure.draft"
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (Arguments,), argv, prog=prog, description=__doc__ or "", positional=("draft",)
-        )
-        measure(arguments)
-
-    return run_command(work, prog=prog)
 
 
 def measure(arguments: Arguments) -> None:
@@ -127,6 +111,8 @@ def measure(arguments: Arguments) -> None:
             )
         Console().print(table)
 
+
+main = command("scripts.measure.draft", measure, __doc__, "draft")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any, Literal
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 
 KINDS: dict[str, dict[str, Any]] = {
     "independent": {},
@@ -51,17 +51,6 @@ class Arguments:
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.kinds) - set(KINDS)):
             raise ValueError(f"kinds are {', '.join(KINDS)}, got {unknown}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the flags say; returns the exit code."""
-    prog = "scripts.measure.drafting"
-
-    def work() -> None:
-        (arguments,) = parse_arguments((Arguments,), argv, prog=prog, description=__doc__ or "")
-        measure(arguments)
-
-    return run_command(work, prog=prog)
 
 
 def measure(arguments: Arguments) -> None:
@@ -122,6 +111,8 @@ def measure(arguments: Arguments) -> None:
         table.add_row(kind, tree, f"{taken:.2f}", f"{taken / whole:.2f}")
     Console().print(table)
 
+
+main = command("scripts.measure.drafting", measure, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,9 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -24,13 +22,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from datasets import Dataset
-from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback
 
 from medusa_heads import HeadsConfig, TargetModel
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
-from medusa_heads.files import replace_json
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.heads import new_heads
 from medusa_heads.machine import describe_machine
 from medusa_heads.settings import at_least
@@ -41,6 +37,7 @@ from medusa_heads.training.data.row_facts import check_rows
 from medusa_heads.training.hidden.cache_setup import open_hidden_states
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from scripts.measure.random_target import random_target
+from scripts.measure.written import write_report
 
 
 @dataclass
@@ -84,29 +81,14 @@ class Stopwatch(TrainerCallback):
         self.seconds.append(_now() - self.begun)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the flags say; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (MeasureArguments,),
-            argv,
-            prog="scripts.measure.hidden_cache",
-            description=__doc__ or "",
-        )
-        report = {
-            "machine": describe_machine(),
-            "arguments": vars(arguments),
-            "tokens_per_second": rates(arguments),
-        }
-        path = Path(arguments.output)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_json(path, report)
-        console = Console()
-        console.print(table_of(report))
-        console.print(f"Written: {path}", soft_wrap=True, highlight=False)
-
-    return run_command(work, prog="scripts.measure.hidden_cache")
+def write(arguments: MeasureArguments) -> None:
+    """Measure as the flags say, and write what comes out."""
+    report = {
+        "machine": describe_machine(),
+        "arguments": vars(arguments),
+        "tokens_per_second": rates(arguments),
+    }
+    write_report(arguments.output, report, table_of(report))
 
 
 def rates(arguments: MeasureArguments) -> dict[str, float]:
@@ -184,6 +166,8 @@ def _now() -> float:
         torch.accelerator.synchronize()
     return time.perf_counter()
 
+
+main = command("scripts.measure.hidden_cache", write, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,13 +29,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 import pyarrow as pa
 from pyarrow.parquet import ParquetWriter
-from rich.console import Console
 from rich.table import Table
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
-from medusa_heads.files import replace_json
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.machine import describe_machine
 from medusa_heads.settings import at_least
+from scripts.measure.written import write_report
 
 TOKENIZER = "assets/demo-target"
 CHAT = (
@@ -68,22 +66,10 @@ class MeasureArguments:
         at_least(self, 1, "rows", "length", "max_length")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the flags say; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (MeasureArguments,), argv, prog="scripts.measure.preparation", description=__doc__ or ""
-        )
-        report = measure(arguments)
-        path = Path(arguments.output)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_json(path, report)
-        console = Console()
-        console.print(table_of(report))
-        console.print(f"Written: {path}", soft_wrap=True, highlight=False)
-
-    return run_command(work, prog="scripts.measure.preparation")
+def write(arguments: MeasureArguments) -> None:
+    """Measure as the flags say, and write what comes out."""
+    report = measure(arguments)
+    write_report(arguments.output, report, table_of(report))
 
 
 def measure(arguments: MeasureArguments) -> dict[str, Any]:
@@ -240,6 +226,8 @@ def table_of(report: dict[str, Any]) -> Table:
     table.caption = f"{first['tokens']:,} tokens learnt from, {first['packed_rows']} packed rows"
     return table
 
+
+main = command("scripts.measure.preparation", write, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

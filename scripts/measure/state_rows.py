@@ -10,11 +10,10 @@ thread's own work, whatever else runs, and the least of several rounds.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 
 _SIZE: dict[str, Any] = {
     "vocab_size": 16384,
@@ -48,19 +47,6 @@ class Arguments:
     rounds: int = field(default=12, metadata={"help": "of which the least is taken"})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the flags say; returns the exit code."""
-    prog = "scripts.measure.state_rows"
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (Arguments,), argv, prog=prog, description=__doc__ or "", positional=()
-        )
-        measure(arguments)
-
-    return run_command(work, prog=prog)
-
-
 def measure(arguments: Arguments) -> None:
     """Print milliseconds of verifying chains of 1, 2 and 4 rows."""
     import torch
@@ -88,6 +74,8 @@ def measure(arguments: Arguments) -> None:
             each = ", ".join(f"{rows} rows {1e3 * took:.0f} ms" for rows, took in least.items())
             print(f"{kind}, {tokens} tokens a row: {each}", flush=True)
 
+
+main = command("scripts.measure.state_rows", measure, __doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -29,15 +29,13 @@ from typing import Any, Literal
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, DynamicCache
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.cli.decoding import load_model
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import ModelArguments
-from medusa_heads.files import replace_json
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.machine import describe_machine, find_device
 from scripts.grown.model import grown_medusa
@@ -52,6 +50,7 @@ from scripts.measure.step_timers import (
     standing_state,
     timed_attention,
 )
+from scripts.measure.written import write_report
 
 
 @dataclass
@@ -82,25 +81,13 @@ class ProfileArguments:
     output: str = field(default="runs/profile_step.json", metadata={"help": "the numbers"})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Profile as the flags say; returns the exit code."""
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (ProfileArguments,), argv, prog="scripts.measure.step", description=__doc__ or ""
-        )
-        report = profile(arguments)
-        console = Console()
-        console.print(table_of(report))
-        path = Path(arguments.output)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_json(path, report)
-        console.print(f"Written: {path}", soft_wrap=True, highlight=False)
-
-    return run_command(work, prog="scripts.measure.step")
-
-
 @torch.no_grad()
+def write(arguments: ProfileArguments) -> None:
+    """Profile as the flags say, and write what comes out."""
+    report = profile(arguments)
+    write_report(arguments.output, report, table_of(report))
+
+
 def profile(arguments: ProfileArguments) -> dict[str, Any]:
     """Plain values for JSON: machine, target, and a row for each context."""
     machine = describe_machine()  # before our own work adds to the load
@@ -291,6 +278,8 @@ def table_of(report: dict[str, Any]) -> Table:
         table.add_row(label, *(f"{row[name]:.3f}" for row in report["contexts"]))
     return table
 
+
+main = command("scripts.measure.step", write, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

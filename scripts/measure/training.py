@@ -28,22 +28,21 @@ from typing import Any, Literal
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.config import HeadsKind
-from medusa_heads.files import replace_json
 from medusa_heads.heads import new_heads
-from medusa_heads.inference.bench.timed_run import PeakMemory
 from medusa_heads.machine import describe_machine
+from medusa_heads.machine.memory import PeakMemory
 from medusa_heads.settings import at_least
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.teacher import Teacher
 from scripts.measure.random_target import random_target
+from scripts.measure.written import write_report
 
 MEBIBYTE = 1 << 20
 
@@ -103,13 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report["rate"] = rate(Training(arguments, objective), arguments.repeats)
         if arguments.measure in ("all", "memory"):
             report["memory"] = [peak_of(given, heads) for heads in arguments.memory_heads]
-        path = Path(arguments.output)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_json(path, report)
-        console = Console()
-        for table in tables_of(report):
-            console.print(table)
-        console.print(f"Written: {path}", soft_wrap=True, highlight=False)
+        write_report(arguments.output, report, *tables_of(report))
 
     return run_command(work, prog="scripts.measure.training")
 

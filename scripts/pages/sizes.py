@@ -1,4 +1,4 @@
-"""What heads take by the target's size, computed from shapes alone: the table of docs/sizes.md.
+"""What heads take by the target's size, computed from shapes alone: the tables of docs/sizes.md.
 
     python -m scripts.pages.sizes
 
@@ -10,6 +10,7 @@ Shapes: D hidden, V vocabulary, K heads, L layers, T tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from medusa_heads import HeadsConfig, TargetModel
+from medusa_heads.tables import in_markdown
 from medusa_heads.training.runs.dry_run import DryRun, TextSize, byte_size, plan_heads
 
 ROWS, LENGTH = 8, 2048  # of a step's forward, as in configs/llama-3.1-8b.yaml
@@ -77,19 +79,24 @@ def cache_bytes(target: TargetModel) -> int:
     return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head
 
 
-def planned(target: TargetModel) -> DryRun:
+def planned(
+    target: TargetModel, rows: int = ROWS, *, four_bits: bool = False, spread: int = 1
+) -> DryRun:
     """As `train-heads --dry_run` plans it."""
-    row = ROWS * LENGTH
-    return plan_heads(target, HEADS, _ARGUMENTS, TextSize(ROWS, row, row, LENGTH))
+    args = SimpleNamespace(**vars(_ARGUMENTS) | {"per_device_train_batch_size": rows})
+    tokens = rows * LENGTH
+    text = TextSize(rows, tokens, tokens, LENGTH)
+    arguments: Any = args
+    return plan_heads(target, HEADS, arguments, text, four_bits=four_bits, spread=spread)
 
 
 def table() -> list[str]:
-    """Lines of markdown."""
+    """What each size has, as lines of markdown."""
     columns = [
-        *("shape of", "weights", "training: memory", "of it the heads", "a checkpoint"),
+        *("shape of", "weights", "of training, the heads", "a checkpoint"),
         *("heads on disk, bf16", "KV cache of a token", "operations a token"),
     ]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     for name in SHAPES:
         target = shaped(name)
         plan = planned(target)
@@ -97,16 +104,65 @@ def table() -> list[str]:
         cells = [
             name,
             byte_size(plan.memory["target's weights"]),
-            byte_size(sum(plan.memory.values())),
             byte_size(learning),
             byte_size(plan.disk["each checkpoint"]),
             byte_size(learning / 16 * 2),  # AdamW holds 16 bytes of a parameter, bf16 2
             byte_size(cache_bytes(target)),
             f"{training_operations(target, HEADS, LENGTH) / 1e9:.0f} G",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    return in_markdown((columns, rows)).splitlines()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs, the memory of each in bytes, and the operations a second that each is assumed to
+    reach."""
+
+    gpus: int
+    memory: float
+    rate: float
+
+    def __str__(self) -> str:
+        return f"{self.gpus} x {self.memory / 1e9:.0f} GB"
+
+
+MACHINES = (Machine(1, 24e9, 50e12), Machine(1, 80e9, 200e12), Machine(8, 80e9, 200e12))
+LEFT = 0.1  # of a GPU's memory, for attention, the allocator and CUDA itself
+TOKENS = 10e6
+
+
+def fitting(target: TargetModel, machine: Machine) -> tuple[str, int, float] | None:
+    """How a target is held on a machine with the most rows a forward, how many they are, and the
+    bytes of each GPU; None where it does not fit."""
+    ways: dict[str, dict[str, Any]] = {"whole": {}, "FSDP": {"spread": machine.gpus}}
+    if machine.gpus == 1:
+        ways = {"whole": {}, "4 bits": {"four_bits": True}}
+    for rows in (8, 4, 2, 1):
+        for way, how in ways.items():
+            needed = sum(planned(target, rows, **how).memory.values())
+            if needed <= (1 - LEFT) * machine.memory:
+                return way, rows, needed
+    return None
+
+
+def machines() -> list[str]:
+    """What fits where, as lines of markdown."""
+    rows = []
+    for name in SHAPES:
+        target, cells = shaped(name), [name]
+        operations = TOKENS * training_operations(target, HEADS, LENGTH)
+        for machine in MACHINES:
+            found = fitting(target, machine)
+            if found is None:
+                cells.append("does not fit")
+                continue
+            way, count, needed = found
+            hours = operations / (machine.gpus * machine.rate) / 3600
+            cells.append(f"{way}, {count} rows: {byte_size(needed)}, {hours:.2g} h")
+        rows.append(cells)
+    return in_markdown((["shape of", *map(str, MACHINES)], rows)).splitlines()
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join([*machines(), "", *table()]))

@@ -83,7 +83,8 @@ def test_a_shipped_config_is_planned_on_one_screen(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(ROOT)
-    flags = ["--config", str(path), "--dry_run", "--output_dir", str(tmp_path / "run")]
+    flags = ["--config", str(path), "--dry_run", "--measure_steps", "false"]
+    flags += ["--output_dir", str(tmp_path / "run")]
     if path.stem in ARCHITECTURES:
         target = tmp_path / "target"
         ARCHITECTURES[path.stem].save_pretrained(target)

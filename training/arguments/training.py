@@ -16,6 +16,7 @@ OF_THE_RUN = (
     "overwrite_output_dir",
     "early_stopping_patience",
     "dry_run",
+    "measure_steps",
     "training_args",
 )
 SHARED_LEARNING_RATE = 5e-3
@@ -77,8 +78,13 @@ class OptimisationArguments:
     overwrite_output_dir: bool = flag(False, "Remove an earlier run's checkpoints from output_dir.")
     dry_run: bool = flag(
         False,
-        "Everything but steps: read settings and text, print what would be trained, how long, and "
-        "what memory and disk it takes; then stop.",
+        "Everything but the run: read settings and text, print what would be trained, how long, "
+        "and what memory and disk it takes; then stop.",
+    )
+    measure_steps: bool = flag(
+        True,
+        "A dry run measures some steps, where the target's weights are on this disk and fit into "
+        "the memory.",
     )
     training_args: dict | str | None = flag(
         None, "Further fields of transformers.TrainingArguments, as a YAML or JSON mapping."

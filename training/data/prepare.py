@@ -26,15 +26,12 @@ from medusa_heads.data.sources import Corpus, as_corpus, is_stream, load_corpus
 from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.arguments.data import (
-    EVAL_ROWS,
-    STREAM_EVAL_ROWS,
-    DataArguments,
-)
+from medusa_heads.training.arguments.data import EVAL_ROWS, STREAM_EVAL_ROWS, DataArguments
 from medusa_heads.training.data.pack import check_packing
 from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows
 from medusa_heads.training.data.split import TRAINING, split_once, tokenise_once
 from medusa_heads.training.data.stream import stream_rows
+from medusa_heads.training.data.template_fit import template_mismatch
 from medusa_heads.training.data.tokeniser import Tokeniser
 
 logger = logging.getLogger(__name__)
@@ -51,6 +48,8 @@ class TrainingData:
     held_out_facts: RowFacts
     corpora: Sequence[Corpus]  # the one to train on first
     one_pass: IterableDataset | None = None  # of a stream, all its rows once, not packed
+    tokenizer: PreTrainedTokenizerBase | None = None  # of text, as far as it is known
+    warnings: Sequence[str] = ()  # what to look at, a sentence each
 
     @property
     def is_stream(self) -> bool:
@@ -188,8 +187,19 @@ def prepare_data(
     if held_out is not None or settings.eval_rows is settings.eval_share is None:
         measured = _draw(measured, settings.eval_rows or EVAL_ROWS, seed)
     held_out_facts = check_rows(measured, target, name="held-out set", heads_reached=num_heads)
-    streams = [part for part in parts if part.is_stream]
-    return TrainingData(rows, measured, known, facts, held_out_facts, [*streams, *tables], one_pass)
+    found = [facts.doubt(TRAINING), held_out_facts.doubt("held-out set")]
+    found.append(template_mismatch(known, tokenizer, settings, stop_ids(target.model), TRAINING))
+    return TrainingData(
+        rows,
+        measured,
+        known,
+        facts,
+        held_out_facts,
+        [*(part for part in parts if part.is_stream), *tables],
+        one_pass,
+        tokenizer,
+        [sentence for sentence in found if sentence is not None],
+    )
 
 
 def _draw(rows: Dataset, most: int, seed: int) -> Dataset:

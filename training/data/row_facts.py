@@ -6,9 +6,7 @@ Shapes: V vocabulary of the target.
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +20,6 @@ from medusa_heads.config import IGNORED
 from medusa_heads.data.sources import is_stream
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.columns import ROWS_AT_ONCE, flat
-
-logger = logging.getLogger(__name__)
 
 TOKENS_PER_ENTRY = 256
 """So many tokens of a stream are counted for each token that can be drafted."""
@@ -40,6 +36,16 @@ class RowFacts:
     tokens: int
     supervised_tokens: int
     sha256: str  # over the token ids and labels, row by row
+
+    def doubt(self, name: str) -> str | None:
+        """The sentence for a dataset of less than 1 % of whose tokens anything is learnt."""
+        share = self.supervised_tokens / self.tokens
+        if share >= _LITTLE:
+            return None
+        return (
+            f"only {100 * share:.2f} % of the tokens in the {name} are supervised: look at what "
+            "its labels leave out, or give text with longer answers"
+        )
 
 
 @dataclass(frozen=True)
@@ -95,10 +101,9 @@ def check_rows(
     rows: Dataset, target: TargetModel, *, name: str, heads_reached: int, kept: Any = None
 ) -> RowFacts:
     """Read every row (columns `input_ids` and `labels`) once, and count, or those alone that a mask
-    [rows] keeps; `name` is what messages call the dataset. Warns where less than 1 % of the tokens
-    are supervised. Raises ValueError: a row that does not fit the target's vocabulary and context,
-    or too little supervised text: at one position somewhere `heads_reached` heads must have a true
-    token."""
+    [rows] keeps; `name` is what messages call the dataset. Raises ValueError: a row that does not
+    fit the target's vocabulary and context, or too little supervised text: at one position
+    somewhere `heads_reached` heads must have a true token."""
     limits = RowLimits.of(target)
     number = tokens = learnt = longest_run = first = 0
     digest = hashlib.sha256()
@@ -112,7 +117,8 @@ def check_rows(
         columns = [flat(column) for column in table.columns]
         (ids, lengths), (labels, _) = columns
         if not limits.fit(*columns):
-            for place, (row_ids, row_labels) in enumerate(_row_by_row(*columns), start=number):
+            parts = (np.split(values, np.cumsum(counts)[:-1]) for values, counts in columns)
+            for place, (row_ids, row_labels) in enumerate(zip(*parts, strict=True), start=number):
                 if (problem := limits.problem(row_ids, row_labels)) is not None:
                     raise ValueError(f"row {place} of the {name} {problem}")
         supervised = labels != IGNORED
@@ -130,25 +136,7 @@ def check_rows(
             f"the {name} has no {heads_reached + 1} supervised tokens in a row "
             f"(at most {longest_run}): give longer text or fewer heads"
         )
-    facts = RowFacts(number, tokens, learnt, digest.hexdigest())
-    warn_of_little(facts, name)
-    return facts
-
-
-def warn_of_little(facts: RowFacts, name: str) -> None:
-    """Say so where less than 1 % of the tokens are supervised."""
-    if facts.supervised_tokens / facts.tokens < _LITTLE:
-        logger.warning(
-            "only %.2f %% of the tokens in the %s are supervised: look at what its labels leave "
-            "out, or give text with longer answers",
-            100 * facts.supervised_tokens / facts.tokens,
-            name,
-        )
-
-
-def _row_by_row(*columns: tuple[Any, Any]) -> Iterator[Any]:
-    parts = [np.split(values, np.cumsum(lengths)[:-1]) for values, lengths in columns]
-    return zip(*parts, strict=True)
+    return RowFacts(number, tokens, learnt, digest.hexdigest())
 
 
 def _written(ids: Any, labels: Any, lengths: Any) -> Any:

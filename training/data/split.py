@@ -13,15 +13,10 @@ from medusa_heads.data.sources import Corpus
 from medusa_heads.files import move_in, read_json, replace_json, staging
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import EVAL_ROWS, EVAL_SHARE, DataArguments
-from medusa_heads.training.data.columns import (
-    picked,
-    row_lengths,
-    write_numbers,
-    write_table,
-)
+from medusa_heads.training.data.columns import picked, row_lengths, write_numbers, write_table
 from medusa_heads.training.data.pack import fill_bins, pack_rows
 from medusa_heads.training.data.prepared import prepared, prepared_folder, table_fingerprint
-from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows, warn_of_little
+from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows
 from medusa_heads.training.data.tokenise import document_numbers, is_ready, tokenise
 from medusa_heads.training.data.tokeniser import Tokeniser
 
@@ -74,8 +69,6 @@ def split_once(
                     write_table(made / "bins.arrow", fill_bins(row_lengths(rows)[kept], size))
                 move_in(made, folder, sorted(path.name for path in made.iterdir()))
     facts = RowFacts(**read_json(folder / "facts.json"))
-    if found:
-        warn_of_little(facts, TRAINING)
     rows = rows.select_columns(["input_ids", "labels"])
     known = picked(rows, folder / "known.arrow") if draws else rows
     measured = picked(rows, folder / "held_out.arrow") if draws else None

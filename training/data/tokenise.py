@@ -14,9 +14,7 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, concatenate_datasets
 
-from medusa_heads.data.formats import (
-    DOCUMENT_COLUMN,
-)
+from medusa_heads.data.formats import DOCUMENT_COLUMN
 from medusa_heads.data.sources import Corpus
 from medusa_heads.training.data.columns import lengths_in_parts, picked, write_numbers
 from medusa_heads.training.data.prepared import write_whole
@@ -34,16 +32,6 @@ def tokenise(
     `labels` and `document`, the row of the corpus that each is a part of. They are written to
     `folder` in parts, and parts that are there are read; by default they stay in memory. Raises
     ValueError at broken rows, unless they may be left out, or where no row is left."""
-    rows, lost = _made(corpus, tokeniser, num_proc, folder)
-    if not len(rows):
-        raise ValueError(f"the corpus is empty: give one with text in it ({corpus.name})")
-    return replace(corpus, rows=rows, cut_documents=lost[0], cut_tokens=lost[1])
-
-
-def _made(
-    corpus: Corpus, tokeniser: Tokeniser, num_proc: int | None, folder: Path | None
-) -> tuple[Dataset, list[int]]:
-    """The rows, and of how many documents how many labels were cut off."""
     parts = [
         _part(corpus, tokeniser, start, num_proc, folder)
         for start in range(0, max(len(corpus.rows), 1), _ROWS_OF_A_PART)
@@ -55,25 +43,31 @@ def _made(
         corpus.bad_rows.add(place, row["problem"])
     corpus.bad_rows.settle()
     lost = made.data.column("lost")
-    cut = [pc.sum(pc.greater(lost, 0)).as_py() or 0, pc.sum(lost).as_py() or 0]
-    if cut[0]:
+    documents, tokens = pc.sum(pc.greater(lost, 0)).as_py() or 0, pc.sum(lost).as_py() or 0
+    if documents:
         logger.warning(
             "%d documents of %s were longer than max_length %d: %d supervised tokens were cut off",
-            cut[0],
+            documents,
             corpus.name,
             tokeniser.max_length,
-            cut[1],
+            tokens,
         )
     rows = made.select_columns(["input_ids", "labels", DOCUMENT_COLUMN])
-    if not len(broken):
-        return rows, cut
+    if len(broken):
+        rows = _without(rows, broken, folder)
+    if not len(rows):
+        raise ValueError(f"the corpus is empty: give one with text in it ({corpus.name})")
+    return replace(corpus, rows=rows, cut_documents=documents, cut_tokens=tokens)
+
+
+def _without(rows: Dataset, broken: Any, folder: Path | None) -> Dataset:
     fine = np.setdiff1d(np.arange(len(rows)), broken)
     if folder is None:
-        return rows.select(fine), cut
+        return rows.select(fine)
     file = folder / "fine.arrow"
     if not file.exists():
         write_whole(file, lambda path: write_numbers(path, rows, fine))
-    return picked(rows, file), cut
+    return picked(rows, file)
 
 
 def _part(

@@ -51,7 +51,7 @@ class Tokeniser:
     ) -> dict[str, list[Any]]:
         """Columns of rows: the tokens, which row of the corpus each is a part of, why that one
         cannot be used (then without tokens) and its place, and how many labels were cut off."""
-        made: dict[str, list[Any]] = {name: [] for name in token_features()}
+        made: list[tuple[Any, ...]] = []
         table = [
             dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
         ]
@@ -59,15 +59,10 @@ class Tokeniser:
         for document, row, (rows, lost, refusal) in zip(documents, table, outcomes, strict=True):
             for part in rows:
                 problem = refusal or self._problem(part)
-                input_ids, labels = ([], []) if problem else part
-                made["input_ids"].append(input_ids)
-                made["labels"].append(labels)
-                made["document"].append(document)
-                made["problem"].append(problem)
-                made["place"].append(row.get(PLACE_COLUMN) if problem else None)
-                made["lost"].append(lost)
+                tokens, place = (([], []), row.get(PLACE_COLUMN)) if problem else (part, None)
+                made.append((*tokens, document, problem, place, lost))
                 lost = 0  # told once
-        return made
+        return {name: [each[i] for each in made] for i, name in enumerate(token_features())}
 
     def arrow(self, table: pa.Table, documents: Sequence[int]) -> pa.Table:
         """The same of a table of whole numbers, in which only rows that cannot be taken as they are
@@ -123,7 +118,8 @@ class Tokeniser:
                 plain += [content.prompt, content.prompt + content.completion]
             elif isinstance(content, Rendered):
                 rendered += [*content.asked, *content.answered]
-        encoded, chats = self._encode(plain), _in_parts(self._encode_rendered, rendered)
+        encoded = self._encode(plain)
+        chats = iter(()) if self.chat is None else _in_parts(self.chat.encode, rendered)
         for entry in found:
             try:
                 if isinstance(entry, BadRow):
@@ -211,10 +207,6 @@ class Tokeniser:
             end = self.tokenizer.eos_token_id
             added = end is not None and ids[-1:] == [end]
             yield ids[:-1] if added and not text.endswith(self.tokenizer.eos_token) else ids
-
-    def _encode_rendered(self, texts: list[str]) -> list[list[int]]:
-        assert self.chat is not None
-        return self.chat.encode(texts)
 
     def _ended(self, ids: list[int]) -> list[int]:
         """With the token by which the target ends a text, if it has one."""

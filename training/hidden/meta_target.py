@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -12,6 +16,28 @@ from medusa_heads.machine import Shape, choose
 from medusa_heads.target.loading import asking_hub
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def weights_on_disk(arguments: TargetArguments) -> bool:
+    """Whether all weights of the target are here: nothing is asked of a hub."""
+    name = arguments.model_name_or_path
+    folder = Path(name).expanduser()
+
+    def place(file: str) -> Path | None:
+        if folder.is_dir():
+            return folder / file if (folder / file).is_file() else None
+        found = try_to_load_from_cache(name, file, revision=arguments.model_revision)
+        return Path(found) if isinstance(found, str) else None
+
+    for file in _WEIGHTS:
+        if place(file) is not None:
+            return True
+        if (index := place(f"{file}.index.json")) is not None:
+            parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            return all(place(part) is not None for part in parts)
+    return False
 
 
 def meta_target(arguments: TargetArguments, device: torch.device | None = None) -> TargetModel:

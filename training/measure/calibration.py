@@ -10,7 +10,7 @@ Source: Guo et al. 2017, "On calibration of modern neural networks", arXiv:1706.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,6 +100,19 @@ def calibrate(
     if not len(found.hidden_SD):
         return []
     return _calibrate(statistics, heads, found, partial(_read, hidden_states, text))
+
+
+def calibration_figures(calibrations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What `calibrate` returns, as figures for trackers."""
+    return {
+        f"eval_head{entry['head']}_{name}": value
+        for entry in calibrations
+        for name, value in (
+            ("temperature", entry["temperature"]),
+            ("calibration_error", entry["before"]["expected_error"]),
+            ("calibration_error_at_temperature", entry["after"]["expected_error"]),
+        )
+    }
 
 
 class _Positions(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,8 @@ from medusa_heads.training.data.prepare import make_tokeniser
 from medusa_heads.training.data.row_facts import check_rows
 from medusa_heads.training.data.tokenise import tokenise
 from medusa_heads.training.loss.rows import head_labels
+
+logger = logging.getLogger(__name__)
 
 _DOCUMENTS = 64  # read at a time: whole ones, of which the first may be long and alike throughout
 
@@ -51,7 +54,9 @@ def draw_rows(
     drawn = generator.permutation(len(rows))
     reached = np.cumsum([_supervised(rows[int(i)]["labels"]) for i in drawn])
     rows = rows.select(drawn[: np.searchsorted(reached, tokens) + 1])
-    check_rows(rows, target, name="corpus", heads_reached=num_heads)
+    facts = check_rows(rows, target, name="corpus", heads_reached=num_heads)
+    if (doubt := facts.doubt("corpus")) is not None:
+        logger.warning(doubt)
     return rows
 
 

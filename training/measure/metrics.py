@@ -7,20 +7,22 @@ chain), D hidden, V vocabulary of the heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medusa_heads.config import IGNORED
+from medusa_heads.config import IGNORED, RankPath
 from medusa_heads.heads import DraftHeads
 from medusa_heads.training.loss.fused import chunk_pairs
 from medusa_heads.training.loss.rows import SupervisedRows
-from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
+from medusa_heads.trees.statistics import HeadStatistics, simulate_steps, tokens_per_step
 
 TREE_SIZES = (16, 32)
+_SHOWN = 128  # tokens of a text
 CHAINS = tuple(range(1, 9))  # drafts of a draft model in a row
 TARGET_FIGURES = ("loss", "loss_before", "kl")  # of a target that learns too
 
@@ -68,30 +70,64 @@ def rank_metrics(ranks_BTK: Tensor) -> dict[str, float]:
 
     Tokens per step are simulated: the same sequences are walked with the best static tree that
     their own ranks imply. With thousands of positions for a few dozen nodes that flatters little.
+    Heads are accepted one after the other: `head0_accepted`, .. are the shares of the steps that
+    came to a head, along the best 32 nodes, in which its draft was accepted.
     """
     statistics = rank_statistics(ranks_BTK)
-    figures = _accuracies(statistics)
-    for size in TREE_SIZES:
-        simulated = simulate_tokens_per_step(ranks_BTK, statistics.choices(size))
-        figures[f"tokens_per_step_{size}"] = simulated
-    return figures
+    return _figures(ranks_BTK, statistics, {n: statistics.choices(n) for n in TREE_SIZES})
 
 
 def chain_metrics(ranks_BTK: Tensor) -> dict[str, float]:
     """As `rank_metrics`, of what drafts each token behind its likeliest one alone: whatever the
     size, the tree is the chain of K."""
-    chain = [(0,) * (depth + 1) for depth in range(ranks_BTK.shape[2])]
-    simulated = simulate_tokens_per_step(ranks_BTK, chain)
-    names = [f"tokens_per_step_{size}" for size in TREE_SIZES]
-    return _accuracies(rank_statistics(ranks_BTK)) | dict.fromkeys(names, simulated)
+    trees = dict.fromkeys(TREE_SIZES, chain_tree(ranks_BTK))
+    return _figures(ranks_BTK, rank_statistics(ranks_BTK), trees)
 
 
-def _accuracies(statistics: HeadStatistics) -> dict[str, float]:
-    return {
+def best_tree(ranks_BTK: Tensor) -> list[RankPath]:
+    """The best static tree of the most nodes that `rank_metrics` walks with."""
+    return rank_statistics(ranks_BTK).choices(TREE_SIZES[-1])
+
+
+def chain_tree(ranks_BTK: Tensor) -> list[RankPath]:
+    """That of `chain_metrics`: nothing but likeliest tokens."""
+    return [(0,) * (depth + 1) for depth in range(ranks_BTK.shape[2])]
+
+
+def _figures(
+    ranks_BTK: Tensor, statistics: HeadStatistics, trees: Mapping[int, Sequence[RankPath]]
+) -> dict[str, float]:
+    figures = {
         f"head{i}_top{k}": accuracy
         for k in (1, 5)
         for i, accuracy in enumerate(statistics.top_k_accuracy(k))
     }
+    for size, choices in trees.items():
+        steps = simulate_steps(ranks_BTK, choices)
+        figures[f"tokens_per_step_{size}"] = tokens_per_step(steps)
+    came = [sum(steps[i:]) for i in range(len(steps))]
+    for i, (here, on) in enumerate(itertools.pairwise(came)):
+        figures[f"head{i}_accepted"] = on / max(here, 1)
+    return figures
+
+
+def accepted_text(
+    ranks_BTK: Tensor, labels_BT: Tensor, choices: Collection[RankPath], tokenizer: Any
+) -> str:
+    """The beginning of the first held-out text as decoding with a tree would write it, with a bar
+    between what two steps commit."""
+    complete_BT = ranks_BTK.amin(dim=2) >= 0
+    b, t = (int(place) for place in complete_BT.nonzero()[0])
+    ranks, labels = ranks_BTK[b].tolist(), labels_BT[b].tolist()
+    parts = [labels[t + 1 : t + 2]]
+    first = t
+    while t < min(len(labels), first + _SHOWN) and complete_BT[b, t]:
+        path, accepted = tuple(ranks[t]), 0
+        while path[: accepted + 1] in choices and accepted < len(path):
+            accepted += 1
+        parts.append([token for token in labels[t + 2 : t + 3 + accepted] if token != IGNORED])
+        t += 1 + accepted
+    return "|".join(tokenizer.batch_decode(parts))
 
 
 def describe(metrics: Mapping[str, Any]) -> str | None:
@@ -157,8 +193,8 @@ def draft_metrics(figures_BT3: Tensor) -> dict[str, float]:
     padded_BT = F.pad(ranks_BT, (0, CHAINS[-1] - 1), value=IGNORED)
     ranks_BTK = padded_BT.unfold(1, CHAINS[-1], 1)
     for length in CHAINS:
-        chain = [(0,) * (depth + 1) for depth in range(length)]
-        figures[f"tokens_per_step_{length}"] = simulate_tokens_per_step(ranks_BTK, chain)
+        simulated = tokens_per_step(simulate_steps(ranks_BTK, chain_tree(ranks_BTK[..., :length])))
+        figures[f"tokens_per_step_{length}"] = simulated
     return figures
 
 

@@ -92,6 +92,7 @@ def make_report(
             for nodes, tokens in statistics.dynamic_tokens_per_step.items()
         ],
         "tree": [list(path) for path in best],
+        "warnings": list(metrics.get("warnings", ())),
         "training": {
             "steps": metrics.get("steps"),
             "best_step": metrics.get("best_step"),
@@ -138,6 +139,7 @@ def markdown(report: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
     """The report as Markdown; pictures are linked by name."""
     title = f"# {report['heads']['num_heads']} {report['heads']['kind']} heads"
     parts = [f"{title} for {report['target'] or 'a target in memory'}", headline(report)]
+    parts += [f"**Warning:** {sentence}." for sentence in report.get("warnings", ())]
     for name, rows in _tables(report).items():
         parts.append(f"## {name}\n\n{in_markdown(rows)}")
     parts.append(LEGEND)

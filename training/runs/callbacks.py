@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import signal
+import statistics
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
+from medusa_heads.machine import wait_for
 from medusa_heads.training.hidden.sharding import any_process
 
 logger = logging.getLogger(__name__)
@@ -103,6 +106,27 @@ class Interruptions(TrainerCallback):
         if self._handler_before is not None:
             signal.signal(signal.SIGTERM, self._handler_before)
             self._handler_before = None
+
+
+class Pace(TrainerCallback):
+    """What a step takes; batches are at hand when it begins."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        self._began = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Its first batch is at hand."""
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:
+        """The optimiser has done its part."""
+        wait_for(args.device)
+        self._seconds.append(time.perf_counter() - self._began)
+
+    def median(self) -> float | None:
+        """Seconds of a step, the first one left out, which warms up; None of no step."""
+        return statistics.median(self._seconds[1:] or self._seconds) if self._seconds else None
 
 
 class ReadableProgress(ProgressCallback):

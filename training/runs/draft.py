@@ -35,7 +35,6 @@ from medusa_heads.training.loss.next_token import DraftLoss
 from medusa_heads.training.loss.rows import next_rows
 from medusa_heads.training.measure.metrics import CHAINS, describe_draft, draft_metrics
 from medusa_heads.training.runs.pruned_target import begin_draft
-from medusa_heads.training.runs.record import write_figures
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
 from medusa_heads.training.runs.trainer import GoingOnTrainer, Inputs, Judged
 
@@ -145,7 +144,7 @@ def train_draft(
             },
             provenance=story,
         )
-        write_figures(run.output, trainer, trained, measured, story)
+        run.write_figures(trainer, trained, measured, story)
     return model
 
 
@@ -207,6 +206,9 @@ class DraftTrainer(GoingOnTrainer):
             if rows is not None:
                 batches[number] = collate(rows) | {_OWN: torch.tensor(True)}
         return batches, self._get_num_items_in_batch(batches, device)
+
+    def _read(self, inputs: Inputs) -> Tensor | None:
+        return None if _OWN in inputs else super()._read(inputs)
 
     def _plain_and_own_loss(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         read = self._supervised(self.draft.model, inputs)

@@ -1,4 +1,5 @@
-"""Everything of a run but its steps: what it would train, on how much, and what that takes.
+"""Everything of a run but its steps: what it would train, on how much, and what that takes by the
+sizes of matrices. What it takes here is measured elsewhere (`rehearsal.py`).
 
 The target is built from its configuration on the meta device: no weight is read, and a model of any
 size is planned for on any machine.
@@ -22,6 +23,7 @@ from transformers import TrainingArguments
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import KINDS
 from medusa_heads.heads.block import AT_ONCE
+from medusa_heads.target.layers import layer_lists
 from medusa_heads.target.mtp import empty_mtp, own_parts
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
@@ -74,10 +76,11 @@ def plan_heads(
     *,
     four_bits: bool = False,
     joint: JointConfig | None = None,
+    spread: int = 1,
 ) -> DryRun:
-    """Steps, memory and disk of a run, on a target that may be on the meta device. The memory of
-    activations is an estimate for targets of dense layers, without that of the attention's own
-    kernel."""
+    """Steps, memory and disk of a run, on a target that may be on the meta device, and that so many
+    processes share. The memory of activations is an estimate for targets of dense layers, without
+    that of the attention's own kernel."""
     config = config.for_target(target.hidden_size, target.vocab_size)
     target = target.with_features(config.features)
     with torch.device("meta"):
@@ -91,7 +94,7 @@ def plan_heads(
         read += tokens * width * (config.num_heads - 1)
         block += min(AT_ONCE, tokens * width * config.num_heads * 16 * config.num_layers)
     memory = {
-        "target's weights": weight_bytes(target, four_bits=four_bits),
+        "target's weights": weight_bytes(target, four_bits=four_bits, spread=spread),
         "heads, gradients, AdamW": heads * _ADAMW_BYTES,
         "target's forward": _forward(target, tokens),
         "heads' activations": read * 8 + block * 4 * (config.num_blocks + 2),
@@ -201,9 +204,17 @@ def _inner_matrices(target: TargetModel) -> dict[str, nn.Linear]:
     return {name: m for name, m in modules if isinstance(m, nn.Linear) and m is not lm_head}
 
 
-def weight_bytes(target: TargetModel, *, four_bits: bool = False) -> float:
-    """Bytes of all weights; quantisation leaves embeddings, norms and the lm_head as they are."""
-    stored = sum(weight.numel() * weight.dtype.itemsize for weight in target.model.parameters())
+def weight_bytes(target: TargetModel, *, four_bits: bool = False, spread: int = 1) -> float:
+    """Bytes of all weights, or of a process's part where several share them; quantisation leaves
+    embeddings, norms and the lm_head as they are."""
+
+    def stored_in(module: Any) -> float:
+        return float(sum(weight.numel() * weight.dtype.itemsize for weight in module.parameters()))
+
+    stored = stored_in(target.model)
+    if spread > 1:  # each its part, and two gathered: the layer that runs, and the next
+        layers = [stored_in(layer) for part in layer_lists(target.model).values() for layer in part]
+        return stored - sum(layers) * (1 - 1 / spread) + 2 * max(layers)
     if not four_bits:
         return stored
     inner = [matrix.weight for matrix in _inner_matrices(target).values()]
@@ -231,7 +242,7 @@ def show_plan(plan: DryRun, console: Console) -> None:
     size = "a stream"
     if text.rows is not None:
         size = f"{text.rows:,} rows, {text.tokens:,} tokens, {text.learnt:,} of them learnt"
-    table = Table(title="Dry run: nothing is trained, nothing written", show_header=False)
+    table = Table(title="Dry run: nothing is trained, nothing kept", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
     table.add_row("target", plan.target)
@@ -241,7 +252,7 @@ def show_plan(plan: DryRun, console: Console) -> None:
     for name, needed in plan.memory.items():
         table.add_row(f"memory: {name}", byte_size(needed))
     whole = byte_size(sum(plan.memory.values()))
-    table.add_row("memory of a process, about", whole, end_section=True)
+    table.add_row("memory of a process, computed", whole, end_section=True)
     for name, needed in plan.disk.items():
         table.add_row(f"disk: {name}", byte_size(needed))
     console.print(table)

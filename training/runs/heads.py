@@ -28,12 +28,11 @@ from medusa_heads.training.hidden.cache_setup import open_hidden_states
 from medusa_heads.training.hidden.launched import launched_sharding
 from medusa_heads.training.hidden.sharding import is_sharded
 from medusa_heads.training.hidden.states import HiddenStates
-from medusa_heads.training.measure.calibration import calibrate
+from medusa_heads.training.measure.calibration import calibrate, calibration_figures
 from medusa_heads.training.measure.metrics import rank_statistics
 from medusa_heads.training.measure.report import make_report, write_report
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.joint import JointTrainer, adapted
-from medusa_heads.training.runs.record import write_figures
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
 
 
@@ -159,6 +158,8 @@ def train_heads(
             calibrations = calibrate(statistics, heads, hidden_states, run.data.held_out)
         if not trainer.is_world_process_zero():
             return heads
+        if trainer.args.report_to:
+            trainer.log(calibration_figures(calibrations))
         story = run.story()
         save_heads(
             run.output,
@@ -169,7 +170,7 @@ def train_heads(
             adapter=adapter,
             with_vocab_matrix=with_vocab_matrix,
         )
-    metrics = write_figures(run.output, trainer, trained, measured.metrics or {}, story)
+    metrics = run.write_figures(trainer, trained, measured.metrics or {}, story)
     report = make_report(
         statistics,
         ranks_BTK,

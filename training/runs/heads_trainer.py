@@ -23,7 +23,13 @@ from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.rows import read_rows
 from medusa_heads.training.loss.teacher import Teacher
 from medusa_heads.training.measure.fresh_heads import FreshHeads
-from medusa_heads.training.measure.metrics import describe, head_ranks, rank_metrics
+from medusa_heads.training.measure.metrics import (
+    accepted_text,
+    best_tree,
+    describe,
+    head_ranks,
+    rank_metrics,
+)
 from medusa_heads.training.runs.trainer import Inputs, Judged, TaughtTrainer
 from medusa_heads.trees.statistics import MAX_RANK
 
@@ -53,6 +59,7 @@ class HeadsTrainer(TaughtTrainer):
 
     metrics_of = staticmethod(rank_metrics)
     describe = staticmethod(describe)
+    tree_of = staticmethod(best_tree)
     worse = "the heads worse than fresh ones"
     unusable: ClassVar[Mapping[str, Any]] = {
         **TaughtTrainer.unusable,
@@ -119,6 +126,16 @@ class HeadsTrainer(TaughtTrainer):
         loss: Tensor = model(hidden_BTD, inputs, items)
         self._compare(inputs, lambda: (hidden_BTD, hidden_BTD))
         return loss
+
+    def _read(self, inputs: Inputs) -> Tensor | None:
+        return self.hidden_states.of(inputs)
+
+    def _metrics(self, given: Any) -> dict[str, Any]:
+        figures = super()._metrics(given)
+        if self.tokenizer is not None and self.args.report_to:
+            found = torch.as_tensor(given.predictions), torch.as_tensor(given.label_ids)
+            figures["accepted_text"] = accepted_text(*found, self.tree_of(found[0]), self.tokenizer)
+        return figures
 
     @torch.no_grad()
     def _compare(self, inputs: Inputs, hidden: Callable[[], tuple[Tensor, Tensor]]) -> None:

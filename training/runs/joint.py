@@ -269,6 +269,9 @@ class JointTrainer(HeadsTrainer):
         self._compare(inputs, lambda: self.joint.read_twice(inputs))
         return loss
 
+    def _read(self, inputs: Inputs) -> Tensor | None:
+        return self.joint.read_before(inputs)
+
     def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> Judged:
         own = next_rows(inputs["labels"], inputs.get("position_ids"))
         now_BTD, before_BTD = self.joint.read_twice(inputs)

@@ -28,9 +28,13 @@ from medusa_heads.training.arguments.mtp import MTP_LEARNING_RATE, MtpArguments
 from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.loss.heads import batch_loss
-from medusa_heads.training.measure.metrics import TREE_SIZES, chain_metrics, describe_chain
+from medusa_heads.training.measure.metrics import (
+    TREE_SIZES,
+    chain_metrics,
+    chain_tree,
+    describe_chain,
+)
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
-from medusa_heads.training.runs.record import write_figures
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
 from medusa_heads.training.runs.trainer import GoingOnTrainer, Inputs
 from medusa_heads.training.runs.unrolled import UnrolledModules, check_depths
@@ -110,7 +114,7 @@ def train_mtp(
         measured, story = prediction.metrics or {}, run.story()
         figures = _figures(measured) | {"before": _figures(before)}
         save_mtp(run.output, modules, run.target, source=source, measured=figures, provenance=story)
-        write_figures(run.output, trainer, trained, measured, story)
+        run.write_figures(trainer, trained, measured, story)
     return modules
 
 
@@ -146,6 +150,7 @@ class MtpTrainer(GoingOnTrainer, HeadsTrainer):
 
     metrics_of = staticmethod(chain_metrics)
     describe = staticmethod(describe_chain)
+    tree_of = staticmethod(chain_tree)
 
     def _groups(self) -> None:
         """All of one rate."""

@@ -19,8 +19,9 @@ from medusa_heads.plain_yaml import parse_yaml
 
 RUN_FILE = "run.yaml"
 METRICS_FILE = "metrics.json"
-# transformers': flops of another model, and a time that only a run which takes no step measures.
-_NOT_KEPT = ("total_flos", "eval_model_preparation_time")
+# transformers': flops of another model, and a time that only a run which takes no step measures;
+# and what is for trackers.
+_NOT_KEPT = ("total_flos", "eval_model_preparation_time", "eval_accepted_text")
 _DECISIVE = {
     "heads": "heads of another shape",
     "target_weights_sha256": "another target",
@@ -82,7 +83,7 @@ def to_yaml(content: Mapping[str, Any]) -> str:
 def write_figures(
     output: Path,
     trainer: Trainer,
-    trained: Mapping[str, float],
+    trained: Mapping[str, Any],
     measured: Mapping[str, float],
     story: Mapping[str, Any],
 ) -> dict[str, Any]:

@@ -4,6 +4,7 @@ is told, with a target that is proved unchanged."""
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,10 +38,12 @@ from medusa_heads.training.hidden.sharding import (
     load_to_spread,
     shard_target,
 )
-from medusa_heads.training.runs.callbacks import Interruptions, StopInTime
-from medusa_heads.training.runs.record import changed_arguments, check_same_run
+from medusa_heads.training.runs.callbacks import Interruptions, Pace, StopInTime
+from medusa_heads.training.runs.record import changed_arguments, check_same_run, write_figures
 from medusa_heads.training.runs.resumable import checkpoints, find_checkpoint, remove_checkpoint
 from medusa_heads.training.runs.trainer import TaughtTrainer
+
+logger = logging.getLogger(__name__)
 
 Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 GivenTarget = str | TargetModel | PreTrainedModel
@@ -72,7 +75,8 @@ class Run:
         self.args.output_dir = str(self.output)
         overwrite = overwrite_output_dir
         self.checkpoint = find_start(self.output, resume_from_checkpoint, overwrite=overwrite)
-        callbacks = _watchers(self.args, early_stopping_patience)
+        self.pace = Pace()
+        callbacks = [self.pace, *_watchers(self.args, early_stopping_patience)]
         plain = as_target(target, self.args.device, sharding)
         self.target = plain.with_features(features)
         self.data = prepare_sets(
@@ -85,13 +89,20 @@ class Run:
                 "shard_target off"
             )
         self.sets = self.data.rows, self.data.held_out
-        self.hooks: dict[str, Any] = {"record": self.story, "callbacks": callbacks}
+        self.hooks: dict[str, Any] = {
+            "record": self.story,
+            "callbacks": callbacks,
+            "tokenizer": self.data.tokenizer,
+        }
         set_seed(self.args.seed)
 
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Note what the story should tell of the run; make room, or refuse to go on from another
         one's checkpoint."""
         self._facts = facts
+        if self.args.process_index == 0:
+            for sentence in self.data.warnings:
+                logger.warning(sentence)
         self.target_sha256 = digest_for_all(self.target)
         self._sums = weights_sums(self.target.model)
         if self.checkpoint is not None:
@@ -122,6 +133,18 @@ class Run:
         if any_process(changed, self.args.device):
             raise RuntimeError(f"the target's weights changed while its {what} trained")
         return outcome.metrics, measured
+
+    def write_figures(
+        self,
+        trainer: TaughtTrainer,
+        trained: Mapping[str, float],
+        measured: Mapping[str, float],
+        story: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """See `record.write_figures`, with the run's pace and all warnings."""
+        warnings = [*self.data.warnings, *trainer.health.said]
+        told = {"step_runtime": self.pace.median(), "warnings": warnings}
+        return write_figures(self.output, trainer, {**trained, **told}, measured, story)
 
 
 def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | None:

@@ -20,9 +20,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Tr
 
 from medusa_heads.config import IGNORED
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.hidden.launched import launched_sharding, learning_whole
 from medusa_heads.training.hidden.sharding import is_sharded
 from medusa_heads.training.measure.fresh_heads import Comparison
+from medusa_heads.training.measure.health import Health
 from medusa_heads.training.runs.callbacks import Interruptions, ReadableProgress
 from medusa_heads.training.runs.record import write_run
 from medusa_heads.training.runs.resumable import STATE_FILE, remove_checkpoint
@@ -69,6 +71,7 @@ class TaughtTrainer(Trainer, ABC):
         eval_dataset: Dataset | None = None,
         *,
         record: Callable[[], Mapping[str, Any]] | None = None,
+        tokenizer: Any = None,
         **kwargs: Any,
     ) -> None:
         if args.fsdp or args.deepspeed:
@@ -97,7 +100,8 @@ class TaughtTrainer(Trainer, ABC):
             args._n_gpu = 1
         target.freeze()
         self.target = target
-        self.record = record
+        self.record, self.tokenizer = record, tokenizer
+        self.health = Health(target)
         self._comparison = Comparison(self.worse, self.rates)
         self._sums: defaultdict[str, list[Tensor]] = defaultdict(list)  # of an evaluation's batches
         super().__init__(
@@ -105,9 +109,10 @@ class TaughtTrainer(Trainer, ABC):
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            compute_metrics=lambda given: self.metrics_of(torch.as_tensor(given.predictions)),
+            compute_metrics=self._metrics,
             **kwargs,
         )
+        self.add_callback(self.health)
         self.model_accepts_loss_kwargs = True  # the divisor is given: no second average
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
@@ -116,6 +121,11 @@ class TaughtTrainer(Trainer, ABC):
     @abstractmethod
     def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
         """The loss of a batch, over so many tokens; may stop a run that makes worse what learns."""
+
+    def _read(self, inputs: Inputs) -> Tensor | None:
+        """hidden_BTD of the target as it was before, None where a batch is no text of the corpus;
+        all processes ask together."""
+        return hidden_of(self.target, inputs)
 
     @abstractmethod
     def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> Judged:
@@ -168,11 +178,17 @@ class TaughtTrainer(Trainer, ABC):
         """The loss over `num_items_in_batch` generated tokens, those of the whole step."""
         counted = num_items_in_batch is not None
         items = num_items_in_batch if counted else (inputs["labels"] != IGNORED).sum()
+        first = self.is_world_process_zero()
+        self.health.before_loss(lambda: self._read(inputs), inputs, self.accelerator.reduce, first)
         loss = self._loss(model, inputs, items)
+        self.health.after_loss(loss)
         if counted and self.args.average_tokens_across_devices:
             # The count is over all processes, and DDP averages gradients: undo the average.
             loss = loss * self.accelerator.num_processes
         return (loss, {}) if return_outputs else loss
+
+    def _metrics(self, given: Any) -> dict[str, Any]:
+        return dict(self.metrics_of(torch.as_tensor(given.predictions)))
 
     def _check_progress(self, losses_2F: Tensor) -> None:
         """Hand on the losses of a comparison, averaged so that all processes stop together."""

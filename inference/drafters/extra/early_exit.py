@@ -5,7 +5,7 @@ The layers that run read and write the target's own cache: each drafted token's 
 the text, at one common slot of all active rows, for as long as drafting goes on. Then all of them
 are dropped, and the verification writes its own.
 
-Shapes: B active rows, S cache slots, P drafted tokens written so far, V vocabulary.
+Shapes: B active rows, P drafted tokens written so far, V vocabulary.
 Source: Zhang et al. 2023, "Draft & Verify: lossless large language model acceleration via
 self-speculative decoding", arXiv:2309.08168; Elhoushi et al. 2024, "LayerSkip", arXiv:2404.16710.
 """
@@ -13,17 +13,18 @@ self-speculative decoding", arXiv:2309.08168; Elhoushi et al. 2024, "LayerSkip",
 from __future__ import annotations
 
 from collections.abc import Collection, Generator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.measure import target_clock
+from medusa_heads.inference.drafters.base import behind_texts
 from medusa_heads.inference.drafters.chains import ChainSource, Level, OneToken
 from medusa_heads.inference.drafters.coupling import best_drafts, coupling
 from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.target import TargetModel
 
 _FIRST_LAYER = "early exit after one layer"
@@ -40,31 +41,18 @@ class ThinnedTarget:
     def continuation(self, state: DecodingState) -> Generator[Level, None, None]:
         """The next token of every active row and its probability, then the one after it, and so on
         for as long as it is asked. Until it is closed, the state's cache is longer."""
-        cache, device = state.cache, state.roots_B.device
-        past, batch = max(state.lengths), len(state.rows)
-        lengths_B1 = torch.tensor(state.lengths, device=device)[:, None]
+        cache, past, device = state.cache, max(state.lengths), state.roots_B.device
         padding_B1 = torch.tensor(state.padding, device=device)[:, None]
-        slots_S = torch.arange(past, device=device)
-        visible_BS = (slots_S >= padding_B1) & (slots_S < lengths_B1)
-        own_B1 = torch.ones(batch, 1, dtype=torch.bool, device=device)
-        positions_BP = lengths_B1[:, :0]
-        limit = self._target.max_positions
+        ends_B1 = torch.tensor(state.lengths, device=device)[:, None] - padding_B1
+        positions_BP = ends_B1[:, :0]
         tokens_B, coupled = state.roots_B, coupling(state)
         try:
             while True:
                 written = positions_BP.shape[1]
-                visible_BS = torch.cat([visible_BS, own_B1], dim=1)
-                position_B1 = lengths_B1 - padding_B1 + written
-                if limit is not None:
-                    position_B1 = position_B1.clamp_max(limit - 1)
-                cache.set_length(past + written)  # also of the layers that are left out
-                mask = TreeMask(
-                    visible_BS[:, None],
-                    position_B1,
-                    past + written,
-                    padding_B1[:, 0],
-                    written_positions_BP=positions_BP,
-                )
+                position_B1 = self._target.within(ends_B1 + written)
+                sees_B1P = ends_B1.new_ones(len(ends_B1), 1, written + 1, dtype=torch.bool)
+                mask = behind_texts(state.lengths, padding_B1, sees_B1P, position_B1, positions_BP)
+                cache.set_length(mask.first_slot)  # also of the layers that are left out
                 with self._stack.without(self._skipped):
                     logits_B1V = self._target.read(tokens_B[:, None], cache, mask)
                 positions_BP = torch.cat([positions_BP, position_B1], dim=1)
@@ -75,13 +63,13 @@ class ThinnedTarget:
             cache.set_length(past)
 
 
+@dataclass
 class ExitClock:
-    """What drafting with some of a target's layers takes, by its steps and the seconds of a
-    drafted token of one row with its first layer alone."""
+    """What drafting with some of a target's layers takes."""
 
-    def __init__(self, steps: Clock, layers: int, first: float) -> None:
-        self.steps = steps
-        self._layers, self._first = layers, first
+    steps: Clock  # of the target
+    layers: int
+    first: float  # seconds of a drafted token of one row with the first layer alone
 
     @classmethod
     def measured(cls, target: TargetModel, stack: LayerStack) -> ExitClock:
@@ -93,8 +81,8 @@ class ExitClock:
     def token(self, layers: int, rows: int = 1) -> float:
         """Seconds of a drafted token in each row. All layers take what a plain step takes."""
         plain = self.steps.step(1)
-        first = min(self._first, plain)
-        alone = first + (layers - 1) / (self._layers - 1) * (plain - first)
+        first = min(self.first, plain)
+        alone = first + (layers - 1) / (self.layers - 1) * (plain - first)
         return alone * self.steps.step(rows) / plain
 
 

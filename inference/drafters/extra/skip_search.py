@@ -57,15 +57,13 @@ def best_skip_set(
 @torch.no_grad()
 def skip_sets(target: TargetModel, stack: LayerStack, text_BT: Tensor | None = None) -> Measured:
     """Agreement of every set that was tried: all early exits, and one layer more at a time."""
-    store, facts = (
-        Measurements(),
-        {
-            "target": target.config.to_dict() | {"_name_or_path": None},
-            "fingerprint": target.fingerprint(),
-            "dtype": str(target.dtype),
-            "text": None if text_BT is None else text_BT.tolist(),
-        },
-    )
+    store = Measurements()
+    facts = {
+        "target": target.config.to_dict() | {"_name_or_path": None},
+        "fingerprint": target.fingerprint(),
+        "dtype": str(target.dtype),
+        "text": None if text_BT is None else text_BT.tolist(),
+    }
     try:
         return _known(store.read("skip_sets", facts), len(stack))
     except (LookupError, OverflowError, TypeError, ValueError):

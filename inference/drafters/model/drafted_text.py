@@ -6,7 +6,7 @@ has not read yet is fed to it. A draft model with another vocabulary reads a tra
 may change as it grows.
 
 Shapes: B active rows, T tokens, F nodes written at once, P nodes written since the committed text,
-S cache slots, V vocabulary.
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.inference.drafters.base import Memory, Text
+from medusa_heads.inference.drafters.base import Memory, Text, behind_texts
 from medusa_heads.inference.drafters.model.translated_row import TranslatedRow
 from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.target import TargetModel
 
 
@@ -92,7 +91,7 @@ class DraftedText(Memory):
         padding_B1 = torch.tensor(self._padding, device=ids_BT.device)[:, None]
         positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) - padding_B1
         mask_BT = (positions_BT >= 0).long() if any(self._padding) else None
-        self._draft.hidden(ids_BT, mask_BT, self._within(positions_BT), cache=self._cache)
+        self._draft.hidden(ids_BT, mask_BT, self._draft.within(positions_BT), cache=self._cache)
 
     def catch_up(self, state: DecodingState) -> Tensor:
         """Read what was committed since; logits [B, V] of every row's next token."""
@@ -184,24 +183,14 @@ class DraftedText(Memory):
 
     def _read(self, tokens_BF: Tensor, sees_BFP: Tensor, depth_F: Tensor) -> Tensor:
         """Logits [B, F, V] of new nodes, appended to the cache behind the written ones."""
-        new, device = tokens_BF.shape[1], tokens_BF.device
-        self.fed = new
-        past, written = max(self.lengths), sees_BFP.shape[2] - new
-        self._cache.set_length(past + written)
+        self.fed, device = tokens_BF.shape[1], tokens_BF.device
         lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
         padding_B1 = torch.tensor(self._padding, device=device)[:, None]
-        slots_S = torch.arange(past, device=device)
-        held_BS = (slots_S >= padding_B1) & (slots_S < lengths_B1)
-        visible_BFS = torch.cat([held_BS[:, None].expand(-1, new, -1), sees_BFP], dim=2)
-        positions_BF = self._within(lengths_B1 - padding_B1 + depth_F)
-        mask = TreeMask(
-            visible_BFS,
-            positions_BF,
-            past + written,
-            padding_B1[:, 0],
-            written_positions_BP=self._positions_BP[:, :written],
-        )
-        self._positions_BP = torch.cat([self._positions_BP[:, :written], positions_BF], dim=1)
+        positions_BF = self._draft.within(lengths_B1 - padding_B1 + depth_F)
+        written_BP = self._positions_BP[:, : sees_BFP.shape[2] - self.fed]
+        mask = behind_texts(self.lengths, padding_B1, sees_BFP, positions_BF, written_BP)
+        self._cache.set_length(mask.first_slot)
+        self._positions_BP = torch.cat([written_BP, positions_BF], dim=1)
         return self._draft.read(self._known(tokens_BF), self._cache, mask)
 
     def _keep(self, paths: Sequence[Sequence[int]]) -> None:
@@ -215,12 +204,6 @@ class DraftedText(Memory):
         self._parents_BP = self._positions_BP = self._tokens_BP
         self._sees_BPP = torch.empty(batch, 0, 0, dtype=torch.bool, device=device)
         self._last_level = 0  # where the nodes of the last call of `write` begin
-
-    def _within(self, positions: Tensor) -> Tensor:
-        """No position that the draft model does not have: padding stands at 0, and beyond its
-        context it guesses, as best it can, from the last one."""
-        limit = self._draft.max_positions
-        return positions.clamp(min=0, max=None if limit is None else limit - 1)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """The target's vocabulary matrix may be padded to more rows than the draft's: no text holds

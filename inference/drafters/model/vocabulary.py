@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from medusa_heads.checkpoint.draft_checkpoint import same_vocabulary
 from medusa_heads.target.loading import find_tokenizer
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # heavy to import
 LEAST_SHARE = 0.01  # of the smaller vocabulary; with fewer shared tokens hardly a draft is right
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"  # as SentencePiece writes a space
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 Spelling = bytes | str  # the bytes that a token stands for; of a special token, its name
 
@@ -202,19 +204,6 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> str:
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     return "" if decoder is None else str(decoder.__getstate__().decode())
-
-
-def _characters() -> Iterator[tuple[str, int]]:
-    """How byte-level tokenizers write bytes: those that can be printed as themselves, all others as
-    the characters from 256 on."""
-    others = 256
-    for byte in range(256):
-        printed = 33 <= byte <= 126 or (byte >= 161 and byte != 173)
-        yield chr(byte if printed else others), byte
-        others += not printed
-
-
-_BYTE_OF = dict(_characters())
 
 
 def _by_spelling(spelled: dict[int, Spelling]) -> dict[Spelling, int]:

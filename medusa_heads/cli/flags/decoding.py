@@ -6,6 +6,7 @@ import math
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
+from medusa_heads.files import half_character
 from medusa_heads.settings import at_least, flag
 from medusa_heads.shared_flags import LoadingFlags
 
@@ -159,7 +160,5 @@ def _given(arguments: DraftingArguments, names: tuple[str, ...]) -> dict[str, An
 def check_encodable(text: str) -> None:
     """Raises ValueError where bytes that are not UTF-8 were taken for text, as Python takes those
     of a command line or of standard input."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{NOT_UTF8} (from its character {error.start + 1} on)") from None
+    if (place := half_character(text)) is not None:
+        raise ValueError(f"{NOT_UTF8} (from its character {place + 1} on)")

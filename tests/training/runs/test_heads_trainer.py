@@ -1,7 +1,5 @@
 """The Trainer around the heads: what it optimises, saves, measures and resumes."""
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,38 +209,6 @@ def test_progress_lines_are_short_and_readable(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 1/1  loss ")
     assert lines[1].startswith("step 1/1  held-out top-1 0.") and "with 16 nodes" in lines[1]
-
-
-def test_wandb_records_the_run_offline(
-    target: TargetModel, make_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    args = arguments(
-        tmp_path / "run", report_to="wandb", max_steps=2, eval_strategy="steps", eval_steps=1
-    )
-    HeadsTrainer(fresh(target), target, args, make_rows(4), make_rows(2, seed=1)).train()
-    try:
-        assert "eval/head0_top1" in json.loads(json.dumps(dict(wandb.run.summary), default=str))
-    finally:
-        wandb.finish()
-    recorded = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert len(recorded) == 1 and os.path.getsize(recorded[0]) > 0
-
-
-def test_tensorboard_records_the_run(target: TargetModel, make_rows: Rows, tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    args = arguments(
-        tmp_path / "run", report_to="tensorboard", max_steps=2, eval_strategy="steps", eval_steps=1
-    )
-    HeadsTrainer(fresh(target), target, args, make_rows(4), make_rows(2, seed=1)).train()
-    (folder,) = (tmp_path / "run" / "runs").iterdir()
-    events = accumulator.EventAccumulator(str(folder))
-    events.Reload()
-    assert {"train/loss", "eval/loss", "eval/head0_top1"} <= set(events.Tags()["scalars"])
-    assert [event.step for event in events.Scalars("eval/tokens_per_step_32")] == [1, 2]
 
 
 @pytest.mark.parametrize("terms", [{"forward_kl": 1.0}, {"cross_entropy": 0.5, "acceptance": 0.5}])

@@ -86,6 +86,7 @@ class Configurations:
             "output_dir": str(place.out),
             "max_length": 64,
             "dry_run": True,
+            "measure_steps": False,
             "training_args": {"use_cpu": True},
         }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_heads.inference.bench.timed_run import PeakMemory
+from medusa_heads.machine.memory import PeakMemory
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts this")

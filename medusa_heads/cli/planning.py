@@ -1,0 +1,144 @@
+"""What a training run would be and take: the dry run of `train-heads` and `train-draft`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from medusa_heads.cli.choices import apply_choice, print_choices
+from medusa_heads.config import IGNORED
+from medusa_heads.inference.regeneration.arguments import DistillArguments
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from rich.console import Console
+    from transformers import TrainingArguments
+
+    from medusa_heads.cli.training import Command
+    from medusa_heads.target.target import TargetModel
+    from medusa_heads.training.data.prepare import TrainingData
+    from medusa_heads.training.runs.dry_run import DryRun, TextSize
+
+
+def show_plan_of(
+    command: Command,
+    args: TrainingArguments,
+    num_heads: int,
+    plan: Callable[[TargetModel, TextSize], DryRun],
+    train: Callable[..., object],
+) -> None:
+    """Everything but the run: print a sample of the text, what the run would be, and what some
+    of its steps take; only the first process does."""
+    from rich.console import Console
+
+    from medusa_heads.training.data.sample import show_sample
+    from medusa_heads.training.hidden.meta_target import meta_target
+    from medusa_heads.training.runs.dry_run import show_plan
+
+    # Several processes take the target in the dtype it is stored in.
+    target = meta_target(command.to_target, args.device if args.world_size == 1 else None)
+    data, rows, size = _planned_text(command, target, args, num_heads)
+    planned = plan(target, size)
+    if args.process_index == 0:
+        print_choices()
+        console = Console()
+        show_sample(rows, command.tokenizer, console)
+        show_plan(planned, console)
+        _measure(command, args, planned, data, train, console)
+        say_warnings(data.warnings)
+
+
+def _measure(
+    command: Command,
+    args: TrainingArguments,
+    planned: DryRun,
+    data: TrainingData,
+    train: Callable[..., object],
+    console: Console,
+) -> None:
+    """Print what some steps take here, or why that is not known."""
+    from medusa_heads.machine.devices import free_memory
+    from medusa_heads.target.target import TargetModel
+    from medusa_heads.training.hidden.meta_target import weights_on_disk
+    from medusa_heads.training.runs.dry_run import byte_size
+    from medusa_heads.training.runs.rehearsal import Course, forecast, rehearse, show_forecast
+
+    needed, free = sum(planned.memory.values()), free_memory(args.device)
+    reason = None
+    if not command.to_optimise.measure_steps:
+        reason = "measure_steps is off"
+    elif args.world_size > 1:
+        reason = "this is one of several processes; without a launcher one measures"
+    elif not weights_on_disk(command.to_target):
+        reason = "the target's weights are not on this disk"
+    elif free is not None and needed > free:
+        reason = f"about {byte_size(needed)} are needed, and {byte_size(free)} are free"
+    if reason is not None:
+        console.print(f"No step was measured: {reason}.", highlight=False)
+        return
+    console.print("Measuring steps of two sizes ..", style="dim")
+    target = TargetModel.from_pretrained(
+        command.to_target.model_name_or_path,
+        dtype=command.to_target.dtype,
+        use="batch",
+        on_choice=apply_choice,
+        **command.to_target.source(),
+        **command.to_target.placement(args.device),
+    )
+    course = Course.of(data, args)
+    found = forecast(*rehearse(train, target, data, args), course)
+    show_forecast(found, course, console)
+    if command.to_distill.self_distill:
+        console.print("The target writes the text before; that is not in it.")
+
+
+def _planned_text(
+    command: Command, target: TargetModel, args: TrainingArguments, num_heads: int
+) -> tuple[TrainingData, Any, TextSize]:
+    """The text of a run, rows to show, and how much it is; of text to be written only prompts
+    are known, and go on as they are."""
+    from medusa_heads.training.runs.dry_run import TextSize, text_size
+
+    distill = command.to_distill
+    if distill.self_distill:
+        prompts, held_out = command.prompts(target)
+        length = distill.prompt_length + distill.continuation_length
+        learnt = len(prompts) * distill.continuation_length
+        labels = [IGNORED] * distill.prompt_length
+        first = {"input_ids": prompts[0]["input_ids"], "labels": labels}
+        data = without_answers([prompts, held_out], target, distill)
+        return data, [first], TextSize(len(prompts), len(prompts) * length, learnt, length)
+    data = command.rows(target, (command.corpus, command.held_out), args, num_heads)
+    if data.is_stream:
+        return data, data.rows, TextSize(None, None, None, command.to_data.max_length)
+    return data, data.rows, text_size(data.rows, data.facts.supervised_tokens)
+
+
+def without_answers(
+    prompts: Sequence[Dataset], target: TargetModel, distill: DistillArguments
+) -> TrainingData:
+    """Rows as long as those that will be written, of prompts to learn from and held-out ones."""
+    from datasets import Dataset
+
+    from medusa_heads.training.data.prepare import TrainingData
+    from medusa_heads.training.data.row_facts import check_rows
+
+    behind = distill.continuation_length
+
+    def long(row: dict[str, Any]) -> dict[str, Any]:
+        ids = row["input_ids"]
+        more = (ids * (behind // len(ids) + 1))[:behind]
+        return {"input_ids": ids + more, "labels": [IGNORED] * len(ids) + more}
+
+    rows, held = (Dataset.from_list([long(row) for row in part]) for part in prompts)
+    known, of_held = (
+        check_rows(part, target, name="text", heads_reached=1) for part in (rows, held)
+    )
+    return TrainingData(rows, held, rows, known, of_held, [])
+
+
+def say_warnings(sentences: Sequence[str]) -> None:
+    """At the end, where they are read."""
+    for sentence in sentences:
+        print(f"warning: {sentence}", file=sys.stderr)
