@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_heads.data.chat import ask_ids
-from medusa_heads.files import is_encodable
+from  import is_encodable
 from medusa_heads.inference.endpoint.text import Ending, Text
 from medusa_heads.target.target import TargetModel
 
