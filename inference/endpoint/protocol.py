@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_heads.data.chat import ask_ids
-from  import is_encodable
+from medusa_heads.files import half_character
 from medusa_heads.inference.endpoint.text import Ending, Text
 from medusa_heads.target.target import TargetModel
 
@@ -210,7 +210,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _encodable(text: str, what: str) -> str:
-    if not is_encodable(text):
+    if half_character(text) is not None:
         raise ValueError(f"the {what} holds half of a character")
     return text
 
