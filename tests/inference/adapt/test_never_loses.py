@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from medusa_heads.trees.tree import TokenTree
-from tests.inference.clock import Clock as Time
-from tests.inference.replayed import (
+from tests.inference.adapt.replayed import (
     PROMPT,
     Guesses,
     Machine,
@@ -20,6 +19,7 @@ from tests.inference.replayed import (
     seconds,
     written,
 )
+from tests.inference.clock import Clock as Time
 
 STEP = 0.01
 FLAT = Machine(lambda tokens: STEP * (1 + 0.002 * tokens), lambda rows: 0.1 * STEP)
