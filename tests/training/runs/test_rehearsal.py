@@ -135,6 +135,21 @@ def test_a_batch_of_one_row_is_halved_in_length(
     assert large.tokens == 2 * small.tokens == Course.of(data, args).most_tokens
 
 
+def test_rows_without_anything_to_learn_are_passed_over(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    """As where long prompts are cut before their answers begin."""
+    cut = [*make_rows(8, length=40, prompt=40), *make_rows(8, length=38, prompt=37)]
+    rows, held = (Dataset.from_list([*cut, *make_rows(count)]) for count in (8, 4))
+    data = prepared(target, Dataset.from_list([*rows, *make_rows(8, 36)]), held)
+    args = quick(tmp_path, per_device_train_batch_size=16, per_device_eval_batch_size=4)
+    small, large = rehearse(
+        partial(train_heads, config=HeadsConfig(num_heads=2)), target, data, args
+    )
+    assert (small.tokens, large.tokens) == (8 * 38, 16 * 38)
+    assert (small.learnt, large.learnt) == (20 + 1, 20 + 3)
+
+
 def test_a_dry_run_measures_where_the_weights_are(
     target: TargetModel,
     make_rows: Rows,
