@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import logging
 import math
@@ -191,6 +192,7 @@ def _measure(
     short.eval_strategy, short.save_strategy = IntervalStrategy.NO, SaveStrategy.NO
     short.load_best_model_at_end, short.disable_tqdm, short.report_to = False, True, []
     given = replace(data, rows=rows, held_out=held, warnings=())
+    gc.collect()  # a run's parts know each other: the one before would be held still
     with tempfile.TemporaryDirectory() as folder:
         memory, began = PeakMemory(target.device), time.perf_counter()
         train(target, given, training_args=short, output_dir=folder)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -148,6 +149,19 @@ def test_rows_without_anything_to_learn_are_passed_over(
     )
     assert (small.tokens, large.tokens) == (8 * 38, 16 * 38)
     assert (small.learnt, large.learnt) == (20 + 1, 20 + 3)
+
+
+def test_the_first_of_two_runs_in_miniature_is_not_held_in_the_second(
+    target: TargetModel, texts: tuple[Dataset, Dataset], tmp_path: Path
+) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def train(*args: Any, **given: Any) -> None:
+        assert not any(heads() is not None for heads in made)
+        made.append(weakref.ref(train_heads(*args, **given, config=HeadsConfig(num_heads=2))))
+
+    rehearse(train, target, prepared(target, *texts), quick(tmp_path))
+    assert len(made) == 2
 
 
 def test_a_dry_run_measures_where_the_weights_are(
