@@ -167,7 +167,8 @@ class Command:
         """Rows of text that is there, and held-out ones."""
         from medusa_heads.training.data.prepare import prepare_data
 
-        limits = {"num_heads": num_heads, "seed": args.seed, "max_steps": args.max_steps}
+        limits: dict[str, Any] = {"num_heads": num_heads, "max_steps": args.max_steps}
+        limits |= {"seed": args.seed, "own_text": self.to_distill.self_distill}
         return prepare_data(target, texts[0], texts[1], self.tokenizer, self.to_data, **limits)
 
     def prompts(self, target: TargetModel) -> list[Dataset]:
