@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from rich.console import Console
+from torch import Tensor
 
 from medusa_heads.cli.train_heads import main
 from medusa_heads.config import HeadsConfig
@@ -24,6 +25,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.data.prepare import TrainingData, load_corpora, prepare_data
 from medusa_heads.training.runs.heads import train_heads
+from medusa_heads.training.runs.joint import JointObjective
 from medusa_heads.training.runs.rehearsal import (
     Course,
     Line,
@@ -162,6 +164,25 @@ def test_the_first_of_two_runs_in_miniature_is_not_held_in_the_second(
 
     rehearse(train, target, prepared(target, *texts), quick(tmp_path))
     assert len(made) == 2
+
+
+def test_joint_training_is_measured_behind_its_warm_up(
+    target: TargetModel, make_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: list[bool] = []
+    forward = JointObjective.forward
+
+    def watched(self: JointObjective, *args: Any, **given: Any) -> Tensor:
+        alone.append(given["heads_alone"])
+        return forward(self, *args, **given)
+
+    monkeypatch.setattr(JointObjective, "forward", watched)
+    target.model.save_pretrained(tmp_path / "target")
+    make_rows(20).to_json(tmp_path / "rows.jsonl")
+    flags = ["--model_name_or_path", str(tmp_path / "target"), "--dry_run", "--joint"]
+    flags += ["--dataset", str(tmp_path / "rows.jsonl"), "--joint_warmup_steps", "50"]
+    assert main([*flags, "--lora_r", "2", "--training_args", '{"use_cpu": true}']) == 0
+    assert len(alone) == 8 and not any(alone)
 
 
 def test_a_dry_run_measures_where_the_weights_are(
