@@ -141,6 +141,7 @@ def _train_modules(command: Command, to_mtp: MtpArguments, objective: LossConfig
         plan=lambda target, size: plan_modules(target, depth, args, size),
         check=lambda target: begin_modules(target, to_mtp),  # small beside the target
         train=partial(train_mtp, mtp=to_mtp, objective=objective),
+        begins_as=to_mtp.mtp_from,
         report=_report_modules,
     )
 
