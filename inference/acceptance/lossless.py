@@ -19,7 +19,7 @@ from medusa_heads.inference.acceptance.base import (
     row_processors,
     warp,
 )
-from medusa_heads.inference.engine.noise import NO_TOKEN, Noise
+from medusa_heads.inference.engine.noise import NO_TOKEN, Noise, NoiseOnDevice
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.trees.tree import TokenTree
 
@@ -50,6 +50,22 @@ class SampleThenMatch:
         self._do_sample = do_sample
         self._at_once = look_at_scores_alone(processors)
         self._of_row: list[RowProcessors] = []
+
+    @property
+    def draws_at_once(self) -> bool:
+        """Whether `draw_all` says what the walk would commit."""
+        return self._at_once and (self.noise is not None or not self._do_sample)
+
+    def draw_all(self, tree: TokenTree, logits_BNV: Tensor, noise: NoiseOnDevice | None) -> Tensor:
+        """The target's next token [B, N] behind every node, without a question to the host;
+        NO_TOKEN where the processed scores are no distribution."""
+        if not self._do_sample and not self._processors:
+            return logits_BNV.argmax(dim=-1)
+        scores_BNV = warp(self._processors, None, logits_BNV.float().flatten(0, 1))
+        scores_BNV = scores_BNV.view_as(logits_BNV)
+        if noise is None:
+            return scores_BNV.argmax(dim=-1)
+        return noise.draw_all(scores_BNV, tree.depth_BN)
 
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
         plain = not self._do_sample and not self._processors
@@ -98,11 +114,7 @@ class SampleThenMatch:
                 [self._scores(logits_BNV[b], rows[b], node) for b, node in places]
             )
         drawn: list[int] = self._pick(scores_WV, [rows[b] for b in walking]).tolist()
-        if NO_TOKEN in drawn:  # as multinomial refuses them
-            raise ValueError(
-                "the processed scores of a next token are no distribution: each is -inf, or some "
-                "are inf or nan"
-            )
+        check_drawn(drawn)
         return drawn
 
     def _pick(self, scores_WV: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -126,6 +138,15 @@ class SampleThenMatch:
         if row.recorder:
             row.recorder.record(scores_1V, raw)
         return scores_1V
+
+
+def check_drawn(tokens: Sequence[int]) -> None:
+    """Raises ValueError where a token could not be drawn, as multinomial refuses to."""
+    if NO_TOKEN in tokens:
+        raise ValueError(
+            "the processed scores of a next token are no distribution: each is -inf, or some "
+            "are inf or nan"
+        )
 
 
 def _of_nodes(logits_BNV: Tensor, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:

@@ -9,6 +9,7 @@ read of a position.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from medusa_heads.inference.drafters.eagle3 import Eagle3Text
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 
+if TYPE_CHECKING:
+    from medusa_heads.inference.engine.device_state import DeviceState
+
 
 def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
     """What the heads read at the last committed position of every active row, [B, O]."""
@@ -28,7 +32,8 @@ def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
     memory = state.memories.get(heads)
     if memory is None:
         memory = state.memories[heads] = PrefixMemory(heads, state.rows)
-    return memory.advance(state)
+    encoded_BO: Tensor = memory.advance(state)
+    return encoded_BO
 
 
 def following(heads: DraftHeads, state: DecodingState) -> After:
@@ -82,6 +87,20 @@ class PrefixMemory(Memory):
         held_LBASE = held_LBASE[:, :, :, :used]
         return self._layer.look(x_B1D, positions_B1, end, held_LBASE, visible)[:, 0]
 
+    def on_device(self, capacity: int) -> PrefixMemoryOnDevice:
+        """The same of rows on the device, of positions up to a capacity; empty."""
+        assert self._held_LBASE is not None
+        parts, batch, heads, _, width = self._held_LBASE.shape
+        with torch.inference_mode(False):
+            held = self._held_LBASE.new_zeros(parts, batch, heads, capacity, width)
+        return PrefixMemoryOnDevice(self._heads, held)
+
+    @property
+    def held(self) -> Tensor:
+        """Keys and values of the text, and whatever stands behind it, [L, B, A, S, E]."""
+        assert self._held_LBASE is not None
+        return self._held_LBASE
+
     def _write(self, fresh_LBAPE: Tensor, positions_BP: Tensor) -> Tensor:
         """All keys and values that are held, the fresh ones among them."""
         start, count = max(self.lengths), fresh_LBAPE.shape[3]
@@ -99,3 +118,41 @@ class PrefixMemory(Memory):
             batch_B1 = torch.arange(held.shape[1], device=held.device)[:, None]
             held[:, batch_B1, :, positions_BP] = fresh_LBAPE.permute(1, 3, 0, 2, 4)
         return held
+
+
+class PrefixMemoryOnDevice:
+    """The same between steps that are one graph: what was accepted is written with all that is
+    behind it, which is never seen."""
+
+    def __init__(self, heads: DraftHeads, held_LBASE: Tensor) -> None:
+        self._heads, self._layer, self._held_LBASE = heads, heads.prefix, held_LBASE
+        with torch.inference_mode(False):
+            self._lengths_B = torch.zeros_like(held_LBASE[0, :, 0, 0, 0], dtype=torch.long)
+        for kept in (self._held_LBASE, self._lengths_B):
+            torch._dynamo.mark_static_address(kept)
+
+    def begin(self, memory: PrefixMemory) -> None:
+        """Go on with what was read of this text; its last position is read again."""
+        known = min(memory.held.shape[3], self._held_LBASE.shape[3])
+        self._held_LBASE[:, :, :, :known] = memory.held[:, :, :, :known]
+        lengths = [length - 1 for length in memory.lengths]
+        self._lengths_B.copy_(torch.tensor(lengths, device=self._lengths_B.device))
+
+    def advance(self, state: DeviceState) -> Tensor:
+        """See PrefixMemory."""
+        device, capacity = self._lengths_B.device, self._held_LBASE.shape[3]
+        batch_B1 = torch.arange(len(self._lengths_B), device=device)[:, None]
+        hidden_BPD = self._heads.fuse(state.fresh_BPX)
+        x_BPD = self._layer.read(hidden_BPD, self._heads.embed(state.following_BP))
+        lengths_B1 = self._lengths_B[:, None]
+        positions_BP = lengths_B1 + torch.arange(x_BPD.shape[1], device=device)
+        fresh_LBAPE = self._layer.keys_and_values(x_BPD, positions_BP, capacity)
+        self._held_LBASE[:, batch_B1, :, positions_BP] = fresh_LBAPE.permute(1, 3, 0, 2, 4)
+        last_B1 = (state.fresh_B[:, None] - 1).clamp_min(0)
+        x_B1D, positions_B1 = x_BPD[batch_B1, last_B1], lengths_B1 + last_B1
+        visible_B1S = (torch.arange(capacity, device=device) <= positions_B1)[:, None]
+        held_LBASE = self._held_LBASE
+        out_B1O = self._layer.look(x_B1D, positions_B1, capacity, held_LBASE, visible_B1S)
+        self._lengths_B += state.fresh_B
+        encoded_BO: Tensor = out_B1O[:, 0]
+        return encoded_BO

@@ -6,26 +6,23 @@ Shapes: B active rows, T tokens, N tree nodes, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch, make_rule
+from medusa_heads.inference.acceptance import AcceptanceRule
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.engine.capability import capability, check_batch
+from medusa_heads.inference.engine.beginning import Beginning, finish_step
+from medusa_heads.inference.engine.device_loop import device_loop
 from medusa_heads.inference.engine.exchange import Exchange
-from medusa_heads.inference.engine.noise import Noise, Rng
-from medusa_heads.inference.engine.recurrent import decoding_state
-from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
+from medusa_heads.inference.engine.noise import Rng
+from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
-from medusa_heads.target.cache import RowCache
-from medusa_heads.target.recurrent import refuse_states_alone
-from medusa_heads.target.scans import scans_go_on
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 
@@ -61,67 +58,36 @@ def decode(
     """
     stats = GenerationStats() if stats is None else stats
     started = time.perf_counter()
-    _refuse_unsupported(generation_config, model_kwargs)
-    padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
-    _check_positions(model_kwargs.get("position_ids"), padding)
-    trusted = capability(target)
-    check_batch(target, padding)
-    batch = input_ids_BT.shape[0]
-    stop = StopCheck(stopping_criteria, batch)
-    recorder = _recorder(generation_config, batch, acceptance)
-    rows = [
-        Row(i, batch, prompt_T, stop, streamer, recorder) for i, prompt_T in enumerate(input_ids_BT)
-    ]
-    do_sample = bool(generation_config.do_sample)
-    rule = make_rule(acceptance, logits_processor, do_sample, **(acceptance_settings or {}))
+    beginning = Beginning(
+        target,
+        drafter,
+        input_ids_BT,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        streamer=streamer,
+        acceptance=acceptance,
+        acceptance_settings=acceptance_settings,
+        rng=rng,
+        model_kwargs=model_kwargs,
+    )
+    state, rule, slots = beginning.state, beginning.rule, beginning.slots
+    rows, recorder = state.rows, beginning.recorder
     stats.lossless = rule.lossless
     if streamer is not None:
-        if len(rows) > 1:
-            raise ValueError("a streamer takes one sequence: pass a batch of 1, or no streamer")
         streamer.put(input_ids_BT.cpu())
 
-    slots = int(generation_config.max_length or 0) + drafter.num_nodes
-    if trusted == "recurrent":  # which reads tokens again behind the longest row
-        slots += drafter.num_nodes + drafter.most_again(batch)
-    cache = _own_cache(target, model_kwargs, batch, slots)
-    state = decoding_state(
-        rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt
-    )
     with ExitStack() as capturing, _kept_sound(state, stats):
         last_hidden = capturing.enter_context(target.capture_hidden())
-        with stats.phase("prefill"):
-            state.warpers = logits_processor if do_sample else None
-            if do_sample and rng == "keyed" and isinstance(rule, SampleThenMatch):
-                # Drawn once a call, so that the next call draws anew.
-                seed = int(torch.randint(1 << 62, (), device="cpu"))
-                state.noise = rule.noise = Noise(seed, rows, padding)
-            reading: AbstractContextManager[list[Tensor]] = nullcontext([])
-            if drafter.reads_prompt:
-                reading = target.capture_prompt()
-                model_kwargs.pop("logits_to_keep", None)
-            # A cache that was returned earlier holds states to go on from.
-            with reading as prompt_hidden, scans_go_on(target.model, cache.layers):
-                # transformers' own: chunked, or from a cache.
-                model: Any = target.model
-                prefilled = model._prefill(input_ids_BT, generation_config, model_kwargs)
-                logits_BV = prefilled.logits[:, -1]
-            # Read at once: a logits processor may run the model itself.
-            hidden_B1D = last_hidden()[:, -1:]
-            if cache.row_layers and cache.get_seq_length() != input_ids_BT.shape[1]:
-                raise ValueError(
-                    f"the given cache and the {input_ids_BT.shape[1]} given tokens make "
-                    f"{cache.get_seq_length()} tokens: pass the whole text, not only what is new"
-                )
-        with stats.phase("walk"):
-            # The prompt's last token is a tree of one node, verified by the prefill.
-            prompt = TokenTree.root_only(input_ids_BT[:, -1])
-            drafter.observe(prompt, logits_BV[:, None])
-            _finish_step(state, rule(prompt, logits_BV[:, None], rows), hidden_B1D, stats)
-            if prompt_hidden:
-                state.take_prompt(torch.cat(prompt_hidden, dim=1))
+        beginning.read_prompts(last_hidden, stats)
         # Cheaper than no_grad by several percent of a small target's step. Not where accelerate
         # moves weights in the middle of a forward: they would be left as inference tensors.
         with torch.inference_mode(not hasattr(target.model, "_hf_hook")):
+            plain = streamer is None and recorder is None and exchange is None
+            if plain and beginning.verifies_trees:
+                on_device = device_loop(target, drafter, rule, state, beginning.ends)
+                if on_device is not None:
+                    on_device(stats)
             while state.rows:
                 if exchange is not None and exchange.due(state, slots):
                     capturing.close()  # what is compiled knows of no hook but its own
@@ -129,7 +95,7 @@ def decode(
                         target, drafter = other
                         state.move_to(target.new_cache(len(state.rows), slots))
                     last_hidden = capturing.enter_context(target.capture_hidden())
-                _step(target, drafter, rule, state, last_hidden, stats)
+                take_step(target, drafter, rule, state, last_hidden, stats)
 
     if streamer is not None:
         streamer.end()
@@ -165,14 +131,15 @@ def _kept_sound(state: DecodingState, stats: GenerationStats) -> Iterator[None]:
             state.cache.set_length(max(state.lengths) if stats.forwards else given)
 
 
-def _step(
+def take_step(
     target: TargetModel,
     drafter: Drafter,
     rule: AcceptanceRule,
     state: DecodingState,
-    last_hidden: Any,
+    last_hidden: Callable[[], Tensor],
     stats: GenerationStats,
 ) -> None:
+    """One step of all rows: draft, verify, keep."""
     with stats.phase("draft"):
         drafted = state.draft(drafter)
         tree = TokenTree.root_only(state.roots_B) if drafted is None else drafted
@@ -188,107 +155,13 @@ def _step(
             drafter.observe(tree, logits_BNV)
     with stats.phase("cache"):
         state.keep(paths)
-        _finish_step(state, paths, hidden_BND, stats)
+        finish_step(state, paths, hidden_BND, stats)
     if stats.forwards > _WARM_UP and drafted is not None and state.room is None:
         seconds = time.perf_counter() - started
         if logits_BNV.device.type == "cpu":  # elsewhere the walk also waits for the target
             # What every token takes is no reason to commit fewer of them.
             seconds -= (walked - verified) * (1 - 1 / max(map(len, paths)))
         drafter.learn_seconds(tree.num_nodes - 1, seconds)
-
-
-def _finish_step(
-    state: DecodingState, paths: list[list[int]], hidden_BND: Tensor, stats: GenerationStats
-) -> None:
-    for row, path in zip(state.rows, paths, strict=True):
-        if path:
-            row.end_step()
-    stats.steps += sum(1 for path in paths if path)
-    stats.accepted.update(len(path) - 1 for path in paths if path)
-    stats.forwards += 1
-    state.advance(hidden_BND, paths)
-
-
-_READ_HERE = ("attention_mask", "position_ids", "cache_position")
-
-
-def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse by name what would otherwise be ignored in silence."""
-    refusals = {
-        "num_beams > 1": (config.num_beams or 1) > 1,
-        "use_cache=False": config.use_cache is False,
-        "output_attentions=True": bool(config.output_attentions),
-        "output_hidden_states=True": bool(config.output_hidden_states),
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
-        f"cache_implementation={config.cache_implementation!r}": config.cache_implementation
-        not in (None, "dynamic", "dynamic_full"),
-        "penalty_alpha": getattr(config, "penalty_alpha", None) is not None,
-        "dola_layers": getattr(config, "dola_layers", None) is not None,
-    }
-    refused = [name for name, asked in refusals.items() if asked]
-    # What the model would read in every forward, but is not handed on with a tree.
-    for name, value in model_kwargs.items():
-        if isinstance(value, Tensor) and name not in _READ_HERE:
-            refused.append(name)
-    if refused:
-        raise ValueError(
-            f"tree decoding does not support {', '.join(refused)}: leave it out, or call the "
-            "target's own generate()"
-        )
-
-
-def _recorder(config: GenerationConfig, batch: int, acceptance: str) -> ScoreRecorder | None:
-    if not config.return_dict_in_generate or not (config.output_scores or config.output_logits):
-        return None
-    if batch > 1 or acceptance != "lossless":
-        raise ValueError(
-            "output_scores and output_logits need a batch of 1 and lossless acceptance: a step "
-            "commits unequal numbers of tokens to the rows of a batch"
-        )
-    return ScoreRecorder()
-
-
-def _own_cache(
-    target: TargetModel, model_kwargs: dict[str, Any], batch: int, slots: int
-) -> RowCache:
-    given = model_kwargs.get(target.cache_argument)
-    cache = target.new_cache(batch, slots)
-    # One without rows does not say how much it has read.
-    if type(given) is type(cache) and cache.fixed_capacity is None and cache.row_layers:
-        cache = given
-        cache.announce(slots)
-    elif given is not None:
-        refuse_states_alone(given)
-        cache.take_over(given)
-    model_kwargs[target.cache_argument] = cache
-    return cache
-
-
-def _left_padding(input_ids_BT: Tensor, attention_mask_BT: Tensor | None) -> list[int]:
-    """Padded slots at the left of each row."""
-    if attention_mask_BT is None:
-        return [0] * input_ids_BT.shape[0]
-    mask_BT = attention_mask_BT.bool()
-    padding_B = (~mask_BT).sum(dim=1)
-    if (mask_BT[:, 1:] < mask_BT[:, :-1]).any() or (padding_B == mask_BT.shape[1]).any():
-        raise ValueError(
-            "attention_mask must be 0 only on the left of a row: pad with padding_side='left'"
-        )
-    return padding_B.tolist()
-
-
-def _check_positions(position_ids_BT: Tensor | None, padding: list[int]) -> None:
-    """Positions that generate() makes itself pass; others would be forgotten after the prompt."""
-    if position_ids_BT is None:
-        return
-    positions_T = torch.arange(position_ids_BT.shape[-1], device=position_ids_BT.device)
-    padding_B1 = torch.tensor(padding, device=position_ids_BT.device)[:, None]
-    own_BT = positions_T - padding_B1
-    if position_ids_BT.ndim != 2 or ((position_ids_BT != own_BT) & (own_BT >= 0)).any():
-        raise ValueError(
-            "tree decoding counts positions from the first token of the text: leave position_ids "
-            "out, or call the target's own generate()"
-        )
 
 
 def _sequences(prompt_BT: Tensor, rows: list[Row], config: GenerationConfig) -> Tensor:

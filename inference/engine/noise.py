@@ -59,6 +59,14 @@ class Noise:
             name = hashlib.blake2b(prompt, digest_size=8, salt=nth.to_bytes(8, "little"))
             self._keys[row.index] = _mixed((seed + _whole(name)) % _WORD)
 
+    def keys(self, rows: Sequence[Row]) -> list[int]:
+        """What each row's noise is counted from, as numbers that int64 holds."""
+        return [_signed(self._keys[row.index]) for row in rows]
+
+    def take(self, index: int, other: Noise, theirs: int) -> None:
+        """The row of this index draws as the row `theirs` of the other noise."""
+        self._keys[index] = other._keys[theirs]
+
     def of(self, rows: Sequence[Row], ahead: Sequence[int], tokens_BFC: Tensor) -> Tensor:
         """Of tokens of each row, [B, F, C] in fp32: of all F at one place, `ahead` [1] tokens
         behind the next of the row, or of each of them at its own, `ahead` [F]."""
@@ -80,7 +88,7 @@ class Noise:
         near_0_BC = scores_BC - most_B1
         noisy_BC = self.of(rows, [0], tokens_BC[:, None])[:, 0].add_(near_0_BC)
         noisiest_B1, places_B1 = noisy_BC.max(dim=-1, keepdim=True)
-        return tokens_BC.gather(1, places_B1).where(noisiest_B1 == noisiest_B1, NO_TOKEN)[:, 0]
+        return _if_known(tokens_BC.gather(1, places_B1), noisiest_B1)[:, 0]
 
     def _possible(self, scores_BV: Tensor, least_B1: Tensor) -> tuple[Tensor, Tensor]:
         """The scores [B, C] of all tokens that can be drawn, and these tokens."""
@@ -105,6 +113,41 @@ class Noise:
         return of
 
 
+class NoiseOnDevice(Noise):
+    """The same noise of rows whose keys and lengths are tensors: nothing of it asks the host.
+
+    Args:
+        keys_B: of the rows, as `Noise` has them.
+        written_B: how many new tokens each row has.
+    """
+
+    def __init__(self, keys_B: Tensor, written_B: Tensor) -> None:
+        self._keys_B, self._written_B = keys_B, written_B
+
+    def of(self, rows: Sequence[Row], ahead: Sequence[int], tokens_BFC: Tensor) -> Tensor:
+        """See Noise; the rows are those of the keys."""
+        places = [self._places(self._written_B + far, self._keys_B) for far in ahead]
+        return _gumbel(torch.stack(places, dim=1)[..., None], tokens_BFC)
+
+    def draw_all(self, scores_BNV: Tensor, depth_BN: Tensor) -> Tensor:
+        """What `draw` draws behind every node, [B, N]."""
+        tokens_V = torch.arange(scores_BNV.shape[2], device=scores_BNV.device)
+        places_BN = self._places(self._written_B[:, None] + depth_BN, self._keys_B[:, None])
+        noise_BNV = _gumbel(places_BN[..., None], tokens_V.expand_as(scores_BNV))
+        near_0_BNV = scores_BNV - scores_BNV.amax(dim=-1, keepdim=True)
+        noisiest_BN, tokens_BN = (noise_BNV + near_0_BNV).max(dim=-1)
+        return _if_known(tokens_BN, noisiest_BN)
+
+    @staticmethod
+    def _places(numbers: Tensor, keys: Tensor) -> Tensor:
+        """`_place` of tokens of these numbers, by the keys of their rows."""
+        return _mix(keys + numbers * _signed(_STRIDE)) + _signed(_STRIDE)
+
+
+def _if_known(tokens: Tensor, noisiest: Tensor) -> Tensor:
+    return tokens.where(noisiest == noisiest, NO_TOKEN)
+
+
 def chance_drawn(chance: float, luck: float) -> float:
     """That a token of this probability is drawn, where its own luck is known, and nothing of all
     others'."""
@@ -120,14 +163,21 @@ def _gumbel(places_BF1: Tensor, tokens_BFC: Tensor) -> Tensor:
     words_BFC = torch.add(places_BF1, tokens_BFC, alpha=_signed(_STRIDE))
     # All in place: of many tokens, to ask for memory takes longer than to count.
     shifted_BFC = torch.empty_like(words_BFC)
-    for shift, factor in _MIX:
-        words_BFC ^= _to_the_right(words_BFC, shift, shifted_BFC)
-        if factor != 1:
-            words_BFC *= _signed(factor)
+    _mix(words_BFC, shifted_BFC)
     below_0_BFC = _to_the_right(words_BFC, 64 - _BITS, shifted_BFC).float()
     # Small numbers, which decide, keep all their digits in fp32; -1 itself would be infinity.
     below_0_BFC.add_(0.5).mul_(-_FRACTION).clamp_min_(2.0**-24 - 1)
     return below_0_BFC.log1p_().neg_().log_().neg_()
+
+
+def _mix(words: Tensor, shifted: Tensor | None = None) -> Tensor:
+    """`_mixed` of each word, in place; what is shifted is written to `shifted`."""
+    shifted = torch.empty_like(words) if shifted is None else shifted
+    for shift, factor in _MIX:
+        words ^= _to_the_right(words, shift, shifted)
+        if factor != 1:
+            words *= _signed(factor)
+    return words
 
 
 def _to_the_right(words: Tensor, bits: int, shifted: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from types import FunctionType, ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ from transformers import (
 
 # These look at a row's own text, and keep no state of it.
 _OF_ONE_ROW = (MaxTimeCriteria, StopStringCriteria)
+
+
+class Ends(NamedTuple):
+    """How a row ends where nothing else is asked: with so many tokens, padding included, or with
+    one of these."""
+
+    max_length: int
+    tokens: list[int]
 
 
 class StopCheck:
@@ -60,6 +68,13 @@ class StopCheck:
             else:
                 others.append(row_copies(criterion, batch_size))
         self._others_of_row = list(zip(*others, strict=True))
+
+    @property
+    def ends(self) -> Ends | None:
+        """None where a criterion is asked that looks at the text, or nothing limits it."""
+        if self._alone[0] or self._others_of_row or self._max_length is None:
+            return None
+        return Ends(self._max_length, sorted(self._eos))
 
     def __call__(self, row: Row) -> bool:
         """Whether the row ends with its newest token.
@@ -113,6 +128,9 @@ class Row:
         streamer: receives every token as it is committed; if it has a method `end_step`, that is
             called after the tokens of each step.
         recorder: receives scores and logits of every token, where the user asked for them.
+
+    Attributes:
+        prompt_length: tokens of its prompt, left padding included.
     """
 
     def __init__(
@@ -131,14 +149,14 @@ class Row:
         self.recorder = recorder
         self._stop = stop
         self._streamer = streamer
-        self._prompt_length = prompt_T.shape[0]
+        self.prompt_length = prompt_T.shape[0]
         self._ids_1C = prompt_T[None].clone()
-        self._written = self._prompt_length
+        self._written = self.prompt_length
 
     @property
     def length(self) -> int:
         """Tokens of the row so far, padding included."""
-        return self._prompt_length + len(self.tokens)
+        return self.prompt_length + len(self.tokens)
 
     def ids_1T(self) -> Tensor:
         """The row's token ids so far, as logits processors and stopping criteria read them."""
@@ -147,7 +165,7 @@ class Row:
             room[:, : self._written] = self._ids_1C[:, : self._written]
             self._ids_1C = room
         if self._written < self.length:
-            fresh = self.tokens[self._written - self._prompt_length :]
+            fresh = self.tokens[self._written - self.prompt_length :]
             self._ids_1C[0, self._written : self.length] = torch.tensor(
                 fresh, device=self._ids_1C.device
             )
@@ -156,8 +174,8 @@ class Row:
 
     def behind(self, length: int) -> list[int]:
         """The committed tokens after the row's first `length`, which hold at least the prompt."""
-        assert length >= self._prompt_length
-        return self.tokens[length - self._prompt_length :]
+        assert length >= self.prompt_length
+        return self.tokens[length - self.prompt_length :]
 
     def last(self, count: int) -> list[int]:
         """The row's last tokens, as many as it has of so many."""

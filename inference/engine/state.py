@@ -11,16 +11,18 @@ however unequal their luck.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import LogitsProcessorList
 
 from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row
-from medusa_heads.target.attention import TreeMask, additive
+from medusa_heads.target.attention import TreeMask, additive, slots_from
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
@@ -64,7 +66,7 @@ class DecodingState:
         self._keeps_fresh = keeps_fresh
         # No node beyond the text's last position can be committed, and models that learn their
         # positions have none there: such nodes are verified at the last one.
-        self._last_position = None if max_length is None else max_length - 1
+        self.last_position = None if max_length is None else max_length - 1
         self._buffers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by rows and nodes
 
     def move_to(self, cache: RowCache) -> None:
@@ -109,13 +111,11 @@ class DecodingState:
         padding_B1, lengths_B1 = np.array(self.padding)[:, None], np.array(self.lengths)[:, None]
         slots_S = np.arange(capacity or past + tree.num_nodes)
         valid_BS = torch.from_numpy((slots_S >= padding_B1) & (slots_S < lengths_B1)).to(device)
-        visible_BNS = valid_BS[:, None].repeat(1, tree.num_nodes, 1)
-        visible_BNS[:, :, past : past + tree.num_nodes] = tree.ancestors_BNN
-        positions_BN = torch.from_numpy(lengths_B1 - padding_B1).to(device) + tree.depth_BN
-        padding_B = torch.tensor(self.padding, device=device)
-        if self._last_position is not None:
-            positions_BN = positions_BN.minimum((self._last_position - padding_B)[:, None])
-        return TreeMask(visible_BNS, positions_BN, past, padding_B)
+        positions_B1 = torch.from_numpy(lengths_B1 - padding_B1).to(device)
+        padding_B, last_B = torch.tensor(self.padding, device=device), None
+        if self.last_position is not None:
+            last_B = self.last_position - padding_B
+        return padded_mask(tree, valid_BS, positions_B1, last_B, past, padding_B)
 
     def _mask_in_step(self, tree: TokenTree, past: int) -> TreeMask:
         """Of unpadded rows of one length."""
@@ -139,8 +139,8 @@ class DecodingState:
         if device.type != "cpu":
             bias_BNS = bias_BNS.clone()  # GPU kernels want an aligned beginning
         positions_BN = tree.depth_BN + past
-        if self._last_position is not None:
-            positions_BN = positions_BN.clamp_max(self._last_position)
+        if self.last_position is not None:
+            positions_BN = positions_BN.clamp_max(self.last_position)
         return TreeMask(visible[:, :, edge:], positions_BN, past, bias_BNS=bias_BNS)
 
     def forget(self) -> None:
@@ -151,8 +151,7 @@ class DecodingState:
         self.lengths = self.cache.keep_paths(paths, self.lengths)
 
     def advance(self, hidden_BND: Tensor, paths: Sequence[Sequence[int]]) -> None:
-        """Take each path's last node as the new state, and let finished rows go; from a cache of
-        fixed shape they go when all are finished."""
+        """Take each path's last node as the new state, and let finished rows go."""
         device = hidden_BND.device
         # Rows that have ended and stay stand still: what is made of them, nobody reads.
         nodes_B = [list(path) or [0] for path in paths]
@@ -175,6 +174,11 @@ class DecodingState:
         self._fresh_was_read = False
         self.hidden_BD = accepted_BAD[:, -1].contiguous()
         self.roots_B = torch.tensor([row.tokens[-1] for row in self.rows], device=device)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Finished rows leave, with what is kept of them; from a cache of fixed shape all at once,
+        when every row is finished."""
         active = [i for i, row in enumerate(self.rows) if not row.done]
         if active and self.cache.fixed_capacity is not None:
             return
@@ -188,6 +192,34 @@ class DecodingState:
             self.lengths = [self.lengths[i] for i in active]
             self.padding = [self.padding[i] for i in active]
         self.rows = [self.rows[i] for i in active]
+
+    def join(self, other: DecodingState) -> None:
+        """Take in the rows of another state, behind the own ones: of the same target and drafter,
+        drawn in the same way, which have read their prompts and drafted nothing. Their indices
+        change to such as no own row has."""
+        assert self.drawing == other.drawing and not other.memories
+        taken = {row.index for row in self.rows}
+        free = (index for index in count() if index not in taken)
+        for row, index in zip(other.rows, free, strict=False):
+            if self.noise is not None and other.noise is not None:
+                self.noise.take(index, other.noise, row.index)
+            row.index = index
+        self.cache.join(other.cache, other.lengths)
+        if self._keeps_fresh:
+            (mine_BAD, own), (theirs_BAD, new) = self._all_fresh(), other._all_fresh()
+            longest = max(mine_BAD.shape[1], theirs_BAD.shape[1])
+            filled = [pad(of, (0, 0, 0, longest - of.shape[1])) for of in (mine_BAD, theirs_BAD)]
+            self._fresh = [(torch.cat(filled), own + new)]
+        else:
+            self._fresh = []
+        self.hidden_BD = torch.cat([self.hidden_BD, other.hidden_BD])
+        self.roots_B = torch.cat([self.roots_B, other.roots_B])
+        self.rows = self.rows + other.rows
+        self.lengths = self.lengths + other.lengths
+        self.padding = self.padding + other.padding
+        self._buffers.clear()  # of batches that may not come again
+        if self.last_position is not None and other.last_position is not None:
+            self.last_position = max(self.last_position, other.last_position)
 
     def take_prompt(self, hidden_BTD: Tensor) -> None:
         """Count the whole prompt as fresh: its hidden states, or those of its end."""
@@ -203,6 +235,9 @@ class DecodingState:
         """What was committed since this was last asked: the target's hidden states [B, A, D] of the
         accepted nodes, and each row's own among them, as many as tokens were committed."""
         self._fresh_was_read = True
+        return self._all_fresh()
+
+    def _all_fresh(self) -> tuple[Tensor, list[list[int]]]:
         if len(self._fresh) > 1:
             nodes_B: list[list[int]] = [[] for _ in self.rows]
             offset = 0
@@ -212,3 +247,27 @@ class DecodingState:
                 offset += hidden_BAD.shape[1]
             self._fresh = [(torch.cat([hidden for hidden, _ in self._fresh], dim=1), nodes_B)]
         return self._fresh[0]
+
+
+def padded_mask(
+    tree: TokenTree,
+    valid_BS: Tensor,
+    positions_B1: Tensor,
+    last_B: Tensor | None,
+    first: int | Tensor,
+    padding_B: Tensor,
+) -> TreeMask:
+    """What the nodes of a tree see, which is written from slot `first` on.
+
+    Args:
+        valid_BS: slots that hold each row's own text.
+        positions_B1: where the roots stand in their texts.
+        last_B: the last position that a node of each row may have; None where nothing limits it.
+        padding_B: slots of left padding.
+    """
+    visible_BNS = valid_BS[:, None].repeat(1, tree.num_nodes, 1)
+    visible_BNS[:, :, slots_from(first, tree.num_nodes)] = tree.ancestors_BNN
+    positions_BN = positions_B1 + tree.depth_BN
+    if last_B is not None:
+        positions_BN = positions_BN.minimum(last_B[:, None])
+    return TreeMask(visible_BNS, positions_BN, first, padding_B)

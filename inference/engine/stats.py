@@ -18,7 +18,8 @@ class GenerationStats:
     tokens: int = 0  # committed
     # How often a step accepted 0, 1, 2, .. drafted tokens of a row.
     accepted: Counter[int] = field(default_factory=Counter)
-    # Wall time by phase: prefill, draft, target, walk, cache; on a GPU the work queued in a phase
+    # Wall time by phase: prefill, draft, target, walk, cache, or `step` for the last four where
+    # they are one graph; on a GPU the work queued in a phase
     # may be waited for in a later one.
     seconds: dict[str, float] = field(default_factory=dict)
     total_seconds: float = 0.0  # wall time of the whole call

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from torch import Tensor
 from transformers import (
@@ -24,6 +24,7 @@ from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.noise import RNGS, Rng
+from medusa_heads.inference.engine.running import RunningBatch
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.models.late_compiling import LateCompiling
 from medusa_heads.target.compiled import CompiledTarget
@@ -33,6 +34,11 @@ if TYPE_CHECKING:  # heavy to import
     from transformers import PreTrainedModel
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+    from medusa_heads.inference.endpoint.server import Server
+
+
+Compile: TypeAlias = bool | Literal["auto", "steps"]
+
 
 class EngineOptions(TypedDict, total=False):
     """Settings that the classes below AssistedModel hand on to it, which says what they are."""
@@ -40,7 +46,7 @@ class EngineOptions(TypedDict, total=False):
     acceptance: str
     acceptance_settings: Mapping[str, float] | None
     rng: Rng
-    compile: bool | Literal["auto"]
+    compile: Compile
     compile_backend: str | Callable[..., Any]
 
 
@@ -56,7 +62,8 @@ class AssistedModel(ABC):
             know, by which a seed's text is the same whatever is drafted and in every batch; or
             `"transformers"`, the random stream of generate(), by which it is the text of that.
         compile: run the target through torch.compile. The first text takes longer. `"auto"`
-            compiles in the middle of the text in which it has come to pay, if ever.
+            compiles in the middle of the text in which it has come to pay, if ever. `"steps"`
+            compiles whole steps where it can be done.
         compile_backend: of torch.compile.
 
     Attributes:
@@ -78,11 +85,11 @@ class AssistedModel(ABC):
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
         rng: Rng = "keyed",
-        compile: bool | Literal["auto"] = False,
+        compile: Compile = False,
         compile_backend: str | Callable[..., Any] = "inductor",
     ) -> None:
-        if compile not in (False, True, "auto"):
-            raise ValueError(f"compile must be True, False or 'auto', got {compile!r}")
+        if compile not in (False, True, "auto", "steps"):
+            raise ValueError(f"compile must be True, False, 'auto' or 'steps', got {compile!r}")
         if rng not in RNGS:
             raise ValueError(f"rng must be one of {list(RNGS)}, got {rng!r}")
         target = target if isinstance(target, TargetModel) else TargetModel(target)
@@ -96,7 +103,7 @@ class AssistedModel(ABC):
             if compile == "auto":
                 self._late = LateCompiling(self.target, compiled, self._drafter_for)
             else:
-                self.target = compiled()
+                self.target = compiled(compile == "steps")
         devices = set((getattr(self.target.model, "hf_device_map", None) or {}).values())
         if len(devices) > 1:
             raise UnsupportedArchitecture(
@@ -224,3 +231,45 @@ class AssistedModel(ABC):
                 exchange=None if self._late is None else self._late.of_text(drafter),
                 **model_kwargs,
             )
+
+    def running_batch(self, max_rows: int = 8) -> RunningBatch:
+        """At most so many texts, which begin and end independently of one another.
+
+        Raises:
+            ValueError: the model is compiled, or samples by the random stream of generate().
+        """
+        if self.rng != "keyed":
+            raise ValueError(
+                "by rng='transformers' a text depends on those beside it: rows that come and go "
+                "want rng='keyed'"
+            )
+        return RunningBatch(
+            self.target,
+            self._drafter_for(self.target) if self.deterministic else self.drafter,
+            max_rows,
+            acceptance=self.acceptance,
+            acceptance_settings=self.acceptance_settings,
+            lock=self._lock,
+        )
+
+    def server(self, tokenizer: Any = None, **options: Any) -> Server:
+        """What answers requests for completions by HTTP, while it is entered (`with`) or run.
+
+        Args:
+            tokenizer: of the target; by default loaded from where that came from.
+            options: `host`, `port`, `max_rows`, `queue`, ..: see `endpoint.server.Server`.
+
+        Raises:
+            ValueError: the extra `serve` is not installed, or see Server.
+        """
+        try:
+            from medusa_heads.inference.endpoint.server import Server
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"serving needs {error.name}: pip install starlette uvicorn"
+            ) from error
+        return Server(self, tokenizer, **options)
+
+    def serve(self, tokenizer: Any = None, **options: Any) -> None:
+        """Answer requests until SIGINT or SIGTERM; arguments and errors are those of `server`."""
+        self.server(tokenizer, **options).run()

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from medusa_heads.checkpoint import files
 from medusa_heads.checkpoint.adapter import adapter_digest, load_adapter
@@ -25,7 +25,7 @@ from medusa_heads.hub.pull import copy_checkpoint, find_checkpoint
 from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
-from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
+from medusa_heads.inference.models.assisted import AssistedModel, Compile, EngineOptions
 from medusa_heads.inference.models.named_target import load_target
 from medusa_heads.inference.plan.adaptive import heads_drafter
 from medusa_heads.inference.plan.trees import TreeSpec
@@ -130,7 +130,7 @@ class MedusaModel(AssistedModel):
         tree: TreeSpec = "auto",
         corpus: Corpus | None = None,
         acceptance: str = "lossless",
-        compile: bool | Literal["auto"] = False,
+        compile: Compile = False,
         deterministic: bool = False,
         merge_adapter: bool = False,
         **options: Any,

@@ -76,6 +76,8 @@ class MedusaHeads(DraftHeads):
     def _stacked(self) -> list[tuple[Tensor, Tensor]]:
         """Every layer's weights [K, D, D], transposed, and biases [K, 1, D]; made anew when a
         parameter was written to or moved."""
+        if torch.compiler.is_compiling() and self._stack is not None:
+            return self._stack[1]  # which reads no addresses
         state = [(tensor.data_ptr(), tensor._version) for tensor in self._all_parameters]
         if self._stack is None or self._stack[0] != state:
             blocks = [list(islice(head, self.config.num_blocks)) for head in self.heads()]

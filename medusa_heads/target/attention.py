@@ -43,13 +43,19 @@ class TreeMask:
 
     visible_BNS: Tensor  # cached rows of its own text, and its own path in the tree
     query_positions_BN: Tensor  # where each node stands in its text
-    first_slot: int  # where the tree begins in the cache
+    first_slot: int | Tensor  # where the tree begins in the cache; a tensor where no host knows
     padding_B: Tensor | None = None  # slots of left padding, None where no row has any
     bias_BNS: Tensor | None = None  # causal layers' mask as numbers, where it is kept ready
     # Where P nodes of the same tree, written before `first_slot` in earlier forwards, stand.
     written_positions_BP: Tensor | None = None
     # Masks of layers, each with itself once for every query head of a group.
     of_groups: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def first_on_host(self) -> int:
+        """`first_slot` where the host knows it."""
+        assert isinstance(self.first_slot, int)
+        return self.first_slot
 
     @cached_property
     def key_positions_BS(self) -> Tensor:
@@ -58,11 +64,18 @@ class TreeMask:
         positions_BS = torch.arange(slots, device=self.visible_BNS.device).repeat(batch, 1)
         if self.padding_B is not None:
             positions_BS -= self.padding_B[:, None]
-        positions_BS[:, self.first_slot : self.first_slot + nodes] = self.query_positions_BN
+        positions_BS[:, slots_from(self.first_slot, nodes)] = self.query_positions_BN
         if self.written_positions_BP is not None:
             written = self.written_positions_BP.shape[1]
             positions_BS[:, self.first_slot - written : self.first_slot] = self.written_positions_BP
         return positions_BS
+
+
+def slots_from(first: int | Tensor, count: int) -> slice | Tensor:
+    """So many slots from there on, to index with."""
+    if isinstance(first, int):
+        return slice(first, first + count)
+    return first + torch.arange(count, device=first.device)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Made = TypeVar("Made")
 
 _CAPACITY_STEP = 512  # capacities are rounded up, so that few of them, and few graphs, exist
 # What caches of other shapes than the last one may hold together. Each belongs to a graph that
@@ -53,22 +55,32 @@ class _Captured:
         if self.wanted:
             self.outputs[layer] = output
 
+    def clear(self) -> None:
+        self.hidden.clear()
+        self.outputs.clear()
+
 
 class CompiledTarget(TargetModel):
     """A target that verifies trees through torch.compile. The model is not modified, but has
     forward hooks on its lm_head and on the layers of its features as long as this object lives.
     Raises UnsupportedArchitecture: at the first verification, if the model's forward is not one
-    graph."""
+    graph.
+
+    Attributes:
+        whole_steps: whether steps of decoding are graphs as a whole, where they can be.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
         backend: str | Callable[..., Any] = "inductor",
         features: tuple[int, ...] = (),
+        whole_steps: bool = False,
     ) -> None:
         super().__init__(model)
         check_layers(model, features)
         self.features, self._backend = features, backend
+        self.whole_steps = whole_steps
         self._views: dict[tuple[int, ...], CompiledTarget] = {}
         self._caches: dict[tuple[int, int], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
@@ -79,20 +91,51 @@ class CompiledTarget(TargetModel):
             self.get_output_embeddings().register_forward_pre_hook(self._captured.take),
         ):
             weakref.finalize(self, hook.remove)
-        self._forward = self._compiled = torch.compile(
-            self.model.forward,
-            fullgraph=True,
-            dynamic=False,
-            backend=backend,
-            # CUDA graphs are Inductor's.
-            mode="reduce-overhead"
-            if self.device.type == "cuda" and backend == "inductor"
-            else None,
+        self._forward = self._compiled = self.in_one_graph(self.model.forward)
+
+    def in_one_graph(self, function: Callable[..., Made]) -> Callable[..., Made]:
+        """The function, compiled; to be called by `run`."""
+        # CUDA graphs are Inductor's.
+        replayed = self.device.type == "cuda" and self._backend == "inductor"
+        mode = "reduce-overhead" if replayed else None
+        compiled: Callable[..., Made] = torch.compile(
+            function, fullgraph=True, dynamic=False, backend=self._backend, mode=mode
         )
+        return compiled
+
+    def run(self, compiled: Callable[..., Made], *args: Any, **kwargs: Any) -> Made:
+        """Call what `in_one_graph` made. Raises UnsupportedArchitecture: it is not one graph."""
+        if self.device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        # Batch sizes, capacities and tree sizes are graphs of their own, and all wanted.
+        many = torch._dynamo.config.patch(recompile_limit=256)
+        with _nothing_collected(), compiled_tree_attention():
+            try:
+                made: Made = many(compiled)(*args, **kwargs)
+            except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
+                reason = " ".join(str(error).split())[:160]
+                raise UnsupportedArchitecture(
+                    f"{self.config.model_type} cannot be compiled in one graph ({reason})",
+                    "leave compile out",
+                ) from error
+        return made
+
+    @property
+    def compiles(self) -> bool:
+        """False within `uncompiled`."""
+        return self._forward is self._compiled
+
+    @property
+    def draws_alike(self) -> bool:
+        """Whether keyed noise within a graph is that outside of it: Inductor's code on a CPU made
+        another of it (torch 2.13)."""
+        return not self.compiles or self._backend != "inductor"
 
     def _view(self, features: tuple[int, ...]) -> CompiledTarget:
         if features not in self._views:  # which share their graphs
-            self._views[features] = CompiledTarget(self.model, self._backend, features)
+            self._views[features] = CompiledTarget(
+                self.model, self._backend, features, self.whole_steps
+            )
         return self._views[features]
 
     @contextmanager
@@ -120,8 +163,7 @@ class CompiledTarget(TargetModel):
             yield wide
         finally:
             captured.wanted = wanted
-            captured.hidden.clear()
-            captured.outputs.clear()
+            captured.clear()
 
     @staticmethod
     def capacity(slots: int) -> int:
@@ -153,8 +195,11 @@ class CompiledTarget(TargetModel):
         """As TargetModel.read, through the graph."""
         assert isinstance(cache, StaticRowCache)
         graph = (*tokens_BN.shape, cache.fixed_capacity)
-        compiled = self._forward is self._compiled
-        if compiled and isinstance(cache, StaticRecurrentCache) and graph not in self._compared:
+        if (
+            self.compiles
+            and isinstance(cache, StaticRecurrentCache)
+            and graph not in self._compared
+        ):
             logits_BNV = self._compare(tokens_BN, cache, mask)
             self._compared.add(graph)
         else:
@@ -184,27 +229,36 @@ class CompiledTarget(TargetModel):
                 f"{self.config.model_type} is a Mamba, whose state is not carried through a graph",
                 "leave compile out",
             )
-        if self.device.type == "cuda":
-            torch.compiler.cudagraph_mark_step_begin()
-        slots = cache.tree_slots(mask.first_slot, tokens_BN.shape[1], tokens_BN.device)
-        with slots, _nothing_collected(), compiled_tree_attention():
-            # Batch sizes, capacities and tree sizes are graphs of their own, and all wanted.
-            many = torch._dynamo.config.patch(recompile_limit=256)
-            try:
-                logits_BNV: Tensor = many(self._forward)(
-                    input_ids=tokens_BN.contiguous(),
-                    position_ids=mask.query_positions_BN,
-                    attention_mask=explicit_masks(self.config, mask, self.dtype),
-                    past_key_values=cache,
-                    use_cache=True,
-                ).logits
-            except torch._dynamo.exc.Unsupported as error:
-                reason = " ".join(str(error).split())[:160]
-                raise UnsupportedArchitecture(
-                    f"{self.config.model_type} cannot be compiled in one graph ({reason})",
-                    "leave compile out",
-                ) from error
+        nodes, first = tokens_BN.shape[1], mask.first_on_host
+        with cache.tree_slots(first, nodes, tokens_BN.device):
+            logits_BNV: Tensor = self.run(
+                self._forward, **self._given(tokens_BN, cache, mask)
+            ).logits
         return logits_BNV
+
+    def forget_hidden(self) -> None:
+        """What was captured last, or is not there: two states that graphs would tell apart."""
+        self._captured.clear()
+
+    def read_within(
+        self, tokens_BN: Tensor, cache: StaticRowCache, mask: TreeMask
+    ) -> tuple[Tensor, Tensor]:
+        """As a part of a larger graph, within `capture_hidden` and the cache's `tree_slots`: logits
+        [B, N, V], and hidden states [B, N, X] as `capture_hidden` gives them."""
+        logits_BNV: Tensor = self.model(**self._given(tokens_BN, cache, mask)).logits
+        captured = self._captured
+        hidden_BNX = Read.of(captured.hidden[0], self.features, captured.outputs).wide()
+        captured.clear()  # or the graph would put them out
+        return logits_BNV, hidden_BNX
+
+    def _given(self, tokens_BN: Tensor, cache: StaticRowCache, mask: TreeMask) -> dict[str, Any]:
+        return {
+            "input_ids": tokens_BN.contiguous(),
+            "position_ids": mask.query_positions_BN,
+            "attention_mask": explicit_masks(self.config, mask, self.dtype),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
 
 
 @contextmanager

@@ -100,16 +100,24 @@ class StaticRowCache(RowCache):
         """Bytes of all that it holds; 0 before the first forward."""
         return sum(buffer.nbytes for buffer in self._stacks.stacks)
 
+    @property
+    def slots_N(self) -> Tensor:
+        """Within `tree_slots`, where the nodes are written."""
+        assert self._stacks.nodes_N is not None
+        return self._stacks.nodes_N
+
     @contextmanager
-    def tree_slots(self, first: int, nodes: int, device: torch.device) -> Iterator[None]:
-        """Within the block, forwards write `nodes` rows from slot `first` on."""
+    def tree_slots(self, first: int | None, nodes: int, device: torch.device) -> Iterator[None]:
+        """Within the block, forwards write `nodes` rows: from slot `first` on, or where `slots_N`
+        comes to say."""
         if nodes not in self._nodes:
             with torch.inference_mode(False):
                 self._nodes[nodes] = torch.empty(nodes, dtype=torch.long, device=device)
             torch._dynamo.mark_static_address(self._nodes[nodes])
         try:
             self._stacks.nodes_N = self._nodes[nodes]
-            torch.arange(first, first + nodes, out=self._stacks.nodes_N)
+            if first is not None:
+                torch.arange(first, first + nodes, out=self._stacks.nodes_N)
             yield
         finally:
             self._stacks.nodes_N = None

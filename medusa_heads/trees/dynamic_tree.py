@@ -32,7 +32,8 @@ class Ranking:
     divided by its temperature."""
 
     def __init__(self, heads: DraftHeads, temperatures: Sequence[float]) -> None:
-        self.heads, self._inverse = heads, [1 / t for t in temperatures]
+        self.heads, self._temperatures = heads, list(temperatures)
+        self._inverse_K = torch.empty(0)  # on the heads' device, once it is known
 
     def best(
         self,
@@ -44,9 +45,10 @@ class Ranking:
         """Token ids and log-probabilities [B, F, R], best first, of logits that are all for the
         token at depth `level` + 1; without a level, F counts the heads. Places are as those of
         `After`."""
-        inverse = logits_BFC.new_tensor(
-            self._inverse if level is None else [self._inverse[level]], dtype=torch.float32
-        )
+        if self._inverse_K.device != logits_BFC.device or not len(self._inverse_K):
+            every = [1 / each for each in self._temperatures]
+            self._inverse_K = torch.tensor(every, device=logits_BFC.device)
+        inverse = self._inverse_K if level is None else self._inverse_K[level : level + 1]
         log_probs_BFC = (logits_BFC.float() * inverse[:, None]).log_softmax(dim=-1)
         best_BFR, ids_BFR = log_probs_BFC.topk(num_ranks, dim=-1)
         return self.tokens(ids_BFR, places_BC), best_BFR
@@ -98,7 +100,8 @@ def best_first_tree(
     scores_BF = torch.zeros(len(roots_B), 1, device=roots_B.device)
     asked_BF = torch.zeros_like(scores_BF, dtype=torch.long)  # the root stands behind no other
     paths_BFJ = roots_B[:, None, None]
-    scores, parents, tokens, depths = [scores_BF], [asked_BF - 1], [roots_B[:, None]], [0]
+    scores, parents, tokens = [scores_BF], [asked_BF - 1], [roots_B[:, None]]
+    depths, count = [asked_BF[0]], 1
     first = 0  # of the paths that are asked, among all candidates: the likeliest of their level
     for level in range(num_levels):
         tokens_BFR, log_probs_BFR = guess(level, paths_BFJ, asked_BF)
@@ -110,15 +113,15 @@ def best_first_tree(
         parents.append(above_BF + first)
         tokens.append(tokens_BF)
         scores.append(scores_BF)
-        first = len(depths)
-        depths += [level + 1] * kept
+        first, count = count, count + kept
+        depths.append(torch.full_like(above_BF[0], level + 1))
         if level + 1 < num_levels:
             scores_BF, asked_BF, tokens_BF = (
                 of[:, :width] for of in (scores_BF, above_BF, tokens_BF)
             )
             above_BFJ = asked_BF[:, :, None].expand(-1, -1, level + 1)
             paths_BFJ = torch.cat([paths_BFJ.gather(1, above_BFJ), tokens_BF[:, :, None]], dim=2)
-    depth_C = torch.tensor(depths, device=roots_B.device)
+    depth_C = torch.cat(depths)
     # What is no number would come before all that are.
     scores_BC = torch.cat(scores, dim=1).nan_to_num(nan=_NEVER, neginf=_NEVER)
     # Where a child is as likely as its parent (probability 1), the parent must come first: it does
@@ -129,12 +132,11 @@ def best_first_tree(
     # All parents are among the chosen, which are in order; the root stands above itself.
     above_BN = torch.searchsorted(chosen_BN, torch.cat(parents, dim=1).gather(1, chosen_BN))
     path_scores_BN = scores_BC.gather(1, chosen_BN)
-    parents_BN = above_BN.clone()
-    parents_BN[:, 0] = -1
+    depth_BN = depth_C[chosen_BN]
     return TokenTree(
         tokens_BN=torch.cat(tokens, dim=1).gather(1, chosen_BN),
-        parents_BN=parents_BN,
-        depth_BN=depth_C[chosen_BN],
+        parents_BN=above_BN.where(depth_BN > 0, -1),
+        depth_BN=depth_BN,
         ancestors_BNN=_ancestors(above_BN, num_levels),
         log_probs_BN=path_scores_BN - path_scores_BN.gather(1, above_BN),
     )

@@ -52,7 +52,7 @@ class ThinnedTarget:
                 position_B1 = self._target.within(ends_B1 + written)
                 sees_B1P = ends_B1.new_ones(len(ends_B1), 1, written + 1, dtype=torch.bool)
                 mask = behind_texts(state.lengths, padding_B1, sees_B1P, position_B1, positions_BP)
-                cache.set_length(mask.first_slot)  # also of the layers that are left out
+                cache.set_length(mask.first_on_host)  # also of the layers that are left out
                 with self._stack.without(self._skipped):
                     logits_B1V = self._target.read(tokens_B[:, None], cache, mask)
                 positions_BP = torch.cat([positions_BP, position_B1], dim=1)

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
+from tests.inference.adapt.replayed import (
+    Guesses,
+    Machine,
+    adaptive,
+    compared,
+    drawn,
+    seconds,
+    written,
+)
 from tests.inference.clock import Clock as Time
-from tests.inference.replayed import Guesses, Machine, adaptive, compared, drawn, seconds, written
 
 STEP = 0.01
 FLAT = Machine(lambda tokens: STEP * (1 + 0.002 * tokens), lambda rows: 0.1 * STEP)

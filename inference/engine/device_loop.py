@@ -1,0 +1,181 @@
+"""The decoding loop as a GPU wants it: a step is one function of tensors, and so one graph.
+
+Drafting, verification, acceptance, the ends of rows, the cache: all of it happens on the device, on
+tensors of fixed shapes. The host starts step after step and reads whether any row goes on, a step
+late: it waits for no step that it has just begun. Rows that have ended stand still meanwhile.
+
+Of what a text asks for, some things have no place in such a step; `begin` says which.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
+from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch
+from medusa_heads.inference.acceptance.at_once import deepest_path
+from medusa_heads.inference.acceptance.lossless import check_drawn
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.engine.device_state import ENDS, DeviceState
+from medusa_heads.inference.engine.rows import Ends
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
+from medusa_heads.target.target import TargetModel
+
+Step = Callable[[CompiledTarget, Drafter, SampleThenMatch, DeviceState, int], None]
+
+# Devices that work on while the host goes ahead, and whose flag is so read late.
+_READ_LATE = {"cuda"}
+
+
+def _step(
+    target: CompiledTarget, drafter: Drafter, rule: SampleThenMatch, state: DeviceState, levels: int
+) -> None:
+    tree = drafter.propose(state)
+    logits_BNV, hidden_BNX = state.read(target, tree)
+    drawn_BN = rule.draw_all(tree, logits_BNV, state.noise_on_device)
+    state.take(deepest_path(tree, drawn_BN, levels), hidden_BNX)
+
+
+class DeviceLoop:
+    """Decodes texts of one target; what is compiled for one serves the next of its shape.
+
+    Attributes:
+        fails: whether a step was no graph.
+    """
+
+    def __init__(self, target: CompiledTarget) -> None:
+        self.fails = False
+        self._compiled: Step = target.in_one_graph(_step)
+        self._states: WeakKeyDictionary[StaticRowCache, dict[int, DeviceState]] = (
+            WeakKeyDictionary()
+        )
+
+    def decode(
+        self,
+        target: CompiledTarget,
+        drafter: Drafter,
+        rule: SampleThenMatch,
+        state: DecodingState,
+        ends: Ends,
+        stats: GenerationStats,
+    ) -> None:
+        """Decode all rows to their ends, within `capture_hidden`; or none of them, where a step is
+        not one graph after all. Raises ValueError: the processed scores of a next token are no
+        distribution."""
+        cache, levels = state.cache, drafter.levels
+        assert isinstance(cache, StaticRowCache) and levels is not None
+        states = self._states.setdefault(cache, {})
+        if levels not in states:
+            states[levels] = DeviceState(state, levels)
+        on_device = states[levels]
+        with stats.phase("draft"):
+            drafter.propose(state)  # once by the host, who so makes all that is kept
+            on_device.begin(state, ends)
+        target.forget_hidden()
+        with (
+            stats.phase("step"),
+            cache.tree_slots(None, drafter.num_nodes, on_device.roots_B.device),
+        ):
+            flag = _Flag(on_device.active)
+            try:
+                while flag.up():
+                    self._step(target, drafter, rule, on_device, levels)
+            except UnsupportedArchitecture as error:  # found before a first step was taken
+                self.fails = True
+                state.memories.clear()  # the prompt is to be read again
+                reason = f"steps are compiled in parts, since the whole is no graph: {error}"
+                warnings.warn(reason, MedusaWarning, stacklevel=2)
+                return
+            finally:
+                del on_device.cache  # which lives as long as the target keeps it
+        _hand_over(on_device, state, stats)
+
+    def _step(
+        self,
+        target: CompiledTarget,
+        drafter: Drafter,
+        rule: SampleThenMatch,
+        state: DeviceState,
+        levels: int,
+    ) -> None:
+        if target.compiles:
+            target.run(self._compiled, target, drafter, rule, state, levels)
+        else:
+            _step(target, drafter, rule, state, levels)
+
+
+class _Flag:
+    """Whether a number on the device is above 0, or was a step ago."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._number, self._late = number, number.device.type in _READ_LATE
+        self._turn, self._pinned = 0, number.is_cuda
+        self._copies = [
+            torch.ones(1, dtype=number.dtype, pin_memory=self._pinned) for _ in range(2)
+        ]
+        self._events = [torch.cuda.Event() for _ in range(2)] if self._pinned else []
+
+    def up(self) -> bool:
+        if not self._late:
+            return bool(self._number)
+        now, before = self._turn % 2, (self._turn + 1) % 2
+        self._copies[now].copy_(self._number, non_blocking=True)
+        if self._pinned:
+            self._events[now].record()
+            if self._turn:
+                self._events[before].synchronize()
+        self._turn += 1
+        return bool(self._copies[before])
+
+
+def _hand_over(on_device: DeviceState, state: DecodingState, stats: GenerationStats) -> None:
+    """To the rows, the state and the statistics what came of it."""
+    written, counts = on_device.written(), on_device.steps_A.tolist()
+    for row, tokens in zip(state.rows, written, strict=True):
+        row.tokens += tokens[len(row.tokens) :]
+        row.done = True
+    for row in state.rows:
+        check_drawn(row.tokens)
+    state.lengths, state.rows = on_device.lengths_B.tolist(), []
+    stats.steps += sum(counts)
+    stats.forwards += int(on_device.forwards)
+    stats.accepted.update({accepted: count for accepted, count in enumerate(counts) if count})
+
+
+# Which neither keep a target, nor a cache beyond a text.
+_loops: WeakKeyDictionary[TargetModel, DeviceLoop] = WeakKeyDictionary()
+
+
+def device_loop(
+    target: TargetModel,
+    drafter: Drafter,
+    rule: AcceptanceRule,
+    state: DecodingState,
+    ends: Ends | None,
+) -> Callable[[GenerationStats], None] | None:
+    """What decodes this text in steps that are one graph; None where something in it needs the
+    host: a drafter that looks at tokens, processors that read the text, states instead of rows, or
+    what `ends` knows nothing of."""
+    if not isinstance(target, CompiledTarget) or not target.whole_steps or drafter.levels is None:
+        return None
+    if not isinstance(rule, SampleThenMatch) or not rule.draws_at_once:
+        return None
+    if state.noise is not None and not target.draws_alike:
+        return None
+    if ends is None or len(ends.tokens) > ENDS or state.last_position is None:
+        return None
+    if not state.rows or isinstance(state.cache, StaticRecurrentCache):
+        return None
+    if target not in _loops:
+        _loops[target] = DeviceLoop(target)
+    loop = _loops[target]
+    return None if loop.fails else partial(loop.decode, target, drafter, rule, state, ends)

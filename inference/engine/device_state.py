@@ -1,0 +1,153 @@
+"""Where decoding stands, on the device: what changes from step to step is the content of tensors.
+
+Shapes: B rows, N tree nodes, C capacity of the cache in slots, A = one more than the levels of a
+tree, X columns of hidden states, E tokens that end a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from medusa_heads.inference.acceptance.at_once import DeepestPath
+from medusa_heads.inference.engine.noise import NO_TOKEN, NoiseOnDevice
+from medusa_heads.inference.engine.rows import Ends
+from medusa_heads.inference.engine.state import DecodingState, padded_mask
+from medusa_heads.target.attention import TreeMask
+from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.static_cache import StaticRowCache
+from medusa_heads.trees.tree import TokenTree
+
+ENDS = 8  # tokens that may end a row, in one graph
+
+
+class DeviceState(DecodingState):
+    """Rows of one batch size in one cache; made once, and then used for text after text, since a
+    graph knows where its tensors lie.
+
+    Args:
+        like: the state of such a text, in a cache of fixed capacity.
+        levels: how deep the trees are at most.
+    """
+
+    cache: StaticRowCache
+
+    def __init__(self, like: DecodingState, levels: int) -> None:
+        super().__init__([], like.cache, [])
+        batch, device = len(like.rows), like.roots_B.device
+        capacity = like.cache.fixed_capacity
+        assert capacity is not None
+        self._capacity, self._levels = capacity, levels
+
+        def numbers(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            with torch.inference_mode(False):
+                made = torch.zeros(shape, dtype=dtype, device=device)
+            torch._dynamo.mark_static_address(made)
+            return made
+
+        self.hidden_BD = numbers(*like.hidden_BD.shape, dtype=like.hidden_BD.dtype)
+        self.roots_B, self.lengths_B, self.padding_B = (numbers(batch) for _ in range(3))
+        self.last_B, self.keys_B = numbers(batch), numbers(batch)
+        # New tokens of each row, those that may still come, and the tokens themselves; what stands
+        # in the last column is of no row.
+        self.written_B, self.room_B = numbers(batch), numbers(batch)
+        self.out_BT = numbers(batch, capacity + 1)
+        self.ends_E = numbers(ENDS)
+        # What the last step committed: as many hidden states of each row, and the tokens behind.
+        self.fresh_BPX = numbers(
+            batch, levels + 1, like.hidden_BD.shape[1], dtype=like.hidden_BD.dtype
+        )
+        self.following_BP, self.fresh_B = numbers(batch, levels + 1), numbers(batch)
+        # Rows that are not done; how many steps committed 1, 2, .. tokens; steps with any row.
+        self.active, self.steps_A, self.forwards = numbers(1), numbers(levels + 1), numbers(1)
+        self._noise = NoiseOnDevice(self.keys_B, self.written_B)
+        self.noise_on_device: NoiseOnDevice | None = None
+
+    def begin(self, state: DecodingState, ends: Ends) -> None:
+        """Go on with this text, whose prompt has been read."""
+        rows, device = state.rows, self.roots_B.device
+        assert isinstance(state.cache, StaticRowCache)
+        self.cache = state.cache
+        first = [0 if row.done else ends.max_length - row.length for row in rows]
+        ending = [*ends.tokens, *[NO_TOKEN] * (ENDS - len(ends.tokens))]
+        noise, last = state.noise, state.last_position
+        assert last is not None
+        for of_rows, values in (
+            (self.lengths_B, state.lengths),
+            (self.padding_B, state.padding),
+            (self.last_B, [last - padding for padding in state.padding]),
+            (self.keys_B, [0] * len(rows) if noise is None else noise.keys(rows)),
+            (self.written_B, [len(row.tokens) for row in rows]),
+            (self.room_B, first),
+            (self.ends_E, ending),
+            (self.active, [sum(map(bool, first))]),
+        ):
+            of_rows.copy_(torch.tensor(values, device=device))
+        self.hidden_BD.copy_(state.hidden_BD)
+        self.roots_B.copy_(state.roots_B)
+        self.fresh_BPX.copy_(state.hidden_BD[:, None].expand_as(self.fresh_BPX))
+        self.following_BP.copy_(state.roots_B[:, None].expand_as(self.following_BP))
+        self.fresh_B.fill_(1)
+        for heads, memory in state.memories.items():
+            if heads not in self.memories:
+                self.memories[heads] = memory.on_device(self._capacity)
+            self.memories[heads].begin(memory)
+        self.steps_A.zero_()
+        self.forwards.zero_()
+        self.warpers = state.warpers
+        self.noise = self.noise_on_device = None if noise is None else self._noise
+
+    def tree_mask(self, tree: TokenTree) -> TreeMask:
+        """See DecodingState; the cache's slots for the tree are set as well."""
+        first, slots_N = self.lengths_B.amax(), self.cache.slots_N
+        slots_N.copy_(first + torch.arange(tree.num_nodes, device=slots_N.device))
+        slots_C = torch.arange(self._capacity, device=slots_N.device)
+        valid_BC = (slots_C >= self.padding_B[:, None]) & (slots_C < self.lengths_B[:, None])
+        positions_B1 = (self.lengths_B - self.padding_B)[:, None]
+        return padded_mask(tree, valid_BC, positions_B1, self.last_B, first, self.padding_B)
+
+    def read(self, target: CompiledTarget, tree: TokenTree) -> tuple[Tensor, Tensor]:
+        """Logits [B, N, V] of every node, and hidden states [B, N, X]."""
+        return target.read_within(tree.tokens_BN, self.cache, self.tree_mask(tree))
+
+    def take(self, path: DeepestPath, hidden_BNX: Tensor) -> None:
+        """Commit each row's path, up to the token that ends the row or the last that it may have;
+        keep the path's rows of the cache, and go on behind its last node."""
+        nodes_BA, tokens_BA, length_B1 = path
+        columns_A = torch.arange(self._levels + 1, device=nodes_BA.device)
+        room_B1, written_B1 = self.room_B[:, None], self.written_B[:, None]
+        ends_BA = (tokens_BA[..., None] == self.ends_E).any(dim=-1) | (tokens_BA == NO_TOKEN)
+        open_BA = ends_BA.long().cumsum(dim=1) - ends_BA.long() == 0
+        taken_BA = open_BA & (columns_A < length_B1.minimum(room_B1))
+        count_B1 = taken_BA.sum(dim=1, keepdim=True)
+        place_BA = (written_B1 + columns_A).where(taken_BA, self._capacity)
+        self.out_BT.scatter_(1, place_BA, tokens_BA)
+        self.steps_A += (columns_A == count_B1 - 1).sum(dim=0)
+        self.forwards += (count_B1 > 0).any()
+
+        # What is not taken moves onto itself, into slots that are free.
+        first, lengths_B1 = self.lengths_B.amax(), self.lengths_B[:, None]
+        to_BA = lengths_B1 + columns_A
+        self.cache.move_rows((first + nodes_BA).where(taken_BA, to_BA), to_BA)
+
+        last_B1 = (count_B1 - 1).clamp_min(0)
+        root_B1 = tokens_BA.gather(1, last_B1).clamp_min(0)  # one that could not be drawn is none
+        node_B1X = nodes_BA.gather(1, last_B1)[..., None].expand(-1, -1, hidden_BNX.shape[2])
+        moves_B1 = count_B1 > 0
+        self.roots_B.copy_(root_B1.where(moves_B1, self.roots_B[:, None])[:, 0])
+        hidden_BX = hidden_BNX.gather(1, node_B1X)[:, 0]
+        self.hidden_BD.copy_(hidden_BX.where(moves_B1, self.hidden_BD))
+        nodes_BPX = nodes_BA[..., None].expand(-1, -1, hidden_BNX.shape[2])
+        self.fresh_BPX.copy_(hidden_BNX.gather(1, nodes_BPX))
+        self.following_BP.copy_(tokens_BA.clamp_min(0))
+        self.fresh_B.copy_(count_B1[:, 0])
+        self.lengths_B += count_B1[:, 0]
+        self.written_B += count_B1[:, 0]
+        self.room_B.copy_((room_B1 - count_B1).where(~(ends_BA & taken_BA).any(1, True), 0)[:, 0])
+        self.active.copy_((self.room_B > 0).sum())
+
+    def written(self) -> list[list[int]]:
+        """All new tokens of each row."""
+        counts: list[int] = self.written_B.tolist()
+        texts: list[list[int]] = self.out_BT[:, : max(counts)].tolist()
+        return [text[:count] for text, count in zip(texts, counts, strict=True)]

@@ -1,0 +1,175 @@
+"""How often a decoding step makes the host wait for the device, and builds tensors on the host.
+
+python -m scripts.measure.host_waits --checkpoint assets/demo-heads
+python -m scripts.measure.host_waits --checkpoint runs/demo/heads --trees 15 --whole_steps
+
+Counted without a GPU, as one would have it: on a CPU the same calls are made and cost nothing. What
+a step of the loop asks is what a longer text asks more than one of a single step. Branches of the
+code that are for CPUs alone are counted: greedy text is walked level by level there, on a GPU at
+once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from medusa_heads import MedusaModel
+from medusa_heads.cli.decoding import load_model
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.decoding import ModelArguments
+
+# A number is read, a shape depends on numbers, a tensor is made of the host's, or moves.
+Kind = Literal["read", "shape", "built", "copied"]
+
+_aten = torch.ops.aten
+_READ = {_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero}
+_SHAPE = {
+    *(
+        _aten.nonzero,
+        _aten.masked_select,
+        _aten._unique2,
+        _aten.unique_dim,
+        _aten.unique_consecutive,
+    ),
+    *(_aten.bincount, _aten.repeat_interleave),
+}
+_BY_MASK = {_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index}
+# What reads a tensor's memory directly, which no dispatcher sees.
+_UNSEEN = {Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__array__}
+
+
+class _Dispatched(TorchDispatchMode):
+    def __init__(self, counts: Counter[Kind]) -> None:
+        super().__init__()
+        self._counts = counts
+        self.written = False  # a number is written into a tensor: a kernel's argument
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kind, kwargs = operator.overloadpacket, kwargs or {}
+        if kind in _READ:
+            self._counts["read"] += 1
+        elif kind in _SHAPE or (kind in _BY_MASK and any(map(_is_mask, args[1]))):
+            self._counts["shape"] += 1
+        elif kind is _aten.lift_fresh and not (self.written and args[0].ndim == 0):
+            self._counts["built"] += 1
+        elif _is_move(kind, args, kwargs):
+            self._counts["copied"] += 1
+        return operator(*args, **kwargs)
+
+
+class _Called(TorchFunctionMode):
+    def __init__(self, counts: Counter[Kind], dispatched: _Dispatched) -> None:
+        super().__init__()
+        self._counts, self._dispatched = counts, dispatched
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in _UNSEEN:
+            self._counts["read"] += 1
+        writes = function is Tensor.__setitem__ and isinstance(args[2], int | float)
+        before, self._dispatched.written = self._dispatched.written, writes
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            self._dispatched.written = before
+
+
+def _is_mask(index: Any) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _is_move(kind: Any, args: Any, kwargs: Any) -> bool:
+    if kind is _aten._to_copy:
+        return kwargs.get("device") not in (None, args[0].device)
+    # A tensor of no dimensions is handed to a kernel as a number, wherever it lies.
+    return kind is _aten.copy_ and args[1].ndim > 0 and args[0].device != args[1].device
+
+
+@contextmanager
+def counted() -> Iterator[Counter[Kind]]:
+    """Within the block, every wait for the device is counted, and every tensor made of lists or
+    numbers of the host."""
+    counts: Counter[Kind] = Counter()
+    with _Dispatched(counts) as dispatched, _Called(counts, dispatched):
+        yield counts
+
+
+def per_step(model: MedusaModel, batch: int, new_tokens: int, **options: Any) -> dict[Kind, float]:
+    """What a step of the loop asks on average, of `batch` prompts of unequal lengths."""
+    ids_BT = torch.randint(
+        5, model.target.vocab_size, (batch, 24), generator=torch.Generator().manual_seed(0)
+    )
+    first_B1 = torch.arange(batch)[:, None] % 7
+    given = {"attention_mask": (torch.arange(24) >= first_B1).long(), "pad_token_id": 0, **options}
+    seen = []
+    for length in (2, 2, new_tokens):  # the first text makes what is kept
+        torch.manual_seed(0)
+        with counted() as counts:
+            model.generate(ids_BT, max_new_tokens=length, eos_token_id=None, **given)
+        seen.append((counts, model.last_stats.forwards))
+    _, (short, before), (long, forwards) = seen
+    return {kind: (long[kind] - short[kind]) / (forwards - before) for kind in _KINDS}
+
+
+_KINDS: tuple[Kind, ...] = ("read", "shape", "built", "copied")
+
+
+@dataclass
+class Arguments:
+    """What to count."""
+
+    trees: list[str] = field(
+        default_factory=lambda: ["static:15", "dynamic:15", "auto"], metadata={"help": "to draft"}
+    )
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8], metadata={"help": "of prompts"})
+    new_tokens: int = field(default=48, metadata={"help": "of each text"})
+    whole_steps: bool = field(default=False, metadata={"help": "as compile='steps' takes them"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count as the flags say; returns the exit code."""
+    prog = "scripts.measure.host_waits"
+
+    def work() -> None:
+        arguments, which = parse_arguments(
+            (Arguments, ModelArguments), argv, prog=prog, description=__doc__ or "", positional=()
+        )
+        show(arguments, which)
+
+    return run_command(work, prog=prog)
+
+
+def show(arguments: Arguments, which: ModelArguments) -> None:
+    """Count, and print a table."""
+    model, _ = load_model(which, compile="steps" if arguments.whole_steps else False)
+    target: Any = model.target
+    table = Table("tree", "text", "rows", *_KINDS)
+    for tree in arguments.trees:
+        model.use_tree(tree)
+        for text, options in (
+            ("greedy", {"do_sample": False}),
+            ("sampled", {"do_sample": True, "temperature": 0.7, "top_k": 50}),
+        ):
+            for batch in arguments.batch_sizes:
+                with target.uncompiled() if arguments.whole_steps else nullcontext():
+                    asked = per_step(model, batch, arguments.new_tokens, **options)
+                table.add_row(tree, text, str(batch), *(f"{asked[kind]:.1f}" for kind in _KINDS))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

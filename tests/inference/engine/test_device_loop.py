@@ -1,0 +1,201 @@
+"""Steps on the device alone: generate()'s tokens, whatever was drafted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    MistralConfig,
+    PreTrainedConfig,
+)
+
+from medusa_heads import HeadsConfig, MedusaModel, new_heads
+from medusa_heads.inference.acceptance.at_once import DeepestPath, deepest_path
+from medusa_heads.inference.engine import device_loop, device_state
+from medusa_heads.inference.engine.state import DecodingState, padded_mask
+from medusa_heads.target.attention import TreeMask
+from medusa_heads.trees.tree import TokenTree
+from tests.conftest import DEVICE, TinyLlama
+from tests.inference.on_device import NEW, SAMPLING, PlantedOnDevice, planted, text, with_heads
+from tests.inference.padded import padded
+from tests.inference.reference import reference
+
+BATCHES = ([0], [0, 3, 7], [2, 0, 0, 5, 1, 8, 0, 3])  # padding of each row
+ENDLESS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SIZES: dict[str, Any] = ENDLESS | {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: TinyLlama) -> Any:
+    made = tiny_llama().to(DEVICE)
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def medusa(model: Any) -> MedusaModel:
+    return with_heads(model)
+
+
+@pytest.mark.parametrize("padding", BATCHES, ids=["1 row", "3 rows", "8 rows"])
+@pytest.mark.parametrize("truth", [[4], [0], [2, 0, 4, 1, 3]], ids=["right", "wrong", "both"])
+def test_planted_drafts(
+    model: Any, medusa: MedusaModel, padding: list[int], truth: list[int]
+) -> None:
+    inputs = padded(padding, 12)
+    medusa.drafter = planted(model, inputs, truth)
+    for new in (NEW, NEW - 1, 2):  # the last token within a path
+        expected = reference(model, do_sample=False, max_new_tokens=new, **inputs)
+        assert torch.equal(text(medusa, inputs, max_new_tokens=new), expected)
+        stats = medusa.last_stats
+        assert stats.seconds["step"] and stats.tokens == new * len(padding)
+        assert sum(n * (1 + k) for k, n in stats.accepted.items()) == stats.tokens
+    whole = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)[:, 12:]
+    for place in (5, 18):
+        ends: dict[str, Any] = {"eos_token_id": [int(whole[0, place]), int(whole[-1, 11])]}
+        expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs, **ends)
+        assert torch.equal(text(medusa, inputs, **ends), expected)
+    if truth == [0]:
+        assert set(medusa.last_stats.accepted) == {0}
+    elif truth == [4]:
+        text(medusa, inputs)
+        assert medusa.last_stats.tokens_per_step > 3
+
+
+def test_negative_controls(
+    model: Any, medusa: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = padded([0, 3, 7], 12)
+    expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
+    medusa.drafter = planted(model, inputs, [2, 0, 4, 1, 3])
+    assert torch.equal(text(medusa, inputs), expected)
+
+    def causal(tree: TokenTree, *given: Any) -> TreeMask:
+        all_NN = torch.ones_like(tree.ancestors_BNN).tril()
+        return padded_mask(replace(tree, ancestors_BNN=all_NN), *given)
+
+    with monkeypatch.context() as wrong:
+        wrong.setattr(device_state, "padded_mask", causal)
+        assert not torch.equal(text(medusa, inputs), expected)
+
+    def without_ancestors(tree: TokenTree, drawn_BN: Tensor, levels: int) -> DeepestPath:
+        own_NN = torch.eye(tree.num_nodes, dtype=torch.bool)
+        lonely = replace(tree, ancestors_BNN=own_NN.expand_as(tree.ancestors_BNN))
+        return deepest_path(lonely, drawn_BN, levels)
+
+    monkeypatch.setattr(device_loop, "deepest_path", without_ancestors)
+    assert not torch.equal(text(medusa, inputs), expected)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "medusa": {},
+    "hydra": {"kind": "hydra"},
+    "correction": {"correction_rank": 8},
+    "features": {"features": (0,)},
+    "own matrices": {"vocab_matrix": "own"},
+    "prefix": {"prefix_attention": True, "correction_rank": 8},
+    "block": {"kind": "block"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_of_all_kinds(model: Any, kind: str) -> None:
+    """Greedy text is that of generate(), and drawn text that of steps which ask the host."""
+    medusa, inputs = with_heads(model, **KINDS[kind]), padded([0, 4, 0], 12)
+    asking = MedusaModel(model, medusa.heads, tree="none")
+    drawn: dict[str, Any] = {"max_new_tokens": NEW, **SAMPLING}
+    torch.manual_seed(3)
+    expected_drawn: Any = asking.generate(**inputs, **drawn)  # type: ignore[arg-type]
+    expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
+    for tree in ("chain", "7", "dynamic:7", "none"):
+        medusa.use_tree(tree)
+        assert torch.equal(text(medusa, inputs, max_new_tokens=NEW), expected), tree
+        assert "step" in medusa.last_stats.seconds
+        assert torch.equal(text(medusa, inputs, **drawn), expected_drawn), tree
+        assert "step" in medusa.last_stats.seconds
+    assert not torch.equal(text(medusa, inputs, seed=4, **drawn), expected_drawn)
+
+
+WINDOWS: dict[str, PreTrainedConfig] = {
+    "mistral": MistralConfig(**SIZES, sliding_window=8),
+    "gemma2": Gemma2Config(**SIZES, head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
+    "gpt2": GPT2Config(vocab_size=199, n_embd=64, n_layer=2, n_head=4, n_positions=36, **ENDLESS),
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_windows_and_positions_that_end(kind: str) -> None:
+    """Trees straddle the edge of a window; and the last position, where nothing lies behind."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(WINDOWS[kind]).float().eval().to(DEVICE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.15)
+    model.generation_config.pad_token_id = 0
+    medusa, inputs = with_heads(model), padded([0, 3, 7], 12)
+    expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
+    medusa.drafter = PlantedOnDevice(expected[:, 12:].tolist(), [2, 0, 4, 1, 3])
+    assert torch.equal(text(medusa, inputs), expected)
+    assert max(medusa.last_stats.accepted) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_of_the_other_road(model: Any, kind: str) -> None:
+    """Step by step, of heads in which all weights count, also those of a prefix layer."""
+    heads = new_heads(model, HeadsConfig(num_heads=3, **KINDS[kind]))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    medusa = MedusaModel(model, heads, tree="7", compile="steps", compile_backend="eager")
+    drafted: list[list[Tensor]] = []
+    propose = medusa.drafter.propose
+
+    def recorded(state: DecodingState) -> TokenTree:
+        tree = propose(state)
+        drafted[-1].append(tree.tokens_BN.clone())
+        return tree
+
+    medusa.drafter.propose = recorded  # type: ignore[method-assign]
+    for whole_steps in (True, False):
+        medusa.target.whole_steps = whole_steps  # type: ignore[attr-defined]
+        options: dict[str, Any]
+        for options in ({}, SAMPLING):
+            drafted.append([])
+            text(medusa, padded([0], 12), **options)
+            assert ("step" in medusa.last_stats.seconds) == whole_steps
+    for on_device, asked in zip(drafted[:2], drafted[2:], strict=True):
+        first, *steps = on_device  # once to make what is kept
+        assert torch.equal(first, steps[0])
+        assert torch.equal(torch.cat(steps), torch.cat(asked))
+
+
+def test_trained_heads_are_as_often_right() -> None:
+    """In long paths too, whose positions a prefix layer reads at once."""
+    options: dict[str, Any] = {"tree": "dynamic:9", "dtype": torch.float32, "device": DEVICE}
+    model = MedusaModel.from_pretrained(
+        "assets/demo-heads", compile="steps", compile_backend="eager", **options
+    )
+    inputs, accepted = padded([0, 2, 5], 12, range(5, 4000)), []
+    for whole_steps in (True, False):
+        model.target.whole_steps = whole_steps  # type: ignore[attr-defined]
+        made = text(model, inputs, eos_token_id=None, pad_token_id=0)
+        accepted.append((model.last_stats.accepted, model.last_stats.steps, made.tolist()))
+    assert accepted[0] == accepted[1]
+    assert max(accepted[0][0]) >= 3

@@ -1,0 +1,151 @@
+"""Steps that are one graph: no question to the host, and no second graph."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads import MedusaModel
+from medusa_heads.errors import MedusaWarning
+from medusa_heads.inference.engine import device_loop
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.trees.tree import TokenTree
+from scripts.measure.host_waits import counted
+from tests.conftest import DEVICE, TinyLlama
+from tests.inference.on_device import NEW, SAMPLING, PlantedOnDevice, planted, text, with_heads
+from tests.inference.padded import padded
+from tests.inference.reference import reference
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: TinyLlama) -> Any:
+    made = tiny_llama().to(DEVICE)
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def medusa(model: Any) -> MedusaModel:
+    return with_heads(model)
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", ["7", "dynamic:7"])
+def test_the_host_waits_for_nothing(
+    model: Any, monkeypatch: pytest.MonkeyPatch, tree: str, options: dict[str, Any]
+) -> None:
+    """But for the one flag, a step late; and it builds no tensor."""
+    monkeypatch.setattr(device_loop, "_READ_LATE", {"cpu", "cuda"})
+    medusa, inputs = with_heads(model), padded([0, 3, 7], 12)
+    medusa.use_tree(tree)
+    counts: list[Counter[Any]] = []
+    forwards = []
+    expected = text(medusa, inputs, **options)
+    for new in (3, NEW):
+        with counted() as asked:
+            made = text(medusa, inputs, max_new_tokens=new, **options)
+        counts.append(asked)
+        forwards.append(medusa.last_stats.forwards)
+    assert torch.equal(made, expected)
+    assert counts[1] - counts[0] == {"read": forwards[1] - forwards[0]}
+    medusa.target.whole_steps = False  # type: ignore[attr-defined]
+    with counted() as asked:
+        text(medusa, inputs, **options)
+    assert asked.total() > 8 * forwards[1]
+
+
+def test_what_needs_the_host_takes_the_other_road(
+    model: Any, medusa: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, taken = padded([0], 12), []
+    decode = device_loop.DeviceLoop.decode
+
+    def counted_decode(*args: Any) -> None:
+        taken.append(1)
+        decode(*args)
+
+    monkeypatch.setattr(device_loop.DeviceLoop, "decode", counted_decode)
+    medusa.use_tree("7")
+    text(medusa, inputs, max_new_tokens=4)
+    assert taken == [1]
+    for options in (
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 2, "eos_token_id": 3},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"stopping_criteria": [lambda ids, scores: torch.tensor([False])]},
+        {"eos_token_id": list(range(9))},
+    ):
+        with medusa.target.uncompiled():  # type: ignore[attr-defined]
+            medusa.generate(**inputs, max_new_tokens=4, do_sample=False, **options)  # type: ignore[arg-type]
+    medusa.use_tree("auto")
+    text(medusa, inputs, max_new_tokens=4)
+    medusa.target.whole_steps = False  # type: ignore[attr-defined]
+    medusa.use_tree("7")
+    text(medusa, inputs, max_new_tokens=4)
+    medusa.target.whole_steps = True  # type: ignore[attr-defined]
+    assert taken == [1]
+
+
+def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
+    """However long they are, and wherever their rows end; of a whole step, without a break."""
+    torch._dynamo.reset()
+    model, graphs = tiny_llama(num_layers=1), []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model.generation_config.pad_token_id = 0
+    medusa = with_heads(model, count)
+    for padding, new, ends in (([0, 3], 30, None), ([1, 0], 170, None), ([5, 5], 60, [3, 5])):
+        inputs = padded(padding, 12)
+        options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": ends}
+        made: Any = medusa.generate(**inputs, **options)  # type: ignore[arg-type]
+        assert torch.equal(made, model.generate(**inputs, **options))
+        assert "step" in medusa.last_stats.seconds
+    assert len(graphs) == 1
+
+
+def test_nothing_outlives_its_target(tiny_llama: TinyLlama) -> None:
+    """And no cache its text, but for those that the target keeps."""
+    model = tiny_llama(num_layers=1)
+    model.generation_config.pad_token_id = 0
+    medusa = with_heads(model, prefix_attention=True)
+    text(medusa, padded([0], 12))
+    target: Any = medusa.target
+    caches = [weakref.ref(cache) for cache in target._caches.values()]
+    target._caches.clear()
+    gc.collect()
+    assert [cache() for cache in caches] == [None]
+    text(medusa, padded([0], 12))
+    kept = weakref.ref(target)
+    del medusa, target
+    gc.collect()
+    assert kept() is None
+
+
+class Asking(PlantedOnDevice):
+    """Breaks the graph."""
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        if int(state.roots_B[0]) < 0:
+            raise AssertionError
+        return super().propose(state)
+
+
+def test_a_step_that_is_no_graph_is_taken_in_parts(model: Any) -> None:
+    medusa = with_heads(model)
+    inputs: Any = padded([0, 3], 12)
+    expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
+    medusa.drafter = planted(model, inputs, [2, 0, 4])
+    medusa.drafter.__class__ = Asking
+    with pytest.warns(MedusaWarning, match="the whole is no graph"):
+        options: Any = {"do_sample": False, "max_new_tokens": NEW}
+        made: Any = medusa.generate(**inputs, **options)
+    assert torch.equal(made, expected)
+    assert max(medusa.last_stats.accepted) > 1

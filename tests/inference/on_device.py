@@ -1,0 +1,70 @@
+"""Steps on the device, uncompiled: planted drafts for them, and the texts that they write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_heads import HeadsConfig, MedusaModel, new_heads
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.engine.device_state import DeviceState
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.trees.tree import TokenTree, TreeShape
+from tests.conftest import DEVICE
+from tests.inference.planted import BUSHY
+from tests.inference.reference import reference
+
+NEW = 24
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95}
+
+
+class PlantedOnDevice(Drafter):
+    """Trees with the true continuation on one path, as deep as the place in the text says: the
+    `truth` of 0, 1, .. levels in turn. All that branches off is false, and what is behind it true.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], truth: Sequence[int]) -> None:
+        self.shape = TreeShape.from_choices(BUSHY)
+        self.num_nodes, self.levels = self.shape.num_nodes, self.shape.max_depth
+        self.texts_BT = torch.tensor(texts, device=DEVICE)
+        self.truth = torch.tensor(truth, device=DEVICE)
+        self.depth_N = torch.tensor(self.shape.depth, device=DEVICE)
+        path = max(BUSHY, key=len)
+        on_path = [choice == path[: len(choice)] for choice in self.shape.choices]
+        self.on_path_N = torch.tensor([True, *on_path], device=DEVICE)
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        if isinstance(state, DeviceState):
+            written_B1 = state.written_B[:, None]
+        else:
+            written_B1 = torch.tensor([[len(row.tokens)] for row in state.rows], device=DEVICE)
+        place_BN = (written_B1 + self.depth_N - 1).clamp(0, self.texts_BT.shape[1] - 1)
+        true_BN = self.texts_BT.gather(1, place_BN)
+        goal_B1 = self.truth[written_B1 % len(self.truth)]
+        false_BN = (self.depth_N <= goal_B1) & ~self.on_path_N | (self.depth_N == goal_B1 + 1)
+        tokens_BN = (true_BN + false_BN) % 199
+        return self.shape.tree(tokens_BN.where(self.depth_N > 0, state.roots_B[:, None]))
+
+
+def with_heads(model: Any, backend: Any = "eager", **config: Any) -> MedusaModel:
+    heads = new_heads(model, HeadsConfig(num_heads=3, **config))
+    return MedusaModel(model, heads, tree="7", compile="steps", compile_backend=backend)
+
+
+def text(medusa: MedusaModel, inputs: Any, seed: int = 3, **options: Any) -> Tensor:
+    """All of it, from steps on the device that are not compiled."""
+    torch.manual_seed(seed)
+    options = {"do_sample": False, "max_new_tokens": NEW, **options}
+    with medusa.target.uncompiled():  # type: ignore[attr-defined]
+        made = medusa.generate(**inputs, **options)
+    assert isinstance(made, Tensor)
+    return made
+
+
+def planted(model: Any, inputs: Any, truth: Sequence[int]) -> PlantedOnDevice:
+    length = inputs["input_ids"].shape[1]
+    options = {"do_sample": False, "max_new_tokens": NEW + 9, **inputs}
+    return PlantedOnDevice(reference(model, **options)[:, length:].tolist(), truth)
