@@ -223,7 +223,8 @@ def check_output(folder: Path, shard: tuple[int, int]) -> None:
         return
     whose = "a dataset that was not made by regenerate"
     if (folder / RECORD_FILE).exists():
-        made = read_json(folder / RECORD_FILE).get("settings", {})
+        made = read_json(folder / RECORD_FILE).get("settings")
+        made = made if isinstance(made, dict) else {}
         there = made.get("shard_index", 0), made.get("num_shards", 1)
         if there == shard:
             return

@@ -220,7 +220,7 @@ def prepare_sets(
         }
         settings = DataArguments(**names, **data_settings)
         corpus, held_out = load_corpora(settings, **in_memory)
-        limits: dict[str, int] = {"num_heads": num_heads, "max_steps": args.max_steps}
+        limits: dict[str, Any] = {"num_heads": num_heads, "max_steps": args.max_steps}
         data = prepare_data(target, corpus, held_out, tokenizer, settings, seed=args.seed, **limits)
     if data.is_stream:
         # Batches of rows of unequal lengths cannot be joined by one process and dealt out.
