@@ -135,11 +135,13 @@ class Memory:
         return [row.behind(known) for row, known in zip(self.rows, self.lengths, strict=True)]
 
     def follow(self, rows: Sequence[Text]) -> list[int] | None:
-        """Forget the rows that are not among these; returns the places of those that stay, None
-        where all do."""
-        if len(rows) == len(self.rows):
+        """Keep these rows, in this order; returns their places so far, None where nothing changes.
+
+        A row that has joined takes another's place, at which it knows nothing: its length is 0.
+        """
+        if list(rows) == self.rows:
             return None
-        kept = [i for i, row in enumerate(self.rows) if row in rows]
-        self.rows = [self.rows[i] for i in kept]
-        self.lengths = [self.lengths[i] for i in kept]
-        return kept
+        known = {row: i for i, row in enumerate(self.rows)}
+        self.lengths = [self.lengths[known[row]] if row in known else 0 for row in rows]
+        self.rows = list(rows)
+        return [known.get(row, 0) for row in rows]

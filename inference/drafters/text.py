@@ -69,10 +69,12 @@ class TextSource:
 
     def draft(self, state: DecodingState) -> list[list[TextProposal]]:
         """For every active row what may follow: by its own text, and by the corpus."""
-        automata: dict[int, SuffixAutomaton] = state.memories.setdefault(self, {})
+        known: dict[Row, SuffixAutomaton] = state.memories.get(self, {})
         drawing, drafts = state.drawing, []
-        for row, padding in zip(state.rows, state.padding, strict=True):
-            automaton = _read(automata, row, padding)
+        each = zip(state.rows, state.padding, strict=True)
+        automata = {row: _read(known.get(row), row, padding) for row, padding in each}
+        state.memories[self] = automata  # of rows that have left nothing is kept
+        for row, automaton in automata.items():
             luck = None if state.noise is None else state.noise.luck(row)
             own = automaton.continuation(self._most)
             found = [TextProposal(self.evidence[drawing], own, luck)]
@@ -92,11 +94,9 @@ class TextSource:
         return True
 
 
-def _read(automata: dict[int, SuffixAutomaton], row: Row, padding: int) -> SuffixAutomaton:
+def _read(automaton: SuffixAutomaton | None, row: Row, padding: int) -> SuffixAutomaton:
     """A row's automaton, which has read all of the row."""
-    automaton = automata.get(row.index)
     if automaton is None:
-        automaton = automata[row.index] = SuffixAutomaton(row.ids_1T()[0, padding:].tolist())
-    else:
-        automaton.extend(row.behind(padding + len(automaton.text)))
+        return SuffixAutomaton(row.ids_1T()[0, padding:].tolist())
+    automaton.extend(row.behind(padding + len(automaton.text)))
     return automaton

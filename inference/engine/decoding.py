@@ -6,32 +6,23 @@ Shapes: B active rows, T tokens, N tree nodes, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch, make_rule
+from medusa_heads.inference.acceptance import AcceptanceRule
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.engine.capability import capability, check_batch
+from medusa_heads.inference.engine.beginning import Beginning, finish_step
 from medusa_heads.inference.engine.device_loop import device_loop
 from medusa_heads.inference.engine.exchange import Exchange
-from medusa_heads.inference.engine.noise import Noise, Rng
-from medusa_heads.inference.engine.recurrent import decoding_state
-from medusa_heads.inference.engine.requests import (
-    check_positions,
-    left_padding,
-    refuse_unsupported,
-)
-from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
+from medusa_heads.inference.engine.noise import Rng
+from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
-from medusa_heads.target.cache import RowCache
-from medusa_heads.target.recurrent import refuse_states_alone
-from medusa_heads.target.scans import scans_go_on
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 
@@ -67,69 +58,34 @@ def decode(
     """
     stats = GenerationStats() if stats is None else stats
     started = time.perf_counter()
-    refuse_unsupported(generation_config, model_kwargs)
-    padding = left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
-    check_positions(model_kwargs.get("position_ids"), padding)
-    trusted = capability(target)
-    check_batch(target, padding)
-    batch = input_ids_BT.shape[0]
-    stop = StopCheck(stopping_criteria, batch)
-    recorder = _recorder(generation_config, batch, acceptance)
-    rows = [
-        Row(i, batch, prompt_T, stop, streamer, recorder) for i, prompt_T in enumerate(input_ids_BT)
-    ]
-    do_sample = bool(generation_config.do_sample)
-    rule = make_rule(acceptance, logits_processor, do_sample, **(acceptance_settings or {}))
+    beginning = Beginning(
+        target,
+        drafter,
+        input_ids_BT,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        streamer=streamer,
+        acceptance=acceptance,
+        acceptance_settings=acceptance_settings,
+        rng=rng,
+        model_kwargs=model_kwargs,
+    )
+    state, rule, slots = beginning.state, beginning.rule, beginning.slots
+    rows, recorder = state.rows, beginning.recorder
     stats.lossless = rule.lossless
     if streamer is not None:
-        if len(rows) > 1:
-            raise ValueError("a streamer takes one sequence: pass a batch of 1, or no streamer")
         streamer.put(input_ids_BT.cpu())
 
-    slots = int(generation_config.max_length or 0) + drafter.num_nodes
-    if trusted == "recurrent":  # which reads tokens again behind the longest row
-        slots += drafter.num_nodes + drafter.most_again(batch)
-    cache = _own_cache(target, model_kwargs, batch, slots)
-    state = decoding_state(
-        rows, cache, padding, generation_config.max_length, keeps_fresh=drafter.reads_prompt
-    )
     with ExitStack() as capturing, _kept_sound(state, stats):
         last_hidden = capturing.enter_context(target.capture_hidden())
-        with stats.phase("prefill"):
-            state.warpers = logits_processor if do_sample else None
-            if do_sample and rng == "keyed" and isinstance(rule, SampleThenMatch):
-                # Drawn once a call, so that the next call draws anew.
-                seed = int(torch.randint(1 << 62, (), device="cpu"))
-                state.noise = rule.noise = Noise(seed, rows, padding)
-            reading: AbstractContextManager[list[Tensor]] = nullcontext([])
-            if drafter.reads_prompt:
-                reading = target.capture_prompt()
-                model_kwargs.pop("logits_to_keep", None)
-            # A cache that was returned earlier holds states to go on from.
-            with reading as prompt_hidden, scans_go_on(target.model, cache.layers):
-                # transformers' own: chunked, or from a cache.
-                model: Any = target.model
-                prefilled = model._prefill(input_ids_BT, generation_config, model_kwargs)
-                logits_BV = prefilled.logits[:, -1]
-            # Read at once: a logits processor may run the model itself.
-            hidden_B1D = last_hidden()[:, -1:]
-            if cache.row_layers and cache.get_seq_length() != input_ids_BT.shape[1]:
-                raise ValueError(
-                    f"the given cache and the {input_ids_BT.shape[1]} given tokens make "
-                    f"{cache.get_seq_length()} tokens: pass the whole text, not only what is new"
-                )
-        with stats.phase("walk"):
-            # The prompt's last token is a tree of one node, verified by the prefill.
-            prompt = TokenTree.root_only(input_ids_BT[:, -1])
-            drafter.observe(prompt, logits_BV[:, None])
-            _finish_step(state, rule(prompt, logits_BV[:, None], rows), hidden_B1D, stats)
-            if prompt_hidden:
-                state.take_prompt(torch.cat(prompt_hidden, dim=1))
+        beginning.read_prompts(last_hidden, stats)
         # Cheaper than no_grad by several percent of a small target's step. Not where accelerate
         # moves weights in the middle of a forward: they would be left as inference tensors.
         with torch.inference_mode(not hasattr(target.model, "_hf_hook")):
-            if trusted == "tree" and streamer is None and recorder is None and exchange is None:
-                on_device = device_loop(target, drafter, rule, state, stop.ends)
+            plain = streamer is None and recorder is None and exchange is None
+            if plain and beginning.verifies_trees:
+                on_device = device_loop(target, drafter, rule, state, beginning.ends)
                 if on_device is not None:
                     on_device(stats)
             while state.rows:
@@ -139,7 +95,7 @@ def decode(
                         target, drafter = other
                         state.move_to(target.new_cache(len(state.rows), slots))
                     last_hidden = capturing.enter_context(target.capture_hidden())
-                _step(target, drafter, rule, state, last_hidden, stats)
+                take_step(target, drafter, rule, state, last_hidden, stats)
 
     if streamer is not None:
         streamer.end()
@@ -175,14 +131,15 @@ def _kept_sound(state: DecodingState, stats: GenerationStats) -> Iterator[None]:
             state.cache.set_length(max(state.lengths) if stats.forwards else given)
 
 
-def _step(
+def take_step(
     target: TargetModel,
     drafter: Drafter,
     rule: AcceptanceRule,
     state: DecodingState,
-    last_hidden: Any,
+    last_hidden: Callable[[], Tensor],
     stats: GenerationStats,
 ) -> None:
+    """One step of all rows: draft, verify, keep."""
     with stats.phase("draft"):
         drafted = state.draft(drafter)
         tree = TokenTree.root_only(state.roots_B) if drafted is None else drafted
@@ -198,52 +155,13 @@ def _step(
             drafter.observe(tree, logits_BNV)
     with stats.phase("cache"):
         state.keep(paths)
-        _finish_step(state, paths, hidden_BND, stats)
+        finish_step(state, paths, hidden_BND, stats)
     if stats.forwards > _WARM_UP and drafted is not None and state.room is None:
         seconds = time.perf_counter() - started
         if logits_BNV.device.type == "cpu":  # elsewhere the walk also waits for the target
             # What every token takes is no reason to commit fewer of them.
             seconds -= (walked - verified) * (1 - 1 / max(map(len, paths)))
         drafter.learn_seconds(tree.num_nodes - 1, seconds)
-
-
-def _finish_step(
-    state: DecodingState, paths: list[list[int]], hidden_BND: Tensor, stats: GenerationStats
-) -> None:
-    for row, path in zip(state.rows, paths, strict=True):
-        if path:
-            row.end_step()
-    stats.steps += sum(1 for path in paths if path)
-    stats.accepted.update(len(path) - 1 for path in paths if path)
-    stats.forwards += 1
-    state.advance(hidden_BND, paths)
-
-
-def _recorder(config: GenerationConfig, batch: int, acceptance: str) -> ScoreRecorder | None:
-    if not config.return_dict_in_generate or not (config.output_scores or config.output_logits):
-        return None
-    if batch > 1 or acceptance != "lossless":
-        raise ValueError(
-            "output_scores and output_logits need a batch of 1 and lossless acceptance: a step "
-            "commits unequal numbers of tokens to the rows of a batch"
-        )
-    return ScoreRecorder()
-
-
-def _own_cache(
-    target: TargetModel, model_kwargs: dict[str, Any], batch: int, slots: int
-) -> RowCache:
-    given = model_kwargs.get(target.cache_argument)
-    cache = target.new_cache(batch, slots)
-    # One without rows does not say how much it has read.
-    if type(given) is type(cache) and cache.fixed_capacity is None and cache.row_layers:
-        cache = given
-        cache.announce(slots)
-    elif given is not None:
-        refuse_states_alone(given)
-        cache.take_over(given)
-    model_kwargs[target.cache_argument] = cache
-    return cache
 
 
 def _sequences(prompt_BT: Tensor, rows: list[Row], config: GenerationConfig) -> Tensor:

@@ -63,6 +63,10 @@ class Noise:
         """What each row's noise is counted from, as numbers that int64 holds."""
         return [_signed(self._keys[row.index]) for row in rows]
 
+    def take(self, index: int, other: Noise, theirs: int) -> None:
+        """The row of this index draws as the row `theirs` of the other noise."""
+        self._keys[index] = other._keys[theirs]
+
     def of(self, rows: Sequence[Row], ahead: Sequence[int], tokens_BFC: Tensor) -> Tensor:
         """Of tokens of each row, [B, F, C] in fp32: of all F at one place, `ahead` [1] tokens
         behind the next of the row, or of each of them at its own, `ahead` [F]."""

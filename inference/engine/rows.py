@@ -128,6 +128,9 @@ class Row:
         streamer: receives every token as it is committed; if it has a method `end_step`, that is
             called after the tokens of each step.
         recorder: receives scores and logits of every token, where the user asked for them.
+
+    Attributes:
+        prompt_length: tokens of its prompt, left padding included.
     """
 
     def __init__(
@@ -146,14 +149,14 @@ class Row:
         self.recorder = recorder
         self._stop = stop
         self._streamer = streamer
-        self._prompt_length = prompt_T.shape[0]
+        self.prompt_length = prompt_T.shape[0]
         self._ids_1C = prompt_T[None].clone()
-        self._written = self._prompt_length
+        self._written = self.prompt_length
 
     @property
     def length(self) -> int:
         """Tokens of the row so far, padding included."""
-        return self._prompt_length + len(self.tokens)
+        return self.prompt_length + len(self.tokens)
 
     def ids_1T(self) -> Tensor:
         """The row's token ids so far, as logits processors and stopping criteria read them."""
@@ -162,7 +165,7 @@ class Row:
             room[:, : self._written] = self._ids_1C[:, : self._written]
             self._ids_1C = room
         if self._written < self.length:
-            fresh = self.tokens[self._written - self._prompt_length :]
+            fresh = self.tokens[self._written - self.prompt_length :]
             self._ids_1C[0, self._written : self.length] = torch.tensor(
                 fresh, device=self._ids_1C.device
             )
@@ -171,8 +174,8 @@ class Row:
 
     def behind(self, length: int) -> list[int]:
         """The committed tokens after the row's first `length`, which hold at least the prompt."""
-        assert length >= self._prompt_length
-        return self.tokens[length - self._prompt_length :]
+        assert length >= self.prompt_length
+        return self.tokens[length - self.prompt_length :]
 
     def last(self, count: int) -> list[int]:
         """The row's last tokens, as many as it has of so many."""

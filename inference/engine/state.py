@@ -11,11 +11,13 @@ however unequal their luck.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import LogitsProcessorList
 
 from medusa_heads.inference.engine.noise import Noise
@@ -149,8 +151,7 @@ class DecodingState:
         self.lengths = self.cache.keep_paths(paths, self.lengths)
 
     def advance(self, hidden_BND: Tensor, paths: Sequence[Sequence[int]]) -> None:
-        """Take each path's last node as the new state, and let finished rows go; from a cache of
-        fixed shape they go when all are finished."""
+        """Take each path's last node as the new state, and let finished rows go."""
         device = hidden_BND.device
         # Rows that have ended and stay stand still: what is made of them, nobody reads.
         nodes_B = [list(path) or [0] for path in paths]
@@ -173,6 +174,11 @@ class DecodingState:
         self._fresh_was_read = False
         self.hidden_BD = accepted_BAD[:, -1].contiguous()
         self.roots_B = torch.tensor([row.tokens[-1] for row in self.rows], device=device)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Finished rows leave, with what is kept of them; from a cache of fixed shape all at once,
+        when every row is finished."""
         active = [i for i, row in enumerate(self.rows) if not row.done]
         if active and self.cache.fixed_capacity is not None:
             return
@@ -186,6 +192,34 @@ class DecodingState:
             self.lengths = [self.lengths[i] for i in active]
             self.padding = [self.padding[i] for i in active]
         self.rows = [self.rows[i] for i in active]
+
+    def join(self, other: DecodingState) -> None:
+        """Take in the rows of another state, behind the own ones: of the same target and drafter,
+        drawn in the same way, which have read their prompts and drafted nothing. Their indices
+        change to such as no own row has."""
+        assert self.drawing == other.drawing and not other.memories
+        taken = {row.index for row in self.rows}
+        free = (index for index in count() if index not in taken)
+        for row, index in zip(other.rows, free, strict=False):
+            if self.noise is not None and other.noise is not None:
+                self.noise.take(index, other.noise, row.index)
+            row.index = index
+        self.cache.join(other.cache, other.lengths)
+        if self._keeps_fresh:
+            (mine_BAD, own), (theirs_BAD, new) = self._all_fresh(), other._all_fresh()
+            longest = max(mine_BAD.shape[1], theirs_BAD.shape[1])
+            filled = [pad(of, (0, 0, 0, longest - of.shape[1])) for of in (mine_BAD, theirs_BAD)]
+            self._fresh = [(torch.cat(filled), own + new)]
+        else:
+            self._fresh = []
+        self.hidden_BD = torch.cat([self.hidden_BD, other.hidden_BD])
+        self.roots_B = torch.cat([self.roots_B, other.roots_B])
+        self.rows = self.rows + other.rows
+        self.lengths = self.lengths + other.lengths
+        self.padding = self.padding + other.padding
+        self._buffers.clear()  # of batches that may not come again
+        if self.last_position is not None and other.last_position is not None:
+            self.last_position = max(self.last_position, other.last_position)
 
     def take_prompt(self, hidden_BTD: Tensor) -> None:
         """Count the whole prompt as fresh: its hidden states, or those of its end."""
@@ -201,6 +235,9 @@ class DecodingState:
         """What was committed since this was last asked: the target's hidden states [B, A, D] of the
         accepted nodes, and each row's own among them, as many as tokens were committed."""
         self._fresh_was_read = True
+        return self._all_fresh()
+
+    def _all_fresh(self) -> tuple[Tensor, list[list[int]]]:
         if len(self._fresh) > 1:
             nodes_B: list[list[int]] = [[] for _ in self.rows]
             offset = 0

@@ -24,6 +24,7 @@ from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.noise import RNGS, Rng
+from medusa_heads.inference.engine.running import RunningBatch
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.models.late_compiling import LateCompiling
 from medusa_heads.target.compiled import CompiledTarget
@@ -32,6 +33,8 @@ from medusa_heads.target.target import TargetModel
 if TYPE_CHECKING:  # heavy to import
     from transformers import PreTrainedModel
     from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+    from medusa_heads.inference.endpoint.server import Server
 
 
 Compile: TypeAlias = bool | Literal["auto", "steps"]
@@ -228,3 +231,45 @@ class AssistedModel(ABC):
                 exchange=None if self._late is None else self._late.of_text(drafter),
                 **model_kwargs,
             )
+
+    def running_batch(self, max_rows: int = 8) -> RunningBatch:
+        """At most so many texts, which begin and end independently of one another.
+
+        Raises:
+            ValueError: the model is compiled, or samples by the random stream of generate().
+        """
+        if self.rng != "keyed":
+            raise ValueError(
+                "by rng='transformers' a text depends on those beside it: rows that come and go "
+                "want rng='keyed'"
+            )
+        return RunningBatch(
+            self.target,
+            self._drafter_for(self.target) if self.deterministic else self.drafter,
+            max_rows,
+            acceptance=self.acceptance,
+            acceptance_settings=self.acceptance_settings,
+            lock=self._lock,
+        )
+
+    def server(self, tokenizer: Any = None, **options: Any) -> Server:
+        """What answers requests for completions by HTTP, while it is entered (`with`) or run.
+
+        Args:
+            tokenizer: of the target; by default loaded from where that came from.
+            options: `host`, `port`, `max_rows`, `queue`, ..: see `endpoint.server.Server`.
+
+        Raises:
+            ValueError: the extra `serve` is not installed, or see Server.
+        """
+        try:
+            from medusa_heads.inference.endpoint.server import Server
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"serving needs {error.name}: pip install starlette uvicorn"
+            ) from error
+        return Server(self, tokenizer, **options)
+
+    def serve(self, tokenizer: Any = None, **options: Any) -> None:
+        """Answer requests until SIGINT or SIGTERM; arguments and errors are those of `server`."""
+        self.server(tokenizer, **options).run()

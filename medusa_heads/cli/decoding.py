@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from medusa_heads.cli.choices import apply_choice
-from medusa_heads.cli.flags.decoding import DecodingArguments, ModelArguments, decoder_options
+from medusa_heads.cli.flags.decoding import DraftingArguments, ModelArguments, decoder_options
 from medusa_heads.contents import is_draft, is_heads, is_mtp
 from medusa_heads.files import expanded
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from medusa_heads.inference.models.medusa import MedusaModel
 
 
-AnyDecoding = TypeVar("AnyDecoding", bound=DecodingArguments)
+AnyDrafting = TypeVar("AnyDrafting", bound=DraftingArguments)
 
 
 def load_model(arguments: ModelArguments, **options: Any) -> tuple[MedusaModel, Any]:
@@ -54,14 +54,14 @@ def load_measured_model(
     return model, most
 
 
-def with_own_drafter(arguments: AnyDecoding) -> AnyDecoding:
+def with_own_drafter(arguments: AnyDrafting) -> AnyDrafting:
     """The same arguments; modules that were trained for a target draft as modules do."""
     if arguments.drafter is None and is_mtp(expanded(arguments.checkpoint)):
         return replace(arguments, drafter="mtp")
     return arguments
 
 
-def load_drafting_model(arguments: DecodingArguments) -> tuple[AssistedModel, Any]:
+def load_drafting_model(arguments: DraftingArguments) -> tuple[AssistedModel, Any]:
     """The target with what drafts for it (heads, a draft model or several, or a drafter that was
     not trained), and its tokenizer.
     """

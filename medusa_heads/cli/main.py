@@ -10,6 +10,7 @@ from importlib import import_module, metadata
 _PURPOSES = {
     "generate": "continue a prompt with a heads checkpoint",
     "chat": "talk to a target with a heads checkpoint",
+    "serve": "answer requests for completions by HTTP",
     "tune": "measure which tree this machine decodes fastest with",
     "analyze": "expected speed-up, break-even batch size, memory",
     "calibrate": "measure heads on text, and store what they guess",

@@ -9,6 +9,7 @@ Shapes: B batch, H key-value heads, A accepted rows, X head dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -82,9 +83,13 @@ class RowLayer(DynamicLayer):
         """Rows from that slot on are free to be overwritten."""
         self.length = length
 
+    def members(self) -> list[Member]:
+        """Where all that is kept of the tokens read lies."""
+        return self._members
+
     def rows(self) -> list[Tensor]:
         """All that is kept of the tokens read, each [B, H, length, X]."""
-        return [self._stacks.buffer(member)[:, :, : self.length] for member in self._members]
+        return [self._stacks.buffer(member)[:, :, : self.length] for member in self.members()]
 
     def crop(self, tokens_to_remove: int) -> None:
         self.set_length(self.length - abs(tokens_to_remove))
@@ -169,9 +174,8 @@ class IndexedRowLayer(RowLayer):
         super().set_length(length)
         self._index_length = length
 
-    def rows(self) -> list[Tensor]:
-        beside = map(self._stacks.buffer, self._beside.values())
-        return [*super().rows(), *(buffer[:, :, : self.length] for buffer in beside)]
+    def members(self) -> list[Member]:
+        return [*super().members(), *(self._beside[kind] for kind in sorted(self._beside))]
 
 
 class RowCache(Cache):
@@ -209,6 +213,12 @@ class RowCache(Cache):
     def announce(self, slots: int) -> None:
         """So many slots will be asked for at most from now on; more are still given."""
         self._stacks.announced = slots
+
+    def fit(self, slots: int) -> None:
+        """Announce so many slots, those in use among them; of twice as many the rest is let go."""
+        self.announce(slots)
+        if self._stacks.capacity > 2 * slots:
+            self._stacks.cut(slots)
 
     def take_over(self, cache: Cache) -> None:
         """Copy the rows of a transformers cache into this empty one, so that decoding can go on.
@@ -275,3 +285,14 @@ class RowCache(Cache):
     def select_batch(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
         self._stacks.select_batch(rows)
+
+    def join(self, other: RowCache, lengths: Sequence[int]) -> None:
+        """Take in the rows of another cache of the target, behind the own ones, so long each."""
+        layers = zip(self.row_layers, other.row_layers, strict=True)
+        pairs = [zip(mine.members(), theirs.members(), strict=True) for mine, theirs in layers]
+        self._stacks.join(other._stacks, [*chain.from_iterable(pairs)], max(lengths))
+
+    @property
+    def held_bytes(self) -> int:
+        """What all rows take, with the room behind them."""
+        return sum(stack.numel() * stack.element_size() for stack in self._stacks.stacks)

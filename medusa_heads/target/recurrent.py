@@ -62,6 +62,16 @@ class StateLayer(LinearAttentionLayer):
         for by_name in (self.conv_states, self.recurrent_states):
             by_name.update({i: s[list(rows)] for i, s in by_name.items() if s is not None})
 
+    def join(self, other: StateLayer) -> None:
+        """Take in the states of another cache's layer, behind the own ones."""
+        for mine, theirs in (
+            (self.conv_states, other.conv_states),
+            (self.recurrent_states, other.recurrent_states),
+        ):
+            for i, state in mine.items():
+                if state is not None and (more := theirs[i]) is not None:
+                    mine[i] = torch.cat([state, more])
+
 
 class StateAndRowLayer(StateLayer, RowLayer):  # type: ignore[misc, override]
     """One layer's states, and its keys and values, views into the stacks of its RowCache."""
@@ -230,6 +240,16 @@ class RecurrentCache(RowCache):
         for layer in self.layers:
             if isinstance(layer, StateLayer):
                 layer.select_batch(rows)
+        self._held = []
+        self.move_on()
+
+    @torch.inference_mode(False)
+    def join(self, other: RowCache, lengths: Sequence[int]) -> None:
+        assert self.rows_stand_alone
+        super().join(other, lengths)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if isinstance(mine, StateLayer) and isinstance(theirs, StateLayer):
+                mine.join(theirs)
         self._held = []
         self.move_on()
 

@@ -118,8 +118,33 @@ class Stacks:
     @torch.inference_mode(False)
     def select_batch(self, rows: Sequence[int]) -> None:
         for i in range(len(self.stacks)):  # by index: each is let go before the next is copied
-            index = torch.tensor(list(rows), device=self.stacks[i].device)
+            index = torch.tensor(list(rows), dtype=torch.long, device=self.stacks[i].device)
             self.stacks[i] = self.stacks[i].index_select(1, index)
+
+    @torch.inference_mode(False)
+    def join(self, other: Stacks, members: Sequence[tuple[Member, Member]], slots: int) -> None:
+        """Take in all rows of other stacks, so many slots of them, behind the own ones; `members`
+        pairs each own buffer with the other's."""
+        if slots > self.capacity:
+            self.reserve(slots)
+        for i in range(len(self.stacks)):  # by index: each is let go before the next is copied
+            used = self.stacks[i]
+            groups, batch, heads, capacity, width = used.shape
+            pairs = [(mine[1], other.buffer(theirs)) for mine, theirs in members if mine[0] == i]
+            more = pairs[0][1].shape[0]
+            longer = used.new_zeros(groups, batch + more, heads, capacity, width)
+            longer[:, :batch] = used
+            for place, theirs_BHCX in pairs:
+                longer[place, batch:, :, :slots] = theirs_BHCX[:, :, :slots]
+            self.stacks[i] = longer
+            del used, longer
+
+    @torch.inference_mode(False)
+    def cut(self, slots: int) -> None:
+        """Give back what lies behind so many slots."""
+        for i in range(len(self.stacks)):
+            self.stacks[i] = self.stacks[i][:, :, :, :slots].clone()
+        self.capacity = min(self.capacity, slots)
 
 
 def _signature(tensor: Tensor) -> tuple[Any, ...]:

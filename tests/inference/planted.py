@@ -16,6 +16,7 @@ import torch
 
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
+from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree, TreeShape
 
@@ -63,7 +64,7 @@ class Planting(Drafter):
         tokens, depths, parents = torch.stack(
             [tree.tokens_BN, tree.depth_BN, tree.parents_BN]
         ).tolist()
-        truths = [self.references[row.index][len(row.tokens) :] for row in state.rows]
+        truths = [self.truth(row)[len(row.tokens) :] for row in state.rows]
         most = [min(max(depth), len(truth)) for depth, truth in zip(depths, truths, strict=True)]
         goals = [self._depth(min(most) if self.in_step else limit) for limit in most]
         if self.in_step:
@@ -72,6 +73,10 @@ class Planting(Drafter):
             self._plant(tokens[b], depths[b], parents[b], truths[b], goal)
         planted_BN = torch.tensor(tokens, device=tree.tokens_BN.device)
         return replace(tree, tokens_BN=planted_BN)
+
+    def truth(self, row: Row) -> Sequence[int]:
+        """The true continuation of its prompt."""
+        return self.references[row.index]
 
     def _plant(
         self,

@@ -148,13 +148,15 @@ class LookaheadDrafter(Drafter):
             self._drafts.learn_seconds(nodes, seconds)
 
     def _beside_windows(
-        self, drafts: TokenTree, state: DecodingState, known: dict[int, _Window]
+        self, drafts: TokenTree, state: DecodingState, known: dict[Row, _Window]
     ) -> TokenTree:
+        for gone in known.keys() - set(state.rows):
+            del known[gone]
         windows = []
         for row, padding in zip(state.rows, state.padding, strict=True):
-            if row.index not in known:
-                known[row.index] = _Window(row, padding)
-            windows.append(known[row.index])
+            if row not in known:
+                known[row] = _Window(row, padding)
+            windows.append(known[row])
             windows[-1].follow(row.length)
         tokens_BW = torch.tensor([window.tokens() for window in windows])
         tree = self._with_window(drafts, tokens_BW.to(drafts.tokens_BN.device))
@@ -227,7 +229,7 @@ class _Step(Memory):
     def __init__(self, rows: Sequence[Row], ways: _Ways, seconds: float) -> None:
         super().__init__([row for row in rows if not row.done])  # a compiled batch keeps the others
         self.ways, self.seconds = ways, seconds
-        self.windows: dict[int, _Window] = {}
+        self.windows: dict[Row, _Window] = {}
 
 
 class _Window:

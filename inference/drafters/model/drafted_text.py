@@ -12,6 +12,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from statistics import fmean
 
 import torch
@@ -19,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.inference.drafters.base import Memory, behind_texts
+from medusa_heads.inference.drafters.base import Memory, Text, behind_texts
 from medusa_heads.inference.drafters.model.translated_row import TranslatedRow
 from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft
 from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.target import TargetModel
 
@@ -44,21 +46,24 @@ class DraftedText(Memory):
             average.
     """
 
-    def __init__(self, draft: TargetModel, state: DecodingState) -> None:
+    def __init__(self, draft: TargetModel, rows: Sequence[Row], padding: Sequence[int]) -> None:
+        # Those that have begun together are read together; others join later, in `catch_up`.
+        together = [row.prompt_length == rows[0].prompt_length for row in rows]
+        rows, padding = list(compress(rows, together)), list(compress(padding, together))
         self._draft = draft
         self._vocabulary = draft.vocabulary if isinstance(draft, ForeignDraft) else None
         self._translated: list[TranslatedRow] = []
-        self._padding = list(state.padding)
+        self._padding = padding
         if self._vocabulary is not None:
             self._translated = [
                 TranslatedRow(row, start, self._vocabulary)
-                for row, start in zip(state.rows, state.padding, strict=True)
+                for row, start in zip(rows, padding, strict=True)
             ]
             longest = max(len(text.ids) for text in self._translated)
             for text in self._translated:
                 text.padding = longest - len(text.ids)
             self._padding = [text.padding for text in self._translated]
-        super().__init__(self._translated or state.rows)
+        super().__init__(self._translated or rows)
         self.reads: list[int] = []
         self.fed, self.caught_up = 0, 0.0
         batched = len(self.rows) > 1 or any(self._padding)
@@ -108,12 +113,7 @@ class DraftedText(Memory):
         each = zip(changed, ends, self.lengths, strict=True)
         self.lengths = [end if other else length for other, end, length in each]
         self.caught_up = fmean(row.length for row in state.rows)
-        kept = self.follow([text for text in texts if text.row in state.rows] or state.rows)
-        if kept is not None:
-            self._cache.select_batch(kept)
-            self._translated = [texts[i] for i in kept] if texts else texts
-            self._padding = [self._padding[i] for i in kept]
-            self._forget_nodes()
+        self._go_on_with(state)
         fed = self.committed()
         longest = max(len(ids) for ids in fed)
         # Shorter rows are filled up behind their end, where nothing of theirs looks.
@@ -126,6 +126,32 @@ class DraftedText(Memory):
         self._keep([list(range(len(ids))) for ids in fed])
         last_B = torch.tensor([max(len(ids), 1) - 1 for ids in fed], device=tokens_BF.device)
         return self._of_target(logits_BFV[torch.arange(len(fed), device=tokens_BF.device), last_B])
+
+    def _go_on_with(self, state: DecodingState) -> None:
+        """Let go the rows that have left, and read the texts of those that have joined."""
+        known = dict(
+            zip([text.row for text in self._translated] or self.rows, self.rows, strict=True)
+        )
+        self._keep_rows([known[row] for row in state.rows if row in known])
+        for row, padding in zip(state.rows, state.padding, strict=True):
+            if row not in known:
+                other = DraftedText(self._draft, [row], [padding])
+                known[row] = other.rows[0]
+                self._cache.join(other._cache, other.lengths)
+                self.rows += other.rows
+                self.lengths += other.lengths
+                self._translated += other._translated
+                self._padding += other._padding
+                self._forget_nodes()
+        self._keep_rows([known[row] for row in state.rows])  # in their order
+
+    def _keep_rows(self, texts: Sequence[Text]) -> None:
+        kept = self.follow(texts)
+        if kept is not None:
+            self._cache.select_batch(kept)
+            self._translated = [self._translated[i] for i in kept] if self._translated else []
+            self._padding = [self._padding[i] for i in kept]
+            self._forget_nodes()
 
     def write(self, tokens_BF: Tensor, above_BF: Tensor, level: int) -> Tensor:
         """Logits [B, F, V] of drafted tokens of the target, `level` tokens behind the committed

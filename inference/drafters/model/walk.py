@@ -44,7 +44,7 @@ class Walk:
         warpers: LogitsProcessorList | None,
     ) -> None:
         if owner not in state.memories:
-            state.memories[owner] = DraftedText(draft, state)
+            state.memories[owner] = DraftedText(draft, state.rows, state.padding)
         self.text: DraftedText = state.memories[owner]
         self.drawn_from: dict[int, Tensor] = {}
         self._state, self._vocab_size, self._warpers = state, vocab_size, warpers

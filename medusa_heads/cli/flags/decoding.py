@@ -37,8 +37,8 @@ class MeasureArguments(ModelArguments):
 
 
 @dataclass
-class DecodingArguments(ModelArguments):
-    """How to decode, with the options of transformers' generate() under their own names."""
+class DraftingArguments(ModelArguments):
+    """What is drafted, and what is kept of it."""
 
     tree: str = flag(
         "auto",
@@ -67,23 +67,29 @@ class DecodingArguments(ModelArguments):
     acceptance: Literal["lossless", "typical", "threshold", "log_ratio"] = flag(
         "lossless", "Rule that accepts drafts: lossless, or one that changes the text."
     )
+    epsilon: float | None = flag(None, "Epsilon of typical acceptance.")
+    delta: float | None = flag(None, "Delta of typical acceptance.")
+    threshold: float | None = flag(None, "Threshold of threshold acceptance.")
+    tau: float | None = flag(None, "Tau of log_ratio acceptance.")
+    deterministic: bool = flag(
+        False,
+        "Verify as many nodes in every step and learn from no earlier text, so that bfloat16 "
+        "rounds every time alike. It does not go with --draft_model.",
+    )
+
+
+@dataclass
+class DecodingArguments(DraftingArguments):
+    """How to decode, with the options of transformers' generate() under their own names."""
+
     rng: Literal["keyed", "transformers"] = flag(
         "keyed",
         "What draws sampled tokens: keyed noise, which drafters know; or transformers' own random "
         "stream, for the text of generate() with that seed.",
     )
-    epsilon: float | None = flag(None, "Epsilon of typical acceptance.")
-    delta: float | None = flag(None, "Delta of typical acceptance.")
-    threshold: float | None = flag(None, "Threshold of threshold acceptance.")
-    tau: float | None = flag(None, "Tau of log_ratio acceptance.")
     compile: bool = flag(False, "Verify through torch.compile; the first text is slow.")
     compile_late: bool = flag(
         False, "Compile in the middle of the text in which it has come to pay, if ever."
-    )
-    deterministic: bool = flag(
-        False,
-        "Verify as many nodes in every step and learn from no earlier text, so that bfloat16 "
-        "rounds every time alike. It does not go with --draft_model.",
     )
     max_new_tokens: int = flag(128, "Most tokens that are generated.")
     do_sample: bool = flag(False, "Sample; so do temperature, top_k, top_p, min_p and typical_p.")
@@ -102,22 +108,23 @@ class DecodingArguments(ModelArguments):
     stats: bool = flag(False, "Print counts and times afterwards.")
 
 
-def decoder_options(arguments: DecodingArguments) -> dict[str, Any]:
+def decoder_options(arguments: DraftingArguments) -> dict[str, Any]:
     """What the model is built with: tree or drafter, corpus, acceptance rule, compiled or not."""
-    drafts = {"tree": arguments.tree}
+    drafts: dict[str, Any] = {"tree": arguments.tree}
     if arguments.drafter is not None:
         if arguments.tree != "auto":
             raise ValueError("a tree is of heads or a draft model, with --drafter there is neither")
         drafts = {"drafter": arguments.drafter}
     if arguments.corpus is not None:
         drafts["corpus"] = arguments.corpus
+    if isinstance(arguments, DecodingArguments):
+        drafts["compile"] = arguments.compile or ("auto" if arguments.compile_late else False)
+        drafts["rng"] = arguments.rng
     return {
         **drafts,
-        "compile": arguments.compile or ("auto" if arguments.compile_late else False),
         "deterministic": arguments.deterministic,
         "acceptance": arguments.acceptance,
         "acceptance_settings": _given(arguments, ACCEPTANCE_SETTINGS),
-        "rng": arguments.rng,
     }
 
 
@@ -145,7 +152,7 @@ def generation_options(arguments: DecodingArguments, tokenizer: Any) -> dict[str
     return options
 
 
-def _given(arguments: DecodingArguments, names: tuple[str, ...]) -> dict[str, Any]:
+def _given(arguments: DraftingArguments, names: tuple[str, ...]) -> dict[str, Any]:
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MaxLengthCriteria, StoppingCriteriaList
 
-from medusa_heads.inference.engine.decoding import _finish_step
+from medusa_heads.inference.engine.beginning import finish_step
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
@@ -188,9 +188,9 @@ def test_a_step_is_counted_for_the_rows_that_took_part() -> None:
         of.rows[0].commit(node)
     of.rows[2].commit(0)
     stats = GenerationStats()
-    _finish_step(of, [[0, 1], [], [0]], place_of_nodes(3), stats)
+    finish_step(of, [[0, 1], [], [0]], place_of_nodes(3), stats)
     assert (stats.steps, stats.forwards, dict(stats.accepted)) == (2, 1, {1: 1, 0: 1})
-    _finish_step(of, [[0, 1], [], [0]], place_of_nodes(3), stats)
+    finish_step(of, [[0, 1], [], [0]], place_of_nodes(3), stats)
     assert (stats.steps, stats.forwards, dict(stats.accepted)) == (4, 2, {1: 2, 0: 2})
     assert [heard.told for heard in streamers] == [
         [[0], [1], "step", "step"],

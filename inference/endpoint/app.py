@@ -1,0 +1,215 @@
+"""The routes: completions and chat completions as OpenAI has them, models, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from medusa_heads.inference.endpoint.protocol import Answer, Asked, Reader
+from medusa_heads.inference.endpoint.scheduler import Closed, Overloaded, Scheduler
+from medusa_heads.inference.endpoint.text import Ending
+
+_LARGEST = 4 << 20  # bytes of a request's body
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_Event = tuple[str, Ending | None]
+
+
+def make_app(
+    scheduler: Scheduler,
+    reader: Reader,
+    reading: Executor,
+    name: str,
+    *,
+    api_key: str | None = None,
+) -> Starlette:
+    """An application that answers for one model.
+
+    Args:
+        scheduler: writes the texts.
+        reader: reads the requests, in the one thread of `reading`: tokenizers are not made for
+            several.
+        name: of the model, as clients call it.
+        api_key: without which nothing but the health is told; None: everybody is told.
+    """
+    created = int(time.time())
+
+    async def health(_: Request) -> Response:
+        if not scheduler.is_open:
+            return _refusal(503, "nothing is written any more")
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(_: Request) -> Response:
+        return PlainTextResponse(scheduler.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(_: Request) -> Response:
+        model = {"id": name, "object": "model", "created": created, "owned_by": "medusa-heads"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def answer(request: Request, *, chat: bool) -> Response:
+        body = await _body(request)
+        try:
+            loop = asyncio.get_running_loop()
+            asked = await loop.run_in_executor(reading, partial(reader.read, body, chat=chat))
+        except ValueError as error:
+            return _refusal(400, " ".join(str(error).split()))
+        if asked.model not in (None, name):
+            return _refusal(404, f"there is no model {asked.model!r} here, only {name!r}")
+        events = _listen(asked)
+        try:
+            scheduler.submit(asked.text)
+        except Overloaded as error:
+            return _refusal(429, str(error), {"Retry-After": str(error.seconds)})
+        except Closed as error:
+            return _refusal(503, str(error))
+        except ValueError as error:
+            return _refusal(400, str(error))
+        gone = asyncio.create_task(_cancel_when_gone(request, scheduler, asked))
+        form = Answer(name, asked.text, chat=chat, now=int(time.time()))
+        if asked.stream:
+            pieces = _stream(events, asked, form, scheduler, gone, chat=chat)
+            return StreamingResponse(pieces, media_type="text/event-stream")
+        try:
+            return await _whole(events, asked, form)
+        finally:
+            gone.cancel()
+            scheduler.cancel(asked.text)
+
+    async def complete(request: Request) -> Response:
+        return await answer(request, chat=False)
+
+    async def complete_chat(request: Request) -> Response:
+        return await answer(request, chat=True)
+
+    def guarded(route: Callable[[Request], Awaitable[Response]]) -> Callable[..., Any]:
+        async def guard(request: Request) -> Response:
+            said = request.headers.get("authorization", "")
+            if api_key is not None and not hmac.compare_digest(
+                said.encode(), f"Bearer {api_key}".encode()
+            ):
+                return _refusal(401, "the API key is missing or wrong")
+            return await route(request)
+
+        return guard
+
+    async def on_http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _refusal(error.status_code, error.detail)
+
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/metrics", guarded(metrics)),
+            Route("/v1/models", guarded(models)),
+            Route("/v1/completions", guarded(complete), methods=["POST"]),
+            Route("/v1/chat/completions", guarded(complete_chat), methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: on_http},
+    )
+
+
+async def _body(request: Request) -> bytes:
+    """Raises HTTPException: it is too large, or does not come."""
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _LARGEST:
+                raise HTTPException(413, f"a request has at most {_LARGEST} bytes")
+    except ClientDisconnect:
+        raise HTTPException(400, "the body did not come to its end") from None
+    return bytes(body)
+
+
+def _listen(asked: Asked) -> asyncio.Queue[_Event]:
+    """What the thread that writes tells, for this one."""
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[_Event]()
+
+    def tell(piece: str, ending: Ending | None) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and nobody listens
+            loop.call_soon_threadsafe(events.put_nowait, (piece, ending))
+
+    asked.text.tell = tell
+    return events
+
+
+async def _cancel_when_gone(request: Request, scheduler: Scheduler, asked: Asked) -> None:
+    # The body has been read, so that nothing else can come.
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    scheduler.cancel(asked.text)
+
+
+async def _whole(events: asyncio.Queue[_Event], asked: Asked, form: Answer) -> Response:
+    written, ending = "", None
+    while ending is None:
+        piece, ending = await events.get()
+        written += piece
+    if ending == "cancelled":  # nobody is there to read it
+        return _refusal(499, "the client has left")
+    if ending == "failed":
+        return _refusal(*_fault(asked))
+    return JSONResponse(form.whole(written, ending))
+
+
+async def _stream(
+    events: asyncio.Queue[_Event],
+    asked: Asked,
+    form: Answer,
+    scheduler: Scheduler,
+    gone: asyncio.Task[None],
+    *,
+    chat: bool,
+) -> AsyncIterator[str]:
+    try:
+        if chat:
+            yield _event(form.piece("", role="assistant"))
+        ending: Ending | None = None
+        while ending is None:
+            piece, ending = await events.get()
+            if ending == "failed":
+                status, said = _fault(asked)
+                yield _event(_error(status, said))
+            elif ending is None or ending in ("stop", "length"):
+                yield _event(form.piece(piece, ending))
+        if asked.with_usage and ending in ("stop", "length"):
+            yield _event(form.last())
+        yield "data: [DONE]\n\n"
+    finally:
+        gone.cancel()
+        scheduler.cancel(asked.text)
+
+
+def _event(content: Any) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+def _fault(asked: Asked) -> tuple[int, str]:
+    fault = asked.text.fault
+    if isinstance(fault, Closed):
+        return 503, str(fault)
+    if isinstance(fault, ValueError):
+        return 400, " ".join(str(fault).split())
+    # What a library says may name files of this machine.
+    return 500, f"the text could not be written ({type(fault).__name__})"
+
+
+def _error(status: int, said: str) -> dict[str, Any]:
+    usual = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": said, "type": _TYPES.get(status, usual), "code": status}}
+
+
+def _refusal(status: int, said: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse(_error(status, said), status, headers)

@@ -1,0 +1,116 @@
+"""What a server has done so far, in the text that Prometheus reads."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from threading import Lock
+from typing import Literal
+
+from medusa_heads.inference.engine.running import RunningBatch
+
+Outcome = Literal["finished", "cancelled", "failed", "refused"]
+_OUTCOMES: tuple[Outcome, ...] = ("finished", "cancelled", "failed", "refused")
+_LONGEST_WAIT = 60  # seconds that a client is told to wait
+
+
+class Metrics:
+    """Counts of requests, tokens, steps and seconds.
+
+    Attributes:
+        queued: texts that wait.
+        prompt_tokens: read so far.
+    """
+
+    def __init__(self, batch: RunningBatch) -> None:
+        self._batch, self._lock = batch, Lock()
+        self.look()
+        self._requests: Counter[Outcome] = Counter()
+        self._seconds, self._waited, self._admitted = 0.0, 0.0, 0
+        self.queued = self.prompt_tokens = 0
+
+    def look(self) -> None:
+        """See what the batch has done; by the thread that owns it."""
+        seen = copy.deepcopy(self._batch.stats)
+        seen.tokens = self._batch.tokens
+        with self._lock:
+            self._stats = seen
+            self._rows, self._bytes = len(self._batch.rows), self._batch.held_bytes
+
+    def count(self, outcome: Outcome, seconds: float = 0.0) -> None:
+        """A request came to its end, so long after it was made."""
+        with self._lock:
+            self._requests[outcome] += 1
+            self._seconds += seconds
+
+    def waited(self, seconds: float) -> None:
+        """A request's turn has come."""
+        with self._lock:
+            self._waited += seconds
+            self._admitted += 1
+
+    def seconds_to_wait(self, queued: int) -> int:
+        """Until so many that wait may have been admitted, by what requests took so far."""
+        with self._lock:
+            ended = self._requests.total() - self._requests["refused"]
+            mean = (self._seconds - self._waited) / max(ended, 1)
+        return min(max(math.ceil(mean * queued / self._batch.max_rows), 1), _LONGEST_WAIT)
+
+    def text(self) -> str:
+        """All of them."""
+        return "".join(f"{line}\n" for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        with self._lock:
+            stats, rows, held = self._stats, self._rows, self._bytes
+            requests, ended = dict(self._requests), self._requests.total()
+            seconds, waited, admitted = self._seconds, self._waited, self._admitted
+        ended -= requests.get("refused", 0)
+        outcomes = {f'{{outcome="{each}"}}': requests.get(each, 0) for each in _OUTCOMES}
+        accepted = sorted(stats.accepted.items())
+        of_steps = {f'{{accepted="{drafts}"}}': steps for drafts, steps in accepted}
+        phases = {f'{{phase="{name}"}}': spent for name, spent in stats.seconds.items()}
+        yield from _metric(
+            "requests_total", "counter", "Requests by what became of them.", outcomes
+        )
+        yield from _metric("requests_queued", "gauge", "Requests that wait.", self.queued)
+        yield from _metric("requests_running", "gauge", "Texts being written.", rows)
+        yield from _metric(
+            "request_seconds",
+            "summary",
+            "From a request to the end of its text, those refused left out.",
+            {"_sum": seconds, "_count": ended},
+        )
+        yield from _metric(
+            "queue_seconds",
+            "summary",
+            "From a request to the reading of its prompt.",
+            {"_sum": waited, "_count": admitted},
+        )
+        yield from _metric("prompt_tokens_total", "counter", "Tokens read.", self.prompt_tokens)
+        yield from _metric("generated_tokens_total", "counter", "Tokens written.", stats.tokens)
+        yield from _metric(
+            "steps_total",
+            "counter",
+            "Forwards that rows took part in, by drafted tokens that were accepted.",
+            of_steps,
+        )
+        yield from _metric("forwards_total", "counter", "Forwards of the target.", stats.forwards)
+        yield from _metric(
+            "tokens_per_step",
+            "gauge",
+            "Tokens that a row wrote in a forward, on average; 1 without drafts.",
+            stats.tokens_per_step,
+        )
+        yield from _metric("seconds_total", "counter", "Seconds of decoding by phase.", phases)
+        yield from _metric("cache_bytes", "gauge", "Bytes of keys and values.", held)
+
+
+def _metric(name: str, kind: str, said: str, values: float | Mapping[str, float]) -> Iterator[str]:
+    full = f"medusa_heads_{name}"
+    yield f"# HELP {full} {said}"
+    yield f"# TYPE {full} {kind}"
+    for label, value in (values if isinstance(values, Mapping) else {"": values}).items():
+        yield f"{full}{label} {value}"

@@ -1,0 +1,269 @@
+"""Requests in the form of OpenAI's completions and chat completions, and the answers to them.
+
+What is not supported is refused by name, unless it is asked for nothing: an option that stands at
+the value it has by default.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_heads.data.chat import ask_ids
+from medusa_heads.files import half_character
+from medusa_heads.inference.endpoint.text import Ending, Text
+from medusa_heads.target.target import TargetModel
+
+_MOST_TOKENS = 4096  # of an answer that nobody limits
+_MOST_STOPS = 16
+_COMPLETION_TOKENS = 16  # OpenAI's own default
+# Options that are understood when they ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "store": (False,),
+}
+_IGNORED = {"user", "metadata"}  # say nothing of the text
+_READ = {"model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that can be answered.
+
+    Attributes:
+        model: the name of the one that is to answer, if it was given.
+        with_usage: whether a stream ends with the counts.
+    """
+
+    text: Text
+    model: str | None
+    stream: bool
+    with_usage: bool
+
+
+class Reader:
+    """Reads requests for texts of one target.
+
+    Args:
+        target: which writes them.
+        tokenizer: its own; used by one thread at a time.
+    """
+
+    def __init__(self, target: TargetModel, tokenizer: Any) -> None:
+        self._target, self._tokenizer = target, tokenizer
+
+    def read(self, raw: bytes, *, chat: bool) -> Asked:
+        """Raises ValueError: what it asks for cannot be had, in one sentence."""
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the body is no JSON ({error})") from error
+        if not isinstance(body, Mapping):
+            raise ValueError("the body must be a JSON object")
+        given = {name: value for name, value in body.items() if value is not None}
+        source = "messages" if chat else "prompt"
+        more = {"max_completion_tokens"} if chat else set()
+        for name, value in given.items():
+            if name in _NEUTRAL:
+                if value not in _NEUTRAL[name]:
+                    raise ValueError(f"{name} is not supported: leave it out")
+            elif name not in _READ | _IGNORED | more | {source}:
+                raise ValueError(f"{name!r} is no option of this endpoint")
+        if source not in given:
+            raise ValueError(f"{source} is missing")
+        prompt = self._chat(given[source]) if chat else self._prompt(given[source])
+        stream = _of_kind(given, "stream", bool, False)
+        usage = _of_kind(given, "stream_options", dict, {})
+        if set(usage) - {"include_usage"}:
+            raise ValueError("stream_options has one option, include_usage")
+        text = Text(
+            prompt,
+            self._max_tokens(given, len(prompt), chat=chat),
+            _sampling(given),
+            _seed(given),
+            _stops(given),
+        )
+        model = _of_kind(given, "model", str, None)
+        return Asked(text, model, stream, _of_kind(usage, "include_usage", bool, False))
+
+    def _prompt(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, list) and len(prompt) == 1 and not _is_whole(prompt[0]):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            ids: list[int] = self._tokenizer(_encodable(prompt, "prompt"))["input_ids"]
+        elif isinstance(prompt, list) and all(map(_is_whole, prompt)):
+            ids = prompt
+            if beyond := [token for token in ids if not 0 <= token < self._target.vocab_size]:
+                raise ValueError(f"the target has no token {beyond[0]}")
+        else:
+            raise ValueError("prompt must be one text, or the token ids of one")
+        if not ids:
+            raise ValueError("the prompt is empty")
+        return ids
+
+    def _chat(self, messages: Any) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ValueError(
+                "the target has no chat template: ask /v1/completions to continue a text"
+            )
+        if not isinstance(messages, list) or not messages:
+            raise ValueError("messages must be a list of at least one message")
+        return ask_ids(self._tokenizer, [_message(each) for each in messages])
+
+    def _max_tokens(self, given: Mapping[str, Any], prompt: int, *, chat: bool) -> int:
+        limit = self._target.max_positions
+        room = _MOST_TOKENS if limit is None else limit - prompt
+        usual = max(min(room, _MOST_TOKENS), 1) if chat else _COMPLETION_TOKENS
+        asked = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
+        most = _of_kind(given, asked[0], int, usual) if asked else usual
+        if most < 1:
+            raise ValueError(f"{asked[0]} must be at least 1, got {most}")
+        self._target.check_length(prompt + most, f"{prompt} of the prompt, {most} new ones")
+        return int(most)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """With its content as one text; some clients send it in parts."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError("a message must be an object with a role and a content")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        content = "".join(part for part in parts if isinstance(part, str))
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError("a message's content must be text")
+    if not isinstance(content, str):
+        raise ValueError("a message's content must be text")
+    if unknown := sorted(map(str, set(message) - {"role", "content", "name"})):
+        raise ValueError(f"a message has a role and a content, and here also {unknown[0]!r}")
+    return {"role": _encodable(message["role"], "role"), "content": _encodable(content, "content")}
+
+
+def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of generate(); what is left open is as the model's own settings say."""
+    temperature = _number(given, "temperature", 0, 2)
+    top_p = _number(given, "top_p", 0, 1)
+    if top_p == 0:
+        raise ValueError("top_p must be above 0")
+    if temperature == 0:
+        return {"do_sample": False}
+    options = {"temperature": temperature, "top_p": top_p}
+    options = {name: value for name, value in options.items() if value is not None}
+    return options | {"do_sample": True} if options else options
+
+
+def _seed(given: Mapping[str, Any]) -> int:
+    seed = _of_kind(given, "seed", int, None)
+    if seed is None:
+        return secrets.randbits(62)
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError("seed must be a number of 64 bits")
+    return int(seed)
+
+
+def _stops(given: Mapping[str, Any]) -> Sequence[str]:
+    stop = given.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(each, str) and each for each in stop):
+        raise ValueError("stop must be a text or a list of texts, none of them empty")
+    if len(stop) > _MOST_STOPS:
+        raise ValueError(f"stop takes at most {_MOST_STOPS} texts, got {len(stop)}")
+    return stop
+
+
+def _number(given: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number")
+    if not (math.isfinite(value) and least <= value <= most):
+        raise ValueError(f"{name} must be from {least} to {most}, got {value}")
+    return float(value)
+
+
+def _of_kind(given: Mapping[str, Any], name: str, kind: type, usual: Any) -> Any:
+    value = given.get(name, usual)
+    if value is not usual and not (_is_whole(value) if kind is int else isinstance(value, kind)):
+        words = {str: "a text", bool: "true or false", int: "a whole number", dict: "an object"}
+        raise ValueError(f"{name} must be {words[kind]}")
+    return value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _encodable(text: str, what: str) -> str:
+    if half_character(text) is not None:
+        raise ValueError(f"the {what} holds half of a character")
+    return text
+
+
+class Answer:
+    """The answer to one request, whole or in pieces.
+
+    Args:
+        name: of the model.
+        text: that is asked for.
+        chat: whether it is a turn of a conversation.
+        now: seconds since 1970.
+    """
+
+    def __init__(self, name: str, text: Text, *, chat: bool, now: int) -> None:
+        self._text, self._chat = text, chat
+        self._kind = "chat.completion" if chat else "text_completion"
+        prefix = "chatcmpl" if chat else "cmpl"
+        self._common = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": now, "model": name}
+
+    def whole(self, written: str, ending: Ending | None) -> dict[str, Any]:
+        """All at once."""
+        said: dict[str, Any] = {"text": written}
+        if self._chat:
+            said = {"message": {"role": "assistant", "content": written}}
+        return self._answer(self._kind, [self._choice(said, ending)]) | {"usage": self.usage()}
+
+    def piece(self, piece: str, ending: Ending | None = None, **more: Any) -> dict[str, Any]:
+        """One of a stream's; `more` is said of a turn besides."""
+        said: dict[str, Any] = {"text": piece}
+        if self._chat:
+            said = {"delta": more | ({"content": piece} if piece else {})}
+        return self._answer(self._stream_kind, [self._choice(said, ending)])
+
+    def last(self) -> dict[str, Any]:
+        """The counts at the end of a stream."""
+        return self._answer(self._stream_kind, []) | {"usage": self.usage()}
+
+    @property
+    def _stream_kind(self) -> str:
+        return "chat.completion.chunk" if self._chat else self._kind
+
+    def usage(self) -> dict[str, int]:
+        """How many tokens were read and written."""
+        read, written = len(self._text.prompt), self._text.tokens
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+        }
+
+    def _answer(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
+        return {**self._common, "object": kind, "choices": list(choices)}
+
+    def _choice(self, said: Mapping[str, Any], ending: Ending | None) -> dict[str, Any]:
+        return {"index": 0, **said, "logprobs": None, "finish_reason": ending}

@@ -1,0 +1,133 @@
+"""A model behind a port of this machine."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from medusa_heads.inference.endpoint.app import make_app
+from medusa_heads.inference.endpoint.protocol import Reader
+from medusa_heads.inference.endpoint.scheduler import Scheduler
+from medusa_heads.target.loading import load_tokenizer
+
+if TYPE_CHECKING:
+    from medusa_heads.inference.models.assisted import AssistedModel
+
+_TO_THE_END = 5  # seconds in which answers may come to their end once the server is told to stop
+
+
+class Server:
+    """A model's texts by HTTP, while it is entered or run.
+
+    Args:
+        model: which nobody else needs in the meantime; its generate() still works, between steps.
+        tokenizer: of its target; by default loaded from where that came from.
+        host, port: where to listen; port 0: a free one.
+        max_rows: texts that are written at a time.
+        queue: texts that may wait; more are answered with 429.
+        cache_bytes: that keys and values may take; None: as much as the rows need.
+        api_key: that clients must send; None: none.
+        name: of the model for clients; by default its target's.
+
+    Raises:
+        ValueError: the port is taken, or the model cannot be decoded in rows that come and go.
+
+    Attributes:
+        url: where it listens.
+        scheduler: who is served when.
+    """
+
+    def __init__(
+        self,
+        model: AssistedModel,
+        tokenizer: Any = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        max_rows: int = 8,
+        queue: int = 64,
+        cache_bytes: int | None = None,
+        api_key: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        for what, number in (("max_rows", max_rows), ("queue", queue)):
+            if number < 1:
+                raise ValueError(f"{what} must be at least 1, got {number}")
+        target = model.target
+        batch = model.running_batch(max_rows)
+        self.alone = batch.alone
+        if tokenizer is None:
+            tokenizer = load_tokenizer(target.name_or_path, revision=target.revision)
+        own = copy.deepcopy(tokenizer)  # one thread reads with it, another one writes
+
+        def decode(ids: list[int]) -> str:
+            text: str = own.decode(ids, skip_special_tokens=True)
+            return text
+
+        self.scheduler = Scheduler(
+            batch, target.model, decode, queue=queue, cache_bytes=cache_bytes
+        )
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="medusa-heads requests")
+        app = make_app(
+            self.scheduler,
+            Reader(target, tokenizer),
+            self._reading,
+            name or target.name_or_path or "model",
+            api_key=api_key,
+        )
+        self._socket = _listening(host, port)
+        bound = self._socket.getsockname()[1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_TO_THE_END,
+        )
+        self._server = uvicorn.Server(config)
+        self._leaving = ExitStack()
+
+    def run(self) -> None:
+        """Answer until SIGINT or SIGTERM, which is raised again once all is put away."""
+        with self._socket, self._reading, self.scheduler:
+            self._server.run([self._socket])
+
+    def __enter__(self) -> Server:
+        self._leaving.enter_context(self._socket)
+        self._leaving.enter_context(self._reading)
+        thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="medusa-heads endpoint"
+        )
+        thread.start()
+
+        def stop() -> None:
+            self._server.should_exit = True
+            thread.join()
+
+        self._leaving.callback(stop)
+        # Closed first: what is still being written fails, and nobody waits for its end.
+        self._leaving.enter_context(self.scheduler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leaving.close()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Raises ValueError: nobody can listen there."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        made = socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"nobody can listen at {host}, port {port} ({reason}): give another --port or --host"
+        ) from error
+    return made

@@ -1,0 +1,94 @@
+"""One text that was asked for: what it is to be like, and what became of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from medusa_heads.data.pieces import Pieces
+
+Ending = Literal["stop", "length", "cancelled", "failed"]
+
+
+@dataclass(eq=False)
+class Text:
+    """A text, asked for by one thread and written by another.
+
+    Attributes:
+        prompt: its token ids.
+        max_tokens: that are written at most.
+        options: further ones of `generate()`.
+        seed: of what is drawn.
+        stop: strings before which the text ends.
+        tell: called by the thread that writes, with each piece of the text, and at the end with ""
+            and how it ended.
+        tokens: written so far, up to where it stopped.
+        ending: None while it is being written.
+        fault: why it failed.
+        stopped: whether it has come to a string to stop at.
+    """
+
+    prompt: list[int]
+    max_tokens: int
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    tell: Callable[[str, Ending | None], None] = lambda piece, ending: None
+    tokens: int = 0
+    ending: Ending | None = None
+    fault: Exception | None = None
+    asked_at: float = field(default_factory=time.perf_counter)
+    stopped: bool = False
+    _held: str = ""  # may be the beginning of a string to stop at
+
+    def begin(self, decode: Callable[[list[int]], str]) -> None:
+        """The prompt is about to be read; `decode` is the tokenizer's."""
+        self._pieces = Pieces(decode, self.prompt)
+
+    def put(self, token: Tensor) -> None:
+        """The next token, as streamers are given it."""
+        if self.stopped:  # others of the same step
+            return
+        self.tokens += 1
+        self._pieces.put(token.tolist())
+        if self.stop:
+            self._send(self._pieces.next())
+
+    def end_step(self) -> None:
+        """All tokens of a step are there."""
+        if not self.stop:
+            self._send(self._pieces.next())
+
+    def end(self, ending: Ending, fault: Exception | None = None) -> None:
+        """Nothing more is written."""
+        if ending in ("stop", "length") and not self.stopped:
+            self._send(self._pieces.next(whole=True))
+            if not self.stopped:
+                self._say(self._held)
+        self.ending, self.fault = ("stop" if self.stopped else ending), fault
+        self.tell("", self.ending)
+
+    def _send(self, piece: str) -> None:
+        self._held += piece
+        found = [place for each in self.stop if (place := self._held.find(each)) >= 0]
+        if found:
+            self.stopped = True
+            self._say(self._held[: min(found)])
+            return
+        ready = len(self._held) - max((_begun(self._held, each) for each in self.stop), default=0)
+        self._say(self._held[:ready])
+        self._held = self._held[ready:]
+
+    def _say(self, piece: str) -> None:
+        if piece:
+            self.tell(piece, None)
+
+
+def _begun(text: str, string: str) -> int:
+    """How many characters of the string the text ends with, as far as it is not whole."""
+    most = min(len(text), len(string) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(string[:n])), 0)

@@ -1,0 +1,234 @@
+"""How a text begins: what generate() has prepared is checked, and the target reads the prompts.
+
+Shapes: B rows, T tokens, N tree nodes, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from medusa_heads.inference.acceptance import SampleThenMatch, make_rule
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.engine.capability import capability, check_batch
+from medusa_heads.inference.engine.noise import Noise, Rng
+from medusa_heads.inference.engine.recurrent import decoding_state
+from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.target.cache import RowCache
+from medusa_heads.target.recurrent import refuse_states_alone
+from medusa_heads.target.scans import scans_go_on
+from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.tree import TokenTree
+
+
+class Beginning:
+    """Rows whose prompts are about to be read.
+
+    Takes what `generate()` prepares for a decoding method, in `model_kwargs` too, and the options
+    of `decode`.
+
+    Args:
+        among: how many rows these may come to be decoded with, themselves included; by default
+            themselves alone.
+
+    Raises:
+        ValueError: an option that tree decoding cannot honour, by name.
+
+    Attributes:
+        state: where the rows stand.
+        rule: which of their drafts are kept.
+        verifies_trees: whether the target verifies trees.
+        ends: the tokens that end a text; None where other things do.
+        slots: that the text may come to need in the cache.
+        recorder: of scores and logits, where they were asked for.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        input_ids_BT: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Any,
+        acceptance: str,
+        acceptance_settings: Mapping[str, float] | None,
+        rng: Rng,
+        model_kwargs: dict[str, Any],
+        among: int | None = None,
+    ) -> None:
+        config = generation_config
+        _refuse_unsupported(config, model_kwargs)
+        padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
+        _check_positions(model_kwargs.get("position_ids"), padding)
+        trusted = capability(target)
+        check_batch(target, padding)
+        batch = input_ids_BT.shape[0]
+        among = among or batch
+        stop = StopCheck(stopping_criteria, among)
+        self.verifies_trees, self.ends = trusted == "tree", stop.ends
+        self.recorder = _recorder(config, batch, acceptance)
+        rows = [
+            Row(i, among, prompt_T, stop, streamer, self.recorder)
+            for i, prompt_T in enumerate(input_ids_BT)
+        ]
+        self._sampled = bool(config.do_sample)
+        self.rule = make_rule(
+            acceptance, logits_processor, self._sampled, **(acceptance_settings or {})
+        )
+        if streamer is not None and batch > 1:
+            raise ValueError("a streamer takes one sequence: pass a batch of 1, or no streamer")
+        self.slots = int(config.max_length or 0) + drafter.num_nodes
+        if trusted == "recurrent":  # which reads tokens again behind the longest row
+            self.slots += drafter.num_nodes + drafter.most_again(among)
+        cache = _own_cache(target, model_kwargs, batch, self.slots)
+        self.state = decoding_state(
+            rows, cache, padding, config.max_length, keeps_fresh=drafter.reads_prompt
+        )
+        self._target, self._drafter, self._rng = target, drafter, rng
+        self._input_ids_BT, self._config, self._model_kwargs = input_ids_BT, config, model_kwargs
+        self._processors = logits_processor
+
+    def read_prompts(self, last_hidden: Callable[[], Tensor], stats: GenerationStats) -> None:
+        """The target reads the prompts, and each row's first token is committed; `last_hidden`
+        gives what the lm_head last read.
+
+        Raises:
+            ValueError: a given cache and the prompts do not belong together.
+        """
+        state, rule, ids_BT = self.state, self.rule, self._input_ids_BT
+        rows, cache = state.rows, state.cache
+        with stats.phase("prefill"):
+            state.warpers = self._processors if self._sampled else None
+            if self._sampled and self._rng == "keyed" and isinstance(rule, SampleThenMatch):
+                # Drawn once a call, so that the next call draws anew.
+                seed = int(torch.randint(1 << 62, (), device="cpu"))
+                state.noise = rule.noise = Noise(seed, rows, state.padding)
+            reading: AbstractContextManager[list[Tensor]] = nullcontext([])
+            if self._drafter.reads_prompt:
+                reading = self._target.capture_prompt()
+                self._model_kwargs.pop("logits_to_keep", None)
+            # A cache that was returned earlier holds states to go on from.
+            with reading as prompt_hidden, scans_go_on(self._target.model, cache.layers):
+                # transformers' own: chunked, or from a cache.
+                model: Any = self._target.model
+                prefilled = model._prefill(ids_BT, self._config, self._model_kwargs)
+                logits_BV = prefilled.logits[:, -1]
+            # Read at once: a logits processor may run the model itself.
+            hidden_B1D = last_hidden()[:, -1:]
+            if cache.row_layers and cache.get_seq_length() != ids_BT.shape[1]:
+                raise ValueError(
+                    f"the given cache and the {ids_BT.shape[1]} given tokens make "
+                    f"{cache.get_seq_length()} tokens: pass the whole text, not only what is new"
+                )
+        with stats.phase("walk"):
+            # The prompt's last token is a tree of one node, verified by the prefill.
+            prompt = TokenTree.root_only(ids_BT[:, -1])
+            self._drafter.observe(prompt, logits_BV[:, None])
+            finish_step(state, rule(prompt, logits_BV[:, None], rows), hidden_B1D, stats)
+            if prompt_hidden:
+                state.take_prompt(torch.cat(prompt_hidden, dim=1))
+
+
+def finish_step(
+    state: DecodingState, paths: list[list[int]], hidden_BND: Tensor, stats: GenerationStats
+) -> None:
+    """The paths of a step are committed: tell the rows, count, and take their ends."""
+    for row, path in zip(state.rows, paths, strict=True):
+        if path:
+            row.end_step()
+    stats.steps += sum(1 for path in paths if path)
+    stats.accepted.update(len(path) - 1 for path in paths if path)
+    stats.forwards += 1
+    state.advance(hidden_BND, paths)
+
+
+def _recorder(config: GenerationConfig, batch: int, acceptance: str) -> ScoreRecorder | None:
+    if not config.return_dict_in_generate or not (config.output_scores or config.output_logits):
+        return None
+    if batch > 1 or acceptance != "lossless":
+        raise ValueError(
+            "output_scores and output_logits need a batch of 1 and lossless acceptance: a step "
+            "commits unequal numbers of tokens to the rows of a batch"
+        )
+    return ScoreRecorder()
+
+
+def _own_cache(
+    target: TargetModel, model_kwargs: dict[str, Any], batch: int, slots: int
+) -> RowCache:
+    given = model_kwargs.get(target.cache_argument)
+    cache = target.new_cache(batch, slots)
+    # One without rows does not say how much it has read.
+    if type(given) is type(cache) and cache.fixed_capacity is None and cache.row_layers:
+        cache = given
+        cache.announce(slots)
+    elif given is not None:
+        refuse_states_alone(given)
+        cache.take_over(given)
+    model_kwargs[target.cache_argument] = cache
+    return cache
+
+
+_READ_HERE = ("attention_mask", "position_ids", "cache_position")
+
+
+def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse by name what would otherwise be ignored in silence."""
+    refusals = {
+        "num_beams > 1": (config.num_beams or 1) > 1,
+        "use_cache=False": config.use_cache is False,
+        "output_attentions=True": bool(config.output_attentions),
+        "output_hidden_states=True": bool(config.output_hidden_states),
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        f"cache_implementation={config.cache_implementation!r}": config.cache_implementation
+        not in (None, "dynamic", "dynamic_full"),
+        "penalty_alpha": getattr(config, "penalty_alpha", None) is not None,
+        "dola_layers": getattr(config, "dola_layers", None) is not None,
+    }
+    refused = [name for name, asked in refusals.items() if asked]
+    # What the model would read in every forward, but is not handed on with a tree.
+    for name, value in model_kwargs.items():
+        if isinstance(value, Tensor) and name not in _READ_HERE:
+            refused.append(name)
+    if refused:
+        raise ValueError(
+            f"tree decoding does not support {', '.join(refused)}: leave it out, or call the "
+            "target's own generate()"
+        )
+
+
+def _left_padding(input_ids_BT: Tensor, attention_mask_BT: Tensor | None) -> list[int]:
+    """Padded slots at the left of each row."""
+    if attention_mask_BT is None:
+        return [0] * input_ids_BT.shape[0]
+    mask_BT = attention_mask_BT.bool()
+    padding_B = (~mask_BT).sum(dim=1)
+    if (mask_BT[:, 1:] < mask_BT[:, :-1]).any() or (padding_B == mask_BT.shape[1]).any():
+        raise ValueError(
+            "attention_mask must be 0 only on the left of a row: pad with padding_side='left'"
+        )
+    return padding_B.tolist()
+
+
+def _check_positions(position_ids_BT: Tensor | None, padding: list[int]) -> None:
+    """Positions that generate() makes itself pass; others would be forgotten after the prompt."""
+    if position_ids_BT is None:
+        return
+    positions_T = torch.arange(position_ids_BT.shape[-1], device=position_ids_BT.device)
+    padding_B1 = torch.tensor(padding, device=position_ids_BT.device)[:, None]
+    own_BT = positions_T - padding_B1
+    if position_ids_BT.ndim != 2 or ((position_ids_BT != own_BT) & (own_BT >= 0)).any():
+        raise ValueError(
+            "tree decoding counts positions from the first token of the text: leave position_ids "
+            "out, or call the target's own generate()"
+        )

@@ -1,0 +1,267 @@
+"""Rows that join and leave while others are decoded.
+
+A row that joins reads its prompt alone; then its part of the cache is laid behind those of the
+others, and all are verified in one forward, however long each of them is. Rows that are drawn alike
+are decoded together: greedy ones, and those with the same logits processors. Each kind is a batch
+of its own, and the batches take steps in turn.
+
+Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.acceptance import AcceptanceRule
+from medusa_heads.inference.acceptance.base import look_at_one_row
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.engine.beginning import Beginning
+from medusa_heads.inference.engine.capability import capability, check_batch
+from medusa_heads.inference.engine.decoding import take_step
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.target import TargetModel
+
+
+class RunningBatch:
+    """At most so many rows, each with the text of `generate()`: greedy, and of a seed, that of the
+    row alone.
+
+    Args:
+        target, drafter, acceptance, acceptance_settings: as for `decode`.
+        max_rows: that are decoded at a time.
+        lock: held while the target runs.
+
+    Raises:
+        ValueError: the target is compiled, for batches of one shape.
+
+    Attributes:
+        max_rows: as given, or 1 where rows of this target cannot be decoded together.
+        alone: why they cannot, else None.
+        stats: of all rows so far.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        max_rows: int,
+        *,
+        acceptance: str = "lossless",
+        acceptance_settings: Mapping[str, float] | None = None,
+        lock: Any = None,
+    ) -> None:
+        if isinstance(target, CompiledTarget):
+            raise ValueError(
+                "rows join and leave a running batch, and the target is compiled for batches of "
+                "one shape: leave compile out"
+            )
+        self._target, self._drafter = target, drafter
+        self._options: dict[str, Any] = {
+            "acceptance": acceptance,
+            "acceptance_settings": acceptance_settings,
+        }
+        self._lock = lock or nullcontext()
+        self._batches: dict[Hashable, _Batch] = {}
+        self.stats = GenerationStats()
+        self.alone = _why_alone(target)
+        self.max_rows = 1 if self.alone else max_rows
+        cache = target.new_cache(1, 1)  # of one slot, to see what it takes
+        with self._lock:
+            target.hidden(torch.zeros(1, 1, dtype=torch.long, device=target.device), cache=cache)
+        self._slot_bytes = cache.held_bytes
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those being decoded."""
+        return [row for batch in self._batches.values() for row in batch.state.rows]
+
+    @property
+    def tokens(self) -> int:
+        """Committed so far, of all rows."""
+        return sum((drafted + 1) * steps for drafted, steps in self.stats.accepted.items())
+
+    def row_bytes(self, tokens: int) -> int:
+        """What keys and values of a row alone take at most: of so many tokens, prompt and text."""
+        return (tokens + self._spare()) * self._slot_bytes
+
+    def cache_bytes(self, tokens: int = 0) -> int:
+        """What those of all rows take at most, until they have ended; also with one more row of so
+        many tokens."""
+        slots = [slots for batch in self._batches.values() for slots in batch.slots.values()]
+        if tokens:
+            slots.append(tokens + self._spare())
+        return len(slots) * max(slots, default=0) * self._slot_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What keys and values take now."""
+        return sum(batch.state.cache.held_bytes for batch in self._batches.values())
+
+    def _spare(self) -> int:
+        """Slots that a row needs besides those of its text."""
+        nodes = self._drafter.num_nodes
+        if capability(self._target) != "recurrent":
+            return nodes
+        return 2 * nodes + self._drafter.most_again(self.max_rows)
+
+    def add(
+        self, input_ids_1T: Tensor, streamer: Any = None, *, seed: int | None = None, **options: Any
+    ) -> Row:
+        """Read a prompt, and let it join; it may have ended with its first token.
+
+        Args:
+            input_ids_1T: the prompt, without padding.
+            streamer: receives every token, and `end_step` after those of each step.
+            seed: of the noise that decides what is drawn, as `torch.manual_seed(seed)` would fix it
+                in `generate()`.
+            options: those of `generate()`.
+
+        Raises:
+            ValueError: an option that cannot be honoured, by name.
+        """
+        assert len(self.rows) < self.max_rows
+        model: Any = self._target.model
+        with self._lock, torch.random.fork_rng(devices=[]):
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)
+            row: Row = model.generate(
+                input_ids_1T,
+                attention_mask=torch.ones_like(input_ids_1T),
+                custom_generate=partial(self._join, streamer=streamer),
+                **options,
+            )
+        return row
+
+    @torch.no_grad()
+    def _join(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Any,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Row:
+        if len(input_ids) > 1:
+            raise ValueError(
+                "a row that joins is one text: leave num_beams and num_return_sequences out"
+            )
+        together = look_at_one_row(logits_processor)
+        beginning = Beginning(
+            self._target,
+            self._drafter,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            rng="keyed",
+            model_kwargs=model_kwargs,
+            among=self.max_rows if together else 1,
+            **self._options,
+        )
+        state = beginning.state
+        (row,) = state.rows
+        with self._target.capture_hidden() as last_hidden:
+            beginning.read_prompts(last_hidden, self.stats)
+        if row.done:
+            return row
+        key: Hashable = row
+        if together:
+            key = state.drawing, *map(_settings, logits_processor)
+        if (batch := self._batches.get(key)) is None:
+            self._batches[key] = batch = _Batch(beginning.rule, state)
+        else:
+            batch.state.join(state)
+        batch.slots[row] = beginning.slots
+        batch.fit()
+        return row
+
+    def step(self) -> dict[Row, Exception]:
+        """One step of each row; returns those that cannot go on, and why. They have left."""
+        failed: dict[Row, Exception] = {}
+        for key, batch in list(self._batches.items()):
+            rows = list(batch.state.rows)
+            try:
+                with (
+                    self._lock,
+                    torch.inference_mode(not hasattr(self._target.model, "_hf_hook")),
+                    self._target.capture_hidden() as last_hidden,
+                ):
+                    take_step(
+                        self._target,
+                        self._drafter,
+                        batch.rule,
+                        batch.state,
+                        last_hidden,
+                        self.stats,
+                    )
+            # A model's own code may raise anything, and other batches go on.
+            except Exception as error:
+                failed |= dict.fromkeys(rows, error)
+                del self._batches[key]
+                continue
+            self._tidy(key)
+        return failed
+
+    def leave(self, row: Row) -> None:
+        """The row is decoded no further, and what is kept of it is given back."""
+        row.done = True
+        for key, batch in list(self._batches.items()):
+            if row in batch.state.rows:
+                with self._lock, torch.no_grad():
+                    batch.state.let_go()
+                self._tidy(key)
+
+    def _tidy(self, key: Hashable) -> None:
+        batch = self._batches[key]
+        if not batch.state.rows:
+            self._drafter.rest(batch.state)  # and keeps no row of it
+            del self._batches[key]
+        elif len(batch.state.rows) < len(batch.slots):
+            batch.fit()
+
+
+class _Batch:
+    """Rows that are drawn alike.
+
+    Attributes:
+        slots: of each row, that its text may come to need.
+    """
+
+    def __init__(self, rule: AcceptanceRule, state: DecodingState) -> None:
+        self.rule, self.state = rule, state
+        self.slots: dict[Row, int] = {}
+
+    def fit(self) -> None:
+        """The cache is as long as these rows may need."""
+        self.slots = {row: self.slots[row] for row in self.state.rows}
+        self.state.cache.fit(max(self.slots.values()))
+
+
+def _settings(processor: Any) -> tuple[type, str]:
+    return type(processor), repr(sorted(vars(processor).items()))
+
+
+def _why_alone(target: TargetModel) -> str | None:
+    cache = target.new_cache()
+    if not cache.can_go_back and cache.keeps_index:
+        return f"{target.config.model_type} keeps a recurrent state and an index"
+    try:
+        check_batch(target, [0, 0])
+    except UnsupportedArchitecture as error:
+        return str(error)
+    return None

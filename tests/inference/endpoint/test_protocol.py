@@ -1,0 +1,149 @@
+"""Requests as OpenAI's clients make them, and those that are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from medusa_heads.inference.endpoint.protocol import Answer, Reader
+from medusa_heads.inference.endpoint.text import Text
+from tests.inference.speaking import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def reader(model: Any, tokenizer: Any) -> Reader:
+    return Reader(model.target, tokenizer)
+
+
+def read(reader: Reader, chat: bool = False, **body: Any) -> Any:
+    usual: dict[str, Any] = {"prompt": "abc"}
+    if chat:
+        usual = {"messages": [{"role": "user", "content": "hi"}]}
+    return reader.read(json.dumps(usual | body).encode(), chat=chat)
+
+
+def test_what_is_asked_for(reader: Reader, tokenizer: Any) -> None:
+    asked = read(reader, temperature=0.5, top_p=0.9, seed=7, stop="x", max_tokens=9, stream=True)
+    text = asked.text
+    assert text.prompt == tokenizer("abc")["input_ids"] and text.max_tokens == 9
+    assert text.options == {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
+    assert (text.seed, list(text.stop), asked.stream) == (7, ["x"], True)
+    assert read(reader, temperature=0).text.options == {"do_sample": False}
+    assert read(reader).text.options == {} and read(reader).text.max_tokens == 16
+    seeds = {read(reader).text.seed for _ in range(4)}
+    assert len(seeds) == 4  # who names no seed gets another text each time
+    for prompt in ([4, 5, 6], [[4, 5, 6]]):
+        assert read(reader, prompt=prompt).text.prompt == [4, 5, 6]
+    assert read(reader, prompt=["abc"]).text.prompt == text.prompt
+    # What asks for nothing is no reason to refuse.
+    assert read(reader, n=1, logprobs=None, echo=False, user="me", frequency_penalty=0.0)
+
+
+def test_a_conversation_is_rendered(reader: Reader, tokenizer: Any) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    for content in ("hi", parts):
+        asked = read(reader, chat=True, messages=[{"role": "user", "content": content}])
+        assert tokenizer.decode(asked.text.prompt) == "u:hia:"
+    assert asked.text.max_tokens == 512 - len(asked.text.prompt)  # what is left of the context
+    assert read(reader, chat=True, max_completion_tokens=5).text.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"n": 2}, "n is not supported"),
+        ({"logprobs": 3}, "logprobs is not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({"top_k": 5}, "'top_k' is no option"),
+        ({"prompt": None}, "prompt is missing"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": ["a", "b"]}, "prompt must be one text"),
+        ({"prompt": [1, True]}, "prompt must be one text"),
+        ({"prompt": [4, 9999]}, "the target has no token 9999"),
+        ({"prompt": [-1]}, "the target has no token -1"),
+        ({"prompt": "\ud800"}, "half of a character"),
+        ({"prompt": "a" * 510}, "do not fit the target's context of 512"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
+        ({"max_tokens": True}, "max_tokens must be a whole number"),
+        ({"max_tokens": 600}, "do not fit the target's context"),
+        ({"temperature": -1}, "temperature must be from 0 to 2"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"temperature": float("nan")}, "temperature must be from 0 to 2, got nan"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"top_p": 1.1}, "top_p must be from 0 to 1"),
+        ({"seed": 1 << 70}, "seed must be a number of 64 bits"),
+        ({"stop": ""}, "none of them empty"),
+        ({"stop": ["x"] * 17}, "at most 16"),
+        ({"stop": 3}, "stop must be a text"),
+        ({"stream": "yes"}, "stream must be true or false"),
+        ({"stream_options": {"x": 1}}, "include_usage"),
+        ({"model": 3}, "model must be a text"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_had(reader: Reader, body: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read(reader, **body)
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([], "at least one message"),
+        ("hi", "must be a list"),
+        ([{"content": "hi"}], "a role and a content"),
+        ([{"role": "user", "content": 3}], "content must be text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "content must be text"),
+        ([{"role": "user", "content": "\udc00"}], "half of a character"),
+        ([{"role": "user", "content": "a", "tool_calls": []}], "tool_calls"),
+    ],
+)
+def test_conversations_that_cannot_be_answered(
+    reader: Reader, messages: Any, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read(reader, chat=True, messages=messages)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[" * 100_000, b"\xff", b"3", b"9" * 5000, b"[]"])
+def test_bodies_that_are_no_request(reader: Reader, raw: bytes) -> None:
+    with pytest.raises(ValueError, match="the body"):
+        reader.read(raw, chat=False)
+
+
+def test_without_a_template_nobody_talks(model: Any) -> None:
+    reader = Reader(model.target, make_tokenizer(template=None))
+    with pytest.raises(ValueError, match="no chat template: ask /v1/completions"):
+        read(reader, chat=True)
+
+
+def test_a_target_without_limits_has_one_here(model: Any, tokenizer: Any) -> None:
+    def check_length(*_: Any) -> None:
+        """Nothing is too long."""
+
+    endless: Any = SimpleNamespace(max_positions=None, vocab_size=97, check_length=check_length)
+    assert read(Reader(endless, tokenizer), chat=True).text.max_tokens == 4096
+
+
+def test_the_form_of_answers() -> None:
+    text = Text([1, 2, 3], 9)
+    text.tokens = 2
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    plain, chat = (Answer("m", text, chat=chat, now=5) for chat in (False, True))
+    whole = plain.whole("hi", "stop")
+    assert whole["object"] == "text_completion" and whole["usage"] == usage
+    assert whole["choices"][0]["text"] == "hi" and whole["choices"][0]["finish_reason"] == "stop"
+    said = chat.whole("hi", "length")["choices"][0]
+    assert said["message"] == {"role": "assistant", "content": "hi"}
+    assert plain.piece("h")["choices"][0]["text"] == "h" and plain.piece("h")["id"] == whole["id"]
+    assert chat.piece("h")["choices"][0]["delta"] == {"content": "h"}
+    assert chat.piece("", role="assistant")["choices"][0]["delta"] == {"role": "assistant"}
+    assert chat.piece("", "stop")["choices"][0] | {"delta": 0} == {
+        "index": 0, "delta": 0, "logprobs": None, "finish_reason": "stop"
+    }  # fmt: skip
+    assert chat.last()["choices"] == [] and chat.last()["usage"] == usage

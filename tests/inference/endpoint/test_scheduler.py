@@ -1,0 +1,160 @@
+"""Who is served when: turns taken by hand, so that no clock decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads.inference.endpoint.scheduler import Closed, Overloaded, Scheduler
+from medusa_heads.inference.engine.running import RunningBatch
+from tests.inference.endpoint.conftest import Told, scheduler_of
+
+
+def turns(scheduler: Scheduler) -> int:
+    """Until nothing is left to write."""
+    count = 0
+    while not scheduler.is_idle():
+        scheduler.turn()
+        count += 1
+    return count
+
+
+def alone(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    ids_1T = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    text: str = tokenizer.decode(
+        ids_1T[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    return text
+
+
+def test_first_come_first_served_and_one_joins_a_turn(endless: Any, tokenizer: Any) -> None:
+    scheduler = scheduler_of(endless, tokenizer, 2)
+    texts = [Told(prompt, tokenizer, 30) for prompt in ("abc", "de", "f")]
+    for told in texts:
+        scheduler.submit(told.text)
+    scheduler.turn()
+    assert [told.text.tokens > 0 for told in texts] == [True, False, False]
+    scheduler.turn()
+    assert [told.text.tokens > 0 for told in texts] == [True, True, False]
+    turns(scheduler)
+    for told, prompt in zip(texts, ("abc", "de", "f"), strict=True):
+        assert "".join(told.pieces) == alone(endless, tokenizer, prompt, 30)
+        assert told.text.ending == "length" and told.text.tokens == 30
+
+
+def test_a_full_queue_refuses(endless: Any, tokenizer: Any) -> None:
+    scheduler = scheduler_of(endless, tokenizer, 1, queue=2)
+    texts = [Told("abc", tokenizer, 5) for _ in range(3)]
+    scheduler.submit(texts[0].text)
+    scheduler.submit(texts[1].text)
+    with pytest.raises(Overloaded, match="try again in 1 s") as refused:
+        scheduler.submit(texts[2].text)
+    assert refused.value.seconds >= 1
+    scheduler.turn()
+    scheduler.submit(texts[2].text)  # one has left the queue
+    turns(scheduler)
+    assert [told.text.ending for told in texts] == ["length"] * 3
+    assert 'requests_total{outcome="refused"} 1\n' in scheduler.metrics.text()
+
+
+def test_cancelled_texts_free_their_rows(endless: Any, tokenizer: Any) -> None:
+    """One that is written, one that waits; and one that has ended stays as it is."""
+    scheduler = scheduler_of(endless, tokenizer, 1)
+    first, second, third = (Told("abc", tokenizer, tokens) for tokens in (300, 9, 9))
+    for told in (first, second, third):
+        scheduler.submit(told.text)
+    scheduler.turn()
+    scheduler.cancel(first.text)
+    scheduler.cancel(second.text)
+    scheduler.turn()
+    assert first.text.ending == second.text.ending == "cancelled" and second.text.tokens == 0
+    assert third.text.tokens > 0
+    turns(scheduler)
+    scheduler.cancel(third.text)
+    scheduler.turn()
+    assert third.text.ending == "length"
+    text = scheduler.metrics.text()
+    assert "medusa_heads_cache_bytes 0\n" in text and "requests_running 0\n" in text
+
+
+def test_the_cache_has_room_for_so_much(endless: Any, tokenizer: Any) -> None:
+    batch = endless.running_batch(4)
+    room = 2 * batch.row_bytes(40)
+    scheduler = scheduler_of(endless, tokenizer, 4, cache_bytes=room)
+    texts = [Told("abc", tokenizer, 30) for _ in range(4)]
+    for told in texts:
+        scheduler.submit(told.text)
+    while not scheduler.is_idle():
+        scheduler.turn()
+        assert sum(told.text.ending is None and told.text.tokens > 0 for told in texts) <= 2
+    assert [told.text.ending for told in texts] == ["length"] * 4
+    with pytest.raises(ValueError, match="ask for fewer"):
+        scheduler.submit(Told("abc", tokenizer, 200).text)
+
+
+def test_a_text_that_fails_leaves_the_others_alone(
+    endless: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = scheduler_of(endless, tokenizer, 2)
+    good, bad = Told("abc", tokenizer, 12), Told("de", tokenizer, 12)
+    bad.text.options["num_beams"] = 3
+    scheduler.submit(bad.text)
+    scheduler.submit(good.text)
+    turns(scheduler)
+    assert bad.text.ending == "failed" and "num_beams" in str(bad.text.fault)
+    assert "".join(good.pieces) == alone(endless, tokenizer, "abc", 12)
+
+    def fall(*_: Any) -> None:
+        raise RuntimeError("out of something")
+
+    broken = Told("abc", tokenizer, 12)
+    scheduler.submit(broken.text)
+    with monkeypatch.context() as patched:
+        patched.setattr("medusa_heads.inference.engine.running.take_step", fall)
+        scheduler.turn()
+    assert broken.text.ending == "failed" and scheduler.is_idle()
+    after = Told("abc", tokenizer, 12)
+    scheduler.submit(after.text)
+    turns(scheduler)
+    assert "".join(after.pieces) == alone(endless, tokenizer, "abc", 12)
+
+
+def test_the_thread_ends_and_what_was_being_written_fails(endless: Any, tokenizer: Any) -> None:
+    scheduler = scheduler_of(endless, tokenizer, 1)
+    texts = [Told("abc", tokenizer, 400) for _ in range(2)]
+    with scheduler:
+        for told in texts:
+            scheduler.submit(told.text)
+        scheduler.cancel(texts[0].text)
+    assert scheduler._thread is not None and not scheduler._thread.is_alive()
+    assert texts[0].text.ending in ("cancelled", "failed")
+    assert texts[1].text.ending == "failed" and isinstance(texts[1].text.fault, Closed)
+    with pytest.raises(Closed):
+        scheduler.submit(Told("abc", tokenizer, 4).text)
+    assert not scheduler.is_open
+
+
+def test_models_that_cannot_be_served_are_refused(endless: Any) -> None:
+    model = endless.target.model
+    streaming = type(endless)(model, "recycling", rng="transformers")
+    with pytest.raises(ValueError, match="want rng='keyed'"):
+        streaming.running_batch(2)
+    compiled = type(endless)(model, "suffix", compile=True, compile_backend="eager")
+    with pytest.raises(ValueError, match="leave compile out"):
+        compiled.running_batch(2)
+
+
+def test_rows_join_while_generate_runs_beside_them(endless: Any, tokenizer: Any) -> None:
+    """They take turns at the target."""
+    batch: RunningBatch = endless.running_batch(2)
+    row = batch.add(
+        torch.tensor([tokenizer("abc")["input_ids"]]), max_new_tokens=20, do_sample=False
+    )
+    expected = alone(endless, tokenizer, "abc", 20)
+    while not row.done:
+        batch.step()
+        assert alone(endless, tokenizer, "xyz", 3)
+    assert tokenizer.decode(row.tokens) == expected

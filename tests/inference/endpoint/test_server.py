@@ -1,0 +1,205 @@
+"""Texts by HTTP are those of generate(); clients that leave and clients that are too many."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection, HTTPResponse
+from typing import Any
+
+import pytest
+
+from medusa_heads.inference.endpoint.server import Server
+from scripts.prove.serving import joining_wrongly, make_jobs, serve
+
+
+@pytest.fixture
+def server(endless: Any, tokenizer: Any) -> Iterator[Server]:
+    with Server(endless, tokenizer, port=0, max_rows=1, queue=2, name="tiny") as served:
+        yield served
+
+
+def send(server: Server, path: str, body: Any = None, **headers: str) -> HTTPConnection:
+    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    raw = body if isinstance(body, bytes | None) else json.dumps(body)
+    connection.request("GET" if body is None else "POST", path, raw, headers)
+    return connection
+
+
+def ask(server: Server, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    with closing(send(server, path, body, **headers)) as connection:
+        response = connection.getresponse()
+        said = response.read().decode()
+    return response.status, json.loads(said) if said[:1] == "{" else said
+
+
+def metrics(server: Server) -> str:
+    """Once all is counted."""
+    while not server.scheduler.is_idle():
+        time.sleep(0.01)
+    text: str = ask(server, "/metrics")[1]
+    return text
+
+
+def begin(server: Server, tokens: int = 400) -> tuple[HTTPConnection, HTTPResponse]:
+    """A stream that was taken, or refused."""
+    body = {"prompt": "abc", "max_tokens": tokens, "temperature": 0, "stream": True}
+    connection = send(server, "/v1/completions", body)
+    return connection, connection.getresponse()
+
+
+def test_texts_of_clients_that_come_and_go_are_those_of_generate(
+    model: Any, tokenizer: Any
+) -> None:
+    """Thirty such as `python -m scripts.prove.serving` asks for by the thousand."""
+    jobs = make_jobs(model, tokenizer, 30, kinds=8, seed=0)
+    outcome = serve(model, tokenizer, jobs, clients=6, max_rows=3, queue=2)
+    assert not outcome.wrong and not outcome.faults
+    assert outcome.ended["finished"] + outcome.ended["left"] == 30 and outcome.ended["left"] > 3
+
+
+def test_rows_that_join_wrongly_are_noticed(model: Any, tokenizer: Any) -> None:
+    jobs = make_jobs(model, tokenizer, 12, kinds=4, seed=0)
+    with joining_wrongly():
+        assert serve(model, tokenizer, jobs, clients=6, max_rows=3, queue=6).wrong
+
+
+def test_streams_and_conversations(server: Server, endless: Any, tokenizer: Any) -> None:
+    turn = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
+    ids_1T = tokenizer("u:hia:", return_tensors="pt", return_token_type_ids=False)
+    text_1T = endless.generate(**ids_1T, max_new_tokens=12, do_sample=False)
+    expected = tokenizer.decode(text_1T[0, ids_1T["input_ids"].shape[1] :])
+    status, whole = ask(server, "/v1/chat/completions", turn)
+    assert status == 200 and whole["choices"][0]["message"]["content"] == expected
+    status, raw = ask(
+        server,
+        "/v1/chat/completions",
+        turn | {"stream": True, "stream_options": {"include_usage": True}},
+    )
+    events = [line.removeprefix("data: ") for line in raw.split("\n\n") if line]
+    *pieces, end, counts = map(json.loads, events[:-1])
+    assert events[-1] == "[DONE]" and end["choices"][0]["finish_reason"] == "length"
+    said = [piece["choices"][0]["delta"].get("content", "") for piece in pieces]
+    assert "".join(said) == expected
+    assert counts["usage"]["completion_tokens"] == 12 and counts["choices"] == []
+    assert ask(server, "/v1/models")[1]["data"][0]["id"] == "tiny"
+    assert ask(server, "/health") == (200, {"status": "ok"})
+    assert "medusa_heads_generated_tokens_total 24" in metrics(server)
+
+
+def test_too_many_are_told_to_come_later(server: Server, endless: Any) -> None:
+    """While the target is held, one text is begun and two wait."""
+    taken, refused = [], None
+    with endless._lock:
+        while refused is None:
+            connection, response = begin(server)
+            if response.status == 200:
+                taken.append(connection)
+                assert len(taken) <= 3
+            else:
+                refused = response
+        assert refused.status == 429 and int(refused.headers["Retry-After"]) >= 1
+        error = json.loads(refused.read())["error"]
+        assert error["type"] == "rate_limit_error" and "try again in" in error["message"]
+        connection.close()
+    for connection in taken:
+        connection.close()
+
+
+@pytest.fixture
+def noticed(server: Server, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a client's leaving has come to the scheduler."""
+    cancel, event = server.scheduler.cancel, threading.Event()
+
+    def note(text: Any) -> None:
+        cancel(text)
+        event.set()
+
+    monkeypatch.setattr(server.scheduler, "cancel", note)
+    return event
+
+
+def test_who_leaves_in_the_middle_frees_the_row(
+    server: Server, endless: Any, noticed: threading.Event
+) -> None:
+    connection, response = begin(server)
+    assert b"data: " in response.readline()
+    with endless._lock:  # so that the text cannot come to its end meanwhile
+        response.close()
+        connection.close()
+        assert noticed.wait(60)
+    assert ask(server, "/v1/completions", {"prompt": "abc", "max_tokens": 3})[0] == 200
+    text = metrics(server)
+    assert 'requests_total{outcome="cancelled"} 1\n' in text and "cache_bytes 0\n" in text
+
+
+def test_who_leaves_without_a_stream_frees_the_row(
+    server: Server, endless: Any, noticed: threading.Event
+) -> None:
+    with endless._lock:
+        connection = send(server, "/v1/completions", {"prompt": "abc", "max_tokens": 400})
+        while server.scheduler.is_idle():
+            time.sleep(0.01)
+        connection.close()
+        assert noticed.wait(60)
+    assert 'requests_total{outcome="cancelled"} 1\n' in metrics(server)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n is not supported"),
+        ("/v1/completions", {"prompt": "a" * 600}, 400, "context of 512"),
+        ("/v1/completions", {"prompt": "a", "model": "gpt"}, 404, "no model 'gpt' here"),
+        ("/v1/completions", b"x" * ((4 << 20) + 1), 413, "at most"),
+        ("/v1/completions", None, 405, "Method Not Allowed"),
+        ("/v1/embeddings", {}, 404, "Not Found"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(server: Server, path: str, body: Any, status: int, said: str) -> None:
+    answered, content = ask(server, path, body)
+    assert answered == status and said in content["error"]["message"]
+
+
+def test_what_fails_while_it_is_written_is_said(server: Server, monkeypatch: Any) -> None:
+    def fall(*_: Any) -> None:
+        raise RuntimeError("/home/somebody/secret")
+
+    monkeypatch.setattr("medusa_heads.inference.engine.running.take_step", fall)
+    body = {"prompt": "abc", "max_tokens": 9, "temperature": 0}
+    status, content = ask(server, "/v1/completions", body)
+    assert status == 500 and content["error"]["message"].endswith("written (RuntimeError)")
+    status, content = ask(server, "/v1/completions", body | {"stream": True})
+    assert status == 200 and '"code": 500' in content and content.endswith("[DONE]\n\n")
+
+
+def test_an_api_key(endless: Any, tokenizer: Any) -> None:
+    with Server(endless, tokenizer, port=0, api_key="s3cret") as server:
+        body = {"prompt": "abc", "max_tokens": 2}
+        for wrong in ({}, {"Authorization": "Bearer other"}, {"Authorization": "s3cret"}):
+            assert ask(server, "/v1/completions", body, **wrong)[0] == 401
+            assert ask(server, "/metrics", **wrong)[0] == 401
+        right = {"Authorization": "Bearer s3cret"}
+        assert ask(server, "/v1/completions", body, **right)[0] == 200
+        assert ask(server, "/health")[0] == 200
+
+
+def test_a_server_that_ends_leaves_no_thread(endless: Any, tokenizer: Any) -> None:
+    before = set(threading.enumerate())
+    with Server(endless, tokenizer, port=0) as server:
+        connection, response = begin(server)
+    assert set(threading.enumerate()) == before
+    assert b"going down" in response.read()
+    connection.close()
+
+
+def test_a_port_that_is_taken(server: Server, endless: Any, tokenizer: Any) -> None:
+    port = int(server.url.rpartition(":")[2])
+    with pytest.raises(ValueError, match=f"nobody can listen at 127.0.0.1, port {port}"):
+        Server(endless, tokenizer, port=port)
+    with pytest.raises(ValueError, match="max_rows must be at least 1"):
+        Server(endless, tokenizer, max_rows=0)

@@ -1,0 +1,84 @@
+"""Pieces of a text are the text, and it ends where it is told to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medusa_heads.inference.endpoint.text import Text
+
+STEPS = st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=4), max_size=12)
+
+
+def decode(ids: list[int]) -> str:
+    return bytes(ids).decode("utf-8", "replace")
+
+
+def write(text: Text, steps: list[list[int]]) -> tuple[list[str], str | None]:
+    """What is told of a text whose tokens are bytes."""
+    told: list[tuple[str, str | None]] = []
+    text.tell = lambda piece, ending: told.append((piece, ending))
+    text.begin(decode)
+    for step in steps:
+        for token in step:
+            text.put(torch.tensor([token]))
+        text.end_step()
+        if text.stopped:
+            break
+    text.end("length")
+    return [piece for piece, ending in told if ending is None], told[-1][1]
+
+
+@given(STEPS)
+def test_pieces_are_the_text(steps: list[list[int]]) -> None:
+    pieces, ending = write(Text([], 99), steps)
+    assert "".join(pieces) == decode([token for step in steps for token in step])
+    assert ending == "length" and all(pieces)
+
+
+def test_no_piece_holds_half_of_a_character() -> None:
+    euro = list("a\N{EURO SIGN}b".encode())
+    assert write(Text([], 9), [[byte] for byte in euro])[0] == ["a", "\N{EURO SIGN}", "b"]
+    assert write(Text([], 9), [[byte] for byte in euro[:3]])[0] == [
+        "a",
+        "\N{REPLACEMENT CHARACTER}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "pieces", "tokens"),
+    [
+        (["ab", "cd", "ef"], ["cd"], ["ab"], 4),
+        (["abc", "de", "f"], ["cd"], ["ab"], 4),  # held until it is known
+        (["abc", "ef"], ["cd"], ["ab", "cef"], 5),
+        (["aaab"], ["aab"], ["a"], 4),
+        (["abcd"], ["cd", "b"], ["a"], 2),
+        (["abc"], ["cd"], ["ab", "c"], 3),
+    ],
+)
+def test_strings_to_stop_at(
+    said: list[str], stop: list[str], pieces: list[str], tokens: int
+) -> None:
+    text = Text([], 9, stop=stop)
+    told, ending = write(text, [list(step.encode()) for step in said])
+    whole = "".join(said)
+    assert "".join(told) == "".join(pieces) and text.tokens == tokens
+    assert ending == ("stop" if any(each in whole for each in stop) else "length")
+
+
+@given(STEPS, st.integers(1, 3))
+def test_where_a_text_stops_does_not_depend_on_its_steps(steps: list[list[int]], n: int) -> None:
+    tokens = [65 + token % 3 for step in steps for token in step]
+    one_by_one, whole = Text([], 99, stop=["A" * n + "B"]), Text([], 99, stop=["A" * n + "B"])
+    first, _ = write(one_by_one, [[token] for token in tokens])
+    second, _ = write(whole, [tokens])
+    assert "".join(first) == "".join(second) and one_by_one.tokens == whole.tokens
+    assert "".join(first) == decode(tokens).partition("A" * n + "B")[0]
+
+
+def test_one_that_never_began_can_end() -> None:
+    told: list[str | None] = []
+    Text([1], 9, tell=lambda _, ending: told.append(ending)).end("cancelled")
+    assert told == ["cancelled"]

@@ -1,0 +1,179 @@
+"""Rows that join and leave a running batch have the texts that generate() writes of each alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads import DraftedModel, MedusaModel, TargetModel
+from medusa_heads.inference.engine.rows import Row
+from medusa_heads.inference.engine.running import RunningBatch
+from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.target.stacks import Stacks
+from scripts.prove.tiny_models import builder
+from tests.conftest import DEVICE, TinyLlama
+from tests.inference.joining import PlantedOfPrompt, PlantingOfPrompt, check, guests, host, truth_of
+from tests.inference.recurrent import CHAIN, tiny_target
+from tests.inference.rereading import RereadingDrafter, random_heads
+
+GREEDY: dict[str, Any] = {"do_sample": False}
+WARM: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "top_k": 0}
+HOT: dict[str, Any] = {"do_sample": True, "temperature": 1.4, "top_k": 0}
+PENALISED: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.3}
+TOKENS = range(3, 199)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: TinyLlama) -> Any:
+    return tiny_llama(eos_token_id=7, pad_token_id=0).to(DEVICE)
+
+
+def planted(target: TargetModel, visitors: Any, model: Any, *args: Any) -> PlantedOfPrompt:
+    truths = {tuple(guest.prompt): guest.expected(model) for guest in visitors}
+    return PlantedOfPrompt(truths, target.vocab_size, *args)
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 5])
+def test_greedy_rows_with_planted_drafts(model: Any, max_rows: int) -> None:
+    target, visitors = TargetModel(model), guests(14, GREEDY, PENALISED, tokens=TOKENS)
+    batch = RunningBatch(target, planted(target, visitors, model), max_rows)
+    check(batch, visitors, model)
+    assert batch.tokens / batch.stats.steps > 1.5  # some hardly begin
+
+
+def test_drawn_rows_are_those_of_their_seed_alone(model: Any) -> None:
+    """Whatever stands beside them: greedy rows, and others of other settings."""
+    alone = TrainingFreeModel(model, "recycling")
+    visitors = guests(14, GREEDY, WARM, HOT, WARM, tokens=TOKENS, seed=1)
+    drafter = planted(alone.target, visitors, alone)
+    check(RunningBatch(alone.target, drafter, 6), visitors, alone)
+
+
+def test_rows_that_join_wrongly_are_noticed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: what a row brings along is another text's."""
+    target, visitors = TargetModel(model), guests(14, GREEDY, tokens=TOKENS)
+    drafter, join = planted(target, visitors, model), Stacks.join
+
+    def join_wrongly(own: Stacks, other: Stacks, *args: Any) -> None:
+        other.stacks = [stack.roll(1, dims=3) for stack in other.stacks]
+        join(own, other, *args)
+
+    monkeypatch.setattr(Stacks, "join", join_wrongly)
+    got = host(RunningBatch(target, drafter, 5), visitors)
+    whole = [guest.leaves is None for guest in visitors]
+    wrong = [
+        text != guest.expected(model)
+        for text, guest, asked in zip(got, visitors, whole, strict=True)
+        if asked
+    ]
+    assert any(wrong)
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "medusa": {},
+    "medusa, prefix, features": {"prefix_attention": True, "features": [0]},
+    "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
+    "eagle3": {"kind": "eagle3"},
+    "block": {"kind": "block"},
+}
+READERS = ("medusa, prefix, features", "hydra, prefix")
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("tree", ["auto", 8, "dynamic:8"])
+def test_heads_draft_for_rows_that_come_and_go(model: Any, kind: str, tree: Any) -> None:
+    torch.manual_seed(0)
+    heads = random_heads(model, **HEADS[kind])
+    medusa = MedusaModel(model, heads, tree=tree)
+    visitors = guests(9, GREEDY, WARM, tokens=TOKENS)
+    batch = medusa.running_batch(4)
+    truths = {tuple(guest.prompt): guest.expected(medusa) for guest in visitors}
+    if tree != "auto":  # which learns from what it drafts
+        batch = RunningBatch(
+            medusa.target, PlantingOfPrompt(medusa.drafter, truths, medusa.target.vocab_size), 4
+        )
+    check(batch, visitors, medusa)
+
+
+@pytest.mark.parametrize("drafter", ["auto", "suffix", "recycling", "lookahead", "early_exit"])
+def test_drafters_without_training(tiny_llama: TinyLlama, drafter: str) -> None:
+    model = tiny_llama(vocab_size=24, eos_token_id=7, pad_token_id=0).to(DEVICE)
+    drafted = TrainingFreeModel(model, drafter)
+    visitors = guests(9, GREEDY, WARM, tokens=range(8, 24))
+    check(drafted.running_batch(4), visitors, drafted)
+
+
+@pytest.mark.parametrize("tree", ["auto", "chain:3", "dynamic:9", "sampled:3"])
+def test_a_draft_model(model: Any, tiny_llama: TinyLlama, tree: str) -> None:
+    draft = tiny_llama(num_layers=1, eos_token_id=7, pad_token_id=0).to(DEVICE)
+    drafted = DraftedModel(model, draft, tree=tree)
+    visitors = guests(9, GREEDY, WARM, tokens=TOKENS)
+    check(drafted.running_batch(4), visitors, drafted)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_what_heads_read_of_a_text_is_what_they_would_read_of_it_anew(
+    model: Any, kind: str
+) -> None:
+    target, heads = TargetModel(model), random_heads(model, **HEADS[kind])
+    visitors = guests(9, GREEDY, tokens=TOKENS)
+    truths = {tuple(guest.prompt): guest.expected(model) for guest in visitors}
+
+    class Rereading(RereadingDrafter):
+        def truth(self, row: Row) -> Sequence[int]:
+            return truth_of(truths, row)
+
+    drafter = Rereading(heads, target, [], target.vocab_size)
+    check(RunningBatch(drafter.target, drafter, 4), visitors, model)
+    assert drafter.compared > 30
+
+
+def test_a_draft_model_that_is_the_target_is_always_right(model: Any) -> None:
+    """With rows that come and go it has read of each text what was committed, and nothing else."""
+    drafted = DraftedModel(model, copy.deepcopy(model), tree="chain:3")
+    visitors = guests(9, GREEDY, tokens=TOKENS)
+    batch = drafted.running_batch(4)
+    check(batch, visitors, drafted)
+    accepted = batch.stats.accepted
+    ends = 2 * len(visitors)  # the prompt's own step, and the last
+    assert accepted[3] >= batch.stats.steps - ends
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "falcon_h1"])
+@pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+def test_targets_with_a_recurrent_state(kind: str) -> None:
+    target = tiny_target(kind)
+    visitors = guests(9, GREEDY, tokens=range(1, 190))
+    batch = RunningBatch(target, planted(target, visitors, target.model, CHAIN), 4)
+    assert batch.max_rows == 4
+    check(batch, visitors, target.model)
+    assert batch.tokens / batch.stats.steps > 1.5
+
+
+@pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+def test_a_target_whose_rows_cannot_be_decoded_together_takes_them_one_by_one() -> None:
+    target = TargetModel(builder("bloom")((0.15, 0.15)))
+    target.freeze()
+    visitors = guests(4, GREEDY, tokens=range(3, 100))
+    batch = RunningBatch(target, planted(target, visitors, target.model, CHAIN), 4)
+    assert batch.max_rows == 1 and "goes by cache slots" in str(batch.alone)
+    check(batch, visitors, target.model)
+
+
+def test_a_long_row_gives_its_cache_back(model: Any) -> None:
+    batch = TrainingFreeModel(model, "suffix").running_batch(2)
+    long, short = (torch.arange(8, 8 + n, device=DEVICE)[None] % 190 + 8 for n in (300, 3))
+    first = batch.add(long, max_new_tokens=4, min_new_tokens=4)
+    batch.add(short, max_new_tokens=90, min_new_tokens=90)
+    both = batch.cache_bytes()
+    held = batch.held_bytes
+    while not first.done:
+        assert not batch.step()
+    assert batch.cache_bytes() < both / 2 and batch.held_bytes < held / 2
+    while batch.rows:
+        assert not batch.step()
+    assert batch.cache_bytes() == batch.held_bytes == 0
