@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -57,9 +57,10 @@ class TreeMask:
         assert isinstance(self.first_slot, int)
         return self.first_slot
 
-    @cached_property
+    @property
     def key_positions_BS(self) -> Tensor:
-        """Where each slot's token stands in its text; only windows and chunks ask for it."""
+        """Where each slot's token stands in its text; only windows and chunks ask for it.
+        Not kept: what keeps a property takes a lock up to Python 3.11, which no graph holds."""
         batch, nodes, slots = self.visible_BNS.shape
         positions_BS = torch.arange(slots, device=self.visible_BNS.device).repeat(batch, 1)
         if self.padding_B is not None:

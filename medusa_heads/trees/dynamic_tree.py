@@ -47,7 +47,7 @@ class Ranking:
         `After`."""
         if self._inverse_K.device != logits_BFC.device or not len(self._inverse_K):
             every = [1 / each for each in self._temperatures]
-            self._inverse_K = torch.tensor(every, device=logits_BFC.device)
+            self._inverse_K = logits_BFC.new_tensor(every, dtype=torch.float32)
         inverse = self._inverse_K if level is None else self._inverse_K[level : level + 1]
         log_probs_BFC = (logits_BFC.float() * inverse[:, None]).log_softmax(dim=-1)
         best_BFR, ids_BFR = log_probs_BFC.topk(num_ranks, dim=-1)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_heads.trees.dynamic_tree import Guess, accepted_by_size, best_first_tree
+from medusa_heads.trees.dynamic_tree import Guess, Ranking, accepted_by_size, best_first_tree
 from medusa_heads.trees.tree import TokenTree
 
 
@@ -132,3 +134,15 @@ def test_no_node_stands_without_its_parent(first: float, later: float, nodes: in
     log_probs_BKR = torch.tensor([first, later, later])[None, :, None].expand(1, 3, 16)
     tree = best_first_tree(torch.tensor([7]), independent(tokens_BKR, log_probs_BKR), nodes, 3)
     assert tree.tokens_BN[0, 0] == 7 and len(paths(tree, 0)) == nodes
+
+
+def test_a_ranking_counts_in_fp32_whatever_numbers_are_made_of() -> None:
+    logits_BKV = torch.randn(1, 2, 9, generator=torch.Generator().manual_seed(0))
+    heads: Any = SimpleNamespace(token_ids=lambda ids: ids)
+    _, expected = Ranking(heads, [0.7, 0.9]).best(logits_BKV, 3)
+    torch.set_default_dtype(torch.float16)
+    try:
+        _, made = Ranking(heads, [0.7, 0.9]).best(logits_BKV, 3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(made, expected)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from medusa_heads import MedusaModel
 from medusa_heads.errors import MedusaWarning
@@ -109,6 +110,20 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
         assert torch.equal(made, model.generate(**inputs, **options))
         assert "step" in medusa.last_stats.seconds
     assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("error::medusa_heads.errors.MedusaWarning")
+def test_windows_are_a_part_of_the_graph() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MistralConfig(vocab_size=199, num_hidden_layers=1, sliding_window=8, **sizes)
+    model: Any = AutoModelForCausalLM.from_config(config).float().eval().to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    options: Any = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
+    made: Any = medusa.generate(**inputs, **options)
+    assert torch.equal(made, model.generate(**inputs, **options))
+    assert "step" in medusa.last_stats.seconds
 
 
 def test_nothing_outlives_its_target(tiny_llama: TinyLlama) -> None:
