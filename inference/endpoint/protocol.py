@@ -7,7 +7,6 @@ the value it has by default.
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -192,7 +191,7 @@ def _number(given: Mapping[str, Any], name: str, least: float, most: float) -> f
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} must be a number")
-    if not (math.isfinite(value) and least <= value <= most):
+    if not least <= value <= most:  # NaN is none of them
         raise ValueError(f"{name} must be from {least} to {most}, got {value}")
     return float(value)
 

@@ -74,6 +74,7 @@ def test_a_conversation_is_rendered(reader: Reader, tokenizer: Any) -> None:
         ({"temperature": -1}, "temperature must be from 0 to 2"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"temperature": float("nan")}, "temperature must be from 0 to 2, got nan"),
+        ({"temperature": 10**400}, "temperature must be from 0 to 2"),
         ({"top_p": 0}, "top_p must be above 0"),
         ({"top_p": 1.1}, "top_p must be from 0 to 1"),
         ({"seed": 1 << 70}, "seed must be a number of 64 bits"),
