@@ -79,7 +79,7 @@ class Reader:
         more = {"max_completion_tokens"} if chat else set()
         for name, value in given.items():
             if name in _NEUTRAL:
-                if value not in _NEUTRAL[name]:
+                if not any(_is_same(value, neutral) for neutral in _NEUTRAL[name]):
                     raise ValueError(f"{name} is not supported: leave it out")
             elif name not in _READ | _IGNORED | more | {source}:
                 raise ValueError(f"{name!r} is no option of this endpoint")
@@ -202,6 +202,11 @@ def _of_kind(given: Mapping[str, Any], name: str, kind: type, usual: Any) -> Any
         words = {str: "a text", bool: "true or false", int: "a whole number", dict: "an object"}
         raise ValueError(f"{name} must be {words[kind]}")
     return value
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    # To Python 0 is False too, but 0 logprobs are those of the tokens written.
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _is_whole(value: Any) -> bool:

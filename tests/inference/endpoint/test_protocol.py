@@ -56,6 +56,8 @@ def test_a_conversation_is_rendered(reader: Reader, tokenizer: Any) -> None:
     [
         ({"n": 2}, "n is not supported"),
         ({"logprobs": 3}, "logprobs is not supported"),
+        ({"logprobs": 0}, "logprobs is not supported"),
+        ({"n": True}, "n is not supported"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
         ({"top_k": 5}, "'top_k' is no option"),
         ({"prompt": None}, "prompt is missing"),
