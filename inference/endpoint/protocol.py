@@ -18,6 +18,7 @@ from medusa_heads.inference.endpoint.text import Ending, Text
 from medusa_heads.target.target import TargetModel
 
 _MOST_TOKENS = 4096  # of an answer that nobody limits
+_LARGEST_COUNT = 1 << 31  # of tokens, where the target has no limit either
 _MOST_STOPS = 16
 _COMPLETION_TOKENS = 16  # OpenAI's own default
 # Options that are understood when they ask for nothing.
@@ -132,6 +133,9 @@ class Reader:
         most = _of_kind(given, asked[0], int, usual) if asked else usual
         if most < 1:
             raise ValueError(f"{asked[0]} must be at least 1, got {most}")
+        # Positions are 64-bit numbers, and one that is none would fail all rows beside it.
+        if most > _LARGEST_COUNT:
+            raise ValueError(f"{asked[0]} must be at most {_LARGEST_COUNT}")
         self._target.check_length(prompt + most, f"{prompt} of the prompt, {most} new ones")
         return int(most)
 

@@ -131,6 +131,8 @@ def test_a_target_without_limits_has_one_here(model: Any, tokenizer: Any) -> Non
 
     endless: Any = SimpleNamespace(max_positions=None, vocab_size=97, check_length=check_length)
     assert read(Reader(endless, tokenizer), chat=True).text.max_tokens == 4096
+    with pytest.raises(ValueError, match="max_tokens must be at most 2147483648"):
+        read(Reader(endless, tokenizer), max_tokens=1 << 70)
 
 
 def test_the_form_of_answers() -> None:
