@@ -188,6 +188,14 @@ def test_an_api_key(endless: Any, tokenizer: Any) -> None:
         assert ask(server, "/health")[0] == 200
 
 
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "a\udcffb"])
+def test_an_api_key_of_any_bytes(endless: Any, tokenizer: Any, key: str) -> None:
+    with Server(endless, tokenizer, port=0, api_key=key) as server:
+        sent = key.encode(errors="surrogateescape").decode("latin-1")
+        assert ask(server, "/v1/models", Authorization=f"Bearer {sent}")[0] == 200
+        assert ask(server, "/v1/models", Authorization="Bearer \u00fc")[0] == 401
+
+
 def test_a_server_that_ends_leaves_no_thread(endless: Any, tokenizer: Any) -> None:
     before = set(threading.enumerate())
     with Server(endless, tokenizer, port=0) as server:
