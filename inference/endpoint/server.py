@@ -100,7 +100,7 @@ class Server:
         self._leaving = ExitStack()
 
     def run(self) -> None:
-        """Answer until SIGINT or SIGTERM, which is raised again once all is put away."""
+        """Answer until SIGINT or SIGTERM, which is raised again once the last answer has ended."""
         with self._socket, self._reading, self.scheduler:
             self._server.run([self._socket])
 
