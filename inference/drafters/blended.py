@@ -28,6 +28,7 @@ from medusa_heads.trees.prefix_tree import PrefixTree, to_token_tree
 from medusa_heads.trees.tree import TokenTree
 
 _LONG, _IN_A_ROW = 6, 2  # steps of rest, and those that a source is then asked for besides
+_USUAL = 0.03  # of a plain step: what a source takes that was not timed before
 
 
 class BlendedDrafter(Drafter):
@@ -119,7 +120,7 @@ class BlendedDrafter(Drafter):
                 situation.allowances[i].owe(time.perf_counter() - began)
                 continue
             name = f"{source.name} of {situation.group}"
-            usual = situation.drafting(source) or budget.seconds(0)
+            usual = situation.drafting(source) or _USUAL * budget.seconds(0)
             self._clock.learn_drafting(name, time.perf_counter() - began, usual)
             seconds = self._clock.drafting(name) + self._clock.drafting(f"observing {source.name}")
             seconds += budget.seconds(draft.size) - budget.seconds(before.size)
@@ -190,7 +191,8 @@ class BlendedDrafter(Drafter):
                 started = time.perf_counter()
                 source.observe(tree, logits_BNV)
                 seconds = time.perf_counter() - started
-                self._clock.learn_drafting(f"observing {source.name}", seconds)
+                usual = _USUAL * self._clock.step(1)  # the first look may wait for the prompt
+                self._clock.learn_drafting(f"observing {source.name}", seconds, usual)
                 if self._last is not None:
                     self._last.observing += seconds
 

@@ -27,6 +27,7 @@ def show_plan_of(
     num_heads: int,
     plan: Callable[[TargetModel, TextSize], DryRun],
     train: Callable[..., object],
+    begins_as: str | None = None,
 ) -> None:
     """Everything but the run: print a sample of the text, what the run would be, and what some
     of its steps take; only the first process does."""
@@ -45,7 +46,7 @@ def show_plan_of(
         console = Console()
         show_sample(rows, command.tokenizer, console)
         show_plan(planned, console)
-        _measure(command, args, planned, data, train, console)
+        _measure(command, args, planned, data, train, begins_as, console)
         say_warnings(data.warnings)
 
 
@@ -55,15 +56,19 @@ def _measure(
     planned: DryRun,
     data: TrainingData,
     train: Callable[..., object],
+    begins_as: str | None,
     console: Console,
 ) -> None:
     """Print what some steps take here, or why that is not known."""
+    from medusa_heads.files import expanded
     from medusa_heads.machine.devices import free_memory
     from medusa_heads.target.target import TargetModel
+    from medusa_heads.training.arguments.target import TargetArguments
     from medusa_heads.training.hidden.meta_target import weights_on_disk
     from medusa_heads.training.runs.dry_run import byte_size
     from medusa_heads.training.runs.rehearsal import Course, forecast, rehearse, show_forecast
 
+    other = TargetArguments(begins_as or "")
     needed, free = sum(planned.memory.values()), free_memory(args.device)
     reason = None
     if not command.to_optimise.measure_steps:
@@ -72,6 +77,8 @@ def _measure(
         reason = "this is one of several processes; without a launcher one measures"
     elif not weights_on_disk(command.to_target):
         reason = "the target's weights are not on this disk"
+    elif begins_as and not expanded(begins_as).is_dir() and not weights_on_disk(other):
+        reason = f"the weights of {begins_as!r} are not on this disk"
     elif free is not None and needed > free:
         reason = f"about {byte_size(needed)} are needed, and {byte_size(free)} are free"
     if reason is not None:

@@ -56,6 +56,7 @@ def train(
         ),
         check=shape,
         train=partial(train_draft, **told),
+        begins_as=to_draft.draft_model,
         report=_report,
     )
 

@@ -7,7 +7,7 @@ train-heads --mtp --model_name_or_path my-finetune --mtp_from Qwen/Qwen3.5-2B --
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,8 @@ def train(
 
     four_bits, matrix = to_target.load_in_4bit, to_save.with_vocab_matrix
     spread = args.world_size if sharding is not None else 1
+    # Most steps come behind the warm-up, in which the target needs no gradients.
+    steady = None if joint is None else replace(joint, warmup_steps=0)
     told: dict[str, Any] = {"objective": objective, "hidden_cache": to_cache, "joint": joint}
     command.run(
         args,
@@ -88,7 +90,7 @@ def train(
         ),
         check=lambda target: target.with_features(config.features),
         train=partial(train_heads, config=config, with_vocab_matrix=matrix, **told),
-        rehearse=partial(train_heads, config=config, objective=objective, joint=joint),
+        rehearse=partial(train_heads, config=config, objective=objective, joint=steady),
         report=_report,
         sharding=sharding,
     )
@@ -139,6 +141,7 @@ def _train_modules(command: Command, to_mtp: MtpArguments, objective: LossConfig
         plan=lambda target, size: plan_modules(target, depth, args, size),
         check=lambda target: begin_modules(target, to_mtp),  # small beside the target
         train=partial(train_mtp, mtp=to_mtp, objective=objective),
+        begins_as=to_mtp.mtp_from,
         report=_report_modules,
     )
 

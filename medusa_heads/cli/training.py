@@ -61,12 +61,14 @@ class Command:
         report: Callable[[Path], None],
         sharding: Sharding | None = None,
         rehearse: Callable[..., object] | None = None,
+        begins_as: str | None = None,
     ) -> None:
         """Load the target, prepare the text, train, and report what was learnt; of a dry run the
-        plan alone, with what `rehearse` takes, which trains likewise (default: `train`). What is
-        refused of the target is refused by `check`, before hours may go into writing text."""
+        plan alone, with what `rehearse` takes, which trains likewise (default: `train`), unless the
+        weights that it `begins_as` would have to be fetched. What is refused of the target is
+        refused by `check`, before hours may go into writing text."""
         if self.to_optimise.dry_run:
-            show_plan_of(self, args, num_heads, plan, rehearse or train)
+            show_plan_of(self, args, num_heads, plan, rehearse or train, begins_as)
             return
         output_dir = self.to_optimise.output_dir
         target = self._load_target(args, sharding)
@@ -167,7 +169,8 @@ class Command:
         """Rows of text that is there, and held-out ones."""
         from medusa_heads.training.data.prepare import prepare_data
 
-        limits = {"num_heads": num_heads, "seed": args.seed, "max_steps": args.max_steps}
+        limits: dict[str, Any] = {"num_heads": num_heads, "max_steps": args.max_steps}
+        limits |= {"seed": args.seed, "own_text": self.to_distill.self_distill}
         return prepare_data(target, texts[0], texts[1], self.tokenizer, self.to_data, **limits)
 
     def prompts(self, target: TargetModel) -> list[Dataset]:

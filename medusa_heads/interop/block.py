@@ -35,6 +35,7 @@ from medusa_heads.interop.decoders import (
     vocabulary_tensors,
 )
 from medusa_heads.interop.source import Source
+from medusa_heads.target.layers import decoder_layers
 
 DFLASH_MARK = r"(encoder\.output_norm_enc|hidden_norm)\.weight"
 DSPARK_MARK = r"markov_head\.markov_w[12]\.weight"
@@ -42,7 +43,7 @@ _ASSISTANT = {
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
-_ASSISTANT_TYPE = "muse_glimmer_assistant"  # the one model that transformers has of the kind
+ASSISTANT_TYPE = "muse_glimmer_assistant"  # the one model that transformers has of the kind
 _CORRECTION = {
     "correction.before.weight": "markov_head.markov_w1.weight",
     "correction.after.weight": "markov_head.markov_w2.weight",
@@ -94,7 +95,7 @@ def assistant(stored: StoredHeads) -> tuple[dict[str, Tensor], dict[str, Any]]:
     names = {ours: theirs for theirs, ours in _ASSISTANT.items()}
     tensors = {names.get(_theirs(n), _theirs(n)): tensor for n, tensor in stored.tensors.items()}
     return tensors, {
-        **layer_settings(config, shape, _ASSISTANT_TYPE, config.num_layers),
+        **layer_settings(config, shape, ASSISTANT_TYPE, config.num_layers),
         "architectures": ["MuseGlimmerAssistantModel"],
         "layer_types": ["full_attention"] * config.num_layers,
         "block_size": config.num_heads + 1,
@@ -103,6 +104,17 @@ def assistant(stored: StoredHeads) -> tuple[dict[str, Tensor], dict[str, Any]]:
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "dtype": str(tensors["norm.weight"].dtype).removeprefix("torch."),
     }
+
+
+def check_assistant(model: Any, config: HeadsConfig) -> None:
+    """Raises ValueError: these heads read the target's last layer, before the final norm, and
+    assistants of transformers behind it."""
+    last = len(decoder_layers(model, "name another target")) - 1
+    if last in (config.features or ()):
+        raise ValueError(
+            f"heads here read the target's last layer ({last}) before the final norm, and "
+            "transformers' assistants behind it: train with features of other layers"
+        )
 
 
 def read(
@@ -173,7 +185,7 @@ def _theirs(ours: str) -> str:
 def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...]) -> None:
     """Raises ValueError, by name: what a block here cannot be."""
     layers = one_of_said(said, "layer_types") or []
-    windows = not layers and one_of_said(said, "model_type") == _ASSISTANT_TYPE
+    windows = not layers and one_of_said(said, "model_type") == ASSISTANT_TYPE
     windows = (
         windows
         or not isinstance(layers, list)

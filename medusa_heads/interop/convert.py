@@ -24,6 +24,7 @@ from medusa_heads.checkpoint.stored_heads import (
 )
 from medusa_heads.config import HeadsConfig
 from medusa_heads.interop import ReadFormat, eagle3
+from medusa_heads.interop.block import ASSISTANT_TYPE, check_assistant
 from medusa_heads.interop.formats import DECODERS, FORMATS, Layout, find
 from medusa_heads.interop.layout import heads_config, read_heads, shared_matrix
 from medusa_heads.interop.source import Source, open_source
@@ -126,6 +127,8 @@ def convert_heads(
         )
     if known is not None:
         check_layers(known.model, config.features or ())
+        if found.config.get("model_type") == ASSISTANT_TYPE:
+            check_assistant(known.model, config)
     if decoder is None:
         tensors = read_heads(found, layout, config)
     matrix_VD = shared_matrix(found, layout, config)

@@ -23,6 +23,7 @@ from medusa_heads.checkpoint.stored_heads import (
 from medusa_heads.files import expanded
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.interop import WrittenFormat
+from medusa_heads.interop.block import check_assistant
 from medusa_heads.interop.engines import ENGINES, Outgoing
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import (
@@ -33,7 +34,6 @@ from medusa_heads.interop.target_files import (
 )
 from medusa_heads.target.features import check_layers
 from medusa_heads.target.fingerprint import lm_head_sha256
-from medusa_heads.target.layers import decoder_layers
 from medusa_heads.target.loading import refuse_code_of
 from medusa_heads.target.mtp import check_names
 from medusa_heads.target.target import TargetModel
@@ -92,13 +92,7 @@ def export_heads(
         outgoing = outgoing.over_full_vocabulary()
     outgoing.check_fits(to)
     if to == "transformers":
-        model = (known or _named_target(stored)).model
-        last = len(decoder_layers(model, "name another target")) - 1
-        if last in (stored.config.features or ()):
-            raise ValueError(
-                f"these heads read the target's last layer ({last}) before the final norm, and "
-                "transformers' assistants behind it: train with features of other layers"
-            )
+        check_assistant((known or _named_target(stored)).model, stored.config)
     with staged(folder) as made:
         outgoing.write(made, to)
     return Exported(folder, tuple(outgoing.notices))

@@ -1,6 +1,8 @@
 """The command train-draft: a whole run on a tiny target, mistakes, and what can be done with it."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +84,24 @@ def test_a_dry_run_says_what_would_be_trained(
         assert f"LlamaForCausalLM of {shape}" in shown
         assert "2 of 16 rows" in shown and "are learnt (green)" in shown
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_fetches_no_weights_of_a_given_draft_model(
+    speaker: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model of the hub, its configuration and its tokenizer are here."""
+    folder = Path(os.environ["HF_HOME"], "hub", "models--some--draft")
+    shutil.copytree(
+        speaker / "target",
+        folder / "snapshots" / ("0" * 40),
+        ignore=shutil.ignore_patterns("*.safetensors"),
+    )
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0" * 40)
+    more = ["--dry_run", "--draft_model", "some/draft"]
+    assert main(flags(speaker, corpus, tmp_path / "run", *more)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "No step was measured: the weights of 'some/draft' are not on this disk." in said
 
 
 @pytest.mark.parametrize(

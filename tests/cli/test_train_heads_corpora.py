@@ -94,3 +94,17 @@ def test_a_mistyped_path_is_answered_before_torch_is_loaded(tmp_path: Path) -> N
     )
     assert done.returncode == 2, done.stderr
     assert "expected a corpus at './nope.jsonl', found none" in done.stderr
+
+
+def test_nothing_is_said_of_the_template_of_text_that_the_target_continued(
+    target_folder: Path, tmp_path: Path
+) -> None:
+    """Its prompts are windows of plain text, behind which it was asked without its template."""
+    corpus = tmp_path / "texts.jsonl"
+    lines = (json.dumps({"text": f"user says {i}, assistant says {i} " * 9}) for i in range(40))
+    corpus.write_text("\n".join(lines))
+    distilled = ["--self_distill", "--num_prompts", "16", "--num_eval_prompts", "4"]
+    distilled += ["--prompt_length", "8", "--continuation_length", "16"]
+    assert main(flags(target_folder, corpus, tmp_path / "run", *distilled)) == 0
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["warnings"] == []

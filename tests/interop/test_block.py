@@ -244,6 +244,7 @@ def test_what_cannot_be_written_is_said(
         ({"layer_types": 3}, {}, "layers with a window"),
         ({"layer_types": [[1]]}, {}, "layers with a window"),
         ({"model_type": "muse_glimmer_assistant"}, {}, "layers with a window"),
+        ({"model_type": "muse_glimmer_assistant", "layer_types": ["full_attention"]}, {}, "norm"),
         ({"transformer_layer_config": LAYERS | {"vocab_size": "9"}}, {}, "target's vocab_size"),
         ({"dflash_config": {"attention_sink_bias": True}}, {}, "attention sinks"),
         ({"dflash_config": 3}, {}, "dflash_config must be an object"),

@@ -136,6 +136,7 @@ def prepare_data(
     num_heads: int,
     seed: int,
     max_steps: int = -1,
+    own_text: bool = False,
 ) -> TrainingData:
     """Rows for a target, tokenised, masked, checked and, if wanted, packed. Raises ValueError:
     something in the corpora or the settings cannot be used.
@@ -146,6 +147,7 @@ def prepare_data(
         settings: everything but the names of the corpora.
         num_heads: so many tokens ahead must be known somewhere in the held-out set.
         max_steps: of the run; a stream needs it.
+        own_text: whether the target wrote it, behind whatever prompts.
     """
     if held_out is not None and held_out.is_stream:
         raise ValueError(
@@ -188,7 +190,9 @@ def prepare_data(
         measured = _draw(measured, settings.eval_rows or EVAL_ROWS, seed)
     held_out_facts = check_rows(measured, target, name="held-out set", heads_reached=num_heads)
     found = [facts.doubt(TRAINING), held_out_facts.doubt("held-out set")]
-    found.append(template_mismatch(known, tokenizer, settings, stop_ids(target.model), TRAINING))
+    if not own_text:
+        stops = stop_ids(target.model)
+        found.append(template_mismatch(known, tokenizer, settings, stops, TRAINING))
     return TrainingData(
         rows,
         measured,

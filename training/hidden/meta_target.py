@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from medusa_heads.contents import refuse_heads
 from medusa_heads.errors import first_line
@@ -63,6 +64,9 @@ def meta_target(arguments: TargetArguments, device: torch.device | None = None) 
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=arguments.trust_remote_code
             )
+        with asking_hub(name) as options, suppress(OSError):  # most, but not all, bring one
+            where = {"revision": arguments.model_revision, **options}
+            model.generation_config = GenerationConfig.from_pretrained(name, **where)
     except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         raise ValueError(
             f"expected the configuration of a causal language model (a hub id or a local folder) "

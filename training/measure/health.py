@@ -79,6 +79,11 @@ class Health(TrainerCallback):
         """Of the same batch, its loss."""
         self._lost = self._lost or not bool(loss.detach().isfinite())
 
+    def after_held_out(self, loss: Tensor, read: Callable[[], Tensor | None]) -> None:
+        """Of a held-out batch, its loss: without one it is the batch to look at."""
+        if not bool(loss.isfinite()):
+            self._read = read
+
     def say(self, sentence: str, first: bool) -> None:
         """Once; `first` says whether this is the process that does."""
         if sentence not in self.said:
@@ -95,11 +100,15 @@ class Health(TrainerCallback):
         self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
     ) -> None:
         """Whether what learns has become worse."""
-        if not math.isfinite((metrics or {}).get("eval_loss", 0.0)):
-            self._end(args, state, f"the held-out loss is not finite by step {state.global_step}")
+        self.on_predict(args, state, control, metrics)
         if not self._fell and (found := falling(state.log_history)) is not None:
             self._fell = True
             self.say(found, state.is_world_process_zero)
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+        """Also behind the last step, which no evaluation may follow."""
+        if not math.isfinite((metrics or {}).get("eval_loss", 0.0)):
+            self._end(args, state, f"the held-out loss is not finite by step {state.global_step}")
 
     def _end(self, args: Any, state: Any, what: str) -> None:
         reason = ""

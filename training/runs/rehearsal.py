@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import logging
 import math
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rich.table import Table
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from medusa_heads.config import IGNORED
 from medusa_heads.files import read_json
 from medusa_heads.machine.memory import PeakMemory
 from medusa_heads.target.target import TargetModel
@@ -166,6 +168,8 @@ def rehearse(
     rows = data.rows if not data.is_stream else Dataset.from_list(list(islice(data.rows, size)))
     rows = _longest(rows, size)
     held = _longest(data.held_out, max(args.per_device_eval_batch_size, 2))
+    surest = max(map(dict, data.held_out), key=_longest_run)  # there every head has a true token
+    held = [surest, *(row for row in held if row != surest)][: len(held)]
     half = rows[: len(rows) // 2] if len(rows) > 1 else [_last_half(rows[0])]
     less = held[: max(len(held) // 2, 1)]
     with _quiet():
@@ -188,6 +192,7 @@ def _measure(
     short.eval_strategy, short.save_strategy = IntervalStrategy.NO, SaveStrategy.NO
     short.load_best_model_at_end, short.disable_tqdm, short.report_to = False, True, []
     given = replace(data, rows=rows, held_out=held, warnings=())
+    gc.collect()  # a run's parts know each other: the one before would be held still
     with tempfile.TemporaryDirectory() as folder:
         memory, began = PeakMemory(target.device), time.perf_counter()
         train(target, given, training_args=short, output_dir=folder)
@@ -214,8 +219,16 @@ def padded(lengths_R: Any, batch: int) -> int:
 
 
 def _longest(rows: Dataset, count: int) -> list[dict[str, Any]]:
-    order_R = np.argsort(-row_lengths(rows), kind="stable")[:count]
-    return [dict(rows[int(place)]) for place in order_R]
+    """Of those that anything is learnt of, which cost more, where there are such."""
+    order_R = np.argsort(-row_lengths(rows), kind="stable")
+    learnt = (row for place in order_R if _longest_run(row := dict(rows[int(place)])))
+    return list(islice(learnt, count)) or [dict(rows[int(place)]) for place in order_R[:count]]
+
+
+def _longest_run(row: dict[str, Any]) -> int:
+    """Tokens in a row that are learnt, at most."""
+    runs = groupby(row["labels"], key=lambda label: label != IGNORED)
+    return max((len(list(run)) for learnt, run in runs if learnt), default=0)
 
 
 def _last_half(row: dict[str, Any]) -> dict[str, Any]:

@@ -209,6 +209,7 @@ class TaughtTrainer(Trainer, ABC):
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, positions_R, figures_RF = self._judge(model, inputs, items)
             self._add_up("loss", loss * items, items)
+            self.health.after_held_out(loss, lambda: self._read(inputs))
         figures_PF = figures_RF.new_full((labels_BT.numel(), figures_RF.shape[1]), IGNORED)
         figures_PF[positions_R] = figures_RF
         return loss, figures_PF.view(*labels_BT.shape, -1), labels_BT

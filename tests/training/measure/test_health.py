@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers.trainer_utils import IntervalStrategy
 
 from medusa_heads.cli.train_heads import main
 from medusa_heads.config import IGNORED, HeadsConfig
@@ -184,6 +185,23 @@ def test_checkpoints_before_the_fault_are_kept(
     )
     checkpoints = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
     assert checkpoints and len(checkpoints) < 6
+    assert not (tmp_path / "run" / "metrics.json").exists()
+
+
+@pytest.mark.parametrize("evaluated", [True, False], ids=["evaluated", "in the end"])
+def test_held_out_text_that_breaks_the_target_is_not_blamed_on_the_rate(
+    evaluated: bool, target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    last = VOCAB - 1
+    target.get_input_embeddings().weight.data[last] = float("nan")
+    rows = [row for row in make_rows(60) if last not in row["input_ids"]]
+    held_out = [{**row, "input_ids": [last, *row["input_ids"][1:]]} for row in rows[:2]]
+    args = quick(tmp_path, steps=2, load_best_model_at_end=evaluated)
+    if not evaluated:
+        args.eval_strategy = IntervalStrategy.NO
+    given = {"eval_dataset": Dataset.from_list(held_out), "output_dir": tmp_path / "run"}
+    with pytest.raises(ValueError, match="the target's hidden states are not finite"):
+        train_heads(target, Dataset.from_list(rows[2:]), training_args=args, **given)
     assert not (tmp_path / "run" / "metrics.json").exists()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from rich.console import Console
+from torch import Tensor
 
 from medusa_heads.cli.train_heads import main
 from medusa_heads.config import HeadsConfig
@@ -23,6 +25,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.data.prepare import TrainingData, load_corpora, prepare_data
 from medusa_heads.training.runs.heads import train_heads
+from medusa_heads.training.runs.joint import JointObjective
 from medusa_heads.training.runs.rehearsal import (
     Course,
     Line,
@@ -133,6 +136,53 @@ def test_a_batch_of_one_row_is_halved_in_length(
     train = partial(train_heads, config=HeadsConfig(num_heads=2))
     small, large = rehearse(train, target, data, args)
     assert large.tokens == 2 * small.tokens == Course.of(data, args).most_tokens
+
+
+def test_rows_without_anything_to_learn_are_passed_over(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    """As where long prompts are cut before their answers begin."""
+    cut = [*make_rows(8, length=40, prompt=40), *make_rows(8, length=38, prompt=37)]
+    rows, held = (Dataset.from_list([*cut, *make_rows(count)]) for count in (8, 4))
+    data = prepared(target, Dataset.from_list([*rows, *make_rows(8, 36)]), held)
+    args = quick(tmp_path, per_device_train_batch_size=16, per_device_eval_batch_size=4)
+    small, large = rehearse(
+        partial(train_heads, config=HeadsConfig(num_heads=2)), target, data, args
+    )
+    assert (small.tokens, large.tokens) == (8 * 38, 16 * 38)
+    assert (small.learnt, large.learnt) == (20 + 1, 20 + 3)
+
+
+def test_the_first_of_two_runs_in_miniature_is_not_held_in_the_second(
+    target: TargetModel, texts: tuple[Dataset, Dataset], tmp_path: Path
+) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def train(*args: Any, **given: Any) -> None:
+        assert not any(heads() is not None for heads in made)
+        made.append(weakref.ref(train_heads(*args, **given, config=HeadsConfig(num_heads=2))))
+
+    rehearse(train, target, prepared(target, *texts), quick(tmp_path))
+    assert len(made) == 2
+
+
+def test_joint_training_is_measured_behind_its_warm_up(
+    target: TargetModel, make_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: list[bool] = []
+    forward = JointObjective.forward
+
+    def watched(self: JointObjective, *args: Any, **given: Any) -> Tensor:
+        alone.append(given["heads_alone"])
+        return forward(self, *args, **given)
+
+    monkeypatch.setattr(JointObjective, "forward", watched)
+    target.model.save_pretrained(tmp_path / "target")
+    make_rows(20).to_json(tmp_path / "rows.jsonl")
+    flags = ["--model_name_or_path", str(tmp_path / "target"), "--dry_run", "--joint"]
+    flags += ["--dataset", str(tmp_path / "rows.jsonl"), "--joint_warmup_steps", "50"]
+    assert main([*flags, "--lora_r", "2", "--training_args", '{"use_cpu": true}']) == 0
+    assert len(alone) == 8 and not any(alone)
 
 
 def test_a_dry_run_measures_where_the_weights_are(
