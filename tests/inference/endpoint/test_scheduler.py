@@ -95,9 +95,7 @@ def test_the_cache_has_room_for_so_much(endless: Any, tokenizer: Any) -> None:
         scheduler.submit(Told("abc", tokenizer, 200).text)
 
 
-def test_what_a_long_text_leaves_behind_is_no_room_for_others(
-    endless: Any, tokenizer: Any
-) -> None:
+def test_what_a_long_text_leaves_behind_is_no_room_for_others(endless: Any, tokenizer: Any) -> None:
     """It was less than half of what all had, and every row that came would have had it too."""
     batch = endless.running_batch(16)
     scheduler = scheduler_of(endless, tokenizer, 16, cache_bytes=3 * batch.row_bytes(400))
