@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
@@ -34,6 +35,7 @@ def make_app(
     name: str,
     *,
     api_key: str | None = None,
+    hosts: Collection[str] | None = None,
 ) -> Starlette:
     """An application that answers for one model.
 
@@ -43,8 +45,11 @@ def make_app(
             several.
         name: of the model, as clients call it.
         api_key: without which nothing but the health is told; None: everybody is told.
+        hosts: names by which clients and the pages that they show call this machine; None: any.
     """
     created = int(time.time())
+    # As its bytes are in the environment, and in a header.
+    expected = None if api_key is None else f"Bearer {api_key}".encode(errors="surrogateescape")
 
     async def health(_: Request) -> Response:
         if not scheduler.is_open:
@@ -96,10 +101,10 @@ def make_app(
     def guarded(route: Callable[[Request], Awaitable[Response]]) -> Callable[..., Any]:
         async def guard(request: Request) -> Response:
             said = request.headers.get("authorization", "")
-            if api_key is not None and not hmac.compare_digest(
-                said.encode(), f"Bearer {api_key}".encode()
-            ):
+            if expected is not None and not hmac.compare_digest(said.encode("latin-1"), expected):
                 return _refusal(401, "the API key is missing or wrong")
+            if hosts is not None and not _calling(request) <= {*hosts}:
+                return _refusal(403, "web pages are told nothing without an API key")
             return await route(request)
 
         return guard
@@ -118,6 +123,14 @@ def make_app(
         ],
         exception_handlers={HTTPException: on_http},
     )
+
+
+def _calling(request: Request) -> set[str]:
+    """The hosts that are asked and, by a browser, for whose page: any page's name can be made to
+    mean this machine."""
+    asked = [request.headers.get("host", "localhost")]
+    asked += [origin.partition("://")[2] for origin in request.headers.getlist("origin")]
+    return {re.sub(r":\d+$", "", host) for host in asked}
 
 
 async def _body(request: Request) -> bytes:

@@ -7,7 +7,6 @@ the value it has by default.
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from medusa_heads.inference.endpoint.text import Ending, Text
 from medusa_heads.target.target import TargetModel
 
 _MOST_TOKENS = 4096  # of an answer that nobody limits
+_LARGEST_COUNT = 1 << 31  # of tokens, where the target has no limit either
 _MOST_STOPS = 16
 _COMPLETION_TOKENS = 16  # OpenAI's own default
 # Options that are understood when they ask for nothing.
@@ -80,7 +80,7 @@ class Reader:
         more = {"max_completion_tokens"} if chat else set()
         for name, value in given.items():
             if name in _NEUTRAL:
-                if value not in _NEUTRAL[name]:
+                if not any(_is_same(value, neutral) for neutral in _NEUTRAL[name]):
                     raise ValueError(f"{name} is not supported: leave it out")
             elif name not in _READ | _IGNORED | more | {source}:
                 raise ValueError(f"{name!r} is no option of this endpoint")
@@ -133,6 +133,9 @@ class Reader:
         most = _of_kind(given, asked[0], int, usual) if asked else usual
         if most < 1:
             raise ValueError(f"{asked[0]} must be at least 1, got {most}")
+        # Positions are 64-bit numbers, and one that is none would fail all rows beside it.
+        if most > _LARGEST_COUNT:
+            raise ValueError(f"{asked[0]} must be at most {_LARGEST_COUNT}")
         self._target.check_length(prompt + most, f"{prompt} of the prompt, {most} new ones")
         return int(most)
 
@@ -192,7 +195,7 @@ def _number(given: Mapping[str, Any], name: str, least: float, most: float) -> f
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} must be a number")
-    if not (math.isfinite(value) and least <= value <= most):
+    if not least <= value <= most:  # NaN is none of them
         raise ValueError(f"{name} must be from {least} to {most}, got {value}")
     return float(value)
 
@@ -203,6 +206,11 @@ def _of_kind(given: Mapping[str, Any], name: str, kind: type, usual: Any) -> Any
         words = {str: "a text", bool: "true or false", int: "a whole number", dict: "an object"}
         raise ValueError(f"{name} must be {words[kind]}")
     return value
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    # To Python 0 is False too, but 0 logprobs are those of the tokens written.
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _is_whole(value: Any) -> bool:

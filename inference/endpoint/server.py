@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ipaddress
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -74,16 +75,20 @@ class Server:
             batch, target.model, decode, queue=queue, cache_bytes=cache_bytes
         )
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="medusa-heads requests")
+        self._socket = _listening(host, port)
+        address, bound = self._socket.getsockname()[:2]
+        called = f"[{host}]" if ":" in host else host
+        self.url = f"http://{called}:{bound}"
+        # Who listens for this machine alone would else answer any page that its browser shows.
+        local = api_key is None and ipaddress.ip_address(address).is_loopback
         app = make_app(
             self.scheduler,
             Reader(target, tokenizer),
             self._reading,
             name or target.name_or_path or "model",
             api_key=api_key,
+            hosts={"localhost", "127.0.0.1", "[::1]", called} if local else None,
         )
-        self._socket = _listening(host, port)
-        bound = self._socket.getsockname()[1]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -95,7 +100,7 @@ class Server:
         self._leaving = ExitStack()
 
     def run(self) -> None:
-        """Answer until SIGINT or SIGTERM, which is raised again once all is put away."""
+        """Answer until SIGINT or SIGTERM, which is raised again once the last answer has ended."""
         with self._socket, self._reading, self.scheduler:
             self._server.run([self._socket])
 

@@ -215,9 +215,9 @@ class RowCache(Cache):
         self._stacks.announced = slots
 
     def fit(self, slots: int) -> None:
-        """Announce so many slots, those in use among them; of twice as many the rest is let go."""
+        """Announce so many slots, those in use among them, and let go of what lies behind them."""
         self.announce(slots)
-        if self._stacks.capacity > 2 * slots:
+        if self._stacks.capacity > slots:
             self._stacks.cut(slots)
 
     def take_over(self, cache: Cache) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ def serve(arguments: ServeArguments) -> None:
     """Answer until the process is told to end."""
     at_least(arguments, 1, "max_rows", "queue")
     at_least(arguments, 0, "port")
-    if arguments.cache_gb is not None and not arguments.cache_gb > 0:
-        raise ValueError(f"cache_gb must be above 0, got {arguments.cache_gb}")
+    if arguments.cache_gb is not None and not 0 < arguments.cache_gb < math.inf:
+        raise ValueError(f"cache_gb must be above 0 and finite, got {arguments.cache_gb}")
     api_key = None
     if arguments.api_key_variable is not None:
         api_key = os.environ.get(arguments.api_key_variable)

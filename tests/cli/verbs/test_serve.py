@@ -30,6 +30,7 @@ def serve(checkpoint: Path, *flags: str) -> list[str]:
         (["--queue", "0"], "queue must be at least 1, got 0"),
         (["--cache_gb", "0"], "cache_gb must be above 0"),
         (["--cache_gb", "nan"], "cache_gb must be above 0"),
+        (["--cache_gb", "inf"], "cache_gb must be above 0"),
         (["--api_key_variable", "NO_SUCH_KEY"], "NO_SUCH_KEY holds no API key"),
         (["--port", "-1"], "port must be at least 0"),
         (["--port", "70000"], "nobody can listen"),

@@ -56,6 +56,8 @@ def test_a_conversation_is_rendered(reader: Reader, tokenizer: Any) -> None:
     [
         ({"n": 2}, "n is not supported"),
         ({"logprobs": 3}, "logprobs is not supported"),
+        ({"logprobs": 0}, "logprobs is not supported"),
+        ({"n": True}, "n is not supported"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
         ({"top_k": 5}, "'top_k' is no option"),
         ({"prompt": None}, "prompt is missing"),
@@ -74,6 +76,7 @@ def test_a_conversation_is_rendered(reader: Reader, tokenizer: Any) -> None:
         ({"temperature": -1}, "temperature must be from 0 to 2"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"temperature": float("nan")}, "temperature must be from 0 to 2, got nan"),
+        ({"temperature": 10**400}, "temperature must be from 0 to 2"),
         ({"top_p": 0}, "top_p must be above 0"),
         ({"top_p": 1.1}, "top_p must be from 0 to 1"),
         ({"seed": 1 << 70}, "seed must be a number of 64 bits"),
@@ -128,6 +131,8 @@ def test_a_target_without_limits_has_one_here(model: Any, tokenizer: Any) -> Non
 
     endless: Any = SimpleNamespace(max_positions=None, vocab_size=97, check_length=check_length)
     assert read(Reader(endless, tokenizer), chat=True).text.max_tokens == 4096
+    with pytest.raises(ValueError, match="max_tokens must be at most 2147483648"):
+        read(Reader(endless, tokenizer), max_tokens=1 << 70)
 
 
 def test_the_form_of_answers() -> None:

@@ -95,6 +95,27 @@ def test_the_cache_has_room_for_so_much(endless: Any, tokenizer: Any) -> None:
         scheduler.submit(Told("abc", tokenizer, 200).text)
 
 
+def test_what_a_long_text_leaves_behind_is_no_room_for_others(endless: Any, tokenizer: Any) -> None:
+    """It was less than half of what all had, and every row that came would have had it too."""
+    batch = endless.running_batch(16)
+    scheduler = scheduler_of(endless, tokenizer, 16, cache_bytes=3 * batch.row_bytes(400))
+    long = Told("a" * 200, tokenizer, 200)
+    shorter = [Told("a" * 110, tokenizer, 130) for _ in range(4)]
+    for told in (long, *shorter):
+        scheduler.submit(told.text)
+    for _ in range(4):
+        scheduler.turn()
+    scheduler.cancel(long.text)
+    most = 0
+    while not scheduler.is_idle():
+        scheduler.turn()
+        text = scheduler.metrics.text()
+        most = max(most, int(text.partition("cache_bytes ")[2].split()[-1]))
+    assert 0 < most <= 3 * batch.row_bytes(400)
+    for told in shorter:
+        assert "".join(told.pieces) == alone(endless, tokenizer, "a" * 110, 130)
+
+
 def test_a_text_that_fails_leaves_the_others_alone(
     endless: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,27 @@ def test_what_fails_while_it_is_written_is_said(server: Server, monkeypatch: Any
     assert status == 200 and '"code": 500' in content and content.endswith("[DONE]\n\n")
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "localhost:8000"}, 200),
+        ({"Host": "[::1]:8000", "Origin": "http://127.0.0.1:3000"}, 200),
+        ({"Host": "page.example"}, 403),
+        ({"Host": "page.example:8000", "Origin": "http://page.example:8000"}, 403),
+        ({"Origin": "https://page.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "["}, 403),
+    ],
+    ids=str,
+)
+def test_pages_in_a_browser_are_told_nothing(
+    server: Server, headers: dict[str, str], status: int
+) -> None:
+    """Neither those whose name was made to mean this machine, nor those that send to it."""
+    assert ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}, **headers)[0] == status
+    assert ask(server, "/metrics", **headers)[0] == status
+
+
 def test_an_api_key(endless: Any, tokenizer: Any) -> None:
     with Server(endless, tokenizer, port=0, api_key="s3cret") as server:
         body = {"prompt": "abc", "max_tokens": 2}
@@ -186,6 +207,14 @@ def test_an_api_key(endless: Any, tokenizer: Any) -> None:
         right = {"Authorization": "Bearer s3cret"}
         assert ask(server, "/v1/completions", body, **right)[0] == 200
         assert ask(server, "/health")[0] == 200
+
+
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "a\udcffb"])
+def test_an_api_key_of_any_bytes(endless: Any, tokenizer: Any, key: str) -> None:
+    with Server(endless, tokenizer, port=0, api_key=key) as server:
+        sent = key.encode(errors="surrogateescape").decode("latin-1")
+        assert ask(server, "/v1/models", Authorization=f"Bearer {sent}")[0] == 200
+        assert ask(server, "/v1/models", Authorization="Bearer \u00fc")[0] == 401
 
 
 def test_a_server_that_ends_leaves_no_thread(endless: Any, tokenizer: Any) -> None:
