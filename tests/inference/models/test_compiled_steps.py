@@ -119,10 +119,10 @@ def test_windows_are_a_part_of_the_graph() -> None:
     config = MistralConfig(vocab_size=199, num_hidden_layers=1, sliding_window=8, **sizes)
     model: Any = AutoModelForCausalLM.from_config(config).float().eval().to(DEVICE)
     model.generation_config.pad_token_id = 0
-    medusa, inputs = with_heads(model), padded([0, 3], 12)
-    options: Any = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
-    made: Any = medusa.generate(**inputs, **options)
-    assert torch.equal(made, model.generate(**inputs, **options))
+    medusa, options = with_heads(model), dict[str, Any](padded([0, 3], 12))
+    options |= {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
+    made: Any = medusa.generate(**options)
+    assert torch.equal(made, model.generate(**options))
     assert "step" in medusa.last_stats.seconds
 
 
