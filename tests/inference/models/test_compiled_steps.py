@@ -115,7 +115,7 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
 @pytest.mark.filterwarnings("error::medusa_heads.errors.MedusaWarning")
 def test_windows_are_a_part_of_the_graph() -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: Any = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = MistralConfig(vocab_size=199, num_hidden_layers=1, sliding_window=8, **sizes)
     model: Any = AutoModelForCausalLM.from_config(config).float().eval().to(DEVICE)
     model.generation_config.pad_token_id = 0
