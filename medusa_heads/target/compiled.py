@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 
-# What is said of a function that is not one graph, or has come to too many.
-_NO_GRAPH = (
-    torch._dynamo.exc.Unsupported,
-    torch._dynamo.exc.UserError,
-    torch._dynamo.exc.FailOnRecompileLimitHit,
-)
 _CAPACITY_STEP = 512  # capacities are rounded up, so that few of them, and few graphs, exist
 # What caches of other shapes than the last one may hold together. Each belongs to a graph that
 # would have to be compiled anew.
 _BYTES_KEPT = 2 << 30
+
+
+def _no_graph() -> tuple[type[Exception], ...]:
+    """What is said of a function that is not one graph, or has come to too many."""
+    told = torch._dynamo.exc  # heavy to import
+    return told.Unsupported, told.UserError, told.FailOnRecompileLimitHit
 
 
 class _Captured:
@@ -118,7 +118,7 @@ class CompiledTarget(TargetModel):
         with _nothing_collected(), compiled_tree_attention():
             try:
                 made: Made = many(compiled)(*args, **kwargs)
-            except _NO_GRAPH as error:
+            except _no_graph() as error:
                 reason = " ".join(str(error).split())[:160]
                 raise UnsupportedArchitecture(
                     f"{self.config.model_type} cannot be compiled in one graph ({reason})",
