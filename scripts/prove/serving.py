@@ -105,6 +105,7 @@ def serve(
     """Have a server answer all jobs, and look for what stayed behind."""
     outcome, taking, waiting = Outcome(), threading.Lock(), iter(jobs)
     before = set(threading.enumerate())
+    kept = _in_memory()  # of whoever decoded in this process before
     started = time.perf_counter()
     with Server(model, tokenizer, port=0, max_rows=max_rows, queue=queue) as server:
         asking = [Client(server.url, waiting, taking, outcome) for _ in range(clients)]
@@ -130,10 +131,16 @@ def serve(
     if running := set(threading.enumerate()) - before:
         outcome.faults.append(f"threads are left: {sorted(thread.name for thread in running)}")
     del server, scheduler
-    gc.collect()
-    if left := sum(issubclass(type(each), (Row, RowCache)) for each in gc.get_objects()):
+    if left := len(_in_memory().keys() - kept):
         outcome.faults.append(f"{left} rows or caches are left in memory")
     return outcome
+
+
+def _in_memory() -> dict[int, Row | RowCache]:
+    gc.collect()
+    # Not isinstance: it would ask a lazy object for its class, and so load what that stands for.
+    found = (each for each in gc.get_objects() if issubclass(type(each), (Row, RowCache)))
+    return {id(each): each for each in found}
 
 
 def _metric(text: str, name: str) -> float:
