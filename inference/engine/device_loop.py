@@ -75,7 +75,7 @@ class DeviceLoop:
         assert isinstance(cache, StaticRowCache) and levels is not None
         states = self._states.setdefault(cache, {})
         if levels not in states:
-            states[levels] = DeviceState(state, levels)
+            states[levels] = DeviceState(state, levels, target.vocab_size)
         on_device = states[levels]
         with stats.phase("draft"):
             drafter.propose(state)  # once by the host, who so makes all that is kept
@@ -168,8 +168,6 @@ def device_loop(
     if not isinstance(target, CompiledTarget) or not target.whole_steps or drafter.levels is None:
         return None
     if not isinstance(rule, SampleThenMatch) or not rule.draws_at_once:
-        return None
-    if state.noise is not None and not target.draws_alike:
         return None
     if ends is None or len(ends.tokens) > ENDS or state.last_position is None:
         return None

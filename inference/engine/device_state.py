@@ -28,11 +28,12 @@ class DeviceState(DecodingState):
     Args:
         like: the state of such a text, in a cache of fixed capacity.
         levels: how deep the trees are at most.
+        vocab_size: of the target.
     """
 
     cache: StaticRowCache
 
-    def __init__(self, like: DecodingState, levels: int) -> None:
+    def __init__(self, like: DecodingState, levels: int, vocab_size: int) -> None:
         super().__init__([], like.cache, [])
         batch, device = len(like.rows), like.roots_B.device
         capacity = like.cache.fixed_capacity
@@ -60,7 +61,9 @@ class DeviceState(DecodingState):
         self.following_BP, self.fresh_B = numbers(batch, levels + 1), numbers(batch)
         # Rows that are not done; how many steps committed 1, 2, .. tokens; steps with any row.
         self.active, self.steps_A, self.forwards = numbers(1), numbers(levels + 1), numbers(1)
-        self._noise = NoiseOnDevice(self.keys_B, self.written_B)
+        tokens_V = numbers(vocab_size)
+        tokens_V.copy_(torch.arange(vocab_size))
+        self._noise = NoiseOnDevice(self.keys_B, self.written_B, tokens_V)
         self.noise_on_device: NoiseOnDevice | None = None
 
     def begin(self, state: DecodingState, ends: Ends) -> None:

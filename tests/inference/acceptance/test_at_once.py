@@ -39,7 +39,8 @@ def test_as_a_walk(drawn: bool, trial: int) -> None:
     if drawn:
         rule.noise = Noise(7, rows, [0] * ROWS)
         written_B = torch.tensor([len(each.tokens) for each in rows])
-        noise = NoiseOnDevice(torch.tensor(rule.noise.keys(rows)), written_B)
+        keys_B, tokens_V = torch.tensor(rule.noise.keys(rows)), torch.arange(VOCAB)
+        noise = NoiseOnDevice(keys_B, written_B, tokens_V)
     assert rule.draws_at_once
     drawn_BN = rule.draw_all(tree, logits_BNV, noise)
     found = deepest_path(tree, drawn_BN, SHAPE.max_depth)
@@ -59,7 +60,8 @@ def test_what_is_no_distribution_draws_no_token() -> None:
     scores_BNV[1] = -torch.inf
     scores_BNV[0, 1, 3] = torch.nan
     depth_BN = torch.tensor([[0, 1], [0, 1]])
-    drawn_BN: Tensor = NoiseOnDevice(keys_B, torch.zeros(2).long()).draw_all(scores_BNV, depth_BN)
+    noise = NoiseOnDevice(keys_B, torch.zeros(2).long(), torch.arange(VOCAB))
+    drawn_BN: Tensor = noise.draw_all(scores_BNV, depth_BN)
     assert drawn_BN[0, 0] >= 0
     assert drawn_BN[0, 1] == NO_TOKEN and drawn_BN[1].tolist() == [NO_TOKEN] * 2
     with pytest.raises(ValueError, match="no distribution"):
