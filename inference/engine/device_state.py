@@ -6,10 +6,13 @@ tree, X columns of hidden states, E tokens that end a row.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
-from medusa_heads.inference.acceptance.at_once import DeepestPath
+from medusa_heads.inference.acceptance.at_once import DeepestPath, ProcessorsOnDevice, kinds
 from medusa_heads.inference.engine.noise import NO_TOKEN, NoiseOnDevice
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState, padded_mask
@@ -65,9 +68,12 @@ class DeviceState(DecodingState):
         tokens_V.copy_(torch.arange(vocab_size))
         self._noise = NoiseOnDevice(self.keys_B, self.written_B, tokens_V)
         self.noise_on_device: NoiseOnDevice | None = None
+        self.processors: LogitsProcessorList
+        self._processors: dict[tuple[Any, ...], ProcessorsOnDevice] = {}  # by their kinds
 
-    def begin(self, state: DecodingState, ends: Ends) -> None:
-        """Go on with this text, whose prompt has been read."""
+    def begin(self, state: DecodingState, ends: Ends, processors: LogitsProcessorList) -> None:
+        """Go on with this text, whose prompt has been read, by processors that look at scores
+        alone."""
         rows, device = state.rows, self.roots_B.device
         assert isinstance(state.cache, StaticRowCache)
         self.cache = state.cache
@@ -97,7 +103,12 @@ class DeviceState(DecodingState):
             self.memories[heads].begin(memory)
         self.steps_A.zero_()
         self.forwards.zero_()
-        self.warpers = state.warpers
+        of_kinds = kinds(processors)
+        if of_kinds not in self._processors:
+            self._processors[of_kinds] = ProcessorsOnDevice(processors, device)
+        self._processors[of_kinds].take(processors)
+        self.processors = self._processors[of_kinds].copies
+        self.warpers = None if state.warpers is None else self.processors
         self.noise = self.noise_on_device = None if noise is None else self._noise
 
     def tree_mask(self, tree: TokenTree) -> TreeMask:

@@ -18,7 +18,7 @@ from tests.inference.planted import BUSHY
 from tests.inference.reference import reference
 
 NEW = 24
-SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 30, "top_p": 0.95}
 
 
 class PlantedOnDevice(Drafter):
@@ -62,6 +62,16 @@ def text(medusa: MedusaModel, inputs: Any, seed: int = 3, **options: Any) -> Ten
         made = medusa.generate(**inputs, **options)
     assert isinstance(made, Tensor)
     return made
+
+
+def drawn_planted(medusa: MedusaModel, inputs: Any, truth: Sequence[int], seed: int = 3) -> Tensor:
+    """The text that steps which ask the host draw; it is planted, as `planted` does greedy text."""
+    asking = MedusaModel(medusa.target.model, medusa.heads, tree="none")
+    torch.manual_seed(seed)
+    made: Any = asking.generate(**inputs, max_new_tokens=NEW + 9, **SAMPLING)
+    length = inputs["input_ids"].shape[1]
+    medusa.drafter = PlantedOnDevice(made[:, length:].tolist(), truth)
+    return made[:, : length + NEW]  # type: ignore[no-any-return]
 
 
 def planted(model: Any, inputs: Any, truth: Sequence[int]) -> PlantedOnDevice:

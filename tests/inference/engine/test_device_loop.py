@@ -19,11 +19,20 @@ from transformers import (
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.inference.acceptance.at_once import DeepestPath, deepest_path
 from medusa_heads.inference.engine import device_loop, device_state
+from medusa_heads.inference.engine.noise import NoiseOnDevice
 from medusa_heads.inference.engine.state import DecodingState, padded_mask
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
-from tests.inference.on_device import NEW, SAMPLING, PlantedOnDevice, planted, text, with_heads
+from tests.inference.on_device import (
+    NEW,
+    SAMPLING,
+    PlantedOnDevice,
+    drawn_planted,
+    planted,
+    text,
+    with_heads,
+)
 from tests.inference.padded import padded
 from tests.inference.reference import reference
 
@@ -100,6 +109,23 @@ def test_negative_controls(
 
     monkeypatch.setattr(device_loop, "deepest_path", without_ancestors)
     assert not torch.equal(text(medusa, inputs), expected)
+
+
+@pytest.mark.parametrize("padding", BATCHES, ids=["1 row", "3 rows", "8 rows"])
+def test_planted_drafts_of_drawn_text(
+    model: Any, medusa: MedusaModel, monkeypatch: pytest.MonkeyPatch, padding: list[int]
+) -> None:
+    inputs = padded(padding, 12)
+    expected = drawn_planted(medusa, inputs, [2, 0, 4, 1, 3])
+    assert torch.equal(text(medusa, inputs, **SAMPLING), expected)
+    assert max(medusa.last_stats.accepted) == 4 and medusa.last_stats.seconds["step"]
+    of_all = NoiseOnDevice.draw_all
+
+    def of_the_root(noise: NoiseOnDevice, scores_BNV: Tensor, depth_BN: Tensor) -> Tensor:
+        return of_all(noise, scores_BNV, torch.zeros_like(depth_BN))
+
+    monkeypatch.setattr(NoiseOnDevice, "draw_all", of_the_root)
+    assert not torch.equal(text(medusa, inputs, **SAMPLING), expected)
 
 
 KINDS: dict[str, dict[str, Any]] = {

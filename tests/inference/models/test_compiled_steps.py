@@ -93,7 +93,8 @@ def test_what_needs_the_host_takes_the_other_road(
 
 
 def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
-    """However long they are, and wherever their rows end; of a whole step, without a break."""
+    """However long they are, wherever their rows end, and whatever they are drawn at; of a whole
+    step, without a break."""
     torch._dynamo.reset()
     model, graphs = tiny_llama(num_layers=1), []
 
@@ -103,13 +104,26 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
 
     model.generation_config.pad_token_id = 0
     medusa = with_heads(model, count)
-    for padding, new, ends in (([0, 3], 30, None), ([1, 0], 170, None), ([5, 5], 60, [3, 5])):
-        inputs = padded(padding, 12)
-        options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": ends}
-        made: Any = medusa.generate(**inputs, **options)  # type: ignore[arg-type]
-        assert torch.equal(made, model.generate(**inputs, **options))
-        assert "step" in medusa.last_stats.seconds
-    assert len(graphs) == 1
+    asking = MedusaModel(model, medusa.heads, tree="none")
+    texts: list[tuple[list[int], dict[str, Any]]] = [
+        ([0, 3], {"max_new_tokens": 30}),
+        ([1, 0], {"max_new_tokens": 170}),
+        ([5, 5], {"max_new_tokens": 60, "eos_token_id": [3, 5]}),
+    ]
+    at = ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.1, "top_p": 0.5})
+    for drawn in (False, True):
+        for number, (padding, options) in enumerate(texts):
+            inputs: Any = padded(padding, 12)
+            options = {"eos_token_id": None, "do_sample": drawn, **options}
+            options |= {"top_k": 30, **at[number % 2]} if drawn else {}
+            made = []
+            for each in (medusa, asking):
+                torch.manual_seed(number)
+                made.append(each.generate(**inputs, **options))
+            assert torch.equal(*made)
+            assert drawn or torch.equal(made[0], model.generate(**inputs, **options))
+            assert "step" in medusa.last_stats.seconds
+        assert len(graphs) == 1 + drawn
 
 
 @pytest.mark.filterwarnings("error::medusa_heads.errors.MedusaWarning")
@@ -164,3 +178,7 @@ def test_a_step_that_is_no_graph_is_taken_in_parts(model: Any) -> None:
         made: Any = medusa.generate(**inputs, **options)
     assert torch.equal(made, expected)
     assert max(medusa.last_stats.accepted) > 1
+    assert "target" in medusa.last_stats.seconds and "step" not in medusa.last_stats.seconds
+    medusa.use_tree("7")  # that one fails says nothing of others
+    assert torch.equal(medusa.generate(**inputs, **options), expected)
+    assert "step" in medusa.last_stats.seconds
