@@ -14,11 +14,20 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from medusa_heads import MedusaModel
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.engine import device_loop
+from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
 from scripts.measure.host_waits import counted
 from tests.conftest import DEVICE, TinyLlama
-from tests.inference.on_device import NEW, SAMPLING, PlantedOnDevice, planted, text, with_heads
+from tests.inference.on_device import (
+    NEW,
+    SAMPLING,
+    PlantedOnDevice,
+    drawn_planted,
+    planted,
+    text,
+    with_heads,
+)
 from tests.inference.padded import padded
 from tests.inference.reference import reference
 
@@ -124,6 +133,51 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
             assert drawn or torch.equal(made[0], model.generate(**inputs, **options))
             assert "step" in medusa.last_stats.seconds
         assert len(graphs) == 1 + drawn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
+def test_one_graph_for_two_thousand_tokens(tiny_llama: TinyLlama, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, inputs = tiny_llama(num_layers=1, max_position_embeddings=4096), padded([0, 3, 7], 12)
+    model.generation_config.pad_token_id = 0
+    medusa = with_heads(model, "aot_eager")
+    asking, made = MedusaModel(model, medusa.heads, tree="none"), []
+    for each in (medusa, asking):
+        torch.manual_seed(3)
+        made.append(each.generate(**inputs, **{"do_sample": False, **options}, max_new_tokens=2000))  # type: ignore[arg-type]
+    assert torch.equal(*made)
+    assert made[0].shape == (3, 2012)
+    assert "step" in medusa.last_stats.seconds
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"] and not counters["unimplemented"]
+
+
+@pytest.mark.slow
+def test_inductor_draws_the_same(tiny_llama: TinyLlama) -> None:
+    """Whatever was drafted; and only with the noise that the host has."""
+    model = tiny_llama(num_layers=1)
+    model.generation_config.pad_token_id = 0
+    medusa, begin = with_heads(model, "inductor"), DeviceState.begin
+
+    def made(inputs: Any) -> Any:
+        torch.manual_seed(3)
+        return medusa.generate(**inputs, max_new_tokens=NEW, **SAMPLING)
+
+    def another(state: DeviceState, *given: Any) -> None:
+        begin(state, *given)
+        state.keys_B += 1
+
+    for padding in ([0], [0, 3, 7]):
+        inputs = padded(padding, 12)
+        expected = drawn_planted(medusa, inputs, [2, 0, 4, 1, 3])
+        assert torch.equal(made(inputs), expected)
+        assert max(medusa.last_stats.accepted) == 4 and "step" in medusa.last_stats.seconds
+        with pytest.MonkeyPatch.context() as wrong:
+            wrong.setattr(DeviceState, "begin", another)
+            assert not torch.equal(made(inputs), expected)
 
 
 @pytest.mark.filterwarnings("error::medusa_heads.errors.MedusaWarning")
