@@ -98,7 +98,8 @@ class DeviceState(DecodingState):
         self.following_BP.copy_(state.roots_B[:, None].expand_as(self.following_BP))
         self.fresh_B.fill_(1)
         for heads, memory in state.memories.items():
-            if heads not in self.memories:
+            known = self.memories.get(heads)
+            if known is None or known.beside < memory.beside:
                 self.memories[heads] = memory.on_device(self._capacity)
             self.memories[heads].begin(memory)
         self.steps_A.zero_()
@@ -110,6 +111,11 @@ class DeviceState(DecodingState):
         self.processors = self._processors[of_kinds].copies
         self.warpers = None if state.warpers is None else self.processors
         self.noise = self.noise_on_device = None if noise is None else self._noise
+
+    @property
+    def last_fresh_B1(self) -> Tensor:
+        """Where the last of what the last step committed stands."""
+        return (self.fresh_B[:, None] - 1).clamp_min(0)
 
     def tree_mask(self, tree: TokenTree) -> TreeMask:
         """See DecodingState; the cache's slots for the tree are set as well."""

@@ -136,6 +136,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "own matrices": {"vocab_matrix": "own"},
     "prefix": {"prefix_attention": True, "correction_rank": 8},
     "block": {"kind": "block"},
+    "eagle3": {"kind": "eagle3"},
+    "eagle3, features": {"kind": "eagle3", "features": (0,)},
 }
 
 

@@ -116,12 +116,12 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
     asking = MedusaModel(model, medusa.heads, tree="none")
     texts: list[tuple[list[int], dict[str, Any]]] = [
         ([0, 3], {"max_new_tokens": 30}),
-        ([1, 0], {"max_new_tokens": 170}),
+        ([1, 0], {"max_new_tokens": 120}),
         ([5, 5], {"max_new_tokens": 60, "eos_token_id": [3, 5]}),
     ]
     at = ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.1, "top_p": 0.5})
     for drawn in (False, True):
-        for number, (padding, options) in enumerate(texts):
+        for number, (padding, options) in enumerate(texts[drawn:]):
             inputs: Any = padded(padding, 12)
             options = {"eos_token_id": None, "do_sample": drawn, **options}
             options |= {"top_k": 30, **at[number % 2]} if drawn else {}
@@ -143,12 +143,14 @@ def test_one_graph_for_two_thousand_tokens(tiny_llama: TinyLlama, options: dict[
     model, inputs = tiny_llama(num_layers=1, max_position_embeddings=4096), padded([0, 3, 7], 12)
     model.generation_config.pad_token_id = 0
     medusa = with_heads(model, "aot_eager")
-    asking, made = MedusaModel(model, medusa.heads, tree="none"), []
-    for each in (medusa, asking):
-        torch.manual_seed(3)
-        made.append(each.generate(**inputs, **{"do_sample": False, **options}, max_new_tokens=2000))  # type: ignore[arg-type]
-    assert torch.equal(*made)
-    assert made[0].shape == (3, 2012)
+    asking = MedusaModel(model, medusa.heads, tree="none")
+    options = {"do_sample": False, **options, "max_new_tokens": 2000}
+    torch.manual_seed(3)
+    expected: Any = asking.generate(**inputs, **options)
+    medusa.drafter = PlantedOnDevice(expected[:, 12:].tolist(), [2, 0, 4, 1, 3])
+    torch.manual_seed(3)
+    assert torch.equal(medusa.generate(**inputs, **options), expected)
+    assert expected.shape == (3, 2012)
     assert "step" in medusa.last_stats.seconds
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1
