@@ -17,7 +17,7 @@ from medusa_heads.inference.engine import device_loop
 from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
-from scripts.measure.host_waits import counted
+from scripts.measure.host_waits import counted, graphs_of
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.on_device import (
     NEW,
@@ -133,6 +133,17 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
             assert drawn or torch.equal(made[0], model.generate(**inputs, **options))
             assert "step" in medusa.last_stats.seconds
         assert len(graphs) == 1 + drawn
+
+
+@pytest.mark.parametrize(
+    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hydra", "block"))]
+)
+def test_heads_that_read_their_drafts_are_a_part_of_the_graph(
+    tiny_llama: TinyLlama, kind: str
+) -> None:
+    medusa = with_heads(tiny_llama(num_layers=1), kind=kind)
+    medusa.use_tree("dynamic:7")
+    assert graphs_of(medusa, 2, 20, **SAMPLING) == (True, 1, 0)
 
 
 @pytest.mark.slow
