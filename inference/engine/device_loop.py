@@ -40,6 +40,7 @@ _READ_LATE = {"cuda"}
 def _step(target: CompiledTarget, drafter: Drafter, state: DeviceState, levels: int) -> None:
     tree = drafter.propose(state)
     logits_BNV, hidden_BNX = state.read(target, tree)
+    drafter.observe(tree, logits_BNV)
     drawn_BN = draw_all(tree, logits_BNV, state.processors, state.noise_on_device)
     state.take(deepest_path(tree, drawn_BN, levels), hidden_BNX)
 

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medusa_heads import MedusaModel
 from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.cli.flags.decoding import ModelArguments
+from medusa_heads.inference.models.assisted import AssistedModel
 
 # A number is read, a shape depends on numbers, a tensor is made of the host's, or moves.
 Kind = Literal["read", "shape", "built", "copied"]
@@ -111,7 +111,7 @@ def counted() -> Iterator[Counter[Kind]]:
         yield counts
 
 
-def prompts(model: MedusaModel, batch: int) -> dict[str, Any]:
+def prompts(model: AssistedModel, batch: int) -> dict[str, Any]:
     """Of unequal lengths, for texts that no token ends."""
     ids_BT = torch.randint(
         5, model.target.vocab_size, (batch, 24), generator=torch.Generator().manual_seed(0)
@@ -121,7 +121,9 @@ def prompts(model: MedusaModel, batch: int) -> dict[str, Any]:
     return given | {"pad_token_id": 0, "eos_token_id": None}
 
 
-def per_step(model: MedusaModel, batch: int, new_tokens: int, **options: Any) -> dict[Kind, float]:
+def per_step(
+    model: AssistedModel, batch: int, new_tokens: int, **options: Any
+) -> dict[Kind, float]:
     """What a step of the loop asks on average, of `batch` prompts of unequal lengths."""
     given, seen = prompts(model, batch) | options, []
     for length in (2, 2, new_tokens):  # the first text makes what is kept
@@ -142,7 +144,7 @@ class Graphs(NamedTuple):
     breaks: int
 
 
-def graphs_of(model: MedusaModel, batch: int, new_tokens: int, **options: Any) -> Graphs:
+def graphs_of(model: AssistedModel, batch: int, new_tokens: int, **options: Any) -> Graphs:
     """Of `batch` texts of unequal lengths, by nothing that was compiled before."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters

@@ -12,6 +12,7 @@ from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.trees.tree import TokenTree, TreeShape
 from tests.conftest import DEVICE
 from tests.inference.planted import BUSHY
@@ -54,7 +55,7 @@ def with_heads(model: Any, backend: Any = "eager", **config: Any) -> MedusaModel
     return MedusaModel(model, heads, tree="7", compile="steps", compile_backend=backend)
 
 
-def text(medusa: MedusaModel, inputs: Any, seed: int = 3, **options: Any) -> Tensor:
+def text(medusa: AssistedModel, inputs: Any, seed: int = 3, **options: Any) -> Tensor:
     """All of it, from steps on the device that are not compiled."""
     torch.manual_seed(seed)
     options = {"do_sample": False, "max_new_tokens": NEW, **options}

@@ -21,6 +21,7 @@ from medusa_heads.inference.acceptance.at_once import DeepestPath, deepest_path
 from medusa_heads.inference.engine import device_loop, device_state
 from medusa_heads.inference.engine.noise import NoiseOnDevice
 from medusa_heads.inference.engine.state import DecodingState, padded_mask
+from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
@@ -157,6 +158,29 @@ def test_heads_of_all_kinds(model: Any, kind: str) -> None:
         assert torch.equal(text(medusa, inputs, **drawn), expected_drawn), tree
         assert "step" in medusa.last_stats.seconds
     assert not torch.equal(text(medusa, inputs, seed=4, **drawn), expected_drawn)
+
+
+def test_recycled_trees(model: Any, medusa: MedusaModel) -> None:
+    """Learnt from step by step, as on the other road."""
+    asking = MedusaModel(model, medusa.heads, tree="none")
+    for padding in ([0], [0, 4, 0]):
+        inputs: Any = padded(padding, 12)
+        greedy = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
+        torch.manual_seed(3)
+        drawn: Any = asking.generate(**inputs, max_new_tokens=NEW, **SAMPLING)
+        accepted = []
+        for whole_steps in (True, False):
+            recycling = TrainingFreeModel(
+                model, "recycling:9", compile="steps", compile_backend="eager"
+            )
+            recycling.target.whole_steps = whole_steps  # type: ignore[attr-defined]
+            for options, right in (({}, greedy), (SAMPLING, drawn)):
+                assert torch.equal(text(recycling, inputs, **options), right)
+                assert ("step" in recycling.last_stats.seconds) == whole_steps
+                accepted.append(recycling.last_stats.accepted)
+        if padding == [0]:
+            assert accepted[:2] == accepted[2:]
+            assert max(accepted[0]) > 0 and max(accepted[1]) > 0
 
 
 WINDOWS: dict[str, PreTrainedConfig] = {

@@ -16,6 +16,7 @@ from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.engine import device_loop
 from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.trees.tree import TokenTree
 from scripts.measure.host_waits import counted, graphs_of
 from tests.conftest import DEVICE, TinyLlama
@@ -144,6 +145,12 @@ def test_heads_that_read_their_drafts_are_a_part_of_the_graph(
     medusa = with_heads(tiny_llama(num_layers=1), kind=kind)
     medusa.use_tree("dynamic:7")
     assert graphs_of(medusa, 2, 20, **SAMPLING) == (True, 1, 0)
+
+
+def test_recycled_trees_are_a_part_of_the_graph(tiny_llama: TinyLlama) -> None:
+    options: dict[str, Any] = {"compile": "steps", "compile_backend": "eager"}
+    recycling = TrainingFreeModel(tiny_llama(num_layers=1), "recycling:7", **options)
+    assert graphs_of(recycling, 2, 20, **SAMPLING) == (True, 1, 0)
 
 
 @pytest.mark.slow
