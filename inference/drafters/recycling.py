@@ -100,7 +100,8 @@ class RecycledTrees(Drafter):
         most = DYNAMIC_SIZES[-1]
         if not 1 <= num_drafted <= most:
             raise ValueError(f"recycling:N drafts 1 to {most} tokens, got {num_drafted}")
-        self.num_nodes, self.levels = num_drafted + 1, min(num_drafted, _LEVELS)
+        self.num_nodes, self._depth = num_drafted + 1, min(num_drafted, _LEVELS)
+        self.levels = self._depth
         self._shape = vocab_size, min(RANKS, vocab_size)
         self._kept: tuple[Tensor, Tensor] | None = None
 
@@ -117,7 +118,7 @@ class RecycledTrees(Drafter):
             return tokens_BFR, log_chances_BFR + math.log(_PRIOR)
 
         return best_first_tree(
-            state.roots_B, guess, self.num_nodes - 1, self.levels, width=DYNAMIC_WIDTH
+            state.roots_B, guess, self.num_nodes - 1, self._depth, width=DYNAMIC_WIDTH
         )
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:

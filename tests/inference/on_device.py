@@ -72,7 +72,7 @@ def drawn_planted(medusa: MedusaModel, inputs: Any, truth: Sequence[int], seed: 
     made: Any = asking.generate(**inputs, max_new_tokens=NEW + 9, **SAMPLING)
     length = inputs["input_ids"].shape[1]
     medusa.drafter = PlantedOnDevice(made[:, length:].tolist(), truth)
-    return made[:, : length + NEW]  # type: ignore[no-any-return]
+    return made[:, : length + NEW]
 
 
 def planted(model: Any, inputs: Any, truth: Sequence[int]) -> PlantedOnDevice:

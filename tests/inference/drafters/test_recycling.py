@@ -32,8 +32,8 @@ def test_recycled_tokens_are_learnt_from_as_they_were_drafted() -> None:
 
 
 def test_trees_on_the_device_are_of_the_latest_successors() -> None:
-    drafter, state = RecycledTrees(10, 6), SimpleNamespace(rows=[], noise=None)
-    state.roots_B = torch.tensor([3, 8])
+    drafter, roots_B = RecycledTrees(10, 6), torch.tensor([3, 8])
+    state: Any = SimpleNamespace(rows=[], noise=None, roots_B=roots_B)
     tree = TreeShape.from_choices([(0,)]).tree(torch.tensor([[3, 5]]))
     logits_BNV = torch.full((1, 2, 10), -9.0)
     logits_BNV[0, 0, [5, 6]] = torch.tensor([9.0, 8.0])  # behind 3: 5, then 6

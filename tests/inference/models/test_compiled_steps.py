@@ -126,7 +126,7 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
             inputs: Any = padded(padding, 12)
             options = {"eos_token_id": None, "do_sample": drawn, **options}
             options |= {"top_k": 30, **at[number % 2]} if drawn else {}
-            made = []
+            made: list[Any] = []
             for each in (medusa, asking):
                 torch.manual_seed(number)
                 made.append(each.generate(**inputs, **options))
@@ -158,7 +158,8 @@ def test_recycled_trees_are_a_part_of_the_graph(tiny_llama: TinyLlama) -> None:
 def test_one_graph_for_two_thousand_tokens(tiny_llama: TinyLlama, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, inputs = tiny_llama(num_layers=1, max_position_embeddings=4096), padded([0, 3, 7], 12)
+    model = tiny_llama(num_layers=1, max_position_embeddings=4096)
+    inputs: Any = padded([0, 3, 7], 12)
     model.generation_config.pad_token_id = 0
     medusa = with_heads(model, "aot_eager")
     asking = MedusaModel(model, medusa.heads, tree="none")
@@ -167,7 +168,8 @@ def test_one_graph_for_two_thousand_tokens(tiny_llama: TinyLlama, options: dict[
     expected: Any = asking.generate(**inputs, **options)
     medusa.drafter = PlantedOnDevice(expected[:, 12:].tolist(), [2, 0, 4, 1, 3])
     torch.manual_seed(3)
-    assert torch.equal(medusa.generate(**inputs, **options), expected)
+    made: Any = medusa.generate(**inputs, **options)
+    assert torch.equal(made, expected)
     assert expected.shape == (3, 2012)
     assert "step" in medusa.last_stats.seconds
     counters = torch._dynamo.utils.counters
@@ -254,5 +256,6 @@ def test_a_step_that_is_no_graph_is_taken_in_parts(model: Any) -> None:
     assert max(medusa.last_stats.accepted) > 1
     assert "target" in medusa.last_stats.seconds and "step" not in medusa.last_stats.seconds
     medusa.use_tree("7")  # that one fails says nothing of others
-    assert torch.equal(medusa.generate(**inputs, **options), expected)
+    made = medusa.generate(**inputs, **options)
+    assert torch.equal(made, expected)
     assert "step" in medusa.last_stats.seconds
