@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from medusa_heads.training.arguments.target import TargetArguments
+
 _FSDP = "ACCELERATE_USE_FSDP"
 _DDP = "configs/accelerate/ddp.yaml"
 
@@ -26,6 +28,28 @@ class Sharding:
     """Give a gathered layer up at once; else all stay, which takes the memory of the target."""
     load_once: bool = True
     """The first process alone reads the weights, and hands them round."""
+    by_matrix: bool = False
+    """A part of every matrix in each process (tensor parallelism), in place of all of that."""
+
+
+def sharding_of(arguments: TargetArguments) -> Sharding | None:
+    """How the launch and the flags want the target spread over the processes; None where each has
+    a whole one. Raises ValueError: the one cannot meet the other; nothing is loaded yet."""
+    launched = launched_sharding()
+    by_matrix, mapped = arguments.tensor_parallel, arguments.device_map is not None
+    if launched is not None and (by_matrix or mapped):
+        raise ValueError(
+            f"an FSDP launch spreads the target by layers: leave {arguments.apart[0]} out, or "
+            f"launch with {_DDP}"
+        )
+    if mapped and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "device_map lays the target over the devices of one process, and this launch has "
+            "several: leave it out (shard_target spreads one over them), or start without a launcher"
+        )
+    if arguments.shard_target or by_matrix:
+        return launched or Sharding(by_matrix=by_matrix)
+    return launched
 
 
 def launched_sharding() -> Sharding | None:

@@ -100,8 +100,7 @@ def train_heads(
     config, objective = config or HeadsConfig(), objective or LossConfig()
     hidden_cache = hidden_cache or CacheArguments()
     sharding = launched_sharding()
-    spread = isinstance(target, TargetModel) and is_sharded(target)
-    hidden_cache.check(joint=joint is not None, spread=spread or sharding is not None)
+    hidden_cache.check(joint=joint is not None)
     run = Run(
         target,
         dataset,
@@ -182,6 +181,11 @@ def train_heads(
     )
     write_report(run.output, report)
     return heads
+
+
+def trainer_of(joint: JointConfig | None) -> type[HeadsTrainer]:
+    """Who trains heads, alone or with an adapter."""
+    return HeadsTrainer if joint is None else JointTrainer
 
 
 def scale_fresh(heads: DraftHeads, hidden_states: HiddenStates, row: Mapping[str, Any]) -> None:

@@ -74,23 +74,12 @@ class TaughtTrainer(Trainer, ABC):
         tokenizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        if args.fsdp or args.deepspeed:
-            raise ValueError(
-                "heads and draft models are trained whole in each process: leave fsdp and "
-                "deepspeed out of training_args, and launch with configs/accelerate/fsdp.yaml, "
-                "which spreads the target of heads, or with configs/accelerate/ddp.yaml"
-            )
+        self.check_arguments(args)
         if launched_sharding() is not None and not is_sharded(target):
             raise ValueError(
                 "this is an FSDP launch, and the target is whole in this process: spread it with "
                 "shard_target first, or launch with configs/accelerate/ddp.yaml"
             )
-        for name, unset in self.unusable.items():
-            if getattr(args, name, unset) != unset:
-                raise ValueError(
-                    f"training_args: {name} has no place in this training: leave it out, got "
-                    f"{getattr(args, name)!r}"
-                )
         # Every resumable checkpoint holds the arguments: no token that nothing here reads.
         args.hub_token = None
         # Inputs are made from these columns, not by the model's own forward.
@@ -117,6 +106,22 @@ class TaughtTrainer(Trainer, ABC):
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(ReadableProgress(self.describe))
+
+    @classmethod
+    def check_arguments(cls, args: TrainingArguments) -> None:
+        """Raises ValueError for what has no place in this training, before a target is loaded."""
+        if args.fsdp or args.deepspeed:
+            raise ValueError(
+                "heads and draft models are trained whole in each process: leave fsdp and "
+                "deepspeed out of training_args, and launch with configs/accelerate/fsdp.yaml, "
+                "which spreads the target of heads, or with configs/accelerate/ddp.yaml"
+            )
+        for name, unset in cls.unusable.items():
+            if getattr(args, name, unset) != unset:
+                raise ValueError(
+                    f"training_args: {name} has no place in this training: leave it out, got "
+                    f"{getattr(args, name)!r}"
+                )
 
     @abstractmethod
     def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
