@@ -65,11 +65,22 @@ def loaded(folder: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("count", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_so_many_learn_what_one_does(count: int, flags: list[str], tmp_path: Path) -> None:
-    kinds = {"plain": [], "streamed": STREAMED, "stopped": STOPPED}
-    if count == 4:
-        kinds.pop("stopped")
+KINDS = {"plain": [], "streamed": STREAMED, "stopped": STOPPED}
+
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [
+        (2, ["streamed", "stopped"]),
+        (4, ["plain"]),
+        pytest.param(4, [*KINDS], marks=pytest.mark.slow),
+        pytest.param(8, [*KINDS], marks=pytest.mark.slow),
+    ],
+)
+def test_so_many_learn_what_one_does(
+    count: int, names: list[str], flags: list[str], tmp_path: Path
+) -> None:
+    kinds = {name: KINDS[name] for name in names}
     for name, more in kinds.items():
         assert main(run_of(flags, 1, tmp_path / f"one-{name}", *more)) == 0
     together = [run_of(flags, count, tmp_path / name, *more) for name, more in kinds.items()]
@@ -81,56 +92,61 @@ def test_so_many_learn_what_one_does(count: int, flags: list[str], tmp_path: Pat
         for key in ("eval_loss", "eval_tokens_per_step_16", "steps", "best_step"):
             assert figures[key] == pytest.approx(alone[key], abs=1e-5), (name, key)
         assert loaded(tmp_path / name)["processes"] == count
-    if "stopped" in kinds:
-        assert figures["steps"] <= 4
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(flags: list[str], tmp_path: Path) -> None:
-    whole = [run_of(flags, 2, tmp_path / "whole"), run_of(flags, 2, tmp_path / "stream", *STREAMED)]
-    run_together(2, tmp_path / "printed-whole", whole)
-    for name, more in (("killed", []), ("killed-stream", STREAMED)):
-        flags_of = run_of(flags, 2, tmp_path / name, *more)
-        with pytest.raises(Failed, match="killed"):
-            run_together(2, tmp_path / f"printed-{name}", [flags_of], kill_in_step=3)
-        assert not (tmp_path / name / "checkpoint-4").exists()
-    again = [
-        run_of(flags, 2, tmp_path / "killed", "--resume_from_checkpoint", "last"),
-        run_of(flags, 2, tmp_path / "killed-stream", *STREAMED, "--resume_from_checkpoint", "last"),
-    ]
-    run_together(2, tmp_path / "printed-again", again)
+@pytest.mark.parametrize(
+    "more",
+    [
+        [*STREAMED, "--tensor_parallel"],
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param(["--shard_target"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_goes_on_as_if_it_had_not_been(
+    more: list[str], flags: list[str], tmp_path: Path
+) -> None:
+    run_together(2, tmp_path / "first", [run_of(flags, 2, tmp_path / "whole", *more)])
+    killed = run_of(flags, 2, tmp_path / "killed", *more)
+    with pytest.raises(Failed, match="killed"):
+        run_together(2, tmp_path / "second", [killed], kill_in_step=3)
+    assert not (tmp_path / "killed" / "checkpoint-4").exists()
+    run_together(2, tmp_path / "third", [[*killed, "--resume_from_checkpoint", "last"]])
     check_equal(tmp_path / "killed", tmp_path / "whole", most=0)
-    check_equal(tmp_path / "killed-stream", tmp_path / "stream", most=0)
 
 
 def test_a_target_that_processes_share(flags: list[str], tmp_path: Path) -> None:
-    """By layers and by matrices; with a cache of its hidden states, and then from that alone."""
+    """By layers or by matrices; one fills a cache, which the other goes on with, and which then is
+    all that is read."""
     assert main(run_of(flags, 1, tmp_path / "one")) == 0
-    cache = str(tmp_path / "cache")
+    longer = ["--max_steps", "6"]
+    assert main(run_of(flags, 1, tmp_path / "one-longer", *longer)) == 0
+    cache = ["--hidden_cache_dir", str(tmp_path / "cache"), "--hidden_cache"]
     kinds = {
-        "shard_target": ["--shard_target"],
-        "tensor_parallel": ["--tensor_parallel"],
-        "filling": ["--tensor_parallel", "--hidden_cache", "auto", "--hidden_cache_dir", cache],
-        "partly": ["--shard_target", "--hidden_cache", "auto", "--hidden_cache_dir", cache],
+        "layers": ["--shard_target"],
+        "matrices": ["--tensor_parallel", *cache, "auto"],
+        "layers-longer": ["--shard_target", *cache, "auto", *longer],
+        "read-longer": ["--tensor_parallel", *cache, "read", *longer],
     }
-    kinds["partly"] += ["--max_steps", "6"]
-    run_together(
-        2, tmp_path / "printed", [run_of(flags, 2, tmp_path / n, *m) for n, m in kinds.items()]
-    )
-    for name in ("shard_target", "tensor_parallel", "filling"):
-        check_equal(tmp_path / name, tmp_path / "one")
-        one, two = (yaml.safe_load((tmp_path / n / "run.yaml").read_text()) for n in ("one", name))
+    together = [run_of(flags, 2, tmp_path / name, *more) for name, more in kinds.items()]
+    run_together(2, tmp_path / "printed", together)
+    one = yaml.safe_load((tmp_path / "one" / "run.yaml").read_text())
+    for name in kinds:
+        check_equal(tmp_path / name, tmp_path / ("one-longer" if "longer" in name else "one"))
+        two = yaml.safe_load((tmp_path / name / "run.yaml").read_text())
         assert two["target_weights_sha256"] == one["target_weights_sha256"]
-    assert loaded(tmp_path / "shard_target")["shared_by"] == "shard_target"
-    assert loaded(tmp_path / "tensor_parallel")["shared_by"] == "tensor_parallel"
+        shared = two["target_loaded"]["shared_by"]
+        assert shared == ("tensor_parallel" if "--tensor_parallel" in kinds[name] else "shard_target")
+    printed = (tmp_path / "printed" / "0.txt").read_text()
+    assert len(list((tmp_path / "cache").glob("*/*.json"))) == 2, "of the rows and the held-out ones"
+    assert printed.count(" about 0 ") == 0 and "read from" in printed
 
 
 def test_a_target_laid_over_devices(flags: list[str], tmp_path: Path) -> None:
-    assert main(run_of(flags, 1, tmp_path / "one")) == 0
     places = {"model.embed_tokens": "disk", "model.layers.0": "cpu", "model.layers.1": "disk"}
     places |= {"model.norm": "disk", "model.rotary_emb": "cpu", "lm_head": "disk"}
     more = ["--device_map", json.dumps(places), "--attn_implementation", "eager"]
     more += ["--kind", "hydra"]  # which read the token embeddings as well
-    assert main(run_of(flags, 1, tmp_path / "one", "--kind", "hydra", "--overwrite_output_dir")) == 0
+    assert main(run_of(flags, 1, tmp_path / "one", "--kind", "hydra")) == 0
     assert main(run_of(flags, 1, tmp_path / "laid", *more)) == 0
     check_equal(tmp_path / "laid", tmp_path / "one")
     told = loaded(tmp_path / "laid")
