@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,19 @@ class Failed(Exception):
 
 
 def run_together(
-    count: int, folder: Path, runs: Sequence[Sequence[str]], *, kill_in_step: int | None = None
+    count: int,
+    folder: Path,
+    runs: Sequence[Sequence[str]],
+    *,
+    environ: Mapping[str, str] | None = None,
+    kill_in_step: int | None = None,
 ) -> None:
     """`train-heads` with each of these flags, one run after the other, in so many processes at once,
-    which perhaps die in a step. Raises Failed."""
+    in what environment a launch leaves; perhaps they die in a step. Raises Failed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     folder.mkdir()
-    given = folder, runs, kill_in_step
+    given = folder, runs, environ or {}, kill_in_step
     processes = [context.Process(target=_train, args=(rank, count, *given)) for rank in range(count)]
     for process in processes:
         process.start()
@@ -46,7 +51,9 @@ def run_together(
         raise Failed("killed")
 
 
-def _train(rank: int, count: int, folder: Path, runs: Any, kill_in_step: int | None) -> None:
+def _train(
+    rank: int, count: int, folder: Path, runs: Any, environ: Any, kill_in_step: int | None
+) -> None:
     import torch.distributed as dist
 
     from medusa_heads.cli.train_heads import main
@@ -56,6 +63,7 @@ def _train(rank: int, count: int, folder: Path, runs: Any, kill_in_step: int | N
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ.update(environ)
     os.environ.update(zip(names, map(str, (rank, rank, count, count)), strict=True))
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from medusa_heads.training.arguments.target import TargetArguments
 
-_FSDP = "ACCELERATE_USE_FSDP"
+_FSDP, _SIZES = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
 _DDP = "configs/accelerate/ddp.yaml"
 
 
@@ -28,6 +28,8 @@ class Sharding:
     """Give a gathered layer up at once; else all stay, which takes the memory of the target."""
     load_once: bool = True
     """The first process alone reads the weights, and hands them round."""
+    copies: int = 1
+    """Of the target, each spread over as many processes next to each other, as those of a node."""
     by_matrix: bool = False
     """A part of every matrix in each process (tensor parallelism), in place of all of that."""
 
@@ -77,12 +79,21 @@ def launched_sharding() -> Sharding | None:
             f"the launch's fsdp_config cannot be read: {type(error).__name__}: {error}: set it as "
             "configs/accelerate/fsdp.yaml does"
         ) from error
+    sizes = {name: _size(name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    copies, each = sizes.pop("dp_replicate"), sizes.pop("dp_shard")
+    processes = int(os.environ.get("WORLD_SIZE", copies * each))
+    if copies * each not in (1, processes):
+        raise ValueError(
+            f"parallelism_config asks for {copies} copies of the target over {each} processes each, "
+            f"and there are {processes}: set parallelism_config_dp_replicate_size to the number of "
+            "nodes, and parallelism_config_dp_shard_size to the processes of one"
+        )
     unusable = {
         "fsdp_offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "fsdp_activation_checkpointing": plugin.activation_checkpointing,
         "fsdp_ignored_modules": plugin.ignored_modules is not None,
         "fsdp_auto_wrap_policy: SIZE_BASED_WRAP": plugin.min_num_params is not None,
-        "parallelism_config": _is_true("ACCELERATE_USE_PARALLELISM_CONFIG"),
+        **{f"parallelism_config_{name}_size": size > 1 for name, size in sizes.items()},
     }
     if name := next((name for name, is_set in unusable.items() if is_set), None):
         raise ValueError(
@@ -93,6 +104,7 @@ def launched_sharding() -> Sharding | None:
         layer_classes=tuple(plugin.transformer_cls_names_to_wrap or ()),
         reshard_after_forward=bool(plugin.reshard_after_forward),
         load_once=plugin.cpu_ram_efficient_loading,
+        copies=copies,
     )
 
 
@@ -100,12 +112,18 @@ def launched_sharding() -> Sharding | None:
 def learning_whole() -> Iterator[None]:
     """Within the block accelerate sees no FSDP launch, so that it leaves what learns in one piece
     and averages its gradients."""
-    before = os.environ.pop(_FSDP, None)
+    before = {name: os.environ.pop(name) for name in (_FSDP, _SIZES) if name in os.environ}
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[_FSDP] = before
+        os.environ.update(before)
+
+
+def _size(name: str) -> int:
+    """One of the launch's parallelism_config."""
+    if not _is_true(_SIZES):
+        return 1
+    return int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
 
 
 def _is_true(name: str) -> bool:

@@ -80,7 +80,9 @@ def shard_target(
     _check_processes()
     model: Any = target.model
     layers = _layers(model, sharding.layer_classes)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    shape = (sharding.copies, dist.get_world_size() // sharding.copies)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "parts"))
+    mesh = mesh if sharding.copies > 1 else mesh["parts"]
     kept = target.get_input_embeddings(), target.get_output_embeddings()
     empty = any_process(any(p.is_meta for p in model.parameters()), device)
     if empty:

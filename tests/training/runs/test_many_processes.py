@@ -16,6 +16,7 @@ from torch import Tensor
 
 from medusa_heads.cli.train_heads import main
 from tests.conftest import TinyLlama
+from tests.training.hidden.test_launched import IN_NODES, LAUNCHED
 from tests.training.processes import Failed, run_together
 
 ROWS = 8  # of a step, whatever the number of processes
@@ -139,6 +140,15 @@ def test_a_target_that_processes_share(flags: list[str], tmp_path: Path) -> None
     printed = (tmp_path / "printed" / "0.txt").read_text()
     assert len(list((tmp_path / "cache").glob("*/*.json"))) == 2, "of the rows and the held-out ones"
     assert printed.count(" about 0 ") == 0 and "read from" in printed
+
+
+def test_a_copy_of_the_target_in_each_of_two_nodes(flags: list[str], tmp_path: Path) -> None:
+    assert main(run_of(flags, 1, tmp_path / "one")) == 0
+    run = run_of(flags, 4, tmp_path / "nodes")
+    sizes = {**LAUNCHED, **IN_NODES, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    run_together(4, tmp_path / "printed", [run], environ=sizes)
+    check_equal(tmp_path / "nodes", tmp_path / "one")
+    assert loaded(tmp_path / "nodes")["shared_by"] == "shard_target"
 
 
 def test_a_target_laid_over_devices(flags: list[str], tmp_path: Path) -> None:
