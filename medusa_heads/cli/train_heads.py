@@ -81,7 +81,7 @@ def train(
     args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=command.autocast)
 
     from medusa_heads.training.runs.dry_run import plan_heads
-    from medusa_heads.training.runs.heads import trainer_of, train_heads
+    from medusa_heads.training.runs.heads import train_heads, trainer_of
 
     trainer_of(joint).check_arguments(args)
     four_bits, matrix = to_target.load_in_4bit, to_save.with_vocab_matrix

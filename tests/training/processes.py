@@ -27,19 +27,21 @@ def run_together(
     environ: Mapping[str, str] | None = None,
     kill_in_step: int | None = None,
 ) -> None:
-    """`train-heads` with each of these flags, one run after the other, in so many processes at once,
-    in what environment a launch leaves; perhaps they die in a step. Raises Failed."""
+    """`train-heads` with each of these flags, one run after the other, in so many processes at
+    once and in the environment of a launch; perhaps they die in a step. Raises Failed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     folder.mkdir()
     given = folder, runs, environ or {}, kill_in_step
-    processes = [context.Process(target=_train, args=(rank, count, *given)) for rank in range(count)]
+    processes = [
+        context.Process(target=_train, args=(rank, count, *given)) for rank in range(count)
+    ]
     for process in processes:
         process.start()
-    running = {process.sentinel: process for process in processes}
+    running: dict[Any, Any] = {process.sentinel: process for process in processes}
     while running:
         for sentinel in wait(list(running)):
-            process = running.pop(sentinel)  # type: ignore[index]
+            process = running.pop(sentinel)
             process.join()
             if process.exitcode:
                 for other in running.values():  # which would wait for it for ever

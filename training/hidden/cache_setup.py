@@ -97,8 +97,8 @@ def open_hidden_states(
 
 
 def _settings_sha256(target: TargetModel) -> str:
-    """Over the configuration, the kernel of attention, which rounds in its own way, and how strongly
-    adapters count: no weight says any."""
+    """Over the configuration, over the kernel of attention, which rounds in its own way, and over
+    how strongly adapters count: no weight says any."""
     of_model = target.model.config.to_dict()
     settings = {name: value for name, value in of_model.items() if name not in _IDLE_SETTINGS}
     adapters = {

@@ -47,7 +47,7 @@ def sharding_of(arguments: TargetArguments) -> Sharding | None:
     if mapped and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "device_map lays the target over the devices of one process, and this launch has "
-            "several: leave it out (shard_target spreads one over them), or start without a launcher"
+            "several: leave it out (shard_target spreads one over them), or start no launcher"
         )
     if arguments.shard_target or by_matrix:
         return launched or Sharding(by_matrix=by_matrix)
@@ -84,8 +84,8 @@ def launched_sharding() -> Sharding | None:
     processes = int(os.environ.get("WORLD_SIZE", copies * each))
     if copies * each not in (1, processes):
         raise ValueError(
-            f"parallelism_config asks for {copies} copies of the target over {each} processes each, "
-            f"and there are {processes}: set parallelism_config_dp_replicate_size to the number of "
+            f"parallelism_config asks for {copies} copies of the target over {each} processes, and "
+            f"there are {processes}: set parallelism_config_dp_replicate_size to the number of "
             "nodes, and parallelism_config_dp_shard_size to the processes of one"
         )
     unusable = {

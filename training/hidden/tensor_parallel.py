@@ -22,7 +22,7 @@ class PartedTarget(TargetModel):
     keeps the hidden states of its own: heads learn as beside a whole target in each process."""
 
     @classmethod
-    def load(cls, arguments: TargetArguments) -> PartedTarget:
+    def load(cls, arguments: TargetArguments) -> TargetModel:
         """Each process reads its own part of the weights. Raises ValueError: the model cannot be
         cut for so many processes."""
         from transformers import DistributedConfig
@@ -54,7 +54,7 @@ class PartedTarget(TargetModel):
         batches: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(batches, [None if x is None else x.cpu() for x in inputs])
         for rank, batch in enumerate(batches):
-            there = [None if x is None else x.to(self.device) for x in batch]
+            there: Any = [None if x is None else x.to(self.device) for x in batch]
             hidden_BTX = self.hidden_with_grad(*there)
             if rank == dist.get_rank():
                 own_BTX = hidden_BTX

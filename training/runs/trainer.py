@@ -145,13 +145,13 @@ class TaughtTrainer(Trainer, ABC):
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
         """As transformers', which would take one step more where a finished run is resumed."""
-        if isinstance(resume_from_checkpoint, str):
-            if (state := finished_state(resume_from_checkpoint, self.args)) is not None:
-                self._load_from_checkpoint(resume_from_checkpoint)
-                self.state = state
-                if self.args.load_best_model_at_end and state.best_model_checkpoint:
-                    self._load_best_model()
-                return TrainOutput(state.global_step, 0.0, {})
+        checkpoint = resume_from_checkpoint
+        if isinstance(checkpoint, str) and (state := finished_state(checkpoint, self.args)):
+            self._load_from_checkpoint(checkpoint)
+            self.state = state
+            if self.args.load_best_model_at_end and state.best_model_checkpoint:
+                self._load_best_model()
+            return TrainOutput(state.global_step, 0.0, {})
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""Targets that cannot be spread; `test_processes.py` spreads those that can."""
+"""Targets that cannot be spread; `test_many_processes.py` spreads those that can."""
 
 from pathlib import Path
 

@@ -17,7 +17,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.cli.train_heads import ARGUMENTS, main
 from medusa_heads.training.hidden.launched import Sharding, launched_sharding
-from tests.training.runs.test_many_processes import check_equal, flags, loaded, run_of
+from tests.training.hidden.test_many_processes import check_equal, flags, loaded, run_of
 
 __all__ = ["flags"]  # a fixture
 ROOT = Path(__file__).parents[3]

@@ -1,9 +1,10 @@
 """Several processes (gloo, CPU) learn what one does with the same rows in each step, however the
-target lies; `test_processes.py` starts some with the shipped launch files."""
+target lies; launch files are read in `test_launch_files.py`."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,9 +28,7 @@ STOPPED = ["--load_best_model_at_end", "--early_stopping_patience", "1", "--save
 @pytest.fixture
 def flags(tiny_llama: TinyLlama, make_rows: Callable[..., Dataset], tmp_path: Path) -> list[str]:
     """Of a run of 4 steps, but for how many rows each process reads in one."""
-    target = tiny_llama(
-        vocab_size=61, hidden_size=16, num_attention_heads=4, num_key_value_heads=4
-    )
+    target = tiny_llama(vocab_size=61, hidden_size=16, num_attention_heads=4, num_key_value_heads=4)
     target.save_pretrained(tmp_path / "target")
     rows = tmp_path / "rows.jsonl"
     made = [*make_rows(20, length=20), *make_rows(20, length=14, seed=1)]
@@ -90,6 +89,7 @@ def test_so_many_learn_what_one_does(
         check_equal(tmp_path / name, tmp_path / f"one-{name}")
         figures = json.loads((tmp_path / name / "metrics.json").read_text())
         alone = json.loads((tmp_path / f"one-{name}" / "metrics.json").read_text())
+        assert (figures["best_step"] is None) == (name != "stopped"), "else these are the last"
         for key in ("eval_loss", "eval_tokens_per_step_16", "steps", "best_step"):
             assert figures[key] == pytest.approx(alone[key], abs=1e-5), (name, key)
         assert loaded(tmp_path / name)["processes"] == count
@@ -135,11 +135,10 @@ def test_a_target_that_processes_share(flags: list[str], tmp_path: Path) -> None
         check_equal(tmp_path / name, tmp_path / ("one-longer" if "longer" in name else "one"))
         two = yaml.safe_load((tmp_path / name / "run.yaml").read_text())
         assert two["target_weights_sha256"] == one["target_weights_sha256"]
-        shared = two["target_loaded"]["shared_by"]
-        assert shared == ("tensor_parallel" if "--tensor_parallel" in kinds[name] else "shard_target")
+        assert f"--{two['target_loaded']['shared_by']}" == kinds[name][0]
     printed = (tmp_path / "printed" / "0.txt").read_text()
-    assert len(list((tmp_path / "cache").glob("*/*.json"))) == 2, "of the rows and the held-out ones"
-    assert printed.count(" about 0 ") == 0 and "read from" in printed
+    all_of_them, few = map(int, re.findall(r"to be written \((\d+) rows", printed))
+    assert 0 < few < all_of_them / 4 and "read from" in printed
 
 
 def test_a_copy_of_the_target_in_each_of_two_nodes(flags: list[str], tmp_path: Path) -> None:
