@@ -15,7 +15,8 @@
 set -euo pipefail
 
 LAUNCH=${LAUNCH:-configs/accelerate/ddp_nodes.yaml}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${nodes%%$'\n'*}
 sizes=()
 if grep -q '^parallelism_config:' "$LAUNCH"; then # a copy of the target in each node
   sizes=(--parallelism_config_dp_replicate_size "$SLURM_NNODES"
