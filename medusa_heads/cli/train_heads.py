@@ -71,11 +71,10 @@ def train(
             "cannot write text apart: make it with medusa-heads regenerate, and give it as "
             "--dataset"
         )
-    if joint is not None and (name := {*to_target.apart} - {"shard_target"}):
-        raise ValueError(
-            f"an adapter learns in matrices that are whole, on one device: leave {name.pop()} or "
-            "joint out (shard_target takes both)"
-        )
+    if joint is not None and sharding is not None:
+        sharding.check_joint()
+    if joint is not None and to_target.device_map is not None:
+        raise ValueError("an adapter learns on one device: leave device_map or joint out")
     to_cache.check(joint=joint is not None)
     command = Command(to_target, to_data, to_distill, to_optimise)
     args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=command.autocast)

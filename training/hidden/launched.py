@@ -33,6 +33,15 @@ class Sharding:
     by_matrix: bool = False
     """A part of every matrix in each process (tensor parallelism), in place of all of that."""
 
+    def check_joint(self) -> None:
+        """Raises ValueError where no adapter can learn in a target that lies so."""
+        if self.by_matrix or self.copies > 1:
+            name = "tensor_parallel" if self.by_matrix else "parallelism_config"
+            raise ValueError(
+                "an adapter learns in a target that is whole in each process, or spread over all "
+                f"of them by its layers: leave {name} or joint out"
+            )
+
 
 def sharding_of(arguments: TargetArguments) -> Sharding | None:
     """How the launch and the flags want the target spread over the processes; None where each has

@@ -81,8 +81,9 @@ def shard_target(
     model: Any = target.model
     layers = _layers(model, sharding.layer_classes)
     shape = (sharding.copies, dist.get_world_size() // sharding.copies)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "parts"))
-    mesh = mesh if sharding.copies > 1 else mesh["parts"]
+    # By another name, peft would take the layers' matrices for parts of them.
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "fsdp"))
+    mesh = mesh if sharding.copies > 1 else mesh["fsdp"]
     kept = target.get_input_embeddings(), target.get_output_embeddings()
     empty = any_process(any(p.is_meta for p in model.parameters()), device)
     if empty:

@@ -99,6 +99,8 @@ def train_heads(
     config, objective = config or HeadsConfig(), objective or LossConfig()
     hidden_cache = hidden_cache or CacheArguments()
     sharding = launched_sharding()
+    if joint is not None and sharding is not None:
+        sharding.check_joint()
     hidden_cache.check(joint=joint is not None)
     run = Run(
         target,

@@ -83,6 +83,8 @@ def test_a_copy_of_the_target_in_each_node(fsdp_launch: pytest.MonkeyPatch) -> N
         fsdp_launch.setenv(*size)
     found = launched_sharding()
     assert found is not None and found.copies == 2
+    with pytest.raises(ValueError, match="leave parallelism_config or joint out"):
+        found.check_joint()
     with learning_whole():
         assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in os.environ
     assert launched_sharding() == found

@@ -116,7 +116,7 @@ def test_an_fsdp_launch_is_refused_by_name_where_it_cannot_be_had(
         (["--device_map", "auto", "--shard_target"], "device_map and shard_target exclude each"),
         (["--tensor_parallel", "--shard_target"], "shard_target and tensor_parallel exclude"),
         (["--tensor_parallel", "--load_in_4bit"], "4-bit matrices cannot be spread"),
-        (["--tensor_parallel", "--joint"], "an adapter learns in matrices that are whole"),
+        (["--tensor_parallel", "--joint"], "leave tensor_parallel or joint out"),
         (["--device_map", "auto", "--joint"], "leave device_map or joint out"),
         (["--tensor_parallel", "--self_distill"], "cannot write text apart"),
         (["--tensor_parallel", "--mtp"], "leave tensor_parallel out"),
