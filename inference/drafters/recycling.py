@@ -136,7 +136,7 @@ class RecycledTrees(Drafter):
 
     def _matrix(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of every token the successors, and how likely they were, [V, R] each."""
-        if self._kept is None:
+        if self._kept is None or self._kept[0].device != device:
             with torch.inference_mode(False):
                 # Siblings differ, and of tokens that were never read they count for nothing.
                 successors_VR = torch.arange(self._shape[1], device=device).repeat(

@@ -84,6 +84,13 @@ def test_nodes_of_one_token_write_the_same() -> None:
     assert torch.equal(successors_VR[[3, 5]], last_2R)
 
 
+def test_the_matrix_is_where_the_target_is() -> None:
+    drafter = RecycledTrees(10, 6)
+    for device in ("cpu", "meta"):
+        state: Any = SimpleNamespace(rows=[], noise=None, roots_B=torch.tensor([3], device=device))
+        assert drafter.propose(state).tokens_BN.device.type == device
+
+
 @pytest.mark.parametrize("nodes", [0, 64])
 def test_sizes_that_are_not_there(nodes: int) -> None:
     with pytest.raises(ValueError, match=f"1 to 63 tokens, got {nodes}"):
