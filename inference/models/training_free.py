@@ -220,7 +220,7 @@ class TrainingFreeModel(AssistedModel):
 
 def is_drafter(name: str) -> bool:
     """Whether that is the name of a drafter, which may hold a number."""
-    plain = re.sub(r"^(early_exit):\d+|^(recycling):\d+$", r"\1\2", name)
+    plain = re.sub(r"^(early_exit):\d{1,9}|^(recycling):\d{1,9}$", r"\1\2", name)
     return plain in DRAFTERS + OWN_MODULES
 
 
