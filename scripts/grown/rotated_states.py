@@ -66,7 +66,7 @@ class RotatedStates(HiddenStates):
     def __init__(self, rotated: Rotated, small: HiddenStates) -> None:
         super().__init__(rotated.target)
         self._small, self._matrix_DE = small, rotated.matrix_DE
-        self.collate, self.callbacks = small.collate, small.callbacks
+        self.collate, self.order = small.collate, small.order
 
     def of(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self._small.of(inputs) @ self._matrix_DE
