@@ -64,16 +64,12 @@ def train(
         from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 
         check_takes_matrix(config)
-    sharding = launched_sharding() or (Sharding() if to_target.shard_target else None)
-    if sharding is not None and to_distill.self_distill:
-        raise ValueError(
-            "processes that share a target (shard_target, or an FSDP launch) cannot write text "
-            "apart: make it with medusa-heads regenerate, and give it as --dataset"
-        )
-    to_cache.check(joint=joint is not None, spread=sharding is not None)
+    sharding = sharding_of(to_target, to_distill)
+    to_cache.check(joint=joint is not None)
     command = Command(to_target, to_data, to_distill, to_optimise)
     args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=command.autocast)
 
+    from medusa_heads.training.hidden.cache_setup import cheaper
     from medusa_heads.training.runs.dry_run import plan_heads
     from medusa_heads.training.runs.heads import train_heads
 
@@ -93,7 +89,20 @@ def train(
         rehearse=partial(train_heads, config=config, objective=objective, joint=steady),
         report=_report,
         sharding=sharding,
+        compare=None if joint else lambda *run: cheaper(to_cache, *run, config, args),
     )
+
+
+def sharding_of(to_target: TargetArguments, to_distill: DistillArguments) -> Sharding | None:
+    """How the target is spread over the processes, None where it is not; ValueError where it then
+    cannot write text."""
+    sharding = launched_sharding() or (Sharding() if to_target.shard_target else None)
+    if sharding is not None and to_distill.self_distill:
+        raise ValueError(
+            "processes that share a target (shard_target, or an FSDP launch) cannot write text "
+            "apart: make it with medusa-heads regenerate, and give it as --dataset"
+        )
+    return sharding
 
 
 def joint_settings(joint: bool, config: JointConfig) -> JointConfig | None:

@@ -17,6 +17,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.data.prepare import TrainingData
 from medusa_heads.training.data.row_facts import RowFacts
+from medusa_heads.training.hidden.cheaper import measure_costs
 from medusa_heads.training.hidden.layout import INDEX_FILE, CacheError, CacheKey, Index
 from medusa_heads.training.hidden.prepare import Part, write_parts
 from medusa_heads.training.hidden.states import CachedHiddenStates, HiddenStates
@@ -48,6 +49,22 @@ def open_hidden_states(
         size, folder = decimal(sum(cache.bytes for cache in caches)), parts[0].folder.parent
         print(f"Hidden states: {size} read from {folder}", flush=True)
     return CachedHiddenStates(target, caches)
+
+
+def cheaper(
+    settings: CacheArguments,
+    target: TargetModel,
+    data: TrainingData,
+    config: HeadsConfig,
+    args: TrainingArguments,
+) -> str:
+    """The sentence on what a run would take with a cache and without; measured, by all processes
+    together. Raises ValueError where the text is a stream."""
+    part = parts_of(settings, target.with_features(config.features), data, config, args, "")[0]
+    costs = measure_costs(target.with_features(config.features), part, processes=args.world_size)
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    steps, rows = args.max_steps, len(data.rows)
+    return costs.sentence(steps * batch / rows if steps > 0 else args.num_train_epochs)
 
 
 def parts_of(

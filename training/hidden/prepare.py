@@ -55,15 +55,24 @@ class Part:
     batch_size: int
     seed: int | None
 
+    def size(self, dtype: torch.dtype) -> int:
+        """The bytes of all states that are to be kept."""
+        layout = Layout(len(self.rows), 1, 1, None, _name(dtype))
+        positions = int(kept_counts(self.rows, self.key.positions).sum())
+        return positions * Index(self.key, layout).position_bytes
+
     def layout(self, dtype: torch.dtype, shard_bytes: int) -> tuple[Layout, Any]:
         """How it will lie there, and the positions of each place."""
-        rows = len(self.rows)
-        said = str(dtype).removeprefix("torch.")
+        rows, said = len(self.rows), _name(dtype)
         layout = Layout(rows, self.batch_size, rows, self.seed, said)
         counts = kept_counts(self.rows, self.key.positions)[layout.order()]
         bytes_of_batch = Index(self.key, layout).position_bytes * counts.mean() * self.batch_size
         batches = max(round(shard_bytes / max(bytes_of_batch, 1)), 1)
         return Layout(rows, self.batch_size, batches * self.batch_size, self.seed, said), counts
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def write_parts(
@@ -148,7 +157,9 @@ def _fill(
     order = index.layout.order()
     shares = [missing[rank :: state.num_processes] for rank in range(state.num_processes)]
     mine = shares[state.process_index]
-    shards = tqdm(mine, desc="writing", unit="shard", disable=not state.is_main_process, leave=False)
+    shards = tqdm(
+        mine, desc="writing", unit="shard", disable=not state.is_main_process, leave=False
+    )
     for shard in shards:
         batches = _batches(places(shard), index.layout.batch_size)
         texts = (rows.__getitems__(order[batch].tolist()) for batch in batches)

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, X columns of hidden states, P kept positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -96,10 +97,8 @@ def _collate_read(caches: Sequence[HiddenCache], rows: Sequence[Mapping[str, Any
     # Without workers there is nothing to overlap with, and batches that wait for their turn in a
     # large optimiser step had better be small.
     if get_worker_info() is not None:
-        try:
+        with suppress(CacheError):  # the main process meets it too, and says it in one sentence
             batch["hidden"] = read_batch(caches, batch["row_names"], batch["kept"])
-        except CacheError:
-            pass  # the main process meets it too, and says it in one sentence
     return batch
 
 

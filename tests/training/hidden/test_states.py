@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -39,9 +40,7 @@ def test_weights_are_bitwise_the_same_from_many_shards(
     plain = runs("off")
     small = 20 * 16 * 4 * 4  # about a batch
     write = prepare.write_parts
-    monkeypatch.setattr(
-        cache_setup, "write_parts", lambda *given: write(*given, shard_bytes=small)
-    )
+    monkeypatch.setattr(cache_setup, "write_parts", lambda *given: write(*given, shard_bytes=small))
     assert same(plain, runs("auto")) and same(plain, runs("read"))
     assert len(runs.shards()) == 5 + 2
 
@@ -156,7 +155,7 @@ def test_each_pass_reads_shard_after_shard(rows_per_shard: int) -> None:
         passes.append(list(order))
         shards = [place_of[row] // rows_per_shard for row in passes[-1]]
         assert sorted(passes[-1]) == list(range(40)) and len(order) == 40
-        assert sum(a != b for a, b in zip(shards, shards[1:], strict=False)) == layout.shards - 1
+        assert sum(a != b for a, b in pairwise(shards)) == layout.shards - 1
     assert passes[0] == layout.order().tolist()
     assert passes[1] != passes[2] != passes[0]
     if rows_per_shard == 40:  # in one shard it is the order of a run without a cache
