@@ -152,4 +152,5 @@ def _nearest(folder: Path, key: CacheKey) -> str:
     if not found:
         return ""
     nearest: list[str] = min(found, key=len)
-    return f" (the nearest differs in {' and '.join(nearest)})"
+    said = " and ".join(filter(None, [", ".join(nearest[:-1]), nearest[-1]]))
+    return f" (the nearest differs in {said})"

@@ -46,11 +46,12 @@ class Costs:
         online, cached = passes * target, target + write + passes * read
         better, worse = ("a cache", "none") if cached < online else ("no cache", "one")
         less, more = sorted((online, cached))
+        count = f"{passes:,.1f}".removesuffix(".0") + (" pass" if passes == 1 else " passes")
         return (
             f"Hidden states: the target computes a pass in {target:,.3g} s ({self.forward:,.0f} "
             f"tokens/s); {decimal(self.size)} take {write:,.3g} s to write "
             f"({decimal(round(self.write))}/s) and {read:,.3g} s a pass to read "
-            f"({decimal(round(self.read))}/s): for {passes:,.3g} passes {better} is cheaper, "
+            f"({decimal(round(self.read))}/s): for {count} {better} is cheaper, "
             f"{less:,.3g} s against {more:,.3g} s with {worse}"
         )
 

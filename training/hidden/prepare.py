@@ -76,9 +76,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def write_parts(
-    target: TargetModel, parts: Sequence[Part], *, shard_bytes: int = SHARD_BYTES
+    target: TargetModel, parts: Sequence[Part], *, shard_bytes: int | None = None
 ) -> None:
-    """Write what is not there yet; all processes of the run must call this together. Raises
+    """Write what is not there yet, in shards of about so many bytes; all processes of the run must call this together. Raises
     ValueError: the disk is too small, or the states are not finite; OSError where it became full
     meanwhile. Shards that are whole by then stay."""
     state = PartialState()
@@ -86,7 +86,7 @@ def write_parts(
     dtype = _run_on_nothing(target).dtype
     if state.is_main_process:
         try:
-            found = [[_begin(part, dtype, shard_bytes) for part in parts]]
+            found = [[_begin(part, dtype, shard_bytes or SHARD_BYTES) for part in parts]]
             _check_disk(parts, found[0])
         except (ValueError, OSError) as error:
             found = [error]
