@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -186,7 +185,7 @@ def measure(arguments: MeasureArguments) -> dict[str, Any]:
     data = TrainingData(rows, rows, rows, facts, facts, [])
     seconds: dict[str, list[float]] = {"target": [], "target, written": [], "cache": []}
     reading: list[dict[str, float]] = []
-    for turn in range(arguments.repeats + 1):
+    for turn in range(0 if arguments.epochs else 1, arguments.repeats + 1):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             runs = Runs(arguments, target, data, folder)
             online = runs.epochs("off") if arguments.epochs else []
@@ -194,7 +193,7 @@ def measure(arguments: MeasureArguments) -> dict[str, Any]:
             cached = runs.epochs("read") if arguments.epochs else []
             reading.append(runs.reading())
             size = runs.cache.bytes
-        if turn or not arguments.epochs:  # the first warms up
+        if turn:  # the first warms up
             seconds["target"] += online
             seconds["target, written"].append(written)
             seconds["cache"] += cached

@@ -78,9 +78,9 @@ def _name(dtype: torch.dtype) -> str:
 def write_parts(
     target: TargetModel, parts: Sequence[Part], *, shard_bytes: int | None = None
 ) -> None:
-    """Write what is not there yet, in shards of about so many bytes; all processes of the run must call this together. Raises
-    ValueError: the disk is too small, or the states are not finite; OSError where it became full
-    meanwhile. Shards that are whole by then stay."""
+    """Write what is not there yet, in shards of about so many bytes; all processes of the run must
+    call this together. Raises ValueError: the disk is too small, or the states are not finite;
+    OSError where it became full meanwhile. Shards that are whole by then stay."""
     state = PartialState()
     found: list[Any] = [None]
     dtype = _run_on_nothing(target).dtype
