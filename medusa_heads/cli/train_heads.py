@@ -89,7 +89,9 @@ def train(
         rehearse=partial(train_heads, config=config, objective=objective, joint=steady),
         report=_report,
         sharding=sharding,
-        compare=None if joint else lambda *run: cheaper(to_cache, *run, config, args),
+        compare=None
+        if joint
+        else lambda target, data: cheaper(to_cache, target, data, config, args),
     )
 
 

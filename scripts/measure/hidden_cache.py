@@ -163,7 +163,7 @@ class Runs:
         begun = time.perf_counter()
         for place in places:
             cache.read_place(place).clone()
-        return cache.bytes / (time.perf_counter() - begun)
+        return cache.size / (time.perf_counter() - begun)
 
 
 def write(arguments: MeasureArguments) -> None:
@@ -192,7 +192,7 @@ def measure(arguments: MeasureArguments) -> dict[str, Any]:
             written = runs.write()
             cached = runs.epochs("read") if arguments.epochs else []
             reading.append(runs.reading())
-            size = runs.cache.bytes
+            size = runs.cache.size
         if turn:  # the first warms up
             seconds["target"] += online
             seconds["target, written"].append(written)

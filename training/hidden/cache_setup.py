@@ -46,7 +46,7 @@ def open_hidden_states(
         write_parts(target, parts)
     caches = [_whole_cache(part.folder, part.key) for part in parts]
     if PartialState().is_main_process:
-        size, folder = decimal(sum(cache.bytes for cache in caches)), parts[0].folder.parent
+        size, folder = decimal(sum(cache.size for cache in caches)), parts[0].folder.parent
         print(f"Hidden states: {size} read from {folder}", flush=True)
     return CachedHiddenStates(target, caches)
 
@@ -112,7 +112,7 @@ def _rows_sha256(rows: Dataset, facts: RowFacts) -> str:
     if "members" in rows.column_names:
         members = rows.data.column("members").combine_chunks()
         for values in (members.flatten(), members.offsets):
-            digest.update(np.ascontiguousarray(values.to_numpy()))
+            digest.update(np.asarray(values).tobytes())
     return digest.hexdigest()
 
 

@@ -213,7 +213,7 @@ class Index:
         path = folder / INDEX_FILE
         try:
             content = np.memmap(path, np.uint8, "r")
-            magic, size, check = _INDEX_HEAD.unpack_from(content)
+            magic, size, check = _INDEX_HEAD.unpack(content[: _INDEX_HEAD.size].tobytes())
             said = content[_INDEX_HEAD.size : _INDEX_HEAD.size + size].tobytes()
             if magic != _INDEX_MAGIC or len(said) != size or zlib.crc32(said) != check:
                 raise ValueError("its header is damaged")

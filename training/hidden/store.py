@@ -159,8 +159,8 @@ class HiddenCache:
         self.__init__(*state)  # type: ignore[misc]
 
     @property
-    def bytes(self) -> int:
-        """Of all states."""
+    def size(self) -> int:
+        """The bytes of all states."""
         return int(self.index.starts[-1]) * self.index.position_bytes
 
     def read(self, name: bytes) -> Tensor | None:

@@ -65,8 +65,8 @@ def test_counts_are_those_of_the_kept_positions() -> None:
     assert len(packed) < len(table)
     for data in (table, packed, table.select([2, 0])):
         for kept in ("learnt", "all"):
-            masks = [kept_positions(row, kept) for row in data]  # type: ignore[arg-type]
-            counts = kept_counts(data, kept)  # type: ignore[arg-type]
+            masks = [kept_positions(row, kept) for row in data]
+            counts = kept_counts(data, kept)
             assert counts.tolist() == [int(mask.sum()) for mask in masks]
     assert kept_counts(table, "learnt").tolist() == [2, 2, 0, 0]
 

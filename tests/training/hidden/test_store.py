@@ -59,7 +59,7 @@ def test_what_was_written_is_read(folder: Path) -> None:
             assert found is not None and found.dtype == torch.bfloat16
             assert torch.equal(found, hidden(place))
         assert again.read(b"e" * 16) is None
-    assert cache.bytes == sum(COUNTS) * WIDTH * 2
+    assert cache.size == sum(COUNTS) * WIDTH * 2
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -83,7 +83,7 @@ def test_fp8_has_a_scale_for_every_position_and_layer(tmp_path: Path) -> None:
     cache = HiddenCache(tmp_path, key)
     whole = hidden(2, torch.float32, 2 * WIDTH)
     torch.testing.assert_close(cache.read_place(2), whole, rtol=2**-4, atol=2**-9)
-    assert cache.bytes == sum(COUNTS) * 2 * (WIDTH + 4)
+    assert cache.size == sum(COUNTS) * 2 * (WIDTH + 4)
 
 
 def test_shards_may_be_read_by_whom_the_index_may(folder: Path) -> None:
