@@ -4,6 +4,7 @@ to do."""
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.hidden.prepare import Part
 
-_PROBE = 1 << 26  # bytes written to the disk and read back
+_PROBE = 1 << 26  # bytes written to the disk and read back, at most
+_OF_FREE = 16  # and of what is free there, one part in so many
 _BATCHES = 2  # timed, after one that warms up
 
 
@@ -74,9 +76,10 @@ def measure_costs(target: TargetModel, part: Part, *, processes: int = 1) -> Cos
     return Costs(part.key.tokens, part.size(states.dtype), forward, *disk_rates(place))
 
 
-def disk_rates(folder: Path, size: int = _PROBE) -> tuple[float, float]:
+def disk_rates(folder: Path) -> tuple[float, float]:
     """Bytes a second that a file there is written with, down to the disk, and read with, from it as
     far as the system lets go of what it holds in memory. OSError where nothing can be written."""
+    size = max(min(_PROBE, shutil.disk_usage(folder).free // _OF_FREE), 1)
     content = memoryview(np.random.default_rng(0).bytes(size))
     with TemporaryDirectory(dir=folder) as made:
         path = Path(made) / "probe"
