@@ -5,7 +5,8 @@ python -m scripts.measure.hidden_cache
 The real trainer in turns, without and with `hidden_cache auto`, on random text: tokens a second of
 an epoch in which the target runs, of writing the states, and of epochs that read them. Then the
 states alone are read, row by row, beside the disk's own rate for the same files in large pieces:
-as far as may be from the disk, and from the system's memory.
+as far as may be from the disk, and from the system's memory. Of these the processor's time is
+measured, too: what is left where the machine does nothing else.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ from medusa_heads.training.hidden.store import HiddenCache
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from scripts.measure.random_target import random_target
 from scripts.measure.written import write_report
+
+Pair = tuple[float, float]
 
 
 @dataclass
@@ -142,15 +145,22 @@ class Runs:
         trainer.train()
         return stopwatch.seconds
 
-    def reading(self) -> dict[str, float]:
-        """Bytes a second of all rows, by how they are read; and of the disk."""
+    def reading(self) -> dict[str, Pair]:
+        """Bytes a second of all rows, by how they are read, and of the disk; and bytes a second of
+        the processor's time."""
         layout, shards = self.cache.index.layout, sorted(self.cache.folder.glob("*.states"))
         place_of = {row: place for place, row in enumerate(layout.order().tolist())}
         order = ShardLocalOrder(layout, layout.seed or 0)
         order.set_epoch(1)
         local = [place_of[row] for row in order]
         mixed = torch.randperm(len(local)).tolist()
-        found = {"the disk, whole files": read_rates(shards)}
+        used = time.process_time()
+        found = {
+            "the disk, whole files": (
+                read_rates(shards),
+                self.cache.size / (time.process_time() - used),
+            )
+        }
         for name, places in (("shard by shard", local), ("in any order", mixed)):
             forget(shards)
             found[f"rows, {name}"] = self._rate(places)
@@ -158,12 +168,13 @@ class Runs:
         found["rows, from memory"] = self._rate(local)
         return found
 
-    def _rate(self, places: Iterable[int]) -> float:
+    def _rate(self, places: Iterable[int]) -> Pair:
         cache = HiddenCache(self.cache.folder, self.cache.key)
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), time.process_time()
         for place in places:
             cache.read_place(place).clone()
-        return cache.size / (time.perf_counter() - begun)
+        took = time.perf_counter() - begun, time.process_time() - used
+        return cache.size / took[0], cache.size / took[1]
 
 
 def write(arguments: MeasureArguments) -> None:
@@ -184,7 +195,7 @@ def measure(arguments: MeasureArguments) -> dict[str, Any]:
     facts = check_rows(rows, target, name="text", heads_reached=1)
     data = TrainingData(rows, rows, rows, facts, facts, [])
     seconds: dict[str, list[float]] = {"target": [], "target, written": [], "cache": []}
-    reading: list[dict[str, float]] = []
+    reading: list[dict[str, Pair]] = []
     for turn in range(0 if arguments.epochs else 1, arguments.repeats + 1):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             runs = Runs(arguments, target, data, folder)
@@ -201,7 +212,8 @@ def measure(arguments: MeasureArguments) -> dict[str, Any]:
     return {
         "tokens_per_second": {n: tokens / median(found) for n, found in seconds.items() if found},
         "bytes": size,
-        "bytes_per_second": {n: median(each[n] for each in reading) for n in reading[0]},
+        "bytes_per_second": {n: median(each[n][0] for each in reading) for n in reading[0]},
+        "of_processor": {n: median(each[n][1] for each in reading) for n in reading[0]},
     }
 
 
@@ -211,14 +223,15 @@ def table_of(report: dict[str, Any]) -> Table:
     title = f"random target {arguments['random_target']}, {arguments['dtype']}"
     table = Table(title=f"{title}, {arguments['rows']} rows of {decimal(report['bytes'])}")
     table.add_column("hidden states from")
-    for unit in ("tokens/s", "rows/s", "bytes/s"):
+    for unit in ("tokens/s", "rows/s", "bytes/s", "of the processor"):
         table.add_column(unit, justify="right")
     for source, value in found.items():
-        table.add_row(source, f"{value:,.0f}", "", "")
+        table.add_row(source, f"{value:,.0f}", "", "", "")
     for source, value in report["bytes_per_second"].items():
         rows = arguments["rows"] * value / report["bytes"]
         tokens = rows * arguments["length"]
-        table.add_row(source, f"{tokens:,.0f}", f"{rows:,.0f}", decimal(round(value)))
+        rates = (decimal(round(rate)) for rate in (value, report["of_processor"][source]))
+        table.add_row(source, f"{tokens:,.0f}", f"{rows:,.0f}", *rates)
     return table
 
 

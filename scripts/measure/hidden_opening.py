@@ -69,8 +69,16 @@ def lay_out(folder: Path, arguments: OpeningArguments) -> tuple[int, CacheKey]:
     """A whole cache all states of which are 0, which take no room on the disk; its bytes."""
     rows = arguments.shards * arguments.rows
     tokens = rows * arguments.positions
-    of_target: Any = ("weights", "settings", "bfloat16", arguments.width)
-    key = CacheKey(*of_target, [], "all", "auto", rows, tokens, "rows")
+    key = CacheKey(
+        *("weights", "settings", "bfloat16"),
+        hidden_size=arguments.width,
+        features=[],
+        positions="all",
+        stored_in="auto",
+        rows=rows,
+        tokens=tokens,
+        rows_sha256="rows",
+    )
     starts = np.arange(rows + 1, dtype=np.int64) * arguments.positions
     index = Index(key, Layout(rows, 1, arguments.rows, 0, "bfloat16"), starts=starts)
     index.write(folder)

@@ -73,7 +73,8 @@ def measure_costs(target: TargetModel, part: Part, *, processes: int = 1) -> Cos
     seconds = time.perf_counter() - began
     forward = processes * _BATCHES * batch["input_ids"].numel() / seconds
     place = next(p for p in (part.folder, *part.folder.absolute().parents) if p.is_dir())
-    return Costs(part.key.tokens, part.size(states.dtype), forward, *disk_rates(place))
+    rates = [processes * rate for rate in disk_rates(place)]  # which all ask of it at once
+    return Costs(part.key.tokens, part.size(states.dtype), forward, *rates)
 
 
 def disk_rates(folder: Path) -> tuple[float, float]:
