@@ -20,7 +20,7 @@ class CacheArguments:
     hidden_cache_dir: str | None = flag(None, "Cache folder. Default: OUTPUT_DIR/hidden_states.")
     hidden_cache_dtype: CachedDtype = flag(
         "auto",
-        "Of the states on disk. auto: as the target computes them, exactly; float8_e4m3fn: a byte "
+        "How states lie on disk. auto: as the target computes them, exactly; float8_e4m3fn: a byte "
         "each, with a scale for every position and layer.",
     )
 

@@ -30,6 +30,8 @@ from medusa_heads.training.hidden.layout import (
 
 AGAIN = "remove it, and medusa-heads prepare-hidden writes it again"
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
+# What each byte of fp8 stands for: on a CPU looked up in half the time in which torch converts it.
+_OF_BYTE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 _OPEN_SHARDS = 128  # mapped at once, far below what a process may
 
 
@@ -48,11 +50,12 @@ def encode(hidden_PX: Tensor, index: Index) -> tuple[Any, Any]:
 
 def decode(states: Any, scales: Any, index: Index) -> Tensor:
     """The same as hidden_PX, which shares memory with the bytes where it can."""
-    stored_PX = torch.from_numpy(states).view(index.stored).view(-1, index.key.hidden_size)
     if not index.scale_bytes:
+        stored_PX = torch.from_numpy(states).view(index.stored).view(-1, index.key.hidden_size)
         return stored_PX.to(index.computed)
     scale_PG1 = torch.from_numpy(scales).view(torch.float32).view(-1, index.layers, 1)
-    wide_PGD = stored_PX.float().unflatten(1, (index.layers, -1)) * scale_PG1
+    width = index.key.hidden_size // index.layers
+    wide_PGD = torch.from_numpy(_OF_BYTE[states]).view(-1, index.layers, width) * scale_PG1
     return wide_PGD.flatten(1).to(index.computed)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from medusa_heads.cli import train_heads
 from medusa_heads.cli.verbs import prepare_hidden
+from medusa_heads.training.hidden import prepare
+from tests.killed import dies
 from tests.training.cache_runs import same
 
 
@@ -92,3 +96,28 @@ def test_other_text_is_not_read_from_what_was_written(
     assert "(the nearest differs in rows and rows_sha256): write them" in error
     assert train_heads.main([*flags, *more, "--hidden_cache_dtype", "float8_e4m3fn"]) == 2
     assert "(the nearest differs in stored_in): write them" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_a_sentence_and_the_next_run_goes_on(
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    flags = [*flags, "--hidden_cache_dir", str(tmp_path / "states"), "--dtype", "float32"]
+    write = prepare.write_shard
+
+    def refused(*shard: Any) -> None:  # from here on the system refuses files that are longer
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+        write(*shard)
+
+    def until_full() -> None:
+        monkeypatch.setattr(prepare, "write_shard", refused)
+        (tmp_path / "code").write_text(str(prepare_hidden.main(flags)))
+
+    assert not dies(until_full)
+    assert (tmp_path / "code").read_text() == "2"
+    said = capfd.readouterr().err
+    assert "medusa-heads: error: [Errno 27] File too large" in said and "Traceback" not in said
+    assert not list((tmp_path / "states").rglob("*.part"))
+    assert prepare_hidden.main(flags) == 0
