@@ -40,22 +40,23 @@ class Costs:
 
     def sentence(self, passes: float) -> str:
         """Which is cheaper for so many passes."""
-        target, write, read = (
-            self.tokens / self.forward,
-            self.size / self.write,
-            self.size / self.read,
-        )
+        target, write = self.tokens / self.forward, self.size / self.write
+        read = self.size / self.read
         online, cached = passes * target, target + write + passes * read
-        better, worse = ("a cache", "none") if cached < online else ("no cache", "one")
+        better, other = ("a cache", "without") if cached < online else ("no cache", "with one")
         less, more = sorted((online, cached))
         count = f"{passes:,.1f}".removesuffix(".0") + (" pass" if passes == 1 else " passes")
         return (
-            f"Hidden states: the target computes a pass in {target:,.3g} s ({self.forward:,.0f} "
-            f"tokens/s); {decimal(self.size)} take {write:,.3g} s to write "
-            f"({decimal(round(self.write))}/s) and {read:,.3g} s a pass to read "
+            f"Hidden states: the target computes a pass in {_seconds(target)} ({self.forward:,.0f} "
+            f"tokens/s); {decimal(self.size)} take {_seconds(write)} to write "
+            f"({decimal(round(self.write))}/s) and {_seconds(read)} a pass to read "
             f"({decimal(round(self.read))}/s): for {count} {better} is cheaper, "
-            f"{less:,.3g} s against {more:,.3g} s with {worse}"
+            f"{_seconds(less)} against {_seconds(more)} {other}"
         )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
 
 
 def measure_costs(target: TargetModel, part: Part, *, processes: int = 1) -> Costs:

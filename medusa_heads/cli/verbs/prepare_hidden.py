@@ -2,7 +2,7 @@
 
 medusa-heads prepare-hidden --config configs/demo.yaml --hidden_cache_dir states
 train-heads --config configs/demo.yaml --hidden_cache read --hidden_cache_dir states
-accelerate launch --config_file fsdp.yaml -m medusa_heads.cli.verbs.prepare_hidden --config my.yaml
+accelerate launch -m medusa_heads.cli.verbs.prepare_hidden --config configs/llama-3.1-8b.yaml
 """
 
 from __future__ import annotations
