@@ -36,13 +36,14 @@ LAUNCHED = re.compile(
     r"^accelerate launch .*-m medusa_heads\.cli\.(train_heads|train_draft|verbs\.prepare_hidden)\b"
 )
 PYTHON = re.compile(r"^python (?:-m (scripts(?:\.\w+)+)|(scripts(?:/\w+)+)\.py)")
-# Flags of vLLM, of argparse and of Python's own launchers.
+# Flags of vLLM, of argparse and of launchers.
 FOREIGN = {
     "additional_config",
     "data_parallel_size",
     "distributed_executor_backend",
     "enable_lora",
     "help",
+    "machine_rank",
     "model_loader_extra_config",
     "num_processes",
     "pipeline_parallel_size",

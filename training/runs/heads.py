@@ -99,6 +99,8 @@ def train_heads(
     config, objective = config or HeadsConfig(), objective or LossConfig()
     hidden_cache = hidden_cache or CacheArguments()
     sharding = launched_sharding()
+    if joint is not None and sharding is not None:
+        sharding.check_joint()
     hidden_cache.check(joint=joint is not None)
     run = Run(
         target,
@@ -176,6 +178,11 @@ def train_heads(
     )
     write_report(run.output, report)
     return heads
+
+
+def trainer_of(joint: JointConfig | None) -> type[HeadsTrainer]:
+    """Who trains heads, alone or with an adapter."""
+    return HeadsTrainer if joint is None else JointTrainer
 
 
 def scale_fresh(

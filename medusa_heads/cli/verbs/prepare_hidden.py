@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.cli.train_heads import CheckpointArguments, joint_settings, sharding_of
+from medusa_heads.cli.train_heads import CheckpointArguments, joint_settings, spread_of
 from medusa_heads.cli.training import Command
 from medusa_heads.config import HeadsConfig
 from medusa_heads.inference.regeneration.arguments import DistillArguments
@@ -44,7 +44,7 @@ def prepare_hidden(
     joint = joint_settings(to_save.joint, to_join)
     to_cache = replace(to_cache, hidden_cache="auto")
     to_cache.check(joint=joint is not None)
-    sharding = sharding_of(to_target, to_distill)
+    sharding = spread_of(to_target, to_distill)
     told = Command(to_target, to_data, to_distill, to_optimise)
     args = to_training_arguments(to_optimise, config.vocab_matrix)
 
