@@ -27,7 +27,7 @@ from medusa_heads.training.arguments.mtp import MTP_LEARNING_RATE, MtpArguments
 from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
-from medusa_heads.training.hidden.launched import launched_sharding, sharding_of
+from medusa_heads.training.hidden.launched import Sharding, launched_sharding, sharding_of
 
 
 @dataclass
