@@ -184,8 +184,8 @@ def memory_overhead(
     drafted = nodes * batch_size
     prefix = heads.prefix
     return {
-        "target": _bytes(target.model.parameters()),
-        "heads": _heads_bytes(heads),
+        "target": bytes_of(target.model.parameters()),
+        "heads": heads_bytes(heads),
         "cache_per_token": per_token,  # the target's keys and values
         # Those of the heads' own layers, if they have any.
         "prefix_per_token": prefix.held_per_token * prefix.dtype.itemsize if prefix else 0,
@@ -200,23 +200,23 @@ def cache_bytes_per_token(target: TargetModel) -> int:
     cache = target.new_cache()
     ids_BT = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     target.hidden(ids_BT, cache=cache)
-    return _bytes(rows for layer in cache.row_layers for rows in layer.rows())
+    return bytes_of(rows for layer in cache.row_layers for rows in layer.rows())
 
 
-def _heads_bytes(heads: DraftHeads) -> int:
+def heads_bytes(heads: DraftHeads) -> int:
     """With the second copy of their blocks that all but sequential heads keep in one piece while
     they decode, but in eight bits; the rows that a reduced vocabulary copies, the preview of a
     large one, and what is held in eight bits."""
-    total = _bytes(heads.parameters())
+    total = bytes_of(heads.parameters())
     if isinstance(heads, MedusaHeads):
         blocks = (block for block in heads.modules() if isinstance(block, ResBlock))
         in_one_piece = (block for block in blocks if type(block.linear) is nn.Linear)
-        total += _bytes(p for block in in_one_piece for p in block.parameters())
+        total += bytes_of(p for block in in_one_piece for p in block.parameters())
     if heads.draft_tokens is not None and heads.config.vocab_matrix == "shared":
-        total += _bytes([heads.vocab_matrix(0)[0]])
-    total += _bytes(tensor for preview in heads.previews or () for tensor in preview.held)
+        total += bytes_of([heads.vocab_matrix(0)[0]])
+    total += bytes_of(tensor for preview in heads.previews or () for tensor in preview.held)
     return total + sum(layer.held for layer in int8_layers(heads))
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)

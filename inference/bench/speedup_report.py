@@ -49,6 +49,13 @@ _BATCHES = {
     "step ms": "{step_seconds:.2f}",
     "speed-up": "{speedup:.2f}",
 }
+_AT_MOST = {
+    "rows": "{rows}",
+    "weights": "{weights:.1f}",
+    "keys and values": "{cache:.1f}",
+    "working memory": "{working:.1f}",
+    "all": "{most:.1f}",
+}
 
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
@@ -82,6 +89,12 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
     title = f"memory, {first['best']['tree']}, {_in_rows(first)}"
     share = "share of the target's weights"
     found.append(on_screen(title, (["what", "MB", "share"], cells), caption=share))
+    title = f"memory at most, MB: prompts of {report['context']} tokens, as many new ones"
+    at_most = [
+        {name: size if name == "rows" else size / 1e6 for name, size in entry.items()}
+        for entry in report["memory_at_most"]
+    ]
+    found.append(on_screen(title, formatted(_AT_MOST, at_most)))
     return found
 
 
@@ -108,6 +121,24 @@ def break_even_sentence(report: Mapping[str, Any]) -> str:
     grown = report["grown_from"]
     real = f" The target was grown from {grown['name_or_path']!r}." if grown else ""
     return f"Drafting pays {upto}, where no row waits for a batch's last one.{real}"
+
+
+def memory_sentence(report: Mapping[str, Any]) -> str | None:
+    """Which batches do not fit the memory that is free now, in words; None where all do."""
+    free: int | None = report["memory_free"]
+    if free is None:
+        return None
+    beyond = [
+        entry["rows"]
+        for entry in report["memory_at_most"]
+        if entry["most"] - entry["weights"] > free
+    ]
+    if not beyond:
+        return None
+    return (
+        f"{beyond[0]} rows of such texts do not fit the {free / 1e9:.1f} GB of memory that are "
+        "free beside the weights."
+    )
 
 
 def write_analysis(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> tuple[Path, Path]:

@@ -24,6 +24,22 @@ _FEWEST_STACKS = 8  # of a large cache
 Member = tuple[int, int]  # a stack, and the place in it
 
 
+def held_at_most(prompt: int, announced: int, slot_bytes: int) -> int:
+    """Bytes of the buffers of a text of at most so many tokens, while they grow behind its prompt
+    too."""
+    whole = announced * slot_bytes
+    if _near(prompt, announced):
+        return whole
+    stack = min(whole, max(_STACK_BYTES, whole // _FEWEST_STACKS))
+    return whole + stack * 2 // 3  # what grows by half, before it has
+
+
+def _near(first: int, announced: int) -> bool:
+    """Whether all is taken at once, since it is not much more: a text need not become as long as
+    it may."""
+    return first <= announced <= 2 * (first + _INITIAL_SLACK)
+
+
 class Stacks:
     """The stacked buffers."""
 
@@ -56,10 +72,9 @@ class Stacks:
     def add_beside(self, like: Tensor, a_layer: int = 1) -> Member:
         """A place for something else that a layer keeps of every token; of its kind, so many are
         kept in a layer."""
-        usual = like.shape[-2] + _INITIAL_SLACK
-        # Taken at once where that is not much more: a text need not become as long as it may.
-        near = like.shape[-2] <= self.announced <= 2 * usual
-        self.capacity = self.capacity or (self.announced if near else usual)
+        first = like.shape[-2]
+        usual = self.announced if _near(first, self.announced) else first + _INITIAL_SLACK
+        self.capacity = self.capacity or usual
         remaining = max(self.expected_layers - self._layers_added, 1)
         return self._place(like, remaining * a_layer)
 

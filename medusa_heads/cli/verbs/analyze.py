@@ -34,8 +34,10 @@ def analyze(arguments: AnalyzeArguments) -> None:
 
     model, _ = load_measured_model(arguments, [arguments.context], "draft")
     from medusa_heads.inference.bench import speedup, speedup_report
+    from medusa_heads.inference.bench.memory import Memory
     from medusa_heads.inference.bench.speedup import memory_overhead
     from medusa_heads.inference.engine.capability import capability
+    from medusa_heads.machine.devices import free_memory
 
     assert model.statistics is not None
     print_choices()
@@ -50,13 +52,22 @@ def analyze(arguments: AnalyzeArguments) -> None:
             chain_only=capability(model.target) == "chain",
             refresh=arguments.refresh,
         )
-    smallest = report["batches"][0]
-    report["memory"] = memory_overhead(
-        model.target, model.drafting, smallest["best"]["nodes"], smallest["batch_size"]
-    )
+        smallest = report["batches"][0]
+        report["memory"] = memory_overhead(
+            model.target, model.drafting, smallest["best"]["nodes"], smallest["batch_size"]
+        )
+        model.use_tree(smallest["best"]["tree"])
+        foretold = Memory(model)
+    report["memory_at_most"] = [
+        foretold.describe(batch["batch_size"], arguments.context, arguments.context)
+        for batch in report["batches"]
+    ]
+    report["memory_free"] = free_memory(model.target.device)
     for table in speedup_report.tables(report):
         console.print(table)
     print(speedup_report.break_even_sentence(report))
+    if too_much := speedup_report.memory_sentence(report):
+        print(too_much)
     if arguments.report is not None:
         for path in speedup_report.write_analysis(arguments.report, report):
             print(f"Written: {path}")

@@ -25,7 +25,12 @@ from medusa_heads.inference.bench.speedup import (
     mean_acceptance,
     memory_overhead,
 )
-from medusa_heads.inference.bench.speedup_report import break_even_sentence, tables, write_analysis
+from medusa_heads.inference.bench.speedup_report import (
+    break_even_sentence,
+    memory_sentence,
+    tables,
+    write_analysis,
+)
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
 from tests.conftest import TinyLlama
 
@@ -201,14 +206,19 @@ def test_an_analysis_in_full(tiny_llama: TinyLlama, tmp_path: Path, chain_only: 
     assert theory["equation_1"] == pytest.approx(chain_tokens(report["acceptance"], 2))
 
     report["memory"] = memory_overhead(target, heads, one["best"]["nodes"])
-    assert len(tables(report)) == 4 and break_even_sentence(report).startswith("Drafting pays ")
+    entry = {"rows": 4, "weights": 70, "cache": 20, "working": 10, "most": 100}
+    report |= {"memory_at_most": [entry], "memory_free": 30}
+    assert memory_sentence(report) is memory_sentence(report | {"memory_free": None}) is None
+    full = memory_sentence(report | {"memory_free": 29})
+    assert full is not None and full.startswith("4 rows of such texts do not fit")
+    assert len(tables(report)) == 5 and break_even_sentence(report).startswith("Drafting pays ")
     numbers, picture = write_analysis(tmp_path / "new" / "folder", report)
     assert json.loads(numbers.read_text()) == report
     assert picture.read_bytes().startswith(b"\x89PNG") and len(list(picture.parent.iterdir())) == 2
     assert "grown" not in break_even_sentence(report)
     grown = report | {"grown_from": {"name_or_path": "small"}}
     assert "grown from 'small'" in break_even_sentence(grown)
-    assert len(tables({k: v for k, v in report.items() if k != "chains"})) == 3
+    assert len(tables({k: v for k, v in report.items() if k != "chains"})) == 4
 
 
 def test_batch_sizes_are_checked(tiny_llama: TinyLlama) -> None:
