@@ -1,16 +1,80 @@
-"""Acceptance without a walk: the deepest node all of whose ancestors the target would have written.
+"""Acceptance without a walk: what the target writes behind every node, and the deepest node all of
+whose ancestors it would have written. The host is asked nothing.
 
-Shapes: B rows, N tree nodes, A = one more than the levels of the tree.
+Shapes: B rows, N tree nodes, A = one more than the levels of the tree, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from copy import copy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
+from medusa_heads.inference.acceptance.base import warp
+from medusa_heads.inference.engine.noise import NoiseOnDevice
 from medusa_heads.trees.tree import TokenTree
+
+
+class ProcessorsOnDevice:
+    """Copies of processors that look at scores alone, with tensors in place of the numbers that
+    they compute with, such as a temperature: one graph then serves all of these.
+
+    Args:
+        like: such processors.
+
+    Attributes:
+        copies: which compute as those that were taken last.
+    """
+
+    def __init__(self, like: LogitsProcessorList, device: torch.device) -> None:
+        self.copies = LogitsProcessorList(map(copy, like))
+        for processor in self.copies:
+            for name, number in _numbers(processor).items():
+                # In double precision, of which those of the host are rounded as well.
+                dtype = number.dtype if isinstance(number, Tensor) else torch.double
+                with torch.inference_mode(False):
+                    made = torch.zeros((), dtype=dtype, device=device)
+                torch._dynamo.mark_static_address(made)
+                setattr(processor, name, made)
+
+    def take(self, processors: LogitsProcessorList) -> None:
+        """The numbers of these, which are of the same kinds."""
+        for mine, theirs in zip(self.copies, processors, strict=True):
+            for name, number in _numbers(theirs).items():
+                getattr(mine, name).fill_(number)
+
+
+def kinds(processors: LogitsProcessorList) -> tuple[Any, ...]:
+    """All of such processors that is no number which they compute with, such as a `top_k`, by which
+    shapes go."""
+    return tuple(
+        (type(processor), *sorted(vars(processor).items() - _numbers(processor).items()))
+        for processor in processors
+    )
+
+
+def _numbers(processor: Any) -> dict[str, float | Tensor]:
+    return {name: of for name, of in vars(processor).items() if isinstance(of, float | Tensor)}
+
+
+def draw_all(
+    tree: TokenTree,
+    logits_BNV: Tensor,
+    processors: LogitsProcessorList,
+    noise: NoiseOnDevice | None,
+) -> Tensor:
+    """The target's next token [B, N] behind every node, by processors that look at scores alone;
+    the likeliest where there is no noise. NO_TOKEN where the processed scores are no distribution.
+    """
+    if noise is None and not processors:
+        return logits_BNV.argmax(dim=-1)
+    scores_BNV = warp(processors, None, logits_BNV.float().flatten(0, 1)).view_as(logits_BNV)
+    if noise is None:
+        return scores_BNV.argmax(dim=-1)
+    return noise.draw_all(scores_BNV, tree.depth_BN)
 
 
 class DeepestPath(NamedTuple):

@@ -19,7 +19,7 @@ from medusa_heads.inference.acceptance.base import (
     row_processors,
     warp,
 )
-from medusa_heads.inference.engine.noise import NO_TOKEN, Noise, NoiseOnDevice
+from medusa_heads.inference.engine.noise import NO_TOKEN, Noise
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.trees.tree import TokenTree
 
@@ -39,6 +39,9 @@ class SampleThenMatch:
     All rows walk their trees side by side, a node each at a time, and are drawn for at once: the
     host waits for the device once a level, however large the batch.
     Processors are run on walked nodes only.
+
+    Attributes:
+        processors: transformers' logits processors and warpers.
     """
 
     lossless = True
@@ -46,29 +49,18 @@ class SampleThenMatch:
     noise: Noise | None = None
 
     def __init__(self, processors: LogitsProcessorList, do_sample: bool) -> None:
-        self._processors = processors
+        self.processors = processors
         self._do_sample = do_sample
         self._at_once = look_at_scores_alone(processors)
         self._of_row: list[RowProcessors] = []
 
     @property
     def draws_at_once(self) -> bool:
-        """Whether `draw_all` says what the walk would commit."""
+        """Whether `at_once` says what the walk would commit."""
         return self._at_once and (self.noise is not None or not self._do_sample)
 
-    def draw_all(self, tree: TokenTree, logits_BNV: Tensor, noise: NoiseOnDevice | None) -> Tensor:
-        """The target's next token [B, N] behind every node, without a question to the host;
-        NO_TOKEN where the processed scores are no distribution."""
-        if not self._do_sample and not self._processors:
-            return logits_BNV.argmax(dim=-1)
-        scores_BNV = warp(self._processors, None, logits_BNV.float().flatten(0, 1))
-        scores_BNV = scores_BNV.view_as(logits_BNV)
-        if noise is None:
-            return scores_BNV.argmax(dim=-1)
-        return noise.draw_all(scores_BNV, tree.depth_BN)
-
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
-        plain = not self._do_sample and not self._processors
+        plain = not self._do_sample and not self.processors
         recorded = any(row.recorder for row in rows)
         if plain and not recorded and _runs_ahead(logits_BNV.device):
             # All nodes at once, and a single wait for the device. On a CPU nobody waits, and the
@@ -107,7 +99,7 @@ class SampleThenMatch:
             ids: Any = rows[walking[0]].ids_1T()  # nothing here reads more of it than its device
             logits_WV = _of_nodes(logits_BNV, walking, nodes)
             logits_WV = logits_WV.to(dtype=torch.float32, device=ids.device)
-            scores_WV = warp(self._processors, ids, logits_WV)
+            scores_WV = warp(self.processors, ids, logits_WV)
         else:
             places = zip(walking, nodes, strict=True)
             scores_WV = torch.cat(
@@ -133,7 +125,7 @@ class SampleThenMatch:
         logits: Any = logits_NV[node, None].to(copy=True, dtype=torch.float32, device=ids.device)
         # Processors may write into what they are given.
         raw = logits.clone() if row.recorder else logits
-        self._of_row = self._of_row or row_processors(self._processors, row.batch_size)
+        self._of_row = self._of_row or row_processors(self.processors, row.batch_size)
         scores_1V = self._of_row[row.index](ids, logits)
         if row.recorder:
             row.recorder.record(scores_1V, raw)

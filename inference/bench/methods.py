@@ -14,7 +14,6 @@ heads or a drafter with +corpus, before both: continues the corpus that was give
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,7 +26,12 @@ from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.medusa import MedusaModel
-from medusa_heads.inference.models.training_free import DRAFTERS, OWN_MODULES, TrainingFreeModel
+from medusa_heads.inference.models.training_free import (
+    DRAFTERS,
+    OWN_MODULES,
+    TrainingFreeModel,
+    is_drafter,
+)
 from medusa_heads.inference.plan.adaptive import continues_text
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
@@ -128,9 +132,7 @@ def check_methods(
 def _checked(name: str) -> _Parts:
     parts = _parts(name)
     treed = parts.kind in _TREED
-    # A drafter's name may hold the layers it runs: `early_exit:4+suffix`.
-    untrained = re.sub(r":\d+", "", parts.drafts) in DRAFTERS + OWN_MODULES
-    known = treed or untrained or parts.drafts in _PLAINLY
+    known = treed or is_drafter(parts.drafts) or parts.drafts in _PLAINLY
     if not known or (treed and parts.drafts == f"{parts.kind}:"):
         raise ValueError(
             f"expected methods among {', '.join((*_PLAINLY, *DRAFTERS, *OWN_MODULES))}, "

@@ -1,14 +1,14 @@
 """What everything that drafts has in common, and what it may remember of a text.
 
 Shapes: B active rows, N nodes, P fresh positions (the most of any row), F tokens read at once, S
-cache slots, D hidden.
+cache slots, D hidden; G keys and values, A attention heads, E their width.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -124,7 +124,10 @@ class Memory:
     Attributes:
         rows: whose texts they are.
         lengths: of each text, how many tokens the drafter knew; padding included.
+        beside: slots that a step takes behind what is held of the texts.
     """
+
+    beside = 0
 
     def __init__(self, rows: Sequence[Text]) -> None:
         self.rows = list(rows)
@@ -145,3 +148,37 @@ class Memory:
         self.lengths = [self.lengths[known[row]] if row in known else 0 for row in rows]
         self.rows = list(rows)
         return [known.get(row, 0) for row in rows]
+
+
+class MemoryOnDevice:
+    """What a layer of heads keeps of the texts between steps that are one graph: keys and values,
+    at a place of its own for each position of a row. What stands behind a row's text is never seen.
+
+    Args:
+        heads: whose layer it is.
+        like_GBASE: such keys and values, of as many rows.
+        capacity: of positions.
+        beside: slots behind them, for what a step drafts.
+    """
+
+    def __init__(self, heads: Any, like_GBASE: Tensor, capacity: int, beside: int = 0) -> None:
+        self._heads, self._capacity, self.beside = heads, capacity, beside
+        groups, batch, attending, _, width = like_GBASE.shape
+        with torch.inference_mode(False):
+            held = like_GBASE.new_zeros(groups, batch, attending, capacity + beside, width)
+            self._lengths_B = torch.zeros(batch, dtype=torch.long, device=held.device)
+        self._held_GBASE = held
+        for kept in (self._held_GBASE, self._lengths_B):
+            torch._dynamo.mark_static_address(kept)
+
+    def begin(self, memory: Any) -> None:
+        """Go on with what was read of this text; its last position is read again."""
+        known = min(memory.held.shape[3], self._held_GBASE.shape[3])
+        self._held_GBASE[:, :, :, :known] = memory.held[:, :, :, :known]
+        lengths = [length - 1 for length in memory.lengths]
+        self._lengths_B.copy_(torch.tensor(lengths, device=self._lengths_B.device))
+
+    def _write(self, fresh_GBAPE: Tensor, positions_BP: Tensor) -> None:
+        """Keys and values of positions of each row."""
+        batch_B1 = torch.arange(len(positions_BP), device=positions_BP.device)[:, None]
+        self._held_GBASE[:, batch_B1, :, positions_BP] = fresh_GBAPE.permute(1, 3, 0, 2, 4)

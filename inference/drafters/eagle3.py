@@ -1,20 +1,25 @@
 """What an eagle3 layer has read of the texts as they grow.
 
 Shapes: B active rows, P fresh positions (the most of any row), S slots, D hidden, X
-columns of hidden states with features.
+columns of hidden states with features; G keys and values, A attention heads, E their width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from medusa_heads.heads.eagle3 import Branches, Eagle3Heads
-from medusa_heads.inference.drafters.base import Memory, unread
+from medusa_heads.inference.drafters.base import Memory, MemoryOnDevice, unread
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.cache import RowCache
+
+if TYPE_CHECKING:
+    from medusa_heads.inference.engine.device_state import DeviceState
 
 
 class Eagle3Text(Memory):
@@ -38,11 +43,12 @@ class Eagle3Text(Memory):
             self._cache.select_batch(kept)
         hidden_BPX, following_BP, counts = unread(state)
         hidden_BPD = self._heads.fuse(hidden_BPX)
-        device, fresh = hidden_BPD.device, hidden_BPD.shape[1]
+        device = hidden_BPD.device
         self._cache.set_length(max(self.lengths))
         lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
-        positions_BP = lengths_B1 + torch.arange(fresh, device=device)
-        self._heads.remember(hidden_BPD, following_BP, positions_BP, self._cache)
+        positions_BP = lengths_B1 + torch.arange(hidden_BPD.shape[1], device=device)
+        fresh = self._heads.keys_and_values(hidden_BPD, following_BP, positions_BP)
+        self._cache.update(*fresh, 0)
         self.lengths = self._cache.keep_paths([range(count) for count in counts], self.lengths)
         used = max(self.lengths)
         self._cache.set_length(used)
@@ -60,3 +66,57 @@ class Eagle3Text(Memory):
             self._cache,
         )
         return Branches(self._heads, self._cache, out_B1D[:, 0], ends_B1[:, 0], visible_BS)
+
+    def on_device(self, capacity: int) -> Eagle3TextOnDevice:
+        """The same of rows on the device, of positions up to a capacity; empty."""
+        return Eagle3TextOnDevice(self._heads, self.held, capacity, self.beside)
+
+    @property
+    def held(self) -> Tensor:
+        """Keys and values of the text, and whatever stands behind it, [2, B, A, S, E]."""
+        return torch.stack(self._cache.row_layers[0].buffers())
+
+    @property
+    def beside(self) -> int:  # type: ignore[override]
+        """Slots that the last step took: for what was read last, and the drafts behind it."""
+        return self._cache.get_seq_length() - max(self.lengths)
+
+
+class Eagle3TextOnDevice(MemoryOnDevice):
+    """The same between steps that are one graph."""
+
+    def advance(self, state: DeviceState) -> Branches:
+        """See Eagle3Text."""
+        heads, capacity, device = self._heads, self._capacity, self._lengths_B.device
+        hidden_BPD, lengths_B1 = heads.fuse(state.fresh_BPX), self._lengths_B[:, None]
+        positions_BP = lengths_B1 + torch.arange(hidden_BPD.shape[1], device=device)
+        fresh = heads.keys_and_values(hidden_BPD, state.following_BP, positions_BP)
+        self._write(torch.stack(fresh), positions_BP)
+        last_B1 = state.last_fresh_B1
+        batch_B1 = torch.arange(len(last_B1), device=device)[:, None]
+        ends_B1, slots_S = lengths_B1 + last_B1, torch.arange(capacity + 1, device=device)
+        visible_BS = (slots_S < ends_B1) | (slots_S == capacity)
+        drafts = _Drafts(self._held_GBASE, capacity)
+        out_B1D = heads.read(
+            hidden_BPD[batch_B1, last_B1],
+            state.following_BP[batch_B1, last_B1],
+            ends_B1,
+            visible_BS[:, None],
+            drafts,
+        )
+        self._lengths_B += state.fresh_B
+        return Branches(heads, drafts, out_B1D[:, 0], ends_B1[:, 0], visible_BS)
+
+
+class _Drafts:
+    """The cache that drafts of one step are read into: they are written behind all positions."""
+
+    def __init__(self, held_GBASE: Tensor, first: int) -> None:
+        self._held_GBASE, self._end = held_GBASE, first
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
+        """Append them; returns all there is."""
+        start, self._end = self._end, self._end + keys.shape[2]
+        self._held_GBASE[:, :, :, start : self._end] = torch.stack([keys, values])
+        used_GBASE = self._held_GBASE[:, :, :, : self._end]
+        return used_GBASE[0], used_GBASE[1]

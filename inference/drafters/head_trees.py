@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.config import RankPath
-from medusa_heads.heads import DraftHeads, Eagle3Heads
+from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.correction import LIKELY
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.coupling import as_drawn
@@ -42,8 +42,7 @@ class HeadsDrafter(Drafter):
         self._depth = heads.config.num_heads
         self._ranking = Ranking(heads, temperatures or [1.0] * self._depth)
         self.reads_prompt = heads.config.reads_text
-        if not isinstance(heads, Eagle3Heads):
-            self.levels = self._depth
+        self.levels = self._depth
 
 
 class DynamicDrafter(HeadsDrafter):
@@ -109,8 +108,7 @@ class StaticDrafter(HeadsDrafter):
         if shape.max_rank >= most:
             raise ValueError(f"the tree asks for rank {shape.max_rank} of {most} tokens")
         self.shape, self.num_nodes = shape, shape.num_nodes
-        if self.levels is not None:
-            self.levels = shape.max_depth
+        self.levels = shape.max_depth
         self._with_log_probs = with_log_probs
         self._places: tuple[torch.device, Any] | None = None
 

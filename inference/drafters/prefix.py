@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medusa_heads.heads import DraftHeads, Eagle3Heads
 from medusa_heads.heads.base import After
-from medusa_heads.inference.drafters.base import Memory, unread
+from medusa_heads.inference.drafters.base import Memory, MemoryOnDevice, unread
 from medusa_heads.inference.drafters.eagle3 import Eagle3Text
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
@@ -89,11 +89,7 @@ class PrefixMemory(Memory):
 
     def on_device(self, capacity: int) -> PrefixMemoryOnDevice:
         """The same of rows on the device, of positions up to a capacity; empty."""
-        assert self._held_LBASE is not None
-        parts, batch, heads, _, width = self._held_LBASE.shape
-        with torch.inference_mode(False):
-            held = self._held_LBASE.new_zeros(parts, batch, heads, capacity, width)
-        return PrefixMemoryOnDevice(self._heads, held)
+        return PrefixMemoryOnDevice(self._heads, self.held, capacity)
 
     @property
     def held(self) -> Tensor:
@@ -120,39 +116,20 @@ class PrefixMemory(Memory):
         return held
 
 
-class PrefixMemoryOnDevice:
-    """The same between steps that are one graph: what was accepted is written with all that is
-    behind it, which is never seen."""
-
-    def __init__(self, heads: DraftHeads, held_LBASE: Tensor) -> None:
-        self._heads, self._layer, self._held_LBASE = heads, heads.prefix, held_LBASE
-        with torch.inference_mode(False):
-            self._lengths_B = torch.zeros_like(held_LBASE[0, :, 0, 0, 0], dtype=torch.long)
-        for kept in (self._held_LBASE, self._lengths_B):
-            torch._dynamo.mark_static_address(kept)
-
-    def begin(self, memory: PrefixMemory) -> None:
-        """Go on with what was read of this text; its last position is read again."""
-        known = min(memory.held.shape[3], self._held_LBASE.shape[3])
-        self._held_LBASE[:, :, :, :known] = memory.held[:, :, :, :known]
-        lengths = [length - 1 for length in memory.lengths]
-        self._lengths_B.copy_(torch.tensor(lengths, device=self._lengths_B.device))
+class PrefixMemoryOnDevice(MemoryOnDevice):
+    """The same between steps that are one graph."""
 
     def advance(self, state: DeviceState) -> Tensor:
         """See PrefixMemory."""
-        device, capacity = self._lengths_B.device, self._held_LBASE.shape[3]
-        batch_B1 = torch.arange(len(self._lengths_B), device=device)[:, None]
-        hidden_BPD = self._heads.fuse(state.fresh_BPX)
-        x_BPD = self._layer.read(hidden_BPD, self._heads.embed(state.following_BP))
+        layer, capacity, device = self._heads.prefix, self._capacity, self._lengths_B.device
+        x_BPD = layer.read(self._heads.fuse(state.fresh_BPX), self._heads.embed(state.following_BP))
         lengths_B1 = self._lengths_B[:, None]
         positions_BP = lengths_B1 + torch.arange(x_BPD.shape[1], device=device)
-        fresh_LBAPE = self._layer.keys_and_values(x_BPD, positions_BP, capacity)
-        self._held_LBASE[:, batch_B1, :, positions_BP] = fresh_LBAPE.permute(1, 3, 0, 2, 4)
-        last_B1 = (state.fresh_B[:, None] - 1).clamp_min(0)
+        self._write(layer.keys_and_values(x_BPD, positions_BP, capacity), positions_BP)
+        last_B1, batch_B1 = state.last_fresh_B1, torch.arange(len(x_BPD), device=device)[:, None]
         x_B1D, positions_B1 = x_BPD[batch_B1, last_B1], lengths_B1 + last_B1
         visible_B1S = (torch.arange(capacity, device=device) <= positions_B1)[:, None]
-        held_LBASE = self._held_LBASE
-        out_B1O = self._layer.look(x_B1D, positions_B1, capacity, held_LBASE, visible_B1S)
+        out_B1O = layer.look(x_B1D, positions_B1, capacity, self._held_GBASE, visible_B1S)
         self._lengths_B += state.fresh_B
         encoded_BO: Tensor = out_B1O[:, 0]
         return encoded_BO

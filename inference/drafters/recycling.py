@@ -1,26 +1,31 @@
 """Drafts from what the target nearly wrote: the likeliest successors of every token, seen lately.
 
-Shapes: B active rows, N tree nodes, V vocabulary, R ranks.
+Shapes: B active rows, N tree nodes, V vocabulary, R ranks, F paths, J tokens of a path.
 Source: token recycling (Luo et al. 2024, arXiv:2408.08696).
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
-from medusa_heads.inference.drafters.coupling import chances_drawn
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.coupling import LEAST, chances_drawn, drawn_chances
 from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawing
 from medusa_heads.inference.engine.noise import Luck
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.trees.dynamic_tree import DYNAMIC_SIZES, DYNAMIC_WIDTH, best_first_tree
 from medusa_heads.trees.tree import TokenTree
 
 RANKS = 8  # successors kept of each token, as in the paper
 _UNKNOWN = -1
+_LEVELS = 8  # of trees on the device
 _PRIOR = 0.6  # what a successor's probability elsewhere is worth here
 
 
@@ -77,3 +82,62 @@ class RecyclingSource(Source):
 
     def expected(self, nodes: int) -> float:
         return 0.8 * nodes / (nodes + 3.0)
+
+
+class RecycledTrees(Drafter):
+    """Trees of the same size at every step, by the same matrix as tensors on the target's device:
+    nothing in them is asked of the host.
+
+    Args:
+        vocab_size: of the target.
+        num_drafted: nodes besides the root.
+
+    Raises:
+        ValueError: no node, or more than successors can form.
+    """
+
+    def __init__(self, vocab_size: int, num_drafted: int) -> None:
+        most = DYNAMIC_SIZES[-1]
+        if not 1 <= num_drafted <= most:
+            raise ValueError(f"recycling:N drafts 1 to {most} tokens, got {num_drafted}")
+        self.num_nodes, self._depth = num_drafted + 1, min(num_drafted, _LEVELS)
+        self.levels = self._depth
+        self._shape = vocab_size, min(RANKS, vocab_size)
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def propose(self, state: DecodingState) -> TokenTree:
+        successors_VR, log_chances_VR = self._matrix(state.roots_B.device)
+        noise, rows = state.noise, state.rows
+
+        def guess(level: int, paths_BFJ: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+            before_BF = paths_BFJ[:, :, -1]
+            tokens_BFR, log_chances_BFR = successors_VR[before_BF], log_chances_VR[before_BF]
+            if noise is not None:
+                known_BFR = noise.of(rows, [level], tokens_BFR)
+                log_chances_BFR = drawn_chances(log_chances_BFR, known_BFR)
+            return tokens_BFR, log_chances_BFR + math.log(_PRIOR)
+
+        return best_first_tree(
+            state.roots_B, guess, self.num_nodes - 1, self._depth, width=DYNAMIC_WIDTH
+        )
+
+    def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
+        """See RecyclingSource."""
+        successors_VR, log_chances_VR = self._matrix(logits_BNV.device)
+        best = logits_BNV.float().topk(self._shape[1], dim=-1)
+        successors_VR[tree.tokens_BN] = best.indices
+        log_chances_VR[tree.tokens_BN] = best.values.log_softmax(dim=-1)
+
+    def _matrix(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of every token the successors, and how likely they were, [V, R] each."""
+        if self._kept is None:
+            with torch.inference_mode(False):
+                # Siblings differ, and of tokens that were never read they count for nothing.
+                successors_VR = torch.arange(self._shape[1], device=device).repeat(
+                    self._shape[0], 1
+                )
+                log_chances_VR = torch.full(self._shape, LEAST, device=device)
+            for kept in (successors_VR, log_chances_VR):
+                torch._dynamo.mark_static_address(kept)
+            self._kept = successors_VR, log_chances_VR
+        return self._kept

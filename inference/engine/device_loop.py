@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch
-from medusa_heads.inference.acceptance.at_once import deepest_path
+from medusa_heads.inference.acceptance.at_once import deepest_path, draw_all, kinds
 from medusa_heads.inference.acceptance.lossless import check_drawn
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.device_state import ENDS, DeviceState
@@ -30,34 +31,34 @@ from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.target.target import TargetModel
 
-Step = Callable[[CompiledTarget, Drafter, SampleThenMatch, DeviceState, int], None]
+Step = Callable[[CompiledTarget, Drafter, DeviceState, int], None]
 
 # Devices that work on while the host goes ahead, and whose flag is so read late.
 _READ_LATE = {"cuda"}
 
 
-def _step(
-    target: CompiledTarget, drafter: Drafter, rule: SampleThenMatch, state: DeviceState, levels: int
-) -> None:
+def _step(target: CompiledTarget, drafter: Drafter, state: DeviceState, levels: int) -> None:
     tree = drafter.propose(state)
     logits_BNV, hidden_BNX = state.read(target, tree)
-    drawn_BN = rule.draw_all(tree, logits_BNV, state.noise_on_device)
+    drafter.observe(tree, logits_BNV)
+    drawn_BN = draw_all(tree, logits_BNV, state.processors, state.noise_on_device)
     state.take(deepest_path(tree, drawn_BN, levels), hidden_BNX)
 
 
 class DeviceLoop:
-    """Decodes texts of one target; what is compiled for one serves the next of its shape.
-
-    Attributes:
-        fails: whether a step was no graph.
-    """
+    """Decodes texts of one target; what is compiled for one serves the next of its shape."""
 
     def __init__(self, target: CompiledTarget) -> None:
-        self.fails = False
+        # Of which drafters, with processors of which kinds, a step was no graph.
+        self._fails: WeakKeyDictionary[Drafter, set[tuple[Any, ...]]] = WeakKeyDictionary()
         self._compiled: Step = target.in_one_graph(_step)
         self._states: WeakKeyDictionary[StaticRowCache, dict[int, DeviceState]] = (
             WeakKeyDictionary()
         )
+
+    def can(self, drafter: Drafter, rule: SampleThenMatch) -> bool:
+        """Whether a step is one graph, as far as is known."""
+        return kinds(rule.processors) not in self._fails.get(drafter, ())
 
     def decode(
         self,
@@ -75,42 +76,40 @@ class DeviceLoop:
         assert isinstance(cache, StaticRowCache) and levels is not None
         states = self._states.setdefault(cache, {})
         if levels not in states:
-            states[levels] = DeviceState(state, levels)
+            states[levels] = DeviceState(state, levels, target.vocab_size)
         on_device = states[levels]
         with stats.phase("draft"):
             drafter.propose(state)  # once by the host, who so makes all that is kept
-            on_device.begin(state, ends)
+            on_device.begin(state, ends, rule.processors)
         target.forget_hidden()
-        with (
-            stats.phase("step"),
-            cache.tree_slots(None, drafter.num_nodes, on_device.roots_B.device),
-        ):
-            flag = _Flag(on_device.active)
-            try:
+        slots = cache.tree_slots(None, drafter.num_nodes, on_device.roots_B.device)
+        try:
+            with stats.phase("step"), slots:
+                flag = _Flag(on_device.active)
                 while flag.up():
-                    self._step(target, drafter, rule, on_device, levels)
-            except UnsupportedArchitecture as error:  # found before a first step was taken
-                self.fails = True
-                state.memories.clear()  # the prompt is to be read again
-                reason = f"steps are compiled in parts, since the whole is no graph: {error}"
-                warnings.warn(reason, MedusaWarning, stacklevel=2)
-                return
-            finally:
-                del on_device.cache  # which lives as long as the target keeps it
+                    self._step(target, drafter, on_device, levels)
+        except UnsupportedArchitecture as error:  # found before a first step was taken
+            self._fails.setdefault(drafter, set()).add(kinds(rule.processors))
+            del stats.seconds["step"]  # there was none
+            state.memories.clear()  # the prompt is to be read again
+            reason = f"steps are compiled in parts, since the whole is no graph: {error}"
+            warnings.warn(reason, MedusaWarning, stacklevel=2)
+            return
+        finally:
+            del on_device.cache  # which lives as long as the target keeps it
         _hand_over(on_device, state, stats)
 
     def _step(
         self,
         target: CompiledTarget,
         drafter: Drafter,
-        rule: SampleThenMatch,
         state: DeviceState,
         levels: int,
     ) -> None:
         if target.compiles:
-            target.run(self._compiled, target, drafter, rule, state, levels)
+            target.run(self._compiled, target, drafter, state, levels)
         else:
-            _step(target, drafter, rule, state, levels)
+            _step(target, drafter, state, levels)
 
 
 class _Flag:
@@ -169,8 +168,6 @@ def device_loop(
         return None
     if not isinstance(rule, SampleThenMatch) or not rule.draws_at_once:
         return None
-    if state.noise is not None and not target.draws_alike:
-        return None
     if ends is None or len(ends.tokens) > ENDS or state.last_position is None:
         return None
     if not state.rows or isinstance(state.cache, StaticRecurrentCache):
@@ -178,4 +175,6 @@ def device_loop(
     if target not in _loops:
         _loops[target] = DeviceLoop(target)
     loop = _loops[target]
-    return None if loop.fails else partial(loop.decode, target, drafter, rule, state, ends)
+    if not loop.can(drafter, rule):
+        return None
+    return partial(loop.decode, target, drafter, rule, state, ends)

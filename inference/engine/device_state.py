@@ -6,10 +6,13 @@ tree, X columns of hidden states, E tokens that end a row.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
-from medusa_heads.inference.acceptance.at_once import DeepestPath
+from medusa_heads.inference.acceptance.at_once import DeepestPath, ProcessorsOnDevice, kinds
 from medusa_heads.inference.engine.noise import NO_TOKEN, NoiseOnDevice
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState, padded_mask
@@ -28,11 +31,12 @@ class DeviceState(DecodingState):
     Args:
         like: the state of such a text, in a cache of fixed capacity.
         levels: how deep the trees are at most.
+        vocab_size: of the target.
     """
 
     cache: StaticRowCache
 
-    def __init__(self, like: DecodingState, levels: int) -> None:
+    def __init__(self, like: DecodingState, levels: int, vocab_size: int) -> None:
         super().__init__([], like.cache, [])
         batch, device = len(like.rows), like.roots_B.device
         capacity = like.cache.fixed_capacity
@@ -60,11 +64,16 @@ class DeviceState(DecodingState):
         self.following_BP, self.fresh_B = numbers(batch, levels + 1), numbers(batch)
         # Rows that are not done; how many steps committed 1, 2, .. tokens; steps with any row.
         self.active, self.steps_A, self.forwards = numbers(1), numbers(levels + 1), numbers(1)
-        self._noise = NoiseOnDevice(self.keys_B, self.written_B)
+        tokens_V = numbers(vocab_size)
+        tokens_V.copy_(torch.arange(vocab_size))
+        self._noise = NoiseOnDevice(self.keys_B, self.written_B, tokens_V)
         self.noise_on_device: NoiseOnDevice | None = None
+        self.processors: LogitsProcessorList
+        self._processors: dict[tuple[Any, ...], ProcessorsOnDevice] = {}  # by their kinds
 
-    def begin(self, state: DecodingState, ends: Ends) -> None:
-        """Go on with this text, whose prompt has been read."""
+    def begin(self, state: DecodingState, ends: Ends, processors: LogitsProcessorList) -> None:
+        """Go on with this text, whose prompt has been read, by processors that look at scores
+        alone."""
         rows, device = state.rows, self.roots_B.device
         assert isinstance(state.cache, StaticRowCache)
         self.cache = state.cache
@@ -89,13 +98,24 @@ class DeviceState(DecodingState):
         self.following_BP.copy_(state.roots_B[:, None].expand_as(self.following_BP))
         self.fresh_B.fill_(1)
         for heads, memory in state.memories.items():
-            if heads not in self.memories:
+            known = self.memories.get(heads)
+            if known is None or known.beside < memory.beside:
                 self.memories[heads] = memory.on_device(self._capacity)
             self.memories[heads].begin(memory)
         self.steps_A.zero_()
         self.forwards.zero_()
-        self.warpers = state.warpers
+        of_kinds = kinds(processors)
+        if of_kinds not in self._processors:
+            self._processors[of_kinds] = ProcessorsOnDevice(processors, device)
+        self._processors[of_kinds].take(processors)
+        self.processors = self._processors[of_kinds].copies
+        self.warpers = None if state.warpers is None else self.processors
         self.noise = self.noise_on_device = None if noise is None else self._noise
+
+    @property
+    def last_fresh_B1(self) -> Tensor:
+        """Where the last of what the last step committed stands."""
+        return (self.fresh_B[:, None] - 1).clamp_min(0)
 
     def tree_mask(self, tree: TokenTree) -> TreeMask:
         """See DecodingState; the cache's slots for the tree are set as well."""

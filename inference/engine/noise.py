@@ -119,10 +119,13 @@ class NoiseOnDevice(Noise):
     Args:
         keys_B: of the rows, as `Noise` has them.
         written_B: how many new tokens each row has.
+        tokens_V: all tokens. Inductor would take those that the graph makes by torch.arange for the
+            index of a loop. Times the stride it overflows; C++ compilers, who may assume that it
+            does not, then leave out the loop's end, and what runs writes beyond its memory.
     """
 
-    def __init__(self, keys_B: Tensor, written_B: Tensor) -> None:
-        self._keys_B, self._written_B = keys_B, written_B
+    def __init__(self, keys_B: Tensor, written_B: Tensor, tokens_V: Tensor) -> None:
+        self._keys_B, self._written_B, self._every_V = keys_B, written_B, tokens_V
 
     def of(self, rows: Sequence[Row], ahead: Sequence[int], tokens_BFC: Tensor) -> Tensor:
         """See Noise; the rows are those of the keys."""
@@ -131,9 +134,8 @@ class NoiseOnDevice(Noise):
 
     def draw_all(self, scores_BNV: Tensor, depth_BN: Tensor) -> Tensor:
         """What `draw` draws behind every node, [B, N]."""
-        tokens_V = torch.arange(scores_BNV.shape[2], device=scores_BNV.device)
         places_BN = self._places(self._written_B[:, None] + depth_BN, self._keys_B[:, None])
-        noise_BNV = _gumbel(places_BN[..., None], tokens_V.expand_as(scores_BNV))
+        noise_BNV = _gumbel(places_BN[..., None], self._every_V.expand_as(scores_BNV))
         near_0_BNV = scores_BNV - scores_BNV.amax(dim=-1, keepdim=True)
         noisiest_BN, tokens_BN = (noise_BNV + near_0_BNV).max(dim=-1)
         return _if_known(tokens_BN, noisiest_BN)

@@ -17,7 +17,7 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.measure import sizes_for, target_clock
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
-from medusa_heads.inference.drafters.recycling import RecyclingSource
+from medusa_heads.inference.drafters.recycling import RecycledTrees, RecyclingSource
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
 from medusa_heads.inference.models.named_target import load_target
@@ -117,7 +117,9 @@ class TrainingFreeModel(AssistedModel):
 
     def _drafter_for(self, target: TargetModel) -> Drafter:
         blend = partial(blended, target, corpus=self.corpus, deterministic=self.deterministic)
-        name = self.method.partition("+")[0].partition(":")[0]
+        name, _, size = self.method.partition("+")[0].partition(":")
+        if name == "recycling" and size:
+            return RecycledTrees(target.vocab_size, int(size))
         if name == "lookahead":
             return self._lookahead(target, blend)
         if name == "early_exit":
@@ -216,11 +218,18 @@ class TrainingFreeModel(AssistedModel):
         return blend([source], text=self._suffix, clock=clock, chain_only=self._chain_only)
 
 
+def is_drafter(name: str) -> bool:
+    """Whether that is the name of a drafter, which may hold a number."""
+    plain = re.sub(r"^(early_exit):\d+|^(recycling):\d+$", r"\1\2", name)
+    return plain in DRAFTERS + OWN_MODULES
+
+
 def _check_drafter(
     drafter: str, corpus: object, calibration: object, compiled: object, modules: object
 ) -> None:
-    if re.sub(r"^early_exit:\d+", "early_exit", drafter) not in DRAFTERS + OWN_MODULES:
-        known = [*DRAFTERS, "early_exit:N", "early_exit:N+suffix", *OWN_MODULES]
+    if not is_drafter(drafter):
+        sized = ("recycling:N", "early_exit:N", "early_exit:N+suffix")
+        known = [*DRAFTERS, *sized, *OWN_MODULES]
         raise ValueError(f"drafter must be one of {', '.join(known)}, got {drafter!r}")
     if corpus is not None and not continues_text(drafter):
         raise ValueError(

@@ -62,8 +62,8 @@ def _measure(
     """Print what some steps take here, or why that is not known."""
     from medusa_heads.files import expanded
     from medusa_heads.machine.devices import free_memory
-    from medusa_heads.target.target import TargetModel
     from medusa_heads.training.arguments.target import TargetArguments
+    from medusa_heads.training.hidden.device_map import load_placed
     from medusa_heads.training.hidden.meta_target import weights_on_disk
     from medusa_heads.training.runs.dry_run import byte_size
     from medusa_heads.training.runs.rehearsal import Course, forecast, rehearse, show_forecast
@@ -85,14 +85,7 @@ def _measure(
         console.print(f"No step was measured: {reason}.", highlight=False)
         return
     console.print("Measuring steps of two sizes ..", style="dim")
-    target = TargetModel.from_pretrained(
-        command.to_target.model_name_or_path,
-        dtype=command.to_target.dtype,
-        use="batch",
-        on_choice=apply_choice,
-        **command.to_target.source(),
-        **command.to_target.placement(args.device),
-    )
+    target = load_placed(command.to_target, args, apply_choice)
     course = Course.of(data, args)
     found = forecast(*rehearse(train, target, data, args), course)
     show_forecast(found, course, console)

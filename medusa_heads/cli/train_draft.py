@@ -31,20 +31,22 @@ def train(
     to_optimise: DraftOptimisationArguments,
 ) -> None:
     """Distil a small draft model from a causal language model."""
-    if to_target.shard_target or launched_sharding() is not None:
+    if to_target.apart or launched_sharding() is not None:
         raise ValueError(
-            "a draft model is taught by a whole target in each process: leave shard_target out, "
-            "and launch several with configs/accelerate/ddp.yaml"
+            "a draft model is taught by a whole target in each process: leave "
+            f"{' and '.join(to_target.apart) or 'FSDP'} out, and launch several with "
+            "configs/accelerate/ddp.yaml"
         )
     command = Command(to_target, to_data, to_distill, to_optimise)
 
     from medusa_heads.training.measure.metrics import CHAINS
-    from medusa_heads.training.runs.draft import train_draft
+    from medusa_heads.training.runs.draft import DraftTrainer, train_draft
     from medusa_heads.training.runs.dry_run import plan_draft
     from medusa_heads.training.runs.pruned_target import draft_shape
 
     given, trusted = to_draft.draft_model is not None, to_target.trust_remote_code
     args = draft_training_arguments(to_optimise, given=given, autocast=command.autocast)
+    DraftTrainer.check_arguments(args)
     shape = partial(draft_shape, **to_draft.beginning(), trust_remote_code=trusted)
     four_bits = to_target.load_in_4bit
     told = {"draft": to_draft, "tokenizer": command.tokenizer, "trust_remote_code": trusted}

@@ -27,7 +27,7 @@ from medusa_heads.training.arguments.mtp import MTP_LEARNING_RATE, MtpArguments
 from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
-from medusa_heads.training.hidden.launched import Sharding, launched_sharding
+from medusa_heads.training.hidden.launched import launched_sharding, sharding_of
 
 
 @dataclass
@@ -64,19 +64,25 @@ def train(
         from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 
         check_takes_matrix(config)
-    sharding = launched_sharding() or (Sharding() if to_target.shard_target else None)
+    sharding = sharding_of(to_target)
     if sharding is not None and to_distill.self_distill:
         raise ValueError(
-            "processes that share a target (shard_target, or an FSDP launch) cannot write text "
-            "apart: make it with medusa-heads regenerate, and give it as --dataset"
+            "processes that share a target (shard_target, tensor_parallel, or an FSDP launch) "
+            "cannot write text apart: make it with medusa-heads regenerate, and give it as "
+            "--dataset"
         )
-    to_cache.check(joint=joint is not None, spread=sharding is not None)
+    if joint is not None and sharding is not None:
+        sharding.check_joint()
+    if joint is not None and to_target.device_map is not None:
+        raise ValueError("an adapter learns on one device: leave device_map or joint out")
+    to_cache.check(joint=joint is not None)
     command = Command(to_target, to_data, to_distill, to_optimise)
     args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=command.autocast)
 
     from medusa_heads.training.runs.dry_run import plan_heads
-    from medusa_heads.training.runs.heads import train_heads
+    from medusa_heads.training.runs.heads import train_heads, trainer_of
 
+    trainer_of(joint).check_arguments(args)
     four_bits, matrix = to_target.load_in_4bit, to_save.with_vocab_matrix
     spread = args.world_size if sharding is not None else 1
     # Most steps come behind the warm-up, in which the target needs no gradients.
@@ -116,7 +122,7 @@ def refuse_beside_modules(to_target: TargetArguments, *of_heads: Any) -> None:
             "modules learn beside a whole target in each process: launch several with "
             "configs/accelerate/ddp.yaml"
         )
-    of_target = ("shard_target", "load_in_4bit")
+    of_target = ("device_map", "shard_target", "tensor_parallel", "load_in_4bit")
     parts = (*of_heads, to_target)
     for part, each in ((of, each) for of in parts for each in fields(of)):
         judged = part is not to_target or each.name in of_target
@@ -129,11 +135,12 @@ def refuse_beside_modules(to_target: TargetArguments, *of_heads: Any) -> None:
 
 def _train_modules(command: Command, to_mtp: MtpArguments, objective: LossConfig) -> None:
     from medusa_heads.training.runs.dry_run import plan_modules
-    from medusa_heads.training.runs.mtp import begin_modules, train_mtp
+    from medusa_heads.training.runs.mtp import MtpTrainer, begin_modules, train_mtp
 
     args = to_training_arguments(
         command.to_optimise, "shared", rate=MTP_LEARNING_RATE, autocast=command.autocast
     )
+    MtpTrainer.check_arguments(args)
     depth = to_mtp.mtp_depth
     command.run(
         args,

@@ -93,7 +93,7 @@ class Command:
     def _load_target(self, args: TrainingArguments, sharding: Sharding | None) -> TargetModel:
         """Perhaps spread over the processes; ValueError where the run cannot begin in its folder,
         or its target cannot be had."""
-        from medusa_heads.target.target import TargetModel
+        from medusa_heads.training.hidden.device_map import load_placed
         from medusa_heads.training.hidden.sharding import load_to_spread
         from medusa_heads.training.runs.setup import as_target, find_start
 
@@ -106,14 +106,7 @@ class Command:
         device = args.device  # asked for first, because it lets the processes know of one another
         if sharding is not None:
             return as_target(load_to_spread(self.to_target, sharding), device, sharding)
-        return TargetModel.from_pretrained(
-            self.to_target.model_name_or_path,
-            dtype=self.to_target.dtype,
-            use="batch" if args.world_size == 1 else None,
-            on_choice=apply_choice,
-            **self.to_target.source(),
-            **self.to_target.placement(device),
-        )
+        return load_placed(self.to_target, args, apply_choice)
 
     def autocast(self, device: str | None) -> bool:
         """Whether this machine trains faster in bf16 autocast, by the sizes of the target; tells

@@ -80,10 +80,10 @@ class Eagle3Layer(nn.Module):
         out_BTD: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
         return out_BTD
 
-    def remember(
-        self, hidden_BTD: Tensor, embedded_BTD: Tensor, positions_BT: Tensor, cache: Any
-    ) -> None:
-        """Append keys and values alone: all that later positions need of these."""
+    def keys_and_values(
+        self, hidden_BTD: Tensor, embedded_BTD: Tensor, positions_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """All that later positions need of these."""
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         attention, normed_BTD = self.self_attn, self.hidden_norm(hidden_BTD)
@@ -93,7 +93,7 @@ class Eagle3Layer(nn.Module):
             for project in (attention.k_proj, attention.v_proj)
         )
         _, keys = apply_rotary_pos_emb(keys, keys, *self._rotary[0](both, positions_BT))
-        cache.update(keys, values, 0)
+        return keys, values
 
 
 class Eagle3Decoder(nn.Module):
@@ -188,12 +188,13 @@ class Eagle3Heads(DecoderHeads):
         )
         return out_BTD
 
-    def remember(
-        self, hidden_BTD: Tensor, following_BT: Tensor, positions_BT: Tensor, cache: Any
-    ) -> None:
+    def keys_and_values(
+        self, hidden_BTD: Tensor, following_BT: Tensor, positions_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """See Eagle3Layer."""
         embedded_BTD = self.embed(following_BT).to(self.dtype)
-        self.decoder.midlayer.remember(hidden_BTD.to(self.dtype), embedded_BTD, positions_BT, cache)
+        hidden_BTD = hidden_BTD.to(self.dtype)
+        return self.decoder.midlayer.keys_and_values(hidden_BTD, embedded_BTD, positions_BT)
 
     def after_text(
         self,

@@ -131,12 +131,6 @@ class CompiledTarget(TargetModel):
         """False within `uncompiled`."""
         return self._forward is self._compiled
 
-    @property
-    def draws_alike(self) -> bool:
-        """Whether keyed noise within a graph is that outside of it: Inductor's code on a CPU made
-        another of it (torch 2.13)."""
-        return not self.compiles or self._backend != "inductor"
-
     def _view(self, features: tuple[int, ...]) -> CompiledTarget:
         if features not in self._views:  # which share their graphs
             self._views[features] = CompiledTarget(

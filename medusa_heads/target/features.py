@@ -180,6 +180,9 @@ class HiddenReader:
         features that came before. Forwards of other threads are left alone."""
         outputs: dict[int, Any] = {}
         own = get_ident()
+        lm_head = self.get_output_embeddings()
+        # Of a model that accelerate laid over several devices: what comes may be on another one.
+        where = getattr(getattr(lm_head, "_hf_hook", None), "execution_device", None)
 
         def elsewhere() -> bool:  # which a compiler cannot ask
             return not torch.compiler.is_compiling() and get_ident() != own
@@ -191,13 +194,15 @@ class HiddenReader:
         def hand_on(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             if elsewhere():
                 return args
+            if where is not None:
+                args = (args[0].to(where), *args[1:])
             read = Read.of(args[0], self.features, outputs)
             outputs.clear()
             return (change(read), *args[1:])
 
         hooks = [
             *watch(self.model, self.features, keep),
-            self.get_output_embeddings().register_forward_pre_hook(hand_on),
+            lm_head.register_forward_pre_hook(hand_on),
         ]
         try:
             yield

@@ -1,7 +1,10 @@
-"""How often a decoding step makes the host wait for the device, and builds tensors on the host.
+"""How often a decoding step makes the host wait for the device, and builds tensors on the host; or
+how many graphs whole steps come to as texts grow.
 
 python -m scripts.measure.host_waits --checkpoint assets/demo-heads
 python -m scripts.measure.host_waits --checkpoint runs/demo/heads --trees 15 --whole_steps
+python -m scripts.measure.host_waits --checkpoint assets/demo-heads --trees 15 --graphs aot_eager \
+    --new_tokens 2000
 
 Counted without a GPU, as one would have it: on a CPU the same calls are made and cost nothing. What
 a step of the loop asks is what a longer text asks more than one of a single step. Branches of the
@@ -15,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -24,10 +27,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medusa_heads import MedusaModel
 from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.cli.flags.decoding import ModelArguments
+from medusa_heads.inference.models.assisted import AssistedModel
 
 # A number is read, a shape depends on numbers, a tensor is made of the host's, or moves.
 Kind = Literal["read", "shape", "built", "copied"]
@@ -108,21 +111,49 @@ def counted() -> Iterator[Counter[Kind]]:
         yield counts
 
 
-def per_step(model: MedusaModel, batch: int, new_tokens: int, **options: Any) -> dict[Kind, float]:
-    """What a step of the loop asks on average, of `batch` prompts of unequal lengths."""
+def prompts(model: AssistedModel, batch: int) -> dict[str, Any]:
+    """Of unequal lengths, for texts that no token ends."""
     ids_BT = torch.randint(
         5, model.target.vocab_size, (batch, 24), generator=torch.Generator().manual_seed(0)
     )
-    first_B1 = torch.arange(batch)[:, None] % 7
-    given = {"attention_mask": (torch.arange(24) >= first_B1).long(), "pad_token_id": 0, **options}
-    seen = []
+    mask_BT = torch.arange(24) >= torch.arange(batch)[:, None] % 7
+    given = {"inputs": ids_BT, "attention_mask": mask_BT.long()}
+    return given | {"pad_token_id": 0, "eos_token_id": None}
+
+
+def per_step(
+    model: AssistedModel, batch: int, new_tokens: int, **options: Any
+) -> dict[Kind, float]:
+    """What a step of the loop asks on average, of `batch` prompts of unequal lengths."""
+    given, seen = prompts(model, batch) | options, []
     for length in (2, 2, new_tokens):  # the first text makes what is kept
         torch.manual_seed(0)
         with counted() as counts:
-            model.generate(ids_BT, max_new_tokens=length, eos_token_id=None, **given)
+            model.generate(**given, max_new_tokens=length)
         seen.append((counts, model.last_stats.forwards))
     _, (short, before), (long, forwards) = seen
     return {kind: (long[kind] - short[kind]) / (forwards - before) for kind in _KINDS}
+
+
+class Graphs(NamedTuple):
+    """What became of the steps of a text: whether each was taken whole, how many graphs they are,
+    and how often one broke."""
+
+    whole: bool
+    graphs: int
+    breaks: int
+
+
+def graphs_of(model: AssistedModel, batch: int, new_tokens: int, **options: Any) -> Graphs:
+    """Of `batch` texts of unequal lengths, by nothing that was compiled before."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    torch.manual_seed(0)
+    model.generate(**prompts(model, batch), **options, max_new_tokens=new_tokens)
+    breaks = sum((counters["graph_break"] + counters["unimplemented"]).values())
+    whole = "step" in model.last_stats.seconds
+    return Graphs(whole, counters["stats"]["unique_graphs"], breaks)
 
 
 _KINDS: tuple[Kind, ...] = ("read", "shape", "built", "copied")
@@ -138,6 +169,9 @@ class Arguments:
     batch_sizes: list[int] = field(default_factory=lambda: [1, 8], metadata={"help": "of prompts"})
     new_tokens: int = field(default=48, metadata={"help": "of each text"})
     whole_steps: bool = field(default=False, metadata={"help": "as compile='steps' takes them"})
+    graphs: str | None = field(
+        default=None, metadata={"help": "count graphs of whole steps that this backend compiles"}
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,9 +189,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(arguments: Arguments, which: ModelArguments) -> None:
     """Count, and print a table."""
-    model, _ = load_model(which, compile="steps" if arguments.whole_steps else False)
+    graphs, whole_steps = arguments.graphs, arguments.whole_steps or arguments.graphs is not None
+    compiling = {"compile": "steps", "compile_backend": graphs or "eager"} if whole_steps else {}
+    model, _ = load_model(which, **compiling)
     target: Any = model.target
-    table = Table("tree", "text", "rows", *_KINDS)
+    table = Table("tree", "text", "rows", *(_KINDS if graphs is None else Graphs._fields))
     for tree in arguments.trees:
         model.use_tree(tree)
         for text, options in (
@@ -165,9 +201,14 @@ def show(arguments: Arguments, which: ModelArguments) -> None:
             ("sampled", {"do_sample": True, "temperature": 0.7, "top_k": 50}),
         ):
             for batch in arguments.batch_sizes:
-                with target.uncompiled() if arguments.whole_steps else nullcontext():
-                    asked = per_step(model, batch, arguments.new_tokens, **options)
-                table.add_row(tree, text, str(batch), *(f"{asked[kind]:.1f}" for kind in _KINDS))
+                asked = (model, batch, arguments.new_tokens)
+                if graphs is not None:
+                    cells = list(map(str, graphs_of(*asked, **options)))
+                else:
+                    with target.uncompiled() if whole_steps else nullcontext():
+                        waits = per_step(*asked, **options)
+                    cells = [f"{waits[kind]:.1f}" for kind in _KINDS]
+                table.add_row(tree, text, str(batch), *cells)
     Console().print(table)
 
 

@@ -28,8 +28,8 @@ STEPS = 8  # whose median a single timing is
 def generation(
     model: MedusaModel, ids_1T: torch.Tensor, cache: DynamicCache, new_tokens: int
 ) -> tuple[dict[str, float], list[int]]:
-    """One call of generate() behind a cache: milliseconds a step by phase, its prefill left out;
-    and what it wrote."""
+    """One call of generate() behind a cache: milliseconds a step by phase, its prefill left out,
+    `graph` being steps that are one graph; and what it wrote."""
     wait(model)
     started = time.perf_counter()
     sequences: Any = model.generate(
@@ -43,7 +43,9 @@ def generation(
     stats = model.last_stats
     steps = stats.steps - 1
     seconds = time.perf_counter() - started - stats.seconds["prefill"]
-    spent = {name: 1e3 * stats.seconds[name] / steps for name in PHASES[:-1]}
+    phases = ("graph" if name == "step" else name for name in stats.seconds)
+    spent = dict(zip(phases, (1e3 * each / steps for each in stats.seconds.values()), strict=True))
+    del spent["prefill"]
     step = 1e3 * seconds / steps
     spent["rest"] = step - sum(spent.values())
     times = spent | {

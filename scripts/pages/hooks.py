@@ -27,7 +27,7 @@ PAGES = {
     "assets/demo-target/README.md": "demo-target.md",
 } | {
     path.relative_to(ROOT).as_posix(): path.relative_to(ROOT).with_suffix(".md").as_posix()
-    for path in sorted((ROOT / "configs").rglob("*.yaml"))
+    for path in sorted((ROOT / "configs").rglob("*.*"))
 }
 SOURCES = {page: source for source, page in PAGES.items()}
 FENCED = re.compile(r"(^```.*?^```$)", re.M | re.S)
@@ -50,8 +50,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
     for source, page in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        if source.endswith(".yaml"):
-            text = f"# {source}\n\n```yaml\n{text}```\n"
+        if not source.endswith(".md"):
+            text = f"# {source}\n\n```{Path(source).suffix[1:]}\n{text}```\n"
         files.append(File.generated(config, page, content=text))
 
 

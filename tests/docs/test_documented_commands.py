@@ -34,13 +34,14 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`([^`]+)`")
 LAUNCHED = re.compile(r"^accelerate launch .*-m medusa_heads\.cli\.(train_heads|train_draft)\b")
 PYTHON = re.compile(r"^python (?:-m (scripts(?:\.\w+)+)|(scripts(?:/\w+)+)\.py)")
-# Flags of vLLM, of argparse and of Python's own launchers.
+# Flags of vLLM, of argparse and of launchers.
 FOREIGN = {
     "additional_config",
     "data_parallel_size",
     "distributed_executor_backend",
     "enable_lora",
     "help",
+    "machine_rank",
     "model_loader_extra_config",
     "num_processes",
     "pipeline_parallel_size",

@@ -12,13 +12,14 @@ from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.trees.tree import TokenTree, TreeShape
 from tests.conftest import DEVICE
 from tests.inference.planted import BUSHY
 from tests.inference.reference import reference
 
 NEW = 24
-SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 30, "top_p": 0.95}
 
 
 class PlantedOnDevice(Drafter):
@@ -54,7 +55,7 @@ def with_heads(model: Any, backend: Any = "eager", **config: Any) -> MedusaModel
     return MedusaModel(model, heads, tree="7", compile="steps", compile_backend=backend)
 
 
-def text(medusa: MedusaModel, inputs: Any, seed: int = 3, **options: Any) -> Tensor:
+def text(medusa: AssistedModel, inputs: Any, seed: int = 3, **options: Any) -> Tensor:
     """All of it, from steps on the device that are not compiled."""
     torch.manual_seed(seed)
     options = {"do_sample": False, "max_new_tokens": NEW, **options}
@@ -62,6 +63,16 @@ def text(medusa: MedusaModel, inputs: Any, seed: int = 3, **options: Any) -> Ten
         made = medusa.generate(**inputs, **options)
     assert isinstance(made, Tensor)
     return made
+
+
+def drawn_planted(medusa: MedusaModel, inputs: Any, truth: Sequence[int], seed: int = 3) -> Tensor:
+    """The text that steps which ask the host draw; it is planted, as `planted` does greedy text."""
+    asking = MedusaModel(medusa.target.model, medusa.heads, tree="none")
+    torch.manual_seed(seed)
+    made: Any = asking.generate(**inputs, max_new_tokens=NEW + 9, **SAMPLING)
+    length = inputs["input_ids"].shape[1]
+    medusa.drafter = PlantedOnDevice(made[:, length:].tolist(), truth)
+    return made[:, : length + NEW]
 
 
 def planted(model: Any, inputs: Any, truth: Sequence[int]) -> PlantedOnDevice:

@@ -25,18 +25,10 @@ class CacheArguments:
                 "folder out"
             )
 
-    def check(self, *, joint: bool, spread: bool) -> None:
-        """Raises ValueError where a cache is wished for and cannot be had: in joint training, or
-        with a target that is spread over processes."""
-        if self.hidden_cache == "off":
-            return
-        if joint:
+    def check(self, *, joint: bool) -> None:
+        """Raises ValueError where a cache is wished for in joint training."""
+        if joint and self.hidden_cache != "off":
             raise ValueError(
                 "joint training changes the target's hidden states, so none can be kept: leave "
                 "hidden_cache off"
-            )
-        if spread:
-            raise ValueError(
-                "processes that share a target run it together, and a cache would leave some of "
-                "them out: leave hidden_cache off"
             )

@@ -25,7 +25,10 @@ from medusa_heads.training.hidden.states import CachedHiddenStates, HiddenStates
 from medusa_heads.training.hidden.store import INDEX_FILE, CacheError, CacheKey, HiddenCache
 
 # Of a target's configuration: says nothing of what its forward computes.
-_IDLE_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
+_IDLE_SETTINGS = (
+    *("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache"),
+    "distributed_config",
+)
 
 
 def open_hidden_states(
@@ -94,7 +97,8 @@ def open_hidden_states(
 
 
 def _settings_sha256(target: TargetModel) -> str:
-    """Over the configuration, and over how strongly adapters count: no weight says either."""
+    """Over the configuration, over the kernel of attention, which rounds in its own way, and over
+    how strongly adapters count: no weight says any."""
     of_model = target.model.config.to_dict()
     settings = {name: value for name, value in of_model.items() if name not in _IDLE_SETTINGS}
     adapters = {
@@ -102,7 +106,8 @@ def _settings_sha256(target: TargetModel) -> str:
         for name, module in target.model.named_modules()
         if isinstance(getattr(module, "scaling", None), dict)
     }
-    text = json.dumps([settings, adapters], sort_keys=True, default=str)
+    told = [settings, adapters, target.config._attn_implementation]
+    text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -62,7 +62,10 @@ def meta_target(arguments: TargetArguments, device: torch.device | None = None) 
             ).dtype
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=arguments.trust_remote_code
+                config,
+                dtype=dtype,
+                trust_remote_code=arguments.trust_remote_code,
+                **arguments.attention(),
             )
         with asking_hub(name) as options, suppress(OSError):  # most, but not all, bring one
             where = {"revision": arguments.model_revision, **options}

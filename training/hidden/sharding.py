@@ -20,6 +20,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.launched import Sharding
 from medusa_heads.training.hidden.meta_target import meta_target
+from medusa_heads.training.hidden.tensor_parallel import PartedTarget
 
 
 def several_processes() -> bool:
@@ -48,18 +49,21 @@ def digest_for_all(target: TargetModel) -> str:
 
 def load_to_spread(arguments: TargetArguments, sharding: Sharding) -> TargetModel:
     """The target on the CPU, for `shard_target`; where it is loaded once, the first process has the
-    weights and the others an empty one. Raises ValueError: no such target, one to be quantised, or
-    only one process."""
+    weights and the others an empty one. One that is spread by its matrices is so at once. Raises
+    ValueError: no such target, one to be quantised, or only one process."""
     _check_processes()
     if arguments.load_in_4bit:
         raise ValueError(
             "4-bit matrices cannot be spread over processes: leave shard_target out, and launch "
             "with configs/accelerate/ddp.yaml"
         )
+    if sharding.by_matrix:
+        return PartedTarget.load(arguments)
     if sharding.load_once and dist.get_rank() > 0:
         return meta_target(arguments)
+    told = {**arguments.source(), **arguments.attention()}
     return TargetModel.from_pretrained(
-        arguments.model_name_or_path, dtype=arguments.dtype, use=None, **arguments.source()
+        arguments.model_name_or_path, dtype=arguments.dtype, use=None, **told
     )
 
 
@@ -76,7 +80,10 @@ def shard_target(
     _check_processes()
     model: Any = target.model
     layers = _layers(model, sharding.layer_classes)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    shape = (sharding.copies, dist.get_world_size() // sharding.copies)
+    # By another name, peft would take the layers' matrices for parts of them.
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "fsdp"))
+    mesh = mesh if sharding.copies > 1 else mesh["fsdp"]
     kept = target.get_input_embeddings(), target.get_output_embeddings()
     empty = any_process(any(p.is_meta for p in model.parameters()), device)
     if empty:
@@ -96,17 +103,17 @@ def shard_target(
 
 
 def is_sharded(target: TargetModel) -> bool:
-    """Whether `shard_target` was here: then all processes must run the target together."""
+    """Whether processes share the target, by layers or matrices: then all must run it together."""
     from torch.distributed.fsdp import FSDPModule
 
-    return isinstance(target.model, FSDPModule)
+    return isinstance(target, PartedTarget) or isinstance(target.model, FSDPModule)
 
 
 def _check_processes() -> None:
     if not several_processes():
         raise ValueError(
             "the target is to be spread over processes, and there is one: start several with "
-            "accelerate launch, or leave shard_target and FSDP out"
+            "accelerate launch, or leave shard_target, tensor_parallel and FSDP out"
         )
 
 

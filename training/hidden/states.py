@@ -19,6 +19,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.hidden.cached_rows import collate_named
+from medusa_heads.training.hidden.sharding import any_process, is_sharded
 from medusa_heads.training.hidden.store import CacheError, HiddenCache, all_finite
 
 Batch = dict[str, Any]
@@ -69,6 +70,7 @@ class CachedHiddenStates(HiddenStates, TrainerCallback):
         """hidden_BTD, likewise; raises CacheError where a row must be read and cannot be."""
         device = self.target.device
         if "hidden" in inputs:
+            self._run_with_others(False)
             return inputs["hidden"].to(device)
         names, kept_BT = inputs["row_names"], inputs["kept"]
         hidden_BTD, missing = read_batch(self.caches, names, kept_BT.cpu())
@@ -78,6 +80,7 @@ class CachedHiddenStates(HiddenStates, TrainerCallback):
                 "text: fill it with hidden_cache auto"
             )
         hidden_BTD = hidden_BTD.to(device)
+        self._run_with_others(bool(missing))
         if not missing:
             return hidden_BTD
         rows_M = torch.tensor(missing, device=device)
@@ -96,6 +99,14 @@ class CachedHiddenStates(HiddenStates, TrainerCallback):
                 if names[b] in cache.plan.counts and names[b] not in cache:
                     cache.add(names[b], hidden_PD)
         return hidden_BTD
+
+    def _run_with_others(self, needed: bool) -> None:
+        """Where processes share the target, one that needs no row runs it for those that do."""
+        if self.read_only or not is_sharded(self.target):
+            return
+        device = self.target.device
+        if any_process(needed, device) and not needed:
+            self.target.hidden(torch.zeros(1, 1, dtype=torch.long, device=device))
 
     def flush(self) -> None:
         for cache in self.caches:

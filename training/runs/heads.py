@@ -17,7 +17,6 @@ from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DecoderHeads, DraftHeads, frequent_tokens, new_heads
-from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
@@ -100,8 +99,9 @@ def train_heads(
     config, objective = config or HeadsConfig(), objective or LossConfig()
     hidden_cache = hidden_cache or CacheArguments()
     sharding = launched_sharding()
-    spread = isinstance(target, TargetModel) and is_sharded(target)
-    hidden_cache.check(joint=joint is not None, spread=spread or sharding is not None)
+    if joint is not None and sharding is not None:
+        sharding.check_joint()
+    hidden_cache.check(joint=joint is not None)
     run = Run(
         target,
         dataset,
@@ -182,6 +182,11 @@ def train_heads(
     )
     write_report(run.output, report)
     return heads
+
+
+def trainer_of(joint: JointConfig | None) -> type[HeadsTrainer]:
+    """Who trains heads, alone or with an adapter."""
+    return HeadsTrainer if joint is None else JointTrainer
 
 
 def scale_fresh(heads: DraftHeads, hidden_states: HiddenStates, row: Mapping[str, Any]) -> None:

@@ -95,7 +95,8 @@ def write_figures(
         "train_loss": _mean_loss(state.log_history),
         "epoch": state.epoch,
         "steps": state.global_step,
-        "best_step": state.best_global_step,
+        # Of the heads that are left; without load_best_model_at_end they are the last.
+        "best_step": state.best_global_step if trainer.args.load_best_model_at_end else None,
     }
     replace_json(output / METRICS_FILE, metrics)
     write_run(output, story)

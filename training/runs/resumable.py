@@ -11,6 +11,7 @@ import logging
 import shutil
 from pathlib import Path
 
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa_heads.files import read_json
@@ -28,6 +29,16 @@ def is_whole(checkpoint: Path) -> bool:
     except ValueError:
         return False
     return "global_step" in state and all(any(checkpoint.glob(pattern)) for pattern in _PARTS)
+
+
+def finished_state(checkpoint: str, args: TrainingArguments) -> TrainerState | None:
+    """The state of a run that came to its end, and is not asked now to go further; else None."""
+    state = TrainerState.load_from_json(str(Path(checkpoint) / STATE_FILE))
+    if not 0 < state.max_steps <= state.global_step:
+        return None
+    more = args.max_steps > 0 and args.max_steps > state.global_step
+    again = args.max_steps <= 0 and args.num_train_epochs > state.num_train_epochs
+    return None if more or again else state
 
 
 def checkpoints(output: Path) -> list[Path]:

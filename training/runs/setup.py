@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from medusa_heads.training.hidden.sharding import (
     load_to_spread,
     shard_target,
 )
+from medusa_heads.training.hidden.tensor_parallel import PartedTarget
 from medusa_heads.training.runs.callbacks import Interruptions, Pace, StopInTime
 from medusa_heads.training.runs.record import changed_arguments, check_same_run, write_figures
 from medusa_heads.training.runs.resumable import checkpoints, find_checkpoint, remove_checkpoint
@@ -85,8 +87,8 @@ class Run:
         if is_sharded(self.target) and is_recurrent(self.target.config) and self.data.is_packed:
             raise ValueError(
                 "a target with a recurrent state reads packed documents in several forwards, and "
-                "processes that share one must all run it equally often: leave packing or "
-                "shard_target off"
+                "processes that share one must all run it equally often: leave packing, or "
+                "what spreads it (shard_target, tensor_parallel, FSDP), off"
             )
         self.sets = self.data.rows, self.data.held_out
         self.hooks: dict[str, Any] = {
@@ -118,6 +120,7 @@ class Run:
                 **self._facts,
                 **self.data.record(),
                 "target_weights_sha256": self.target_sha256,
+                "target_loaded": _how_loaded(self.target, self.args.world_size),
                 "training_arguments": changed_arguments(self.args),
             }
         )
@@ -145,6 +148,20 @@ class Run:
         warnings = [*self.data.warnings, *trainer.health.said]
         told = {"step_runtime": self.pace.median(), "warnings": warnings}
         return write_figures(self.output, trainer, {**trained, **told}, measured, story)
+
+
+def _how_loaded(target: TargetModel, processes: int) -> dict[str, Any]:
+    """In what form the target ran, and where: what was asked for, as it came to be."""
+    modules = Counter(map(str, (getattr(target.model, "hf_device_map", None) or {}).values()))
+    spread = "tensor_parallel" if isinstance(target, PartedTarget) else "shard_target"
+    return {
+        "revision": target.revision,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attn_implementation": target.config._attn_implementation,
+        "processes": processes,
+        "shared_by": spread if is_sharded(target) else None,
+        "modules_by_device": dict(modules) if len(modules) > 1 else None,
+    }
 
 
 def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import ProgressCallback, Trainer, TrainerState, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
 from medusa_heads.config import IGNORED
@@ -27,7 +27,7 @@ from medusa_heads.training.measure.fresh_heads import Comparison
 from medusa_heads.training.measure.health import Health
 from medusa_heads.training.runs.callbacks import Interruptions, ReadableProgress
 from medusa_heads.training.runs.record import write_run
-from medusa_heads.training.runs.resumable import STATE_FILE, remove_checkpoint
+from medusa_heads.training.runs.resumable import finished_state, remove_checkpoint
 
 Inputs = dict[str, Any]
 Judged = tuple[Tensor, Tensor, Tensor]
@@ -74,23 +74,12 @@ class TaughtTrainer(Trainer, ABC):
         tokenizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        if args.fsdp or args.deepspeed:
-            raise ValueError(
-                "heads and draft models are trained whole in each process: leave fsdp and "
-                "deepspeed out of training_args, and launch with configs/accelerate/fsdp.yaml, "
-                "which spreads the target of heads, or with configs/accelerate/ddp.yaml"
-            )
+        self.check_arguments(args)
         if launched_sharding() is not None and not is_sharded(target):
             raise ValueError(
                 "this is an FSDP launch, and the target is whole in this process: spread it with "
                 "shard_target first, or launch with configs/accelerate/ddp.yaml"
             )
-        for name, unset in self.unusable.items():
-            if getattr(args, name, unset) != unset:
-                raise ValueError(
-                    f"training_args: {name} has no place in this training: leave it out, got "
-                    f"{getattr(args, name)!r}"
-                )
         # Every resumable checkpoint holds the arguments: no token that nothing here reads.
         args.hub_token = None
         # Inputs are made from these columns, not by the model's own forward.
@@ -118,6 +107,22 @@ class TaughtTrainer(Trainer, ABC):
             self.remove_callback(ProgressCallback)
             self.add_callback(ReadableProgress(self.describe))
 
+    @classmethod
+    def check_arguments(cls, args: TrainingArguments) -> None:
+        """Raises ValueError for what has no place in this training, before a target is loaded."""
+        if args.fsdp or args.deepspeed:
+            raise ValueError(
+                "heads and draft models are trained whole in each process: leave fsdp and "
+                "deepspeed out of training_args, and launch with configs/accelerate/fsdp.yaml, "
+                "which spreads the target of heads, or with configs/accelerate/ddp.yaml"
+            )
+        for name, unset in cls.unusable.items():
+            if getattr(args, name, unset) != unset:
+                raise ValueError(
+                    f"training_args: {name} has no place in this training: leave it out, got "
+                    f"{getattr(args, name)!r}"
+                )
+
     @abstractmethod
     def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
         """The loss of a batch, over so many tokens; may stop a run that makes worse what learns."""
@@ -140,14 +145,13 @@ class TaughtTrainer(Trainer, ABC):
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
         """As transformers', which would take one step more where a finished run is resumed."""
-        if isinstance(resume_from_checkpoint, str):
-            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / STATE_FILE))
-            if _is_finished(state, self.args):
-                self._load_from_checkpoint(resume_from_checkpoint)
-                self.state = state
-                if self.args.load_best_model_at_end and state.best_model_checkpoint:
-                    self._load_best_model()
-                return TrainOutput(state.global_step, 0.0, {})
+        checkpoint = resume_from_checkpoint
+        if isinstance(checkpoint, str) and (state := finished_state(checkpoint, self.args)):
+            self._load_from_checkpoint(checkpoint)
+            self.state = state
+            if self.args.load_best_model_at_end and state.best_model_checkpoint:
+                self._load_best_model()
+            return TrainOutput(state.global_step, 0.0, {})
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -214,8 +218,16 @@ class TaughtTrainer(Trainer, ABC):
         figures_PF[positions_R] = figures_RF
         return loss, figures_PF.view(*labels_BT.shape, -1), labels_BT
 
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
+    ) -> tuple[list[Inputs], Tensor | int | None]:
+        """As transformers'; several processes learn nothing from rows that fill their last batch
+        up, as one would not."""
+        batches = (each | {"labels": self._once(each["labels"])} for each in epoch_iterator)
+        return super().get_batch_samples(batches, num_batches, device)
+
     def _once(self, labels_BT: Tensor) -> Tensor:
-        """The labels of a held-out batch, without those of rows that only fill the last one up."""
+        """The labels of a batch, without those of rows that only fill the last one up."""
         place = self.accelerator.gradient_state
         if not place.end_of_dataloader or place.remainder <= 0:
             return labels_BT
@@ -286,12 +298,3 @@ class GoingOnTrainer(TaughtTrainer):
         count = min(self.args.per_device_train_batch_size, len(self._known_rows))
         batch: Any = self.data_collator(list(self._known_rows.select(range(count))))
         return torch.stack(self._plain_and_own_loss(self._prepare_inputs(batch)))
-
-
-def _is_finished(state: TrainerState, args: TrainingArguments) -> bool:
-    """Whether a run came to its end, and is not asked now to go further than it was then."""
-    if not 0 < state.max_steps <= state.global_step:
-        return False
-    if args.max_steps > 0:
-        return args.max_steps <= state.global_step
-    return args.num_train_epochs <= state.num_train_epochs

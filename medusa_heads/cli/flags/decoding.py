@@ -48,7 +48,8 @@ class DraftingArguments(ModelArguments):
     )
     drafter: str | None = flag(
         None,
-        "Draft without training: auto, suffix, recycling, lookahead, lookahead+suffix, "
+        "Draft without training: auto, suffix, recycling, recycling:N with N tokens at every step, "
+        "lookahead, lookahead+suffix, "
         "early_exit, early_exit+suffix, early_exit:N with the first N layers, or mtp, mtp+suffix "
         "with the multi-token-prediction modules of the target's own checkpoint. The first "
         "argument is then the target itself.",

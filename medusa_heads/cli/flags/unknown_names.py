@@ -30,6 +30,7 @@ _ELSEWHERE = {
     "num_epochs": "num_train_epochs",
     "output": "output_dir",
     "revision": "model_revision",
+    "tp_plan": "tensor_parallel",
     "torch_dtype": "dtype",
     "train_batch_size": "per_device_train_batch_size",
     "use_peft": "joint",
@@ -38,7 +39,6 @@ _ELSEWHERE = {
 _WITHOUT_FLAG = {
     "device": "runs take the accelerator if there is one; CUDA_VISIBLE_DEVICES chooses among "
     f"several, and --{CONTAINER} '{{\"use_cpu\": true}}' stays on the CPU",
-    "attn_implementation": "targets run with attn_implementation sdpa, which takes a tree mask",
     "push_to_hub": "push the heads with 'medusa-heads push' when they are trained",
 }
 

@@ -158,7 +158,7 @@ HEADS: dict[str, dict[str, Any]] = {
 TREES = ("static:12", "dynamic:12", "cartesian:3,2,1", "chain")
 BLENDS = ("auto, deterministic", "12+suffix", "dynamic:8+suffix", "suffix")
 UNTRAINED = (
-    *("suffix", "recycling", "auto", "lookahead", "lookahead+suffix"),
+    *("suffix", "recycling", "recycling:15", "auto", "lookahead", "lookahead+suffix"),
     *("early_exit:2", "early_exit:2+suffix"),
 )
 TRAINED_TREES = (

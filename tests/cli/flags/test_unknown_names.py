@@ -45,7 +45,7 @@ def test_fields_of_the_trainer_go_into_training_args(
         ("--num_haeds", "did you mean '--num_heads'?"),
         ("--push_to_hub", "push the heads with 'medusa-heads push' when they are trained"),
         ("--hub_model_id", "push the heads with 'medusa-heads push' when they are trained"),
-        ("--attn_implementation", "attn_implementation sdpa"),
+        ("--tp_plan", "did you mean '--tensor_parallel'?"),
         ("--device", "CUDA_VISIBLE_DEVICES"),
         ("--xyzzy", "--help lists the known ones"),
     ],

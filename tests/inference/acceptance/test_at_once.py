@@ -5,10 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from medusa_heads.inference.acceptance import SampleThenMatch
-from medusa_heads.inference.acceptance.at_once import deepest_path
+from medusa_heads.inference.acceptance.at_once import (
+    ProcessorsOnDevice,
+    deepest_path,
+    draw_all,
+    kinds,
+)
+from medusa_heads.inference.acceptance.base import warp
 from medusa_heads.inference.acceptance.lossless import check_drawn
 from medusa_heads.inference.engine.noise import NO_TOKEN, Noise, NoiseOnDevice
 from medusa_heads.trees.tree import TreeShape
@@ -39,9 +54,10 @@ def test_as_a_walk(drawn: bool, trial: int) -> None:
     if drawn:
         rule.noise = Noise(7, rows, [0] * ROWS)
         written_B = torch.tensor([len(each.tokens) for each in rows])
-        noise = NoiseOnDevice(torch.tensor(rule.noise.keys(rows)), written_B)
+        keys_B, tokens_V = torch.tensor(rule.noise.keys(rows)), torch.arange(VOCAB)
+        noise = NoiseOnDevice(keys_B, written_B, tokens_V)
     assert rule.draws_at_once
-    drawn_BN = rule.draw_all(tree, logits_BNV, noise)
+    drawn_BN = draw_all(tree, logits_BNV, rule.processors, noise)
     found = deepest_path(tree, drawn_BN, SHAPE.max_depth)
     before = [len(each.tokens) for each in rows]
     paths = rule(tree, logits_BNV, rows)
@@ -59,8 +75,35 @@ def test_what_is_no_distribution_draws_no_token() -> None:
     scores_BNV[1] = -torch.inf
     scores_BNV[0, 1, 3] = torch.nan
     depth_BN = torch.tensor([[0, 1], [0, 1]])
-    drawn_BN: Tensor = NoiseOnDevice(keys_B, torch.zeros(2).long()).draw_all(scores_BNV, depth_BN)
+    noise = NoiseOnDevice(keys_B, torch.zeros(2).long(), torch.arange(VOCAB))
+    drawn_BN: Tensor = noise.draw_all(scores_BNV, depth_BN)
     assert drawn_BN[0, 0] >= 0
     assert drawn_BN[0, 1] == NO_TOKEN and drawn_BN[1].tolist() == [NO_TOKEN] * 2
     with pytest.raises(ValueError, match="no distribution"):
         check_drawn(drawn_BN[1].tolist())
+
+
+WARPERS = {
+    "temperature": (TemperatureLogitsWarper(0.7), TemperatureLogitsWarper(1.3)),
+    "top_p": (TopPLogitsWarper(0.95), TopPLogitsWarper(0.3)),
+    "min_p": (MinPLogitsWarper(0.05), MinPLogitsWarper(0.3)),
+    "epsilon": (EpsilonLogitsWarper(0.01), EpsilonLogitsWarper(0.05)),
+    "eta": (EtaLogitsWarper(0.01), EtaLogitsWarper(0.1)),
+    "typical": (TypicalLogitsWarper(0.9), TypicalLogitsWarper(0.3)),
+}
+
+
+@pytest.mark.parametrize("kind", WARPERS)
+def test_numbers_on_the_device_say_the_same(kind: str) -> None:
+    """To the last bit, of one setting after the other; and they are all that is not of the kind."""
+    ids: torch.LongTensor = torch.zeros(1, 1).long()  # type: ignore[assignment]
+    first, then = (LogitsProcessorList([warper, TopKLogitsWarper(9)]) for warper in WARPERS[kind])
+    scores_RV = 3 * torch.randn(500, VOCAB, generator=torch.Generator().manual_seed(0))
+    on_device, seen = ProcessorsOnDevice(first, scores_RV.device), []
+    for processors in (first, then, first):
+        on_device.take(processors)
+        seen.append(warp(on_device.copies, ids, scores_RV))
+        assert torch.equal(seen[-1], warp(processors, ids, scores_RV))
+    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
+    assert kinds(first) == kinds(then) == kinds(on_device.copies)
+    assert kinds(first) != kinds(LogitsProcessorList([WARPERS[kind][0], TopKLogitsWarper(8)]))

@@ -70,7 +70,7 @@ def test_what_is_drafted_changes_no_token(
     plain = undrafted[:, :24]
     for name in ("chain", "7", "static:15", "dynamic:12", "auto", "7+suffix", "suffix"):
         assert torch.equal(text(drafting(target, heads, name), **short), plain), name
-    for name in ("recycling", "auto", "early_exit:2", "lookahead"):
+    for name in ("recycling", "recycling:7", "auto", "early_exit:2", "lookahead"):
         model = TrainingFreeModel(target, name)
         assert torch.equal(text(model, **short), plain), name
     assert not torch.equal(text(drafting(target, heads, "7"), seed=4, **short), plain)

@@ -79,6 +79,6 @@ def test_a_wrong_rule_is_caught() -> None:
     torch.manual_seed(0)
     logits_BNV = torch.randn(1, 6, VOCAB) * 0.5
     rule = AcceptMoreThanAllowed(LogitsProcessorList(), do_sample=True)
-    rule._processors = LogitsProcessorList([TemperatureLogitsWarper(1.0001)])
+    rule.processors = LogitsProcessorList([TemperatureLogitsWarper(1.0001)])
     counts_V = torch.bincount(draw_pairs(rule, logits_BNV, 2000)[:, 0], minlength=VOCAB)
     assert chi_square(counts_V, logits_BNV[0, 0].softmax(-1))[0] > 100

@@ -24,7 +24,7 @@ TREES = ("heads:4", "heads:dynamic:4", "heads:6")
 EVERY_KIND = (
     *TREES,
     *("heads:auto", "heads:4+suffix"),
-    *("auto", "suffix", "recycling", "lookahead", "lookahead+suffix"),
+    *("auto", "suffix", "recycling", "recycling:4", "lookahead", "lookahead+suffix"),
     *("draft-model:chain:2", "draft-model:dynamic:4", "draft-model:sampled:2x1", "draft-model"),
 )
 

@@ -19,11 +19,21 @@ from transformers import (
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.inference.acceptance.at_once import DeepestPath, deepest_path
 from medusa_heads.inference.engine import device_loop, device_state
+from medusa_heads.inference.engine.noise import NoiseOnDevice
 from medusa_heads.inference.engine.state import DecodingState, padded_mask
+from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
-from tests.inference.on_device import NEW, SAMPLING, PlantedOnDevice, planted, text, with_heads
+from tests.inference.on_device import (
+    NEW,
+    SAMPLING,
+    PlantedOnDevice,
+    drawn_planted,
+    planted,
+    text,
+    with_heads,
+)
 from tests.inference.padded import padded
 from tests.inference.reference import reference
 
@@ -102,6 +112,23 @@ def test_negative_controls(
     assert not torch.equal(text(medusa, inputs), expected)
 
 
+@pytest.mark.parametrize("padding", BATCHES, ids=["1 row", "3 rows", "8 rows"])
+def test_planted_drafts_of_drawn_text(
+    model: Any, medusa: MedusaModel, monkeypatch: pytest.MonkeyPatch, padding: list[int]
+) -> None:
+    inputs = padded(padding, 12)
+    expected = drawn_planted(medusa, inputs, [2, 0, 4, 1, 3])
+    assert torch.equal(text(medusa, inputs, **SAMPLING), expected)
+    assert max(medusa.last_stats.accepted) == 4 and medusa.last_stats.seconds["step"]
+    of_all = NoiseOnDevice.draw_all
+
+    def of_the_root(noise: NoiseOnDevice, scores_BNV: Tensor, depth_BN: Tensor) -> Tensor:
+        return of_all(noise, scores_BNV, torch.zeros_like(depth_BN))
+
+    monkeypatch.setattr(NoiseOnDevice, "draw_all", of_the_root)
+    assert not torch.equal(text(medusa, inputs, **SAMPLING), expected)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {},
     "hydra": {"kind": "hydra"},
@@ -110,6 +137,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "own matrices": {"vocab_matrix": "own"},
     "prefix": {"prefix_attention": True, "correction_rank": 8},
     "block": {"kind": "block"},
+    "eagle3": {"kind": "eagle3"},
+    "eagle3, features": {"kind": "eagle3", "features": (0,)},
 }
 
 
@@ -129,6 +158,29 @@ def test_heads_of_all_kinds(model: Any, kind: str) -> None:
         assert torch.equal(text(medusa, inputs, **drawn), expected_drawn), tree
         assert "step" in medusa.last_stats.seconds
     assert not torch.equal(text(medusa, inputs, seed=4, **drawn), expected_drawn)
+
+
+def test_recycled_trees(model: Any, medusa: MedusaModel) -> None:
+    """Learnt from step by step, as on the other road."""
+    asking = MedusaModel(model, medusa.heads, tree="none")
+    for padding in ([0], [0, 4, 0]):
+        inputs: Any = padded(padding, 12)
+        greedy = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
+        torch.manual_seed(3)
+        drawn: Any = asking.generate(**inputs, max_new_tokens=NEW, **SAMPLING)
+        accepted = []
+        for whole_steps in (True, False):
+            recycling = TrainingFreeModel(
+                model, "recycling:9", compile="steps", compile_backend="eager"
+            )
+            recycling.target.whole_steps = whole_steps  # type: ignore[attr-defined]
+            for options, right in (({}, greedy), (SAMPLING, drawn)):
+                assert torch.equal(text(recycling, inputs, **options), right)
+                assert ("step" in recycling.last_stats.seconds) == whole_steps
+                accepted.append(recycling.last_stats.accepted)
+        if padding == [0]:
+            assert accepted[:2] == accepted[2:]
+            assert max(accepted[0]) > 0 and max(accepted[1]) > 0
 
 
 WINDOWS: dict[str, PreTrainedConfig] = {

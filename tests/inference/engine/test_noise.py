@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from medusa_heads.inference.engine.noise import NO_TOKEN, Noise, chance_drawn
+from medusa_heads.inference.engine.noise import NO_TOKEN, Noise, NoiseOnDevice, chance_drawn
 from medusa_heads.inference.engine.rows import Row, StopCheck
 
 SEED = 20_240_816
@@ -124,3 +124,15 @@ def test_what_ones_own_luck_says() -> None:
         said = [chance_drawn(0.4, luck) for luck in luck_SV[among_S, 0][:1000].tolist()]
         share = (drawn_S[among_S] == 0).float().mean()
         assert abs(share - sum(said) / len(said)) < 0.015
+
+
+def test_inductors_code_draws_the_same() -> None:
+    """It once wrote beyond its memory: enough tokens for a loop, and some that fill no vector."""
+    random = torch.Generator().manual_seed(0)
+    keys_B, written_B = torch.randint(1 << 62, (2,), generator=random), torch.tensor([0, 9])
+    scores_BNV, depth_BN = torch.randn(2, 3, 199, generator=random), torch.tensor([[0, 1, 2]] * 2)
+    noise = NoiseOnDevice(keys_B, written_B, torch.arange(199))
+    drawn_BN = noise.draw_all(scores_BNV, depth_BN)
+    compiled: Tensor = torch.compile(noise.draw_all, fullgraph=True)(scores_BNV, depth_BN)
+    assert torch.equal(compiled, drawn_BN)
+    assert len(drawn_BN.unique()) == 6

@@ -14,11 +14,21 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from medusa_heads import MedusaModel
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.engine import device_loop
+from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.trees.tree import TokenTree
-from scripts.measure.host_waits import counted
+from scripts.measure.host_waits import counted, graphs_of
 from tests.conftest import DEVICE, TinyLlama
-from tests.inference.on_device import NEW, SAMPLING, PlantedOnDevice, planted, text, with_heads
+from tests.inference.on_device import (
+    NEW,
+    SAMPLING,
+    PlantedOnDevice,
+    drawn_planted,
+    planted,
+    text,
+    with_heads,
+)
 from tests.inference.padded import padded
 from tests.inference.reference import reference
 
@@ -93,7 +103,8 @@ def test_what_needs_the_host_takes_the_other_road(
 
 
 def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
-    """However long they are, and wherever their rows end; of a whole step, without a break."""
+    """However long they are, wherever their rows end, and whatever they are drawn at; of a whole
+    step, without a break."""
     torch._dynamo.reset()
     model, graphs = tiny_llama(num_layers=1), []
 
@@ -103,13 +114,92 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
 
     model.generation_config.pad_token_id = 0
     medusa = with_heads(model, count)
-    for padding, new, ends in (([0, 3], 30, None), ([1, 0], 170, None), ([5, 5], 60, [3, 5])):
+    asking = MedusaModel(model, medusa.heads, tree="none")
+    texts: list[tuple[list[int], dict[str, Any]]] = [
+        ([0, 3], {"max_new_tokens": 30}),
+        ([1, 0], {"max_new_tokens": 120}),
+        ([5, 5], {"max_new_tokens": 60, "eos_token_id": [3, 5]}),
+    ]
+    at = ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.1, "top_p": 0.5})
+    for drawn in (False, True):
+        for number, (padding, options) in enumerate(texts[drawn:]):
+            inputs: Any = padded(padding, 12)
+            options = {"eos_token_id": None, "do_sample": drawn, **options}
+            options |= {"top_k": 30, **at[number % 2]} if drawn else {}
+            made: list[Any] = []
+            for each in (medusa, asking):
+                torch.manual_seed(number)
+                made.append(each.generate(**inputs, **options))
+            assert torch.equal(*made)
+            assert drawn or torch.equal(made[0], model.generate(**inputs, **options))
+            assert "step" in medusa.last_stats.seconds
+        assert len(graphs) == 1 + drawn
+
+
+@pytest.mark.parametrize(
+    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hydra", "block"))]
+)
+def test_heads_that_read_their_drafts_are_a_part_of_the_graph(
+    tiny_llama: TinyLlama, kind: str
+) -> None:
+    medusa = with_heads(tiny_llama(num_layers=1), kind=kind)
+    medusa.use_tree("dynamic:7")
+    assert graphs_of(medusa, 2, 20, **SAMPLING) == (True, 1, 0)
+
+
+def test_recycled_trees_are_a_part_of_the_graph(tiny_llama: TinyLlama) -> None:
+    options: dict[str, Any] = {"compile": "steps", "compile_backend": "eager"}
+    recycling = TrainingFreeModel(tiny_llama(num_layers=1), "recycling:7", **options)
+    assert graphs_of(recycling, 2, 20, **SAMPLING) == (True, 1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
+def test_one_graph_for_two_thousand_tokens(tiny_llama: TinyLlama, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_llama(num_layers=1, max_position_embeddings=4096)
+    inputs: Any = padded([0, 3, 7], 12)
+    model.generation_config.pad_token_id = 0
+    medusa = with_heads(model, "aot_eager")
+    asking = MedusaModel(model, medusa.heads, tree="none")
+    options = {"do_sample": False, **options, "max_new_tokens": 2000}
+    torch.manual_seed(3)
+    expected: Any = asking.generate(**inputs, **options)
+    medusa.drafter = PlantedOnDevice(expected[:, 12:].tolist(), [2, 0, 4, 1, 3])
+    torch.manual_seed(3)
+    made: Any = medusa.generate(**inputs, **options)
+    assert torch.equal(made, expected)
+    assert expected.shape == (3, 2012)
+    assert "step" in medusa.last_stats.seconds
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"] and not counters["unimplemented"]
+
+
+@pytest.mark.slow
+def test_inductor_draws_the_same(tiny_llama: TinyLlama) -> None:
+    """Whatever was drafted; and only with the noise that the host has."""
+    model = tiny_llama(num_layers=1)
+    model.generation_config.pad_token_id = 0
+    medusa, begin = with_heads(model, "inductor"), DeviceState.begin
+
+    def made(inputs: Any) -> Any:
+        torch.manual_seed(3)
+        return medusa.generate(**inputs, max_new_tokens=NEW, **SAMPLING)
+
+    def another(state: DeviceState, *given: Any) -> None:
+        begin(state, *given)
+        state.keys_B += 1
+
+    for padding in ([0], [0, 3, 7]):
         inputs = padded(padding, 12)
-        options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": ends}
-        made: Any = medusa.generate(**inputs, **options)  # type: ignore[arg-type]
-        assert torch.equal(made, model.generate(**inputs, **options))
-        assert "step" in medusa.last_stats.seconds
-    assert len(graphs) == 1
+        expected = drawn_planted(medusa, inputs, [2, 0, 4, 1, 3])
+        assert torch.equal(made(inputs), expected)
+        assert max(medusa.last_stats.accepted) == 4 and "step" in medusa.last_stats.seconds
+        with pytest.MonkeyPatch.context() as wrong:
+            wrong.setattr(DeviceState, "begin", another)
+            assert not torch.equal(made(inputs), expected)
 
 
 @pytest.mark.filterwarnings("error::medusa_heads.errors.MedusaWarning")
@@ -164,3 +254,8 @@ def test_a_step_that_is_no_graph_is_taken_in_parts(model: Any) -> None:
         made: Any = medusa.generate(**inputs, **options)
     assert torch.equal(made, expected)
     assert max(medusa.last_stats.accepted) > 1
+    assert "target" in medusa.last_stats.seconds and "step" not in medusa.last_stats.seconds
+    medusa.use_tree("7")  # that one fails says nothing of others
+    made = medusa.generate(**inputs, **options)
+    assert torch.equal(made, expected)
+    assert "step" in medusa.last_stats.seconds

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.measure.host_waits import counted, main
+from medusa_heads.errors import MedusaWarning
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.trees.tree import TokenTree
+from scripts.measure.host_waits import counted, graphs_of, main
+from tests.conftest import TinyLlama
+from tests.inference.on_device import with_heads
 
 X, ONE = torch.arange(6.0).view(2, 3), torch.tensor(1)
 MASK = torch.tensor([True, False])
@@ -65,3 +70,17 @@ def test_the_loop_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*flags, "--batch_sizes", "1", "--whole_steps"]) == 0
     greedy = next(line for line in capsys.readouterr().out.splitlines() if "greedy" in line)
     assert [float(each) for each in greedy.replace("│", " ").split()[3:]] == [1, 0, 0, 0]
+
+
+def test_graphs_are_counted(tiny_llama: TinyLlama) -> None:
+    medusa = with_heads(tiny_llama(num_layers=1))
+    assert graphs_of(medusa, 2, 20, do_sample=False) == (True, 1, 0)
+    propose = medusa.drafter.propose
+
+    def asking(state: DecodingState) -> TokenTree:
+        return propose(state) if state.roots_B[0] >= 0 else TokenTree.root_only(state.roots_B)
+
+    medusa.drafter.propose = asking  # type: ignore[method-assign]
+    with pytest.warns(MedusaWarning, match="no graph"):
+        whole, _, breaks = graphs_of(medusa, 2, 20, do_sample=False)
+    assert not whole and breaks == 1

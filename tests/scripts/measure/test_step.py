@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.target.attention import take_tree_masks
 from scripts.measure.step import main
-from scripts.measure.step_timers import PHASES
+from scripts.measure.step_timers import PHASES, generation
 from tests.conftest import Refused, TinyLlama
+from tests.inference.on_device import with_heads
 from tests.inference.speaking import save_speaker
 
 QUICK = ["--tree", "4", "--new_tokens", "6", "--repeats", "2", "--dtype", "float32"]
@@ -53,6 +56,17 @@ def test_checkpoint_and_contexts_cut_to_what_fits(tiny_llama: TinyLlama, tmp_pat
     assert main([*flags, "--output", str(output)]) == 0
     contexts = [row["context"] for row in json.loads(output.read_text())["contexts"]]
     assert contexts == [8, 512 - 6 - 5]
+
+
+def test_steps_that_are_one_graph(tiny_llama: TinyLlama) -> None:
+    medusa, ids_1T = with_heads(tiny_llama(num_layers=1)), torch.arange(9)[None]
+    cache = DynamicCache(config=medusa.target.config)
+    with medusa.target.uncompiled():  # type: ignore[attr-defined]
+        times, tokens = generation(medusa, ids_1T, cache, 6)
+    assert len(tokens) == 6 and times["graph"] > 0
+    assert sum(times[phase] for phase in ("draft", "graph", "walk", "rest")) == pytest.approx(
+        times["step"]
+    )
 
 
 @pytest.mark.parametrize(

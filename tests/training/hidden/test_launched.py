@@ -22,6 +22,16 @@ LAUNCHED = {
     "FSDP_FORWARD_PREFETCH": "false",
 }
 
+# And for eight processes of configs/accelerate/fsdp_nodes.yaml, of which each node has four.
+IN_NODES = {
+    "WORLD_SIZE": "8",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4",
+    "PARALLELISM_CONFIG_TP_SIZE": "1",
+    "PARALLELISM_CONFIG_CP_SIZE": "1",
+}
+
 
 @pytest.fixture
 def fsdp_launch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
@@ -51,7 +61,8 @@ def test_an_fsdp_launch_says_how(fsdp_launch: pytest.MonkeyPatch) -> None:
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", "without fsdp_activation_checkpointing"),
         ("FSDP_IGNORED_MODULES", "lm_head", "without fsdp_ignored_modules"),
         ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "without fsdp_auto_wrap_policy: SIZE_BASED"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "without parallelism_config"),
+        ("PARALLELISM_CONFIG_CP_SIZE", "2", "without parallelism_config_cp_size: leave that out"),
+        ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "4", "asks for 4 copies .* over 4 .* there are 8"),
         ("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD", "cannot be read: ValueError: invalid truth"),
         ("FSDP_STATE_DICT_TYPE", "WHOLE", "fsdp_config cannot be read: KeyError: 'WHOLE'"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeed would take apart what is trained"),
@@ -60,9 +71,23 @@ def test_an_fsdp_launch_says_how(fsdp_launch: pytest.MonkeyPatch) -> None:
 def test_settings_that_cannot_be_met_are_refused(
     name: str, value: str, sentence: str, fsdp_launch: pytest.MonkeyPatch
 ) -> None:
+    for size in IN_NODES.items():
+        fsdp_launch.setenv(*size)
     fsdp_launch.setenv(name, value)
     with pytest.raises(ValueError, match=sentence):
         launched_sharding()
+
+
+def test_a_copy_of_the_target_in_each_node(fsdp_launch: pytest.MonkeyPatch) -> None:
+    for size in IN_NODES.items():
+        fsdp_launch.setenv(*size)
+    found = launched_sharding()
+    assert found is not None and found.copies == 2
+    with pytest.raises(ValueError, match="leave parallelism_config or joint out"):
+        found.check_joint()
+    with learning_whole():
+        assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in os.environ
+    assert launched_sharding() == found
 
 
 def test_what_learns_sees_no_fsdp(fsdp_launch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Targets that cannot be spread; `test_processes.py` spreads those that can."""
+"""Targets that cannot be spread; `test_many_processes.py` spreads those that can."""
 
 from pathlib import Path
 
@@ -20,7 +20,9 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.launched import Sharding
 from medusa_heads.training.hidden.sharding import load_to_spread, shard_target
+from medusa_heads.training.hidden.tensor_parallel import PartedTarget
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+from tests.conftest import Refused
 
 CPU = torch.device("cpu")
 
@@ -94,15 +96,65 @@ def test_an_fsdp_launch_is_refused_by_name_where_it_cannot_be_had(
     monkeypatch.setenv("FSDP_VERSION", "2")
     assert train_heads([*flags, "--self_distill"]) == 2
     assert "an FSDP launch) cannot write text apart" in capsys.readouterr().err
-    assert train_heads([*flags, "--hidden_cache", "auto", "--dry_run"]) == 2
-    assert "a cache would leave some of them out" in capsys.readouterr().err
+    for flag in (["--device_map", "auto"], ["--tensor_parallel"]):
+        assert train_heads([*flags, *flag]) == 2
+        assert f"leave {flag[0][2:]} out, or launch with configs" in capsys.readouterr().err
     assert train_draft(flags) == 2
-    assert "launch several with configs/accelerate/ddp.yaml" in capsys.readouterr().err
+    assert "leave FSDP out, and launch several with configs" in capsys.readouterr().err
     assert train_heads(flags) == 2
     assert "over processes, and there is one" in capsys.readouterr().err
     monkeypatch.setenv("FSDP_VERSION", "1")
     assert train_heads([*flags, "--dry_run"]) == 2
     assert "set fsdp_version: 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--device_map", "atuo"], "device_map must be one of ['auto', 'balanced'"),
+        (["--device_map", '{"": }'], "device_map must be a JSON object"),
+        (["--device_map", "auto", "--shard_target"], "device_map and shard_target exclude each"),
+        (["--tensor_parallel", "--shard_target"], "shard_target and tensor_parallel exclude"),
+        (["--tensor_parallel", "--load_in_4bit"], "4-bit matrices cannot be spread"),
+        (["--tensor_parallel", "--joint"], "leave tensor_parallel or joint out"),
+        (["--device_map", "auto", "--joint"], "leave device_map or joint out"),
+        (["--tensor_parallel", "--self_distill"], "cannot write text apart"),
+        (["--tensor_parallel", "--mtp"], "leave tensor_parallel out"),
+        (["--device_map", "auto", "--mtp"], "leave device_map out"),
+        (["--tensor_parallel"], "spread over processes, and there is one"),
+        (
+            ["--training_args", '{"activation_checkpointing": true, "use_cpu": true}'],
+            "gradient_checkpointing has no place in this training",
+        ),
+        (["--training_args", '{"fsdp": true, "use_cpu": true}'], "leave fsdp and deepspeed out"),
+    ],
+)
+def test_what_no_launch_can_do_is_refused_before_anything_is_loaded(
+    flags: list[str], sentence: str, tmp_path: Path, refused: Refused
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "a b c"}\n' * 20)
+    begin = ["--model_name_or_path", "./nowhere", "--dataset", str(corpus)]
+    begin += ["--output_dir", str(tmp_path / "heads")]
+    assert sentence in refused(train_heads, [*begin, *flags])
+
+
+def test_one_process_of_several_has_one_device(
+    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = ["--model_name_or_path", "./nowhere", "--dataset", "x.jsonl", "--device_map", "auto"]
+    assert "this launch has several: leave it out" in refused(train_heads, flags)
+    assert "leave device_map out" in refused(train_draft, flags)
+
+
+def test_heads_of_attention_are_dealt_out_evenly(target: TargetModel, tmp_path: Path) -> None:
+    target.model.save_pretrained(tmp_path)  # with one key-value head
+    arguments = TargetArguments(str(tmp_path), tensor_parallel=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_world_size", lambda: 2)
+        with pytest.raises(ValueError, match="the target's 1 num_key_value_heads out to 2"):
+            PartedTarget.load(arguments)
 
 
 def test_accelerate_wraps_only_what_learns_and_as_in_any_launch(

@@ -154,7 +154,7 @@ def test_processes_that_share_a_target_do_not_pack_for_it(
     make_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup, "is_sharded", lambda target: True)
-    with pytest.raises(ValueError, match="leave packing or shard_target off"):
+    with pytest.raises(ValueError, match="leave packing, or what spreads it"):
         train_heads(
             tiny_target("lfm2"),
             make_rows(8),

@@ -6,7 +6,6 @@ then the flags that all runs share.
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from medusa_heads.cli.train_heads import main
 from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
 from medusa_heads.target import fingerprint
 from medusa_heads.training.measure import report
-from medusa_heads.training.runs.callbacks import Interruptions
+from tests.training.processes import die_in_step
 
 FOLDER, LAUNCH, NAMES, FLAGS = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(","), sys.argv[4:]
 OUTPUT = FOLDER / LAUNCH
@@ -72,18 +71,6 @@ def run() -> None:
             os.environ.update({changed: before[changed]} if changed in before else {})
     counts = {"answered": answered, "hashed": sorted(hashed)}
     (OUTPUT / f"counts-{os.environ['RANK']}.json").write_text(json.dumps(counts))
-
-
-def die_in_step(step: int) -> None:
-    """From now on a run is killed when it has made so many steps."""
-    on_step_end = Interruptions.on_step_end
-
-    def dying(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        on_step_end(self, args, state, control, **kwargs)
-        if state.global_step == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    Interruptions.on_step_end = dying  # type: ignore[method-assign]
 
 
 run()

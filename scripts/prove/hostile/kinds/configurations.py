@@ -45,7 +45,7 @@ FLAGS_OF_GENERATE: dict[str, tuple[str, ...]] = {
              "none.json", "../none.json", "auto+", "+suffix", "\N{SUPERSCRIPT TWO}", "9" * 30,
              "9" * 5000),
     "drafter": ("", "x", "early_exit:", "early_exit:x", "early_exit:-1", "early_exit:0",
-        "early_exit:999"),
+        "early_exit:999", "recycling:0", "recycling:x"),
     "acceptance": ("", "x", "Lossless"),
     "epsilon": ("0.5", "x", "nan"),
     "threshold": ("0.5", "x", "nan"),
