@@ -70,6 +70,12 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_heads.training.measure.report.draw_plots", lambda *_: [])
 
 
+@pytest.fixture(autouse=True)
+def durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing: no test pulls the plug, and each wait for the disk takes as long as a small step."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
 @pytest.fixture
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache for one test alone, which is not there yet."""

@@ -21,6 +21,11 @@ from medusa_heads.files import (
 from tests.killed import dies
 
 
+@pytest.fixture(autouse=True)
+def durable() -> None:
+    """What is written here is really waited for."""
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def provenance(extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
     }
 
 
+@cache  # reading a package's metadata takes milliseconds, and a run asks at each of its writes
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

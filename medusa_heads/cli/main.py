@@ -16,13 +16,17 @@ _PURPOSES = {
     "calibrate": "measure heads on text, and store what they guess",
     "benchmark": "measure a heads checkpoint against transformers",
     "regenerate": "have the target answer prompts, to train on",
+    "prepare-hidden": "write the target's hidden states, to train from",
     "env": "what this machine is, and what is chosen on it",
     "push": "put a heads checkpoint on a hub, with a model card",
     "pull": "bring a heads checkpoint from a hub into a folder",
     "convert": "read the heads of another project",
     "export": "write a heads checkpoint for another engine",
 }
-VERBS = {verb: (f"medusa_heads.cli.verbs.{verb}", said) for verb, said in _PURPOSES.items()}
+VERBS = {
+    verb: (f"medusa_heads.cli.verbs.{verb.replace('-', '_')}", said)
+    for verb, said in _PURPOSES.items()
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

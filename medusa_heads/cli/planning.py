@@ -28,6 +28,7 @@ def show_plan_of(
     plan: Callable[[TargetModel, TextSize], DryRun],
     train: Callable[..., object],
     begins_as: str | None = None,
+    compare: Callable[[TargetModel, TrainingData], str] | None = None,
 ) -> None:
     """Everything but the run: print a sample of the text, what the run would be, and what some
     of its steps take; only the first process does."""
@@ -46,7 +47,7 @@ def show_plan_of(
         console = Console()
         show_sample(rows, command.tokenizer, console)
         show_plan(planned, console)
-        _measure(command, args, planned, data, train, begins_as, console)
+        _measure(command, args, planned, data, train, begins_as, compare, console)
         say_warnings(data.warnings)
 
 
@@ -57,6 +58,7 @@ def _measure(
     data: TrainingData,
     train: Callable[..., object],
     begins_as: str | None,
+    compare: Callable[[TargetModel, TrainingData], str] | None,
     console: Console,
 ) -> None:
     """Print what some steps take here, or why that is not known."""
@@ -89,6 +91,8 @@ def _measure(
     course = Course.of(data, args)
     found = forecast(*rehearse(train, target, data, args), course)
     show_forecast(found, course, console)
+    if compare is not None and not data.is_stream:
+        console.print(compare(target, data), highlight=False)
     if command.to_distill.self_distill:
         console.print("The target writes the text before; that is not in it.")
 

@@ -27,7 +27,7 @@ from medusa_heads.training.arguments.mtp import MTP_LEARNING_RATE, MtpArguments
 from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
-from medusa_heads.training.hidden.launched import launched_sharding, sharding_of
+from medusa_heads.training.hidden.launched import Sharding, launched_sharding, sharding_of
 
 
 @dataclass
@@ -64,13 +64,7 @@ def train(
         from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 
         check_takes_matrix(config)
-    sharding = sharding_of(to_target)
-    if sharding is not None and to_distill.self_distill:
-        raise ValueError(
-            "processes that share a target (shard_target, tensor_parallel, or an FSDP launch) "
-            "cannot write text apart: make it with medusa-heads regenerate, and give it as "
-            "--dataset"
-        )
+    sharding = spread_of(to_target, to_distill)
     if joint is not None and sharding is not None:
         sharding.check_joint()
     if joint is not None and to_target.device_map is not None:
@@ -79,6 +73,7 @@ def train(
     command = Command(to_target, to_data, to_distill, to_optimise)
     args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=command.autocast)
 
+    from medusa_heads.training.hidden.cache_setup import cheaper
     from medusa_heads.training.runs.dry_run import plan_heads
     from medusa_heads.training.runs.heads import train_heads, trainer_of
 
@@ -99,7 +94,23 @@ def train(
         rehearse=partial(train_heads, config=config, objective=objective, joint=steady),
         report=_report,
         sharding=sharding,
+        compare=None
+        if joint
+        else lambda target, data: cheaper(to_cache, target, data, config, args),
     )
+
+
+def spread_of(to_target: TargetArguments, to_distill: DistillArguments) -> Sharding | None:
+    """How the target is spread over the processes, None where it is not; ValueError where it then
+    cannot write text."""
+    sharding = sharding_of(to_target)
+    if sharding is not None and to_distill.self_distill:
+        raise ValueError(
+            "processes that share a target (shard_target, tensor_parallel, or an FSDP launch) "
+            "cannot write text apart: make it with medusa-heads regenerate, and give it as "
+            "--dataset"
+        )
+    return sharding
 
 
 def joint_settings(joint: bool, config: JointConfig) -> JointConfig | None:

@@ -62,20 +62,30 @@ class Command:
         sharding: Sharding | None = None,
         rehearse: Callable[..., object] | None = None,
         begins_as: str | None = None,
+        compare: Callable[[TargetModel, TrainingData], str] | None = None,
     ) -> None:
         """Load the target, prepare the text, train, and report what was learnt; of a dry run the
         plan alone, with what `rehearse` takes, which trains likewise (default: `train`), unless the
-        weights that it `begins_as` would have to be fetched. What is refused of the target is
-        refused by `check`, before hours may go into writing text."""
+        weights that it `begins_as` would have to be fetched, and a sentence by which `compare` sets
+        it beside another. What is refused of the target is refused by `check`, before hours may go
+        into writing text."""
         if self.to_optimise.dry_run:
-            show_plan_of(self, args, num_heads, plan, rehearse or train, begins_as)
+            show_plan_of(self, args, num_heads, plan, rehearse or train, begins_as, compare)
             return
+        from medusa_heads.training.runs.setup import find_start
+
         output_dir = self.to_optimise.output_dir
-        target = self._load_target(args, sharding)
+        # Asked again when training begins; here, before hours may go into the target's own text.
+        find_start(
+            Path(output_dir),
+            self.to_optimise.resume_from_checkpoint,
+            overwrite=self.to_optimise.overwrite_output_dir,
+        )
+        target = self.load_target(args, sharding)
         check(target)
         train(
             target,
-            self._prepare(target, args, num_heads),
+            self.prepare(target, args, num_heads),
             training_args=args,
             output_dir=output_dir,
             resume_from_checkpoint=self.to_optimise.resume_from_checkpoint,
@@ -90,19 +100,12 @@ class Command:
             report(Path(output_dir))
             say_warnings(read_json(Path(output_dir) / METRICS_FILE).get("warnings", []))
 
-    def _load_target(self, args: TrainingArguments, sharding: Sharding | None) -> TargetModel:
-        """Perhaps spread over the processes; ValueError where the run cannot begin in its folder,
-        or its target cannot be had."""
+    def load_target(self, args: TrainingArguments, sharding: Sharding | None) -> TargetModel:
+        """Perhaps spread over the processes; ValueError where it cannot be had."""
         from medusa_heads.training.hidden.device_map import load_placed
         from medusa_heads.training.hidden.sharding import load_to_spread
-        from medusa_heads.training.runs.setup import as_target, find_start
+        from medusa_heads.training.runs.setup import as_target
 
-        # Asked again when training begins; here, before hours may go into the target's own text.
-        find_start(
-            Path(self.to_optimise.output_dir),
-            self.to_optimise.resume_from_checkpoint,
-            overwrite=self.to_optimise.overwrite_output_dir,
-        )
         device = args.device  # asked for first, because it lets the processes know of one another
         if sharding is not None:
             return as_target(load_to_spread(self.to_target, sharding), device, sharding)
@@ -126,9 +129,7 @@ class Command:
         apply_choice(choice, "training", threads=False)
         return choice.dtype == torch.bfloat16
 
-    def _prepare(
-        self, target: TargetModel, args: TrainingArguments, num_heads: int
-    ) -> TrainingData:
+    def prepare(self, target: TargetModel, args: TrainingArguments, num_heads: int) -> TrainingData:
         """Rows of the corpus, or of the target's continuations of it; the first one is shown."""
         from rich.console import Console
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Sampler
 
 from medusa_heads import TargetModel
 from medusa_heads.training.hidden.states import HiddenStates
@@ -66,7 +67,10 @@ class RotatedStates(HiddenStates):
     def __init__(self, rotated: Rotated, small: HiddenStates) -> None:
         super().__init__(rotated.target)
         self._small, self._matrix_DE = small, rotated.matrix_DE
-        self.collate, self.callbacks = small.collate, small.callbacks
+        self.collate = small.collate
 
     def of(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self._small.of(inputs) @ self._matrix_DE
+
+    def order(self, seed: int) -> Sampler[int] | None:
+        return self._small.order(seed)

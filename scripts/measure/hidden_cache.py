@@ -1,10 +1,12 @@
-"""How much faster later epochs are when the target's hidden states are read from disk.
+"""How fast training goes from hidden states on disk, and how fast they are read.
 
 python -m scripts.measure.hidden_cache
 
 The real trainer in turns, without and with `hidden_cache auto`, on random text: tokens a second of
-an epoch in which the target runs, of the epoch that fills the cache, and of those that read it.
-Epochs are timed whole, reading and writing included.
+an epoch in which the target runs, of writing the states, and of epochs that read them. Then the
+states alone are read, row by row, beside the disk's own rate for the same files in large pieces:
+as far as may be from the disk, and from the system's memory. Of these the processor's time is
+measured, too: what is left where the machine does nothing else.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -22,22 +25,29 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from datasets import Dataset
+from rich.filesize import decimal
 from rich.table import Table
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.heads import new_heads
 from medusa_heads.machine import describe_machine
 from medusa_heads.settings import at_least
-from medusa_heads.training.arguments.cache import CacheArguments
+from medusa_heads.training.arguments.cache import CacheArguments, CachedDtype
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.data.prepare import TrainingData
 from medusa_heads.training.data.row_facts import check_rows
-from medusa_heads.training.hidden.cache_setup import open_hidden_states
+from medusa_heads.training.hidden.cache_setup import open_hidden_states, parts_of
+from medusa_heads.training.hidden.cheaper import forget, read_rates
+from medusa_heads.training.hidden.prepare import write_parts
+from medusa_heads.training.hidden.states import ShardLocalOrder
+from medusa_heads.training.hidden.store import HiddenCache
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from scripts.measure.random_target import random_target
 from scripts.measure.written import write_report
+
+Pair = tuple[float, float]
 
 
 @dataclass
@@ -52,18 +62,20 @@ class MeasureArguments:
         default="float32",
         metadata={"help": "of the target; with bfloat16 the heads, kept in fp32, run in autocast"},
     )
+    stored_in: CachedDtype = field(default="auto", metadata={"help": "dtype on disk"})
     num_heads: int = field(default=4, metadata={"help": "heads that are trained"})
     rows: int = field(default=8, metadata={"help": "of text in an epoch"})
     length: int = field(default=128, metadata={"help": "tokens of a row, all supervised"})
     batch_size: int = field(default=4, metadata={"help": "rows of text in a step"})
     workers: int = field(default=0, metadata={"help": "processes that read ahead"})
-    epochs: int = field(default=3, metadata={"help": "of each run"})
+    epochs: int = field(default=3, metadata={"help": "of each run; 0: states are read alone"})
     repeats: int = field(default=2, metadata={"help": "turns"})
+    folder: str | None = field(default=None, metadata={"help": "on the disk to measure"})
     output: str = field(default="runs/measure_hidden_cache.json", metadata={"help": "the numbers"})
 
     def __post_init__(self) -> None:
         at_least(self, 1, "vocabulary", "num_heads", "rows", "batch_size", "repeats")
-        at_least(self, 2, "epochs")
+        at_least(self, 0, "epochs")
         at_least(self, 3, "length")
 
 
@@ -81,83 +93,145 @@ class Stopwatch(TrainerCallback):
         self.seconds.append(_now() - self.begun)
 
 
+@dataclass
+class Runs:
+    """Runs on the same random text, whose states lie in a folder."""
+
+    arguments: MeasureArguments
+    target: TargetModel
+    data: TrainingData
+    folder: str
+
+    def settings(self, cache: str) -> tuple[CacheArguments, TrainingArguments]:
+        """Of a run with such a cache."""
+        arguments = self.arguments
+        optimisation = OptimisationArguments(
+            output_dir=self.folder,
+            num_train_epochs=max(arguments.epochs, 1),
+            per_device_train_batch_size=arguments.batch_size,
+            bf16=arguments.dtype == "bfloat16",
+            training_args={
+                "disable_tqdm": True,
+                "eval_strategy": "no",
+                "save_strategy": "no",
+                "logging_strategy": "no",
+                "dataloader_num_workers": arguments.workers,
+            },
+        )
+        settings: Any = (cache, None, arguments.stored_in)
+        return CacheArguments(*settings), to_training_arguments(optimisation, "shared")
+
+    def write(self) -> float:
+        """Write the states; the seconds that takes."""
+        config = HeadsConfig(num_heads=self.arguments.num_heads)
+        cache, args = self.settings("auto")
+        parts = parts_of(cache, self.target, self.data, config, args, "")
+        begun = _now()
+        write_parts(self.target, parts[:1])
+        self.cache = HiddenCache(parts[0].folder, parts[0].key)
+        return _now() - begun
+
+    def epochs(self, cache: str) -> list[float]:
+        """Train fresh heads; the seconds of each epoch."""
+        heads = new_heads(self.target, HeadsConfig(num_heads=self.arguments.num_heads))
+        settings, args = self.settings(cache)
+        self.target.model.to(args.device)  # type: ignore[arg-type]
+        heads.share(self.target)
+        run = settings, self.target, self.data, heads.config, args
+        states = open_hidden_states(*run, target_weights_sha256="")
+        stopwatch = Stopwatch()
+        trainer = HeadsTrainer(heads, self.target, args, self.data.rows, hidden_states=states)
+        trainer.add_callback(stopwatch)
+        trainer.train()
+        return stopwatch.seconds
+
+    def reading(self) -> dict[str, Pair]:
+        """Bytes a second of all rows, by how they are read, and of the disk; and bytes a second of
+        the processor's time."""
+        layout, shards = self.cache.index.layout, sorted(self.cache.folder.glob("*.states"))
+        place_of = {row: place for place, row in enumerate(layout.order().tolist())}
+        order = ShardLocalOrder(layout, layout.seed or 0)
+        order.set_epoch(1)
+        local = [place_of[row] for row in order]
+        mixed = torch.randperm(len(local)).tolist()
+        used = time.process_time()
+        found = {
+            "the disk, whole files": (
+                read_rates(shards),
+                self.cache.size / (time.process_time() - used),
+            )
+        }
+        for name, places in (("shard by shard", local), ("in any order", mixed)):
+            forget(shards)
+            found[f"rows, {name}"] = self._rate(places)
+        self._rate(local)
+        found["rows, from memory"] = self._rate(local)
+        return found
+
+    def _rate(self, places: Iterable[int]) -> Pair:
+        cache = HiddenCache(self.cache.folder, self.cache.key)
+        begun, used = time.perf_counter(), time.process_time()
+        for place in places:
+            cache.read_place(place).clone()
+        took = time.perf_counter() - begun, time.process_time() - used
+        return cache.size / took[0], cache.size / took[1]
+
+
 def write(arguments: MeasureArguments) -> None:
     """Measure as the flags say, and write what comes out."""
-    report = {
-        "machine": describe_machine(),
-        "arguments": vars(arguments),
-        "tokens_per_second": rates(arguments),
-    }
+    measured = measure(arguments)
+    report = {"machine": describe_machine(), "arguments": vars(arguments), **measured}
     write_report(arguments.output, report, table_of(report))
 
 
-def rates(arguments: MeasureArguments) -> dict[str, float]:
-    """Tokens a second of an epoch, by where hidden states come from; medians."""
+def measure(arguments: MeasureArguments) -> dict[str, Any]:
+    """Tokens a second of an epoch, by where hidden states come from; and the rates of reading them;
+    medians."""
     target = random_target(arguments.random_target, arguments.vocabulary, dtype=arguments.dtype)
     generator = torch.Generator().manual_seed(0)
     shape = (arguments.rows, arguments.length)
     ids = torch.randint(target.vocab_size, shape, generator=generator).tolist()
     rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    seconds: dict[str, list[float]] = {"target": [], "target, written": [], "cache": []}
-    for turn in range(arguments.repeats + 1):
-        with tempfile.TemporaryDirectory() as folder:
-            online = epoch_seconds(arguments, target, rows, CacheArguments(), folder)
-            cached = epoch_seconds(arguments, target, rows, CacheArguments("auto"), folder)
-        if turn:  # the first warms up
-            seconds["target"] += online
-            seconds["target, written"].append(cached[0])
-            seconds["cache"] += cached[1:]
-    tokens = arguments.rows * arguments.length
-    return {source: tokens / median(found) for source, found in seconds.items()}
-
-
-def epoch_seconds(
-    arguments: MeasureArguments,
-    target: TargetModel,
-    rows: Dataset,
-    cache: CacheArguments,
-    folder: str,
-) -> list[float]:
-    """Train fresh heads; the seconds of each epoch."""
-    heads = new_heads(target, HeadsConfig(num_heads=arguments.num_heads))
-    settings = OptimisationArguments(
-        output_dir=folder,
-        num_train_epochs=arguments.epochs,
-        per_device_train_batch_size=arguments.batch_size,
-        bf16=arguments.dtype == "bfloat16",
-        training_args={
-            "disable_tqdm": True,
-            "eval_strategy": "no",
-            "save_strategy": "no",
-            "logging_strategy": "no",
-            "dataloader_num_workers": arguments.workers,
-        },
-    )
-    args = to_training_arguments(settings, "shared")
-    target.model.to(args.device)  # type: ignore[arg-type]
-    heads.share(target)
     facts = check_rows(rows, target, name="text", heads_reached=1)
     data = TrainingData(rows, rows, rows, facts, facts, [])
-    hidden_states = open_hidden_states(
-        cache, target, data, heads.config, args, target_weights_sha256="", resumed=False
-    )
-    stopwatch = Stopwatch()
-    trainer = HeadsTrainer(heads, target, args, rows, hidden_states=hidden_states)
-    trainer.add_callback(stopwatch)
-    trainer.train()
-    return stopwatch.seconds
+    seconds: dict[str, list[float]] = {"target": [], "target, written": [], "cache": []}
+    reading: list[dict[str, Pair]] = []
+    for turn in range(0 if arguments.epochs else 1, arguments.repeats + 1):
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            runs = Runs(arguments, target, data, folder)
+            online = runs.epochs("off") if arguments.epochs else []
+            written = runs.write()
+            cached = runs.epochs("read") if arguments.epochs else []
+            reading.append(runs.reading())
+            size = runs.cache.size
+        if turn:  # the first warms up
+            seconds["target"] += online
+            seconds["target, written"].append(written)
+            seconds["cache"] += cached
+    tokens = arguments.rows * arguments.length
+    return {
+        "tokens_per_second": {n: tokens / median(found) for n, found in seconds.items() if found},
+        "bytes": size,
+        "bytes_per_second": {n: median(each[n][0] for each in reading) for n in reading[0]},
+        "of_processor": {n: median(each[n][1] for each in reading) for n in reading[0]},
+    }
 
 
 def table_of(report: dict[str, Any]) -> Table:
     """What was measured, for the screen."""
-    arguments = report["arguments"]
-    table = Table(title=f"random target {arguments['random_target']}, {arguments['dtype']}")
+    arguments, found = report["arguments"], report["tokens_per_second"]
+    title = f"random target {arguments['random_target']}, {arguments['dtype']}"
+    table = Table(title=f"{title}, {arguments['rows']} rows of {decimal(report['bytes'])}")
     table.add_column("hidden states from")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("times the target's", justify="right")
-    found = report["tokens_per_second"]
+    for unit in ("tokens/s", "rows/s", "bytes/s", "of the processor"):
+        table.add_column(unit, justify="right")
     for source, value in found.items():
-        table.add_row(source, f"{value:.0f}", f"{value / found['target']:.2f}")
+        table.add_row(source, f"{value:,.0f}", "", "", "")
+    for source, value in report["bytes_per_second"].items():
+        rows = arguments["rows"] * value / report["bytes"]
+        tokens = rows * arguments["length"]
+        rates = (decimal(round(rate)) for rate in (value, report["of_processor"][source]))
+        table.add_row(source, f"{tokens:,.0f}", f"{rows:,.0f}", *rates)
     return table
 
 

@@ -211,7 +211,6 @@ def run(
         config,
         args,
         target_weights_sha256=small.weights_digest(),
-        resumed=False,
     )
     target = small
     if rotated is not None:
@@ -220,7 +219,7 @@ def run(
         fit_rate(args, target.hidden_size)
     set_seed(seed)
     heads = new_heads(target, config)
-    scale_fresh(heads, states, data.held_out[0])
+    scale_fresh(heads, states, data.held_out, args.eval_batch_size)
     trainer = HeadsTrainer(heads, target, args, data.rows, data.held_out, hidden_states=states)
     measured: dict[str, Any] = {"top_1": [], "tokens_per_step": {NODES: 1.0}}
     stopped = None

@@ -32,7 +32,9 @@ COMMANDS = {
 }
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`([^`]+)`")
-LAUNCHED = re.compile(r"^accelerate launch .*-m medusa_heads\.cli\.(train_heads|train_draft)\b")
+LAUNCHED = re.compile(
+    r"^accelerate launch .*-m medusa_heads\.cli\.(train_heads|train_draft|verbs\.prepare_hidden)\b"
+)
 PYTHON = re.compile(r"^python (?:-m (scripts(?:\.\w+)+)|(scripts(?:/\w+)+)\.py)")
 # Flags of vLLM, of argparse and of launchers.
 FOREIGN = {

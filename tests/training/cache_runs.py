@@ -68,6 +68,7 @@ class Runs:
             "training_args": further,
         }
         cache_dir = None if mode == "off" else str(self.folder / "cache")
+        stored_in = changed.pop("stored_in", "auto")
         heads = train_heads(
             self.target,
             self.texts[0],
@@ -78,7 +79,7 @@ class Runs:
             training_args=to_training_arguments(
                 OptimisationArguments(**{**values, **changed}), self.shape.vocab_matrix
             ),
-            hidden_cache=CacheArguments(mode, cache_dir),  # type: ignore[arg-type]
+            hidden_cache=CacheArguments(mode, cache_dir, stored_in),  # type: ignore[arg-type]
             resume_from_checkpoint=resume,
         )
         metrics = json.loads((self.folder / output / "metrics.json").read_text())
@@ -86,7 +87,7 @@ class Runs:
         return heads.state_dict()
 
     def shards(self) -> list[Path]:
-        return sorted((self.folder / "cache").glob("*/*.safetensors"))
+        return sorted((self.folder / "cache").glob("*/*.states"))
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -5,29 +5,40 @@ from typing import Literal
 
 from medusa_heads.settings import flag, one_of
 
+CachedDtype = Literal["auto", "bfloat16", "float8_e4m3fn"]
+
 
 @dataclass
 class CacheArguments:
-    """Whether the target's hidden states are kept on disk, and where."""
+    """Whether the target's hidden states are read from disk, from where, and how they lie there."""
 
-    hidden_cache: Literal["off", "read", "write", "auto"] = flag(
+    hidden_cache: Literal["off", "read", "auto"] = flag(
         "off",
-        "Keep the target's hidden states on disk. auto: use what is there, compute and write the "
-        "rest; write: begin anew; read: the target never runs, all must be there.",
+        "Read the target's hidden states from disk in place of running it. read: what medusa-heads "
+        "prepare-hidden wrote; auto: write what is not there, then read.",
     )
     hidden_cache_dir: str | None = flag(None, "Cache folder. Default: OUTPUT_DIR/hidden_states.")
+    hidden_cache_dtype: CachedDtype = flag(
+        "auto",
+        "How states lie on disk. auto: as the target computes them, exactly; float8_e4m3fn: a byte "
+        "each, with a scale for every position and layer.",
+    )
 
     def __post_init__(self) -> None:
-        one_of(self, "hidden_cache", ("off", "read", "write", "auto"))
-        if self.hidden_cache == "off" and self.hidden_cache_dir is not None:
-            raise ValueError(
-                "hidden_cache_dir is given but hidden_cache is off: set it to auto, or leave the "
-                "folder out"
-            )
+        one_of(self, "hidden_cache", ("off", "read", "auto"))
+        one_of(self, "hidden_cache_dtype", ("auto", "bfloat16", "float8_e4m3fn"))
 
     def check(self, *, joint: bool) -> None:
-        """Raises ValueError where a cache is wished for in joint training."""
-        if joint and self.hidden_cache != "off":
+        """Raises ValueError where training would not use what is set, or cannot: joint training has
+        no states that last."""
+        if self.hidden_cache == "off":
+            for name in ("hidden_cache_dir", "hidden_cache_dtype"):
+                if getattr(self, name) not in (None, "auto"):
+                    raise ValueError(
+                        f"{name} is given but hidden_cache is off: set it to read or auto, or "
+                        f"leave {name} out"
+                    )
+        elif joint:
             raise ValueError(
                 "joint training changes the target's hidden states, so none can be kept: leave "
                 "hidden_cache off"

@@ -7,8 +7,7 @@ and never those of other tokens. Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from datasets import Dataset
 
 from medusa_heads.config import IGNORED
+from medusa_heads.training.data.columns import ROWS_AT_ONCE, flat, row_lengths
 from medusa_heads.training.data.prepare import collate
 
 # "learnt": positions whose next token is generated text. Only there do heads learn, and only there
@@ -23,36 +23,33 @@ from medusa_heads.training.data.prepare import collate
 # t + 1 + i, and the token behind both is generated text. "all": a layer of the heads' own reads the
 # whole row.
 KeptPositions = Literal["learnt", "all"]
+NAME_BYTES = 16
 
 
-@dataclass(frozen=True)
-class RowPlan:
-    """What a cache of a dataset holds when it is complete: how many positions of each row, by the
-    row's name (rows without any left out), and how many rows there are."""
-
-    counts: Mapping[str, int]
-    rows: int
-
-    @property
-    def positions(self) -> int:
-        """All that are kept."""
-        return sum(self.counts.values())
-
-    def sha256(self) -> str:
-        """The same for the same rows in another order."""
-        return hashlib.sha256("".join(sorted(self.counts)).encode()).hexdigest()
+def kept_counts(rows: Dataset, kept: KeptPositions) -> Any:
+    """How many positions are kept of each row (columns `input_ids`, `labels` and perhaps
+    `position_ids`), [rows] int64."""
+    if kept == "all":
+        return row_lengths(rows).astype(np.int64)
+    counts = [np.empty(0, np.int64)]
+    for labels, lengths in _labels_in_parts(rows):
+        ends = np.cumsum(lengths, dtype=np.int64)
+        starts = ends - lengths
+        learnt = labels != IGNORED
+        learnt[starts[lengths > 0]] = False  # no position is before the first
+        so_far = np.concatenate([[0], np.cumsum(learnt)])
+        counts.append(so_far[ends] - so_far[starts])
+    return np.concatenate(counts)
 
 
-def plan_rows(rows: Dataset, kept: KeptPositions) -> RowPlan:
-    """Read a dataset once: columns `input_ids`, `labels` and perhaps `position_ids`."""
-    counts = {}
-    arrays = rows if rows.format["type"] == "custom" else rows.with_format("numpy")  # if packed
-    for batch in arrays.iter(256):
-        for values in zip(*batch.values(), strict=True):
-            row = dict(zip(batch, values, strict=True))
-            if count := int(kept_positions(row, kept).sum()):
-                counts[row_name(row, kept)] = count
-    return RowPlan(counts, len(rows))
+def _labels_in_parts(rows: Dataset) -> Iterator[tuple[Any, Any]]:
+    """The labels of some rows, one behind the other, and how many each row has."""
+    if rows.format["type"] == "custom":  # packed, and joined as they are read
+        for batch in rows.iter(ROWS_AT_ONCE):
+            yield np.concatenate(batch["labels"]), np.array([len(x) for x in batch["labels"]])
+        return
+    for table in rows.select_columns(["labels"]).with_format("arrow").iter(ROWS_AT_ONCE):
+        yield flat(table["labels"])
 
 
 def kept_positions(row: Mapping[str, Any], kept: KeptPositions) -> Any:
@@ -63,14 +60,14 @@ def kept_positions(row: Mapping[str, Any], kept: KeptPositions) -> Any:
     return np.append(labels[1:] != IGNORED, False)[: len(labels)]
 
 
-def row_name(row: Mapping[str, Any], kept: KeptPositions) -> str:
+def row_name(row: Mapping[str, Any], kept: KeptPositions) -> bytes:
     """A hash of token ids, of their positions in packed documents, and of which are kept."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=NAME_BYTES)
     for column in ("input_ids", "position_ids"):
         values = np.asarray(row.get(column, ()), np.int64)
         digest.update(np.int64(len(values)).tobytes() + values.tobytes())
     digest.update(np.packbits(kept_positions(row, kept)).tobytes())
-    return digest.hexdigest()
+    return digest.digest()
 
 
 def collate_named(rows: Sequence[Mapping[str, Any]], kept: KeptPositions) -> dict[str, Any]:

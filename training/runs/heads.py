@@ -136,9 +136,8 @@ def train_heads(
         heads.config,
         run.args,
         target_weights_sha256=run.target_sha256,
-        resumed=run.checkpoint is not None,
     )
-    scale_fresh(heads, hidden_states, run.data.held_out[0])
+    scale_fresh(heads, hidden_states, run.data.held_out, run.args.eval_batch_size)
     common = {"objective": objective, "hidden_states": hidden_states, **run.hooks}
     carried: Any = nullcontext() if joint is None else adapted(run.target, joint)
     with carried as adapter:
@@ -148,10 +147,7 @@ def train_heads(
             trainer = JointTrainer(
                 heads, run.target, adapter, run.args, *run.sets, config=joint, **common
             )
-        try:
-            trained, measured = run.learn(trainer, "heads were", with_adapter=joint is None)
-        finally:
-            hidden_states.flush()
+        trained, measured = run.learn(trainer, "heads were", with_adapter=joint is None)
         ranks_BTK = torch.as_tensor(measured.predictions)
         statistics = rank_statistics(ranks_BTK)
         if trainer.is_world_process_zero() or is_sharded(run.target):  # which all run together
@@ -189,11 +185,15 @@ def trainer_of(joint: JointConfig | None) -> type[HeadsTrainer]:
     return HeadsTrainer if joint is None else JointTrainer
 
 
-def scale_fresh(heads: DraftHeads, hidden_states: HiddenStates, row: Mapping[str, Any]) -> None:
-    """Let fresh heads whose output is normalised be as sure as the target, by a row of text."""
+def scale_fresh(
+    heads: DraftHeads, hidden_states: HiddenStates, text: Dataset, batch_size: int
+) -> None:
+    """Let fresh heads whose output is normalised be as sure as the target, by the first row of a
+    text, read in the batch in which an evaluation reads it: in others it rounds differently."""
     if isinstance(heads, DecoderHeads):
-        some = send_to_device(hidden_states.collate([row]), hidden_states.target.device)
-        heads.scale_to(hidden_states.of(some))
+        rows = [text[place] for place in range(min(batch_size, len(text)))]
+        some = send_to_device(hidden_states.collate(rows), hidden_states.target.device)
+        heads.scale_to(hidden_states.of(some)[:1, : len(rows[0]["input_ids"])])
 
 
 def _begin_heads(run: Run, config: HeadsConfig) -> DraftHeads:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 from transformers import TrainingArguments
 
 from medusa_heads.heads import DraftHeads
@@ -95,14 +96,13 @@ class HeadsTrainer(TaughtTrainer):
             data_collator=self.hidden_states.collate,
             **kwargs,
         )
-        for callback in self.hidden_states.callbacks:
-            self.add_callback(callback)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # What goes on from a checkpoint finds all that it has seen, and computes it in no other
-        # batches, which round otherwise.
-        self.hidden_states.flush()
-        super()._save_checkpoint(model, trial)
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
+        """As transformers', or the order in which a cache is read best."""
+        plain = super()._get_train_sampler(train_dataset)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        ordered = self.hidden_states.order(seed) if type(plain) is RandomSampler else None
+        return ordered or plain
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As transformers', with the parts that have rates of their own in groups."""

@@ -41,6 +41,7 @@ class Command:
         once: where its result stands it refuses to run.
         hub: it speaks to a hub.
         published: what its repository holds before.
+        smaller: sizes of modules that are less here, so that there is more to be killed in.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Command:
     once: bool = False
     hub: bool = False
     published: str | None = None
+    smaller: dict[str, int] = field(default_factory=dict)
 
     def argv(self, given: Path) -> list[str]:
         """The flags, one by one."""
@@ -75,7 +77,14 @@ class Command:
         """The command itself, to be run in a process of its own."""
         main: Callable[[list[str]], int] = import_module(self.main).main
         argv = self.argv(given)
-        return lambda: main(argv)
+
+        def run() -> int:
+            for name, size in self.smaller.items():
+                module, _, constant = name.rpartition(".")
+                setattr(import_module(module), constant, size)
+            return main(argv)
+
+        return run
 
 
 CHECKPOINT = {"checkpoint": r"checkpoint-\d+"}
@@ -88,6 +97,14 @@ COMMANDS = (
         CHECKPOINT | {"hidden cache": r"hidden_states/", "heads": r"run/"},
         share=3,
         kills=4,
+    ),
+    Command(
+        "prepare-hidden",
+        "medusa_heads.cli.verbs.prepare_hidden",
+        f"{_OF_TARGET} --hidden_cache_dir hidden_states --num_heads 2 {_TRAINED}",
+        {"hidden cache": r"hidden_states/"},
+        kills=4,
+        smaller={"medusa_heads.training.hidden.prepare.SHARD_BYTES": 1 << 14},
     ),
     Command(
         "train-heads --joint",

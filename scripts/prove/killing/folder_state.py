@@ -1,8 +1,8 @@
 """What the files of a folder say, as those would read them that they are for: a digest of each
 whole thing, and a sentence on each that is broken.
 
-Names of parts whose division into files has no meaning (hidden states, answers) are those of what
-lies in them. Times are left out: they differ between any two runs.
+Names of parts whose division into files has no meaning (answers) are those of what lies in them.
+Times are left out: they differ between any two runs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,14 @@ def _folders(folder: Path) -> Iterator[Path]:
 def _read(path: Path, name: str) -> Iterator[tuple[str, Any]]:
     """What a file holds, as pairs of names and plain values or tensors."""
     if path.suffix == ".safetensors":
-        yield from _tensors(path, name)
+        yield name, _tensors(path)
+    elif path.suffix == ".states":
+        yield name, path.read_bytes()
+    elif path.name == "index.bin":
+        from medusa_heads.training.hidden.layout import Index
+
+        if Index.read(path.parent).is_whole:  # else it vouches for nothing
+            yield name, path.read_bytes()
     elif path.suffix == ".json":
         content = json.loads(path.read_text(encoding="utf-8"))
         # A measurement is a time, and is kept only where nothing else runs.
@@ -122,17 +129,11 @@ def _read(path: Path, name: str) -> Iterator[tuple[str, Any]]:
             yield name, text
 
 
-def _tensors(path: Path, name: str) -> Iterator[tuple[str, Any]]:
+def _tensors(path: Path) -> dict[str, Any]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in sorted(file.keys())}
-        of_rows = "cache" in (file.metadata() or {})
-    if not of_rows:
-        yield name, tensors
-        return
-    for row, hidden_PD in tensors.items():
-        yield f"{Path(name).parent.as_posix()}: row {row}", hidden_PD
+        return {key: file.get_tensor(key) for key in sorted(file.keys())}
 
 
 def _heads(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,16 +30,22 @@ DEAR = Machine(lambda tokens: STEP * (1 + 0.02 * tokens), lambda rows: 0.8 * STE
 USUAL = Machine(lambda tokens: STEP * (1 + 0.03 * tokens), lambda rows: STEP * (0.1 + 0.05 * rows))
 
 
-@pytest.mark.parametrize("copied", [0.0, 0.4], ids=["new", "repeated"])
-@pytest.mark.parametrize("right", [0.15, 0.7], ids=["wrong", "right"])
-@pytest.mark.parametrize(
-    ("machine", "rows", "even"),
-    [
-        *((machine, 1, False) for machine in (FLAT, STEEP, DEAR, USUAL)),
-        *((USUAL, 8, False), (USUAL, 8, True), (DEAR, 8, False)),
-    ],
-    ids=["flat", "steep", "dear", "usual", "usual-8", "usual-8-even", "dear-8"],
-)
+def every_case() -> Iterator[Any]:
+    """Texts that are guessed rightly or wrongly, new or repeated, on every machine. With several
+    rows each of the four is quick on one machine at least, and each half of it on every one."""
+    alone = {"flat": FLAT, "steep": STEEP, "dear": DEAR, "usual": USUAL}
+    machines = {name: (machine, 1, False) for name, machine in alone.items()}
+    machines |= {"usual-8": (USUAL, 8, False), "usual-8-even": (USUAL, 8, True)}
+    machines["dear-8"] = (DEAR, 8, False)
+    for (name, machine), right, copied in product(machines.items(), (0.15, 0.7), (0.0, 0.4)):
+        words = name, "right" if right == 0.7 else "wrong", "repeated" if copied else "new"
+        alike = (right == 0.7) == (copied > 0)
+        quick = machine[1] == 1 or alike != machine[2]
+        marks = [] if quick else [pytest.mark.slow]
+        yield pytest.param(*machine, right, copied, id="-".join(words), marks=marks)
+
+
+@pytest.mark.parametrize(("machine", "rows", "even", "right", "copied"), every_case())
 def test_auto_keeps_up_with_the_best_fixed_way(
     monkeypatch: pytest.MonkeyPatch,
     machine: Machine,

@@ -140,7 +140,9 @@ def test_compiled_methods_write_the_same(
     ranks = torch.randint(4, (200, 3), generator=torch.Generator().manual_seed(0))
     measured = HeadStatistics.from_ranks(ranks)
     medusa = MedusaModel(medusa.target, medusa.heads, statistics=measured, tree="none")
-    names = [PLAIN, *EVERY_KIND, *(f"{name}+compile" for name in EVERY_KIND)]
+    # In a batch, what is not compiled is compared above.
+    names = [PLAIN, *(EVERY_KIND if size == 1 else TREES)]
+    names += [f"{name}+compile" for name in EVERY_KIND]
     found = run_setting(medusa, methods_of(medusa, *names, draft=draft), batch_size=size)
     assert list(found) == names
     assert [method["identical"] for method in found.values()] == [1.0] * len(names)

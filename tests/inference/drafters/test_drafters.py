@@ -52,6 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa, features": {"features": [1, 0]},
     "hydra, prefix, features": {"kind": "hydra", "prefix_attention": True, "features": [0]},
 }
+TREES = ("chain", "cartesian:3,2,1", "dynamic:9", "auto", "none")
 READERS: dict[str, dict[str, Any]] = {
     "medusa, prefix": {"prefix_attention": True},
     "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
@@ -140,11 +141,14 @@ def test_a_dynamic_tree_of_sequential_heads_holds_the_likeliest_paths(
     assert sorted(paths[1:]) == sorted(likeliest)
 
 
-@pytest.mark.parametrize("tree", ["chain", "cartesian:3,2,1", "dynamic:9", "auto", "none"])
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tree", TREES)
 def test_text_is_the_targets_own(
-    heads: DraftHeads, target: Any, tree: str, do_sample: bool
+    heads: DraftHeads, target: Any, tree: str, other: bool, request: pytest.FixtureRequest
 ) -> None:
+    """Greedy or drawn, which changes from one kind of heads, and of trees, to the next."""
+    kind: str = request.node.callspec.params["heads"]
+    do_sample = ((list(KINDS).index(kind) + TREES.index(tree)) % 2 == 1) != other
     fixed: Any = {"deterministic": tree == "auto", "rng": "transformers"}
     model = MedusaModel(target, heads, tree=tree, **fixed)
     ids_BT = torch.randint(199, (1, 9), generator=torch.Generator().manual_seed(3)).to(DEVICE)

@@ -39,6 +39,13 @@ def view_of(name: str, model: Any, features: tuple[int, ...]) -> TargetModel:
     return VIEWS[name](model).with_features(features)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def views() -> Iterator[None]:
+    """Compiled ones hold caches: they go with the last of these tests."""
+    yield
+    view_of.cache_clear()
+
+
 def ragged(padding: tuple[int, ...] = (0, 4, 2), length: int = 9) -> dict[str, Tensor]:
     """Texts of unlike lengths."""
     generator = torch.Generator().manual_seed(5)

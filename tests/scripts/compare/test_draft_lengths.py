@@ -12,14 +12,12 @@ from medusa_heads.training.runs.pruned_target import begin_draft
 from scripts.compare.draft_lengths import main
 from tests.conftest import Refused
 
-TARGET = Path(__file__).parents[3] / "assets" / "demo-target"
-
 
 @pytest.mark.parametrize("sampling", [[], ["--temperature", "0.7"]], ids=["greedy", "sampled"])
 def test_a_table_for_each_set(
-    sampling: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sampling: list[str], short_demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = TargetModel.from_pretrained(str(TARGET))
+    target = TargetModel.from_pretrained(str(short_demo))
     save_draft(tmp_path / "draft", begin_draft(target, num_layers=1), target)
     small = ["--num_prompts", "1", "--prompt_length", "16", "--max_new_tokens", "6"]
     flags = [*small, "--lengths", "1", "3", "--sets", "prose", "numbers", *sampling]

@@ -14,12 +14,10 @@ from medusa_heads.trees.statistics import HeadStatistics
 from scripts.compare.trees import PLAIN, main
 from tests.conftest import Refused
 
-DEMO_TARGET = Path(__file__).parents[3] / "assets" / "demo-target"
-
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> str:
-    target = TargetModel.from_pretrained(str(DEMO_TARGET))
+def heads(short_demo: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    target = TargetModel.from_pretrained(str(short_demo))
     fresh = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
     ranks_SK = torch.randint(6, (200, 2), generator=torch.Generator().manual_seed(0))
     folder = tmp_path_factory.mktemp("compare") / "heads"

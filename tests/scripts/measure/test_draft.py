@@ -12,11 +12,11 @@ from medusa_heads.training.runs.pruned_target import begin_draft
 from scripts.measure.draft import main
 from tests.conftest import Refused
 
-TARGET = Path(__file__).parents[3] / "assets" / "demo-target"
 
-
-def test_tables_of_all_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = TargetModel.from_pretrained(str(TARGET))
+def test_tables_of_all_methods(
+    short_demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = TargetModel.from_pretrained(str(short_demo))
     save_draft(tmp_path, begin_draft(target, num_layers=1), target)
     small = ["--num_prompts", "2", "--prompt_length", "16", "--max_new_tokens", "6"]
     more = ["--dtype", "float32", "--trees", "chain:2", "dynamic:6"]

@@ -1,4 +1,5 @@
-"""Two processes under torchrun fill one cache of hidden states, and read it."""
+"""Two processes under torchrun fill one cache of hidden states, and read it: each with the whole
+target, or with a part of it."""
 
 from __future__ import annotations
 
@@ -25,12 +26,17 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.arguments.cache import CacheArguments
+from medusa_heads.training.hidden import prepare
+from medusa_heads.training.hidden.sharding import shard_target
 from medusa_heads.training.runs.heads import train_heads
 
+prepare.SHARD_BYTES = 5000  # several, and not as many for each process
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
 forwards = 0
-for mode in ("off", "auto", "read"):
+for name in ("off", "auto", "read", "spread-auto", "spread-read"):
+    mode = name.removeprefix("spread-")
+    cache = folder / ("cache" if mode == name else "spread-cache")
     target = TargetModel(LlamaForCausalLM.from_pretrained(folder / "target"))
     hidden = target.hidden
 
@@ -42,23 +48,26 @@ for mode in ("off", "auto", "read"):
     target.hidden = counted
     forwards = 0
     arguments = OptimisationArguments(
-        output_dir=str(folder / mode),
-        num_train_epochs=2,
+        output_dir=str(folder / name),
+        num_train_epochs=1,
         per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
         training_args={"use_cpu": True, "disable_tqdm": True, "ddp_backend": "gloo"},
     )
     args = to_training_arguments(arguments, "shared")
+    if mode != name:
+        shard_target(target, args.device)
+        forwards = 0
     train_heads(
         target,
         load_from_disk(str(folder / "rows")),
         eval_dataset=load_from_disk(str(folder / "held_out")),
         config=HeadsConfig(num_heads=2),
-        output_dir=folder / mode,
+        output_dir=folder / name,
         training_args=args,
-        hidden_cache=CacheArguments(mode, None if mode == "off" else str(folder / "cache")),
+        hidden_cache=CacheArguments(mode, None if mode == "off" else str(cache)),
     )
-    (folder / f"{mode}-{args.process_index}.txt").write_text(str(forwards))
+    (folder / f"{name}-{args.process_index}.txt").write_text(str(forwards))
 """
 
 
@@ -84,18 +93,20 @@ def test_two_processes_fill_one_cache(
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    weights = [
-        load_file(tmp_path / mode / "medusa_lm_head.safetensors")
-        for mode in ("off", "auto", "read")
-    ]
+    runs = ("off", "auto", "read", "spread-auto", "spread-read")
+    weights = [load_file(tmp_path / run / "medusa_lm_head.safetensors") for run in runs]
     for name, tensor in weights[0].items():
-        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(weights[2][name], tensor, rtol=1e-4, atol=1e-5)
+        for other in weights[1:]:
+            torch.testing.assert_close(other[name], tensor, rtol=1e-5, atol=1e-6)
     ran = {
-        mode: [int((tmp_path / f"{mode}-{rank}.txt").read_text()) for rank in range(2)]
-        for mode in ("auto", "read")
+        run: [int((tmp_path / f"{run}-{rank}.txt").read_text()) for rank in range(2)]
+        for run in runs
     }
-    assert ran["read"] == [0, 0]
-    # 17 rows and 5 held-out ones, each rank its half once; and one token for the dtype.
-    assert all(count <= 5 + 2 + 1 for count in ran["auto"]), ran
-    assert done.stdout.count("Hidden states:") == 2  # said once a run, not once a process
+    assert ran["read"] == ran["spread-read"] == [0, 0]
+    # 9 batches of rows, 3 of held-out ones, each once; and one token for the dtype in each process.
+    assert sum(ran["auto"]) == 9 + 3 + 2 and min(ran["auto"]) > 4
+    assert ran["spread-auto"] == [max(ran["auto"])] * 2  # all run it together
+    # Said once a run, not once a process: what will be written, what is read.
+    assert done.stdout.count("Hidden states:") == 2 + 1 + 2 + 1
+    for written in (tmp_path / "cache").rglob("*.states"):
+        assert (tmp_path / "spread-cache" / written.relative_to(tmp_path / "cache")).exists()

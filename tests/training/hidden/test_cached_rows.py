@@ -5,11 +5,12 @@ from datasets import Dataset
 
 from medusa_heads.training.hidden.cached_rows import (
     collate_named,
+    kept_counts,
     kept_positions,
-    plan_rows,
     row_name,
 )
 from medusa_heads.training.loss.rows import supervised_rows
+from tests.training.packing import packed_rows
 
 
 def test_kept_is_all_that_heads_and_the_target_as_their_teacher_need() -> None:
@@ -52,15 +53,22 @@ def test_a_name_is_of_tokens_positions_and_what_is_kept() -> None:
     assert row_name(row, "all") == row_name(others[1], "all") != name
 
 
-def test_a_plan_counts_each_row_once_and_knows_no_order() -> None:
-    first = {"input_ids": [3, 4, 5, 6], "labels": [-100, -100, 5, 6]}
-    second = {"input_ids": [3, 4, 5], "labels": [3, 4, 5]}
-    nothing = {"input_ids": [3, 4, 5], "labels": [-100] * 3}
-    plan = plan_rows(Dataset.from_list([first, second, first, nothing]), "learnt")
-    assert (plan.rows, len(plan.counts), plan.positions) == (4, 2, 4)
-    assert plan.sha256() == plan_rows(Dataset.from_list([second, first]), "learnt").sha256()
-    assert plan.sha256() != plan_rows(Dataset.from_list([second]), "learnt").sha256()
-    assert plan_rows(Dataset.from_list([first, nothing]), "all").positions == 7
+def test_counts_are_those_of_the_kept_positions() -> None:
+    rows = [
+        {"input_ids": [3, 4, 5, 6], "labels": [-100, -100, 5, 6]},
+        {"input_ids": [3, 4, 5], "labels": [3, 4, 5]},
+        {"input_ids": [3], "labels": [3]},
+        {"input_ids": [3, 4, 5], "labels": [-100] * 3},
+    ]
+    table = Dataset.from_list(rows)
+    packed = packed_rows(table, 7)
+    assert len(packed) < len(table)
+    for data in (table, packed, table.select([2, 0])):
+        for kept in ("learnt", "all"):
+            masks = [kept_positions(row, kept) for row in data]
+            counts = kept_counts(data, kept)
+            assert counts.tolist() == [int(mask.sum()) for mask in masks]
+    assert kept_counts(table, "learnt").tolist() == [2, 2, 0, 0]
 
 
 def test_batches_carry_names_and_kept_positions() -> None:

@@ -1,213 +1,210 @@
 """The folder of hidden states: what is written is read, and what is damaged is named."""
 
-import json
+from __future__ import annotations
+
 import os
-from collections.abc import Callable
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
-from medusa_heads.files import staging
-from medusa_heads.training.hidden.cached_rows import RowPlan
-from medusa_heads.training.hidden.store import CacheError, CacheKey, HiddenCache
+from medusa_heads.training.hidden.layout import CacheError, CacheKey, Index, Layout, shard_name
+from medusa_heads.training.hidden.store import HiddenCache, decode, encode, seal, write_shard
 
 WIDTH = 4
-COUNTS = {"aa": 3, "bb": 2, "cc": 5}
-KEY = CacheKey("weights", "settings", "bfloat16", WIDTH, "learnt", "rows")
+COUNTS = [3, 2, 5, 0, 1]
+NAMES = [b"a" * 16, b"b" * 16, b"c" * 15 + b"\0", b"d" * 16, b"\0" * 16]
+KEY = CacheKey("weights", "settings", "bfloat16", WIDTH, [], "learnt", "auto", 5, 20, "rows")
 
 
-def opened(folder: Path, **changed: Any) -> HiddenCache:
-    arguments: dict[str, Any] = {"dtype": torch.bfloat16, **changed}
-    return HiddenCache(folder, KEY, RowPlan(COUNTS, 3), **arguments)
+def index_of(key: CacheKey = KEY, dtype: str = "bfloat16", rows_per_shard: int = 2) -> Index:
+    starts = np.concatenate([[0], np.cumsum(COUNTS)])
+    return Index(key, Layout(len(COUNTS), 1, rows_per_shard, None, dtype), starts=starts)
 
 
-def hidden(name: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(COUNTS[name])
-    return torch.randn(COUNTS[name], WIDTH, generator=generator).bfloat16()
+def hidden(place: int, dtype: torch.dtype = torch.bfloat16, width: int = WIDTH) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(place)
+    return torch.randn(COUNTS[place], width, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def fill(folder: Path, index: Index) -> None:
+    index.write(folder)
+    for shard in range(index.layout.shards):
+        rows = [
+            (NAMES[place], hidden(place, index.computed, index.key.hidden_size))
+            for place in index.layout.places(shard)
+        ]
+        write_shard(folder, index, shard, rows)
+    seal(folder, Index.read(folder))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A complete cache of two shards."""
-    cache = opened(tmp_path, shard_bytes=hidden("aa").nbytes + hidden("bb").nbytes)
-    cache.write_index()
-    for name in COUNTS:
-        cache.add(name, hidden(name))
-    cache.flush()
-    return tmp_path
-
-
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
+    """A complete cache of three shards."""
+    fill(tmp_path / "cache", index_of())
+    return tmp_path / "cache"
 
 
 def test_what_was_written_is_read(folder: Path) -> None:
-    assert len(shards(folder)) == 2
-    cache = opened(folder, dtype=None, read_only=True)
-    assert cache.missing() == [] and cache.dtype == torch.bfloat16
-    for name in COUNTS:
-        found = cache.read(name)
-        assert found is not None and torch.equal(found, hidden(name))
-    assert cache.read("dd") is None and "dd" not in cache
+    cache = HiddenCache(folder, KEY)
+    for again in (cache, pickle.loads(pickle.dumps(cache))):
+        for place, name in enumerate(NAMES):
+            found = again.read(name)
+            assert found is not None and found.dtype == torch.bfloat16
+            assert torch.equal(found, hidden(place))
+        assert again.read(b"e" * 16) is None
+    assert cache.size == sum(COUNTS) * WIDTH * 2
 
 
-def test_rows_wait_in_memory_until_a_shard_is_full(tmp_path: Path) -> None:
-    cache = opened(tmp_path)
-    cache.write_index()
-    cache.add("aa", hidden("aa"))
-    assert shards(tmp_path) == [] and cache.read("aa") is not None
-    assert cache.missing() == ["bb", "cc"]
-    cache.flush()
-    cache.flush()
-    assert len(shards(tmp_path)) == 1
-    assert opened(tmp_path).missing() == ["bb", "cc"]
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_hidden_states_keep_their_dtype(dtype: str, tmp_path: Path) -> None:
+    index = index_of(dtype=dtype)
+    fill(tmp_path, index)
+    found = HiddenCache(tmp_path, KEY).read_place(2)
+    assert torch.equal(found, hidden(2, index.computed))
+
+
+def test_fp8_has_a_scale_for_every_position_and_layer(tmp_path: Path) -> None:
+    key = replace(KEY, features=[0], hidden_size=2 * WIDTH, stored_in="float8_e4m3fn")
+    index = index_of(key, "float32")
+    states = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.0, 0.0, 0.0, 0.0], [1e-5, 0.0, 2e-5, 3e-5]])
+    wide = torch.cat([states, 1000 * states], dim=1)
+    found = decode(*encode(wide, index), index)
+    assert found.dtype == torch.float32 and found.shape == wide.shape
+    torch.testing.assert_close(found, wide, rtol=2**-4, atol=0)
+    assert encode(wide, index)[0].nbytes == wide.numel()
+    fill(tmp_path, index)
+    cache = HiddenCache(tmp_path, key)
+    whole = hidden(2, torch.float32, 2 * WIDTH)
+    torch.testing.assert_close(cache.read_place(2), whole, rtol=2**-4, atol=2**-9)
+    assert cache.size == sum(COUNTS) * 2 * (WIDTH + 4)
 
 
 def test_shards_may_be_read_by_whom_the_index_may(folder: Path) -> None:
-    modes = {path.stat().st_mode for path in [*shards(folder), folder / "index.json"]}
-    assert len(modes) == 1
-
-
-def test_one_process_sees_what_another_wrote(tmp_path: Path) -> None:
-    mine, other = opened(tmp_path), opened(tmp_path)
-    mine.write_index()
-    for cache, name in ((mine, "aa"), (other, "bb")):
-        cache.add(name, hidden(name))
-        cache.flush()
-    assert len(shards(tmp_path)) == 2 and "bb" not in mine
-    mine.refresh()
-    found = mine.read("bb")
-    assert found is not None and torch.equal(found, hidden("bb"))
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
 
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
-def not_finite(path: Path) -> None:
-    tensors = load_file(path)
-    tensors["aa"][1, 2] = torch.nan
-    save_file(tensors, path, metadata={"cache": KEY.name()})
-
-
-def infinite(path: Path) -> None:
-    tensors = load_file(path)
-    tensors["bb"][0, 0] = -torch.inf
-    save_file(tensors, path, metadata={"cache": KEY.name()})
-
-
-def other_dtype(path: Path) -> None:
-    tensors = {name: tensor.half() for name, tensor in load_file(path).items()}
-    save_file(tensors, path, metadata={"cache": KEY.name()})
-
-
-def other_shape(path: Path) -> None:
-    tensors = load_file(path)
-    tensors["aa"] = tensors["aa"][:-1].contiguous()
-    save_file(tensors, path, metadata={"cache": KEY.name()})
-
-
-def of_another_cache(path: Path) -> None:
-    save_file(load_file(path), path, metadata={"cache": "0" * 16})
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def of_another_cache(path: Path) -> None:
+    other = path.parent.parent / "other"
+    fill(other, index_of(replace(KEY, rows_sha256="others")))
+    path.write_bytes((other / path.name).read_bytes())
+
+
+def of_another_place(path: Path) -> None:
+    path.write_bytes((path.parent / shard_name(1)).read_bytes())
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (truncate, "is no whole shard of hidden states"),
-        (empty, "is no whole shard of hidden states"),
-        (not_finite, "holds hidden states that are not finite (row aa)"),
-        (infinite, "holds hidden states that are not finite (row bb)"),
-        (other_dtype, "holds F16 of shape [3, 4] for the row aa, expected BF16"),
-        (other_shape, "holds BF16 of shape [2, 4] for the row aa, expected BF16 of shape [3, 4]"),
-        (of_another_cache, "belongs to another cache"),
+        (truncate, "bytes, expected"),
+        (flip_a_bit, "is damaged (row 0)"),
+        (empty, "is no shard of this cache"),
+        (of_another_cache, "is no shard of this cache"),
+        (of_another_place, "is no shard of this cache"),
     ],
 )
-def test_a_damaged_shard_is_named_or_its_rows_are_written_again(
-    damage: Callable[[Path], None], sentence: str, folder: Path, caplog: pytest.LogCaptureFixture
+def test_a_damaged_shard_is_named(
+    damage: Callable[[Path], None], sentence: str, folder: Path
 ) -> None:
-    damaged = shards(folder)[0]
+    damaged = folder / shard_name(0)
+    content = bytearray(damaged.read_bytes())
     damage(damaged)
+    if damage is flip_a_bit:  # in the states of its first row, not in what fills them up
+        content[int(index_of().shape(0).states)] ^= 1
+        damaged.write_bytes(content)
+    cache = HiddenCache(folder, KEY)
     with pytest.raises(CacheError) as caught:
-        strict = opened(folder, dtype=None, read_only=True)
-        for name in COUNTS:
-            strict.read(name)
+        cache.read(NAMES[0])
     assert str(damaged) in str(caught.value) and sentence in str(caught.value)
-    assert "hidden_cache auto" in str(caught.value)
-
-    cache = opened(folder)
-    lost = [name for name in COUNTS if cache.read(name) is None]
-    assert lost and set(lost) <= {"aa", "bb"} and sorted(cache.missing()) == sorted(lost)
-    assert str(damaged) in caplog.text
-    for name in lost:
-        cache.add(name, hidden(name))
-    cache.flush()
-    whole = opened(folder, dtype=None, read_only=True)
-    for name in COUNTS:
-        found = whole.read(name)
-        assert found is not None and torch.equal(found, hidden(name))
+    assert "remove it, and medusa-heads prepare-hidden writes it again" in str(caught.value)
+    assert cache.read(NAMES[4]) is not None
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", '{"format_version": 1}', '{"format_version": 2, "key": {}, "dtype": "bfloat16"}'],
-)
-def test_a_damaged_index_is_named(content: str, folder: Path) -> None:
-    (folder / "index.json").write_text(content)
-    with pytest.raises(CacheError, match=r"index\.json is no index of hidden states"):
-        opened(folder, dtype=None, read_only=True)
+def test_a_missing_shard_is_noticed_at_the_start(folder: Path) -> None:
+    (folder / shard_name(1)).unlink()
+    with pytest.raises(CacheError, match="not complete, 1 of 3 shards are missing: go on"):
+        HiddenCache(folder, KEY)
 
 
-@pytest.mark.parametrize("dtype", ["int64", "uint3", "nn"])
-def test_an_index_with_a_strange_dtype_is_named(dtype: str, folder: Path) -> None:
-    path = folder / "index.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": dtype}))
-    with pytest.raises(CacheError, match=r"index\.json is no index of hidden states"):
-        opened(folder, dtype=None, read_only=True)
+@pytest.mark.parametrize("place", [0, 9, 20, 40, -1])
+def test_a_damaged_index_is_named(place: int, folder: Path) -> None:
+    path = folder / "index.bin"
+    content = bytearray(path.read_bytes())
+    if place < 0:
+        content = content[: len(content) // 2]
+    else:
+        content[place] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(CacheError, match=r"index\.bin is no index of hidden states"):
+        HiddenCache(folder, KEY)
 
 
-def test_beginning_anew_removes_shards_and_what_dead_writers_left(folder: Path) -> None:
-    left = folder / ".0123456789abcdef.part"
-    left.mkdir()
-    (left / "000002-0.safetensors").write_bytes(b"half")
-    (folder / "notes.txt").write_text("kept")
-    cache = opened(folder)
-    with staging(folder) as of_another:
-        cache.remove_leftovers()
-        assert not left.exists() and of_another.exists()
-    cache.clear()
-    assert cache.missing() == list(COUNTS) and shards(folder) == []
-    assert (folder / "notes.txt").exists()
+@pytest.mark.parametrize("content", [b"", b"[]", b"\0" * 100])
+def test_another_file_is_no_index(content: bytes, folder: Path) -> None:
+    (folder / "index.bin").write_bytes(content)
+    with pytest.raises(CacheError, match=r"index\.bin is no index of hidden states"):
+        HiddenCache(folder, KEY)
 
 
-def test_hidden_states_keep_their_dtype(tmp_path: Path) -> None:
-    for dtype in (torch.float32, torch.float16, torch.float64):
-        folder = tmp_path / str(dtype)
-        cache = opened(folder, dtype=dtype)
-        cache.write_index()
-        values = torch.full((3, WIDTH), 1 / 3, dtype=dtype)
-        cache.add("aa", values)
-        cache.flush()
-        with safe_open(shards(folder)[0], framework="pt") as shard:
-            assert shard.get_tensor("aa").dtype == dtype
-        found = opened(folder, dtype=None, read_only=True).read("aa")
-        assert found is not None and torch.equal(found, values)
+def test_the_index_of_another_cache_is_refused(folder: Path) -> None:
+    with pytest.raises(CacheError, match="describes another cache"):
+        HiddenCache(folder, replace(KEY, rows_sha256="others"))
 
 
-def test_a_disk_that_is_full_leaves_no_half_shard(tmp_path: Path) -> None:
-    cache = opened(tmp_path / "gone")
-    cache.add("aa", hidden("aa"))
-    with pytest.raises(OSError, match="gone"):
-        cache.flush()
-    assert "aa" in cache  # nothing is lost: a later flush may succeed
-    cache.write_index()
-    cache.flush()
-    assert opened(tmp_path / "gone").missing() == ["bb", "cc"]
+def test_a_row_that_cannot_be_computed_leaves_no_half_shard(tmp_path: Path) -> None:
+    index = index_of()
+    index.write(tmp_path)
+
+    def rows() -> Iterator[tuple[bytes, torch.Tensor]]:
+        yield NAMES[0], hidden(0)
+        raise ValueError("the target's hidden states are not finite")
+
+    with pytest.raises(ValueError, match="not finite"):
+        write_shard(tmp_path, index, 0, rows())
+    assert [path.name for path in tmp_path.iterdir()] == ["index.bin"]
+
+
+opened: list[str] = []
+watching = False
+
+
+def watch(event: str, args: tuple[Any, ...]) -> None:
+    if watching and event == "open":
+        opened.append(os.fspath(args[0]))
+
+
+def test_a_cache_of_many_shards_is_opened_by_its_index_alone(tmp_path: Path) -> None:
+    """Every rank opens it: what that costs must not grow with the shards."""
+    global watching
+    fill(tmp_path / "cache", index_of(rows_per_shard=1))
+    sys.addaudithook(watch)  # which lasts as long as the process
+    watching = True
+    try:
+        cache = HiddenCache(tmp_path / "cache", KEY)
+        at_start = list(opened)
+        cache.read(NAMES[2])
+    finally:
+        watching = False
+    assert [Path(path).name for path in at_start] == ["index.bin"]
+    assert [Path(path).name for path in opened[len(at_start) :]] == [shard_name(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable
@@ -29,16 +30,22 @@ Rows = Callable[..., Dataset]
 
 @pytest.fixture
 def learnt(target: TargetModel, make_rows: Rows) -> TargetModel:
-    """The target, trained on such rows until it is sure of them."""
-    ids_BT = torch.tensor(make_rows(64)["input_ids"])
-    target.model.requires_grad_(True)
-    optimiser = torch.optim.AdamW(target.model.parameters(), lr=1e-2)
-    for _ in range(150):
-        target.model(input_ids=ids_BT, labels=ids_BT).loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    target.freeze()
+    """The target, trained on such rows until it is sure of them: once for all tests."""
+    if not _learnt:
+        ids_BT = torch.tensor(make_rows(64)["input_ids"])
+        target.model.requires_grad_(True)
+        optimiser = torch.optim.AdamW(target.model.parameters(), lr=1e-2)
+        for _ in range(150):
+            target.model(input_ids=ids_BT, labels=ids_BT).loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+        target.freeze()
+        _learnt.update(copy.deepcopy(target.model.state_dict()))
+    target.model.load_state_dict(_learnt)
     return target
+
+
+_learnt: dict[str, Any] = {}
 
 
 def noise(count: int) -> Dataset:

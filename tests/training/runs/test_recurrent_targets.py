@@ -60,7 +60,14 @@ def own_text(target: TargetModel, folder: Path) -> Dataset:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# One for each layer that keeps a state; that texts of every kind are packed apart, test_pack says.
+QUICK = ("bamba", "lfm2", "qwen3_5_text")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in KINDS],
+)
 def test_heads_learn_from_packed_text_of_the_target_and_decode_exactly(
     kind: str, tmp_path: Path
 ) -> None:

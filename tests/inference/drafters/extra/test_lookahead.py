@@ -214,6 +214,7 @@ def test_a_window_that_is_seen_is_caught(tiny_llama: TinyLlama) -> None:
     assert not torch.equal(got[Blind], expected_BT)
 
 
+@pytest.mark.usefixtures("untraced")
 def test_compiled(tiny_llama: TinyLlama) -> None:
     """Every step verifies one of four numbers of nodes, the window among them."""
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)

@@ -139,7 +139,6 @@ def p_value(
     ("tree", "options"),
     [
         ("sampled:3", {}),
-        ("sampled:3x2", {}),
         ("sampled:3x2", {"top_k": 3}),
         ("sampled:3", {"repetition_penalty": 1.6}),
     ],

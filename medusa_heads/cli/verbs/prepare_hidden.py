@@ -1,0 +1,75 @@
+"""Write the target's hidden states that a run of train-heads would read, of the same flags.
+
+medusa-heads prepare-hidden --config configs/demo.yaml --hidden_cache_dir states
+train-heads --config configs/demo.yaml --hidden_cache read --hidden_cache_dir states
+accelerate launch -m medusa_heads.cli.verbs.prepare_hidden --config configs/llama-3.1-8b.yaml
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from medusa_heads.cli.flags.arguments import command
+from medusa_heads.cli.train_heads import CheckpointArguments, joint_settings, spread_of
+from medusa_heads.cli.training import Command
+from medusa_heads.config import HeadsConfig
+from medusa_heads.inference.regeneration.arguments import DistillArguments
+from medusa_heads.training.arguments.cache import CacheArguments
+from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.arguments.joint_config import JointConfig
+from medusa_heads.training.arguments.loss_config import LossConfig
+from medusa_heads.training.arguments.mtp import MtpArguments
+from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
+from medusa_heads.training.arguments.target import TargetArguments
+from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+
+
+def prepare_hidden(
+    to_target: TargetArguments,
+    to_data: DataArguments,
+    _recipe: RecipeArguments,
+    config: HeadsConfig,
+    _objective: LossConfig,
+    to_distill: DistillArguments,
+    to_cache: CacheArguments,
+    to_save: CheckpointArguments,
+    to_join: JointConfig,
+    to_mtp: MtpArguments,
+    to_optimise: OptimisationArguments,
+) -> None:
+    """Load the target, prepare the text, say what a cache is worth, and write it. Of a dry run the
+    sentence alone."""
+    if to_mtp.mtp:
+        raise ValueError("modules (--mtp) read no hidden states from disk: leave mtp out")
+    joint = joint_settings(to_save.joint, to_join)
+    to_cache = replace(to_cache, hidden_cache="auto")
+    to_cache.check(joint=joint is not None)
+    sharding = spread_of(to_target, to_distill)
+    told = Command(to_target, to_data, to_distill, to_optimise)
+    args = to_training_arguments(to_optimise, config.vocab_matrix)
+
+    from medusa_heads.training.hidden.cache_setup import cheaper, parts_of
+    from medusa_heads.training.hidden.prepare import write_parts
+    from medusa_heads.training.hidden.sharding import digest_for_all
+    from medusa_heads.training.runs.setup import as_target
+
+    plain = as_target(told.load_target(args, sharding), args.device, sharding)
+    target = plain.with_features(config.features)
+    data = told.prepare(plain, args, config.num_heads)
+    run = to_cache, target, data, config, args
+    parts = parts_of(*run, digest_for_all(plain))
+    sentence = cheaper(*run)
+    if args.process_index == 0:
+        print(sentence)
+    if to_optimise.dry_run:
+        return
+    write_parts(target, parts)
+    if args.process_index == 0:
+        flags = f"--hidden_cache read --hidden_cache_dir {parts[0].folder.parent}"
+        print(f"Train from them with the same flags and {flags}")
+
+
+main = command("medusa-heads prepare-hidden", prepare_hidden, __doc__, presets={"recipe": RECIPES})
+
+if __name__ == "__main__":  # accelerate launch -m medusa_heads.cli.verbs.prepare_hidden
+    raise SystemExit(main())

@@ -1,0 +1,194 @@
+"""Write the target's hidden states of all rows to disk, shard by shard.
+
+What is computed depends on the layout alone, never on what a run before left: shards that are whole
+stay, the others are written, each anew from its first batch. Several processes take turns with the
+shards. Shapes: B batch, T tokens, P kept positions, X columns.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, send_to_device
+from datasets import Dataset
+from rich.filesize import decimal
+from torch import Tensor
+from tqdm import tqdm
+
+from medusa_heads.files import remove_leftovers
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.data.pack import hidden_of
+from medusa_heads.training.data.prepare import collate
+from medusa_heads.training.hidden.cached_rows import kept_counts, kept_positions, row_name
+from medusa_heads.training.hidden.layout import (
+    INDEX_FILE,
+    SHARD_BYTES,
+    CacheError,
+    CacheKey,
+    Index,
+    Layout,
+    shard_name,
+)
+from medusa_heads.training.hidden.sharding import is_sharded
+from medusa_heads.training.hidden.states import refuse_not_finite
+from medusa_heads.training.hidden.store import is_shard, seal, write_shard
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Part:
+    """One dataset whose states are wanted: where, of what, and the order and batches in which
+    training meets its rows first."""
+
+    folder: Path
+    key: CacheKey
+    rows: Dataset
+    batch_size: int
+    seed: int | None
+
+    def size(self, dtype: torch.dtype) -> int:
+        """The bytes of all states that are to be kept."""
+        layout = Layout(len(self.rows), 1, 1, None, _name(dtype))
+        positions = int(kept_counts(self.rows, self.key.positions).sum())
+        return positions * Index(self.key, layout).position_bytes
+
+    def layout(self, dtype: torch.dtype, shard_bytes: int) -> tuple[Layout, Any]:
+        """How it will lie there, and the positions of each place."""
+        rows, said = len(self.rows), _name(dtype)
+        layout = Layout(rows, self.batch_size, rows, self.seed, said)
+        counts = kept_counts(self.rows, self.key.positions)[layout.order()]
+        bytes_of_batch = Index(self.key, layout).position_bytes * counts.mean() * self.batch_size
+        batches = max(round(shard_bytes / max(bytes_of_batch, 1)), 1)
+        return Layout(rows, self.batch_size, batches * self.batch_size, self.seed, said), counts
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def write_parts(
+    target: TargetModel, parts: Sequence[Part], *, shard_bytes: int | None = None
+) -> None:
+    """Write what is not there yet, in shards of about so many bytes; all processes of the run must
+    call this together. Raises ValueError: the disk is too small, or the states are not finite;
+    OSError where it became full meanwhile. Shards that are whole by then stay."""
+    state = PartialState()
+    found: list[Any] = [None]
+    dtype = _run_on_nothing(target).dtype
+    if state.is_main_process:
+        try:
+            found = [[_begin(part, dtype, shard_bytes or SHARD_BYTES) for part in parts]]
+            _check_disk(parts, found[0])
+        except (ValueError, OSError) as error:
+            found = [error]
+    broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    for part, missing in zip(parts, found[0], strict=True):
+        index = Index.read(part.folder)
+        _fill(target, part, index, missing, state)
+        state.wait_for_everyone()
+        if state.is_main_process and (missing or not index.is_whole):
+            seal(part.folder, index)
+    state.wait_for_everyone()
+
+
+def _begin(part: Part, dtype: torch.dtype, shard_bytes: int) -> list[int]:
+    """Make the folder and its index where there is none, and remove what cannot be used; the shards
+    that are missing."""
+    folder = part.folder
+    try:
+        index = Index.read(folder)
+        if index.key.to_dict() != part.key.to_dict():
+            raise CacheError(f"{folder} holds the index of another cache")
+    except CacheError as error:
+        if (folder / INDEX_FILE).exists():
+            logger.warning("%s: it is written anew", error)
+        layout, counts = part.layout(dtype, shard_bytes)
+        index = Index(part.key, layout, starts=np.concatenate([[0], np.cumsum(counts)]))
+        index.write(folder)
+    remove_leftovers(folder)
+    missing = [n for n in range(index.layout.shards) if not is_shard(folder, index, n)]
+    for path in (folder / shard_name(shard) for shard in missing):
+        if path.exists():
+            logger.warning("%s is not whole, or another cache's: it is written anew", path)
+            path.unlink()
+    return missing
+
+
+def _check_disk(parts: Sequence[Part], missing: Sequence[Sequence[int]]) -> None:
+    """Say what is there and what will be written; refuse what does not fit."""
+    there = needed = 0
+    for part, absent in zip(parts, missing, strict=True):
+        index = Index.read(part.folder)
+        sizes = [index.shape(shard).end for shard in range(index.layout.shards)]
+        new = sum(sizes[shard] for shard in absent)
+        needed, there = needed + new, there + sum(sizes) - new
+    folder = parts[0].folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(
+            f"the hidden states take {decimal(needed)} and {folder} has {decimal(free)} free: give "
+            "a hidden_cache_dir on a larger disk, or leave hidden_cache off"
+        )
+    print(
+        f"Hidden states: {decimal(there)} in {folder}, {decimal(needed)} to be written "
+        f"({decimal(free)} are free)",
+        flush=True,
+    )
+
+
+def _fill(
+    target: TargetModel, part: Part, index: Index, missing: Sequence[int], state: PartialState
+) -> None:
+    """Write this process's share of the shards that are missing."""
+    places, rows = index.layout.places, part.rows
+    if not missing:
+        return
+    order = index.layout.order()
+    shares = [missing[rank :: state.num_processes] for rank in range(state.num_processes)]
+    mine = shares[state.process_index]
+    shards = tqdm(
+        mine, desc="writing", unit="shard", disable=not state.is_main_process, leave=False
+    )
+    for shard in shards:
+        batches = _batches(places(shard), index.layout.batch_size)
+        texts = (rows.__getitems__(order[batch].tolist()) for batch in batches)
+        states = (pair for text in texts for pair in _states(target, text, part.key))
+        write_shard(part.folder, index, shard, states)
+    if is_sharded(target):  # which all processes must run equally often
+        forwards = [
+            sum(len(_batches(places(n), index.layout.batch_size)) for n in share)
+            for share in shares
+        ]
+        for _ in range(max(forwards) - forwards[state.process_index]):
+            _run_on_nothing(target)
+
+
+def _run_on_nothing(target: TargetModel) -> Tensor:
+    return target.hidden(torch.zeros(1, 1, dtype=torch.long, device=target.device))
+
+
+def _batches(places: range, size: int) -> list[range]:
+    return [places[start : start + size] for start in range(0, len(places), size)]
+
+
+def _states(
+    target: TargetModel, rows: Sequence[dict[str, Any]], key: CacheKey
+) -> Iterator[tuple[bytes, Tensor]]:
+    """The names of some rows and their hidden_PX, computed as training does, in one batch."""
+    hidden_BTX = hidden_of(target, send_to_device(collate(rows), target.device)).cpu()
+    for hidden_TX, row in zip(hidden_BTX, rows, strict=True):
+        kept_T = torch.from_numpy(kept_positions(row, key.positions))
+        hidden_PX = hidden_TX[: len(kept_T)][kept_T]
+        refuse_not_finite(hidden_PX)
+        yield row_name(row, key.positions), hidden_PX
