@@ -10,7 +10,10 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+from accelerate.state import GradientState
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -39,6 +42,22 @@ def finished_state(checkpoint: str, args: TrainingArguments) -> TrainerState | N
     more = args.max_steps > 0 and args.max_steps > state.global_step
     again = args.max_steps <= 0 and args.num_train_epochs > state.num_train_epochs
     return None if more or again else state
+
+
+def last_rows(place: GradientState) -> int:
+    """How many rows the epoch's last batch of all processes has, without those that fill it up;
+    below 1 where there are none of these, or it is not reached. accelerate tells, but of an epoch
+    that is resumed."""
+    if not place.end_of_dataloader:
+        return -1
+    loader: Any = place.active_dataloader
+    if not isinstance(loader.batch_sampler, SkipBatchSampler):
+        return place.remainder
+    shard: Any = loader.batch_sampler.batch_sampler
+    if not isinstance(shard, BatchSamplerShard) or shard.drop_last:
+        return -1
+    processes = 1 if shard.split_batches else shard.num_processes
+    return len(loader.dataset) % (shard.batch_size * processes)
 
 
 def checkpoints(output: Path) -> list[Path]:

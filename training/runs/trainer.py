@@ -27,7 +27,7 @@ from medusa_heads.training.measure.fresh_heads import Comparison
 from medusa_heads.training.measure.health import Health
 from medusa_heads.training.runs.callbacks import Interruptions, ReadableProgress
 from medusa_heads.training.runs.record import write_run
-from medusa_heads.training.runs.resumable import finished_state, remove_checkpoint
+from medusa_heads.training.runs.resumable import finished_state, last_rows, remove_checkpoint
 
 Inputs = dict[str, Any]
 Judged = tuple[Tensor, Tensor, Tensor]
@@ -228,12 +228,11 @@ class TaughtTrainer(Trainer, ABC):
 
     def _once(self, labels_BT: Tensor) -> Tensor:
         """The labels of a batch, without those of rows that only fill the last one up."""
-        place = self.accelerator.gradient_state
-        if not place.end_of_dataloader or place.remainder <= 0:
+        if (rows := last_rows(self.accelerator.gradient_state)) < 1:
             return labels_BT
         before = self.accelerator.process_index * len(labels_BT)
         once_BT = labels_BT.clone()
-        once_BT[max(place.remainder - before, 0) :] = IGNORED
+        once_BT[max(rows - before, 0) :] = IGNORED
         return once_BT
 
     def _add_up(self, name: str, total: Tensor, count: Tensor) -> None:
