@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import struct
 import zlib
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ _INDEX_HEAD = struct.Struct("<8sQI")  # magic, bytes of the JSON, their checksum
 _INDEX_MAGIC = b"MHINDEX\0"
 _SHARD_HEAD = struct.Struct("<8s16sQ")  # magic, stamp, number
 _SHARD_MAGIC = b"MHSTATES"
+AGAIN = "remove it, and medusa-heads prepare-hidden writes it again"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DTYPES |= {"float64": torch.float64, "float8_e4m3fn": torch.float8_e4m3fn}
 
@@ -127,6 +129,8 @@ class Index:
     names: Any = None
     places: Any = None
     checks: Any = None
+    path = Path(INDEX_FILE)
+    mapped: mmap.mmap | None = None
 
     def __init__(self, key: CacheKey, layout: Layout, **arrays: Any) -> None:
         self.key, self.layout = key, layout
@@ -169,7 +173,8 @@ class Index:
         return hashlib.sha256(said.encode()).digest()[:16]
 
     def shape(self, shard: int) -> ShardShape:
-        """Of a shard."""
+        """Of a shard. Raises CacheError where the file of the index cannot be used."""
+        self.check_size()
         places = self.layout.places(shard)
         positions = int(self.starts[places.stop] - self.starts[places.start])
         checks = ShardShape.names + NAME_BYTES * len(places)
@@ -182,10 +187,20 @@ class Index:
         return _SHARD_HEAD.pack(_SHARD_MAGIC, self.stamp, shard)
 
     def place_of(self, name: bytes) -> int | None:
-        """Of a row, None where it is not there."""
+        """Of a row, None where it is not there. Raises CacheError where the file cannot be used."""
+        self.check_size()
         found = int(np.searchsorted(self.names, np.array(name, _NAME)))
         there = found < len(self.names) and bytes(self.names[found]) == name.rstrip(b"\0")
-        return int(self.places[found]) if there else None
+        place = int(self.places[found]) if there else None
+        if place is not None and not 0 <= place < self.layout.rows:
+            raise CacheError(f"{self.path} is damaged (place {place}): {AGAIN}")
+        return place
+
+    def check_size(self) -> None:
+        """Raises CacheError where the file of the arrays was cut since it was opened: to read what
+        is mapped and no longer there would kill the process."""
+        if self.mapped is not None and self.mapped.size() < len(self.mapped):
+            raise CacheError(f"{self.path} was cut short while it was read: {AGAIN}")
 
     def sealed(self, names: Any, checks: Any) -> Index:
         """The index of a whole cache; both arrays are by place."""
@@ -212,7 +227,9 @@ class Index:
         index, or is damaged."""
         path = folder / INDEX_FILE
         try:
-            content = np.memmap(path, np.uint8, "r")
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            content = np.frombuffer(mapped, np.uint8)
             magic, size, check = _INDEX_HEAD.unpack(content[: _INDEX_HEAD.size].tobytes())
             said = content[_INDEX_HEAD.size : _INDEX_HEAD.size + size].tobytes()
             if magic != _INDEX_MAGIC or len(said) != size or zlib.crc32(said) != check:
@@ -221,7 +238,8 @@ class Index:
             if facts["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"its format is of version {facts['format_version']}")
             layout = Layout(**facts["layout"])
-            arrays, begin = {}, _INDEX_HEAD.size + size
+            arrays: dict[str, Any] = {"path": path, "mapped": mapped}
+            begin = _INDEX_HEAD.size + size
             for name, dtype in _ARRAYS[: None if facts["is_whole"] else 1]:
                 count = layout.rows + (name == "starts")
                 end = begin + count * np.dtype(dtype).itemsize
