@@ -33,7 +33,7 @@ from medusa_heads.training.arguments.cache import CachedDtype
 from medusa_heads.training.hidden.cached_rows import NAME_BYTES, KeptPositions
 
 INDEX_FILE = "index.bin"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SHARD_BYTES = 1 << 28  # about
 _NAME = f"S{NAME_BYTES}"
 _ARRAYS = (("starts", "<i8"), ("names", _NAME), ("places", "<i8"), ("checks", "<u4"))
@@ -212,19 +212,21 @@ class Index:
         """Into its folder, which is made; OSError where it cannot be."""
         folder.mkdir(parents=True, exist_ok=True)
         facts = {"format_version": FORMAT_VERSION, "key": self.key.to_dict()}
-        facts |= {"layout": asdict(self.layout), "is_whole": self.is_whole}
-        said = json.dumps(facts).encode()
-        said += b" " * (_aligned(_INDEX_HEAD.size + len(said)) - _INDEX_HEAD.size - len(said))
-        parts = [_INDEX_HEAD.pack(_INDEX_MAGIC, len(said), zlib.crc32(said)), said]
+        parts = []
         for name, dtype in _ARRAYS[: None if self.is_whole else 1]:
             content = np.ascontiguousarray(getattr(self, name), dtype).tobytes()
             parts.append(content.ljust(_aligned(len(content)), b"\0"))
+        facts |= {"layout": asdict(self.layout), "is_whole": self.is_whole}
+        facts |= {"arrays_crc32": zlib.crc32(b"".join(parts))}
+        said = json.dumps(facts).encode()
+        said += b" " * (_aligned(_INDEX_HEAD.size + len(said)) - _INDEX_HEAD.size - len(said))
+        parts = [_INDEX_HEAD.pack(_INDEX_MAGIC, len(said), zlib.crc32(said)), said, *parts]
         replace_file(folder / INDEX_FILE, b"".join(parts))
 
     @classmethod
-    def read(cls, folder: Path) -> Index:
-        """Mapped from its file, of which the header alone is read. Raises CacheError where it is no
-        index, or is damaged."""
+    def read(cls, folder: Path, *, to_its_end: bool = False) -> Index:
+        """Mapped from its file, of which the header alone is read; `to_its_end` the arrays are
+        checked too. Raises CacheError where it is no index, or is damaged."""
         path = folder / INDEX_FILE
         try:
             with path.open("rb") as file:
@@ -247,6 +249,9 @@ class Index:
                     raise ValueError("it was cut short")
                 arrays[name] = content[begin:end].view(dtype)
                 begin = _aligned(end)
+            behind = content[_INDEX_HEAD.size + size :]
+            if to_its_end and zlib.crc32(behind) != facts["arrays_crc32"]:
+                raise ValueError("its arrays are damaged")
             return cls(CacheKey(**facts["key"]), layout, **arrays)
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             raise CacheError(f"{path} is no index of hidden states ({error})") from error
