@@ -249,7 +249,7 @@ class Index:
                     raise ValueError("it was cut short")
                 arrays[name] = content[begin:end].view(dtype)
                 begin = _aligned(end)
-            behind = content[_INDEX_HEAD.size + size :]
+            behind = memoryview(mapped)[_INDEX_HEAD.size + size :]
             if to_its_end and zlib.crc32(behind) != facts["arrays_crc32"]:
                 raise ValueError("its arrays are damaged")
             return cls(CacheKey(**facts["key"]), layout, **arrays)
