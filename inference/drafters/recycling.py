@@ -1,6 +1,7 @@
 """Drafts from what the target nearly wrote: the likeliest successors of every token, seen lately.
 
-Shapes: B active rows, N tree nodes, V vocabulary, R ranks, F paths, J tokens of a path.
+Shapes: B active rows, N tree nodes, M nodes of all rows, V vocabulary, R ranks, F paths, J tokens
+of a path.
 Source: token recycling (Luo et al. 2024, arXiv:2408.08696).
 """
 
@@ -124,13 +125,18 @@ class RecycledTrees(Drafter):
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
         """See RecyclingSource."""
         successors_VR, log_chances_VR = self._matrix(logits_BNV.device)
-        best = logits_BNV.float().topk(self._shape[1], dim=-1)
-        successors_VR[tree.tokens_BN] = best.indices
-        log_chances_VR[tree.tokens_BN] = best.values.log_softmax(dim=-1)
+        tokens_M, logits_MV = tree.tokens_BN.flatten().contiguous(), logits_BNV.flatten(0, 1)
+        # All nodes of one token write what the last of them says: whose is written last, nobody
+        # can tell of a device, nor of threads.
+        sorted_M, nodes_M = tokens_M.sort(stable=True)
+        last_M = nodes_M[torch.searchsorted(sorted_M, tokens_M, right=True) - 1]
+        best = logits_MV.float().topk(self._shape[1], dim=-1)
+        successors_VR[tokens_M] = best.indices[last_M]
+        log_chances_VR[tokens_M] = best.values.log_softmax(dim=-1)[last_M]
 
     def _matrix(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of every token the successors, and how likely they were, [V, R] each."""
-        if self._kept is None:
+        if self._kept is None or self._kept[0].device != device:
             with torch.inference_mode(False):
                 # Siblings differ, and of tokens that were never read they count for nothing.
                 successors_VR = torch.arange(self._shape[1], device=device).repeat(

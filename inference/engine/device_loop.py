@@ -96,7 +96,7 @@ class DeviceLoop:
             warnings.warn(reason, MedusaWarning, stacklevel=2)
             return
         finally:
-            del on_device.cache  # which lives as long as the target keeps it
+            del on_device.cache
         _hand_over(on_device, state, stats)
 
     def _step(

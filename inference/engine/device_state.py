@@ -70,13 +70,12 @@ class DeviceState(DecodingState):
         self.noise_on_device: NoiseOnDevice | None = None
         self.processors: LogitsProcessorList
         self._processors: dict[tuple[Any, ...], ProcessorsOnDevice] = {}  # by their kinds
+        del self.cache  # which lives as long as the target keeps it
 
     def begin(self, state: DecodingState, ends: Ends, processors: LogitsProcessorList) -> None:
         """Go on with this text, whose prompt has been read, by processors that look at scores
         alone."""
         rows, device = state.rows, self.roots_B.device
-        assert isinstance(state.cache, StaticRowCache)
-        self.cache = state.cache
         first = [0 if row.done else ends.max_length - row.length for row in rows]
         ending = [*ends.tokens, *[NO_TOKEN] * (ENDS - len(ends.tokens))]
         noise, last = state.noise, state.last_position
@@ -111,6 +110,8 @@ class DeviceState(DecodingState):
         self.processors = self._processors[of_kinds].copies
         self.warpers = None if state.warpers is None else self.processors
         self.noise = self.noise_on_device = None if noise is None else self._noise
+        assert isinstance(state.cache, StaticRowCache)
+        self.cache = state.cache  # at last: whoever has begun lets go of it
 
     @property
     def last_fresh_B1(self) -> Tensor:

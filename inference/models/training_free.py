@@ -58,11 +58,12 @@ class TrainingFreeModel(AssistedModel):
             AssistedModel.
 
     `"suffix"` drafts what followed where the text last ended as it does now; `"recycling"` what the
-    target took to follow each token when it last read it; `"auto"` both in one tree. `"lookahead"`
-    drafts n-grams of its own parallel guesses at later tokens; `"early_exit"` the target itself
-    without the layers that its drafts can best do without, `"early_exit:4"` with its first 4 layers
-    alone; `"mtp"` the multi-token-prediction modules of the target's own checkpoint. Each of these
-    may have `+suffix` behind it. `"suffix"`, `"auto"` and all `+suffix` use a corpus.
+    target took to follow each token when it last read it, `"recycling:15"` always 15 tokens of
+    these; `"auto"` both in one tree. `"lookahead"` drafts n-grams of its own parallel guesses at
+    later tokens; `"early_exit"` the target itself without the layers that its drafts can best do
+    without, `"early_exit:4"` with its first 4 layers alone; `"mtp"` the multi-token-prediction
+    modules of the target's own checkpoint. Each of these may have `+suffix` behind it. `"suffix"`,
+    `"auto"` and all `+suffix` use a corpus.
     By default the target writes the calibration; what is found is kept on disk.
 
     Attributes:
@@ -220,7 +221,7 @@ class TrainingFreeModel(AssistedModel):
 
 def is_drafter(name: str) -> bool:
     """Whether that is the name of a drafter, which may hold a number."""
-    plain = re.sub(r"^(early_exit):\d+|^(recycling):\d+$", r"\1\2", name)
+    plain = re.sub(r"^(early_exit):\d{1,9}|^(recycling):\d{1,9}$", r"\1\2", name)
     return plain in DRAFTERS + OWN_MODULES
 
 

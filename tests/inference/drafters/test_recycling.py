@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import StoppingCriteriaList
 
 from medusa_heads.inference.drafters.recycling import RecycledTrees, RecyclingSource
@@ -49,6 +51,44 @@ def test_trees_on_the_device_are_of_the_latest_successors() -> None:
     likely = {(3,), (3, 5), (3, 6), (3, 5, 3), (3, 5, 7), (3, 5, 3, 5), (3, 5, 3, 5, 3)}
     assert set(paths) == likely
     assert len(drafted.tokens_BN[1]) == 7 and drafter.levels == 6
+
+
+class Written(TorchFunctionMode):
+    """Keeps what is written into tensors, and where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[tuple[Any, Any]] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is Tensor.__setitem__:
+            self.pairs.append(args[1:])
+        return function(*args, **(kwargs or {}))
+
+
+def test_nodes_of_one_token_write_the_same() -> None:
+    """That of the last of them: a device, or threads, may write them in any order."""
+    drafter, tokens_BN = RecycledTrees(10, 6), torch.tensor([[3, 5, 3], [5, 3, 3]])
+    logits_BNV = torch.randn(2, 3, 10, generator=torch.Generator().manual_seed(0))
+    with Written() as written:
+        drafter.observe(TreeShape.from_choices([(0,), (1,)]).tree(tokens_BN), logits_BNV)
+    assert len(written.pairs) == 2
+    for index, values in written.pairs:
+        for token in (3, 5):
+            of_token = values[index == token]
+            assert torch.equal(of_token, of_token[-1:].expand_as(of_token))
+    successors_VR, _ = drafter._matrix(tokens_BN.device)
+    last_2R = logits_BNV[1, [2, 0]].topk(8).indices
+    assert torch.equal(successors_VR[[3, 5]], last_2R)
+
+
+def test_the_matrix_is_where_the_target_is() -> None:
+    drafter = RecycledTrees(10, 6)
+    for device in ("cpu", "meta"):
+        state: Any = SimpleNamespace(rows=[], noise=None, roots_B=torch.tensor([3], device=device))
+        assert drafter.propose(state).tokens_BN.device.type == device
 
 
 @pytest.mark.parametrize("nodes", [0, 64])

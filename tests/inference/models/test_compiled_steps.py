@@ -216,22 +216,40 @@ def test_windows_are_a_part_of_the_graph() -> None:
     assert "step" in medusa.last_stats.seconds
 
 
+def caches_left(medusa: MedusaModel) -> list[Any]:
+    """Of those that the target keeps, once it keeps them no longer."""
+    target: Any = medusa.target
+    caches = [weakref.ref(cache) for cache in target._caches.values()]
+    target._caches.clear()
+    gc.collect()
+    return [cache() for cache in caches]
+
+
 def test_nothing_outlives_its_target(tiny_llama: TinyLlama) -> None:
     """And no cache its text, but for those that the target keeps."""
     model = tiny_llama(num_layers=1)
     model.generation_config.pad_token_id = 0
     medusa = with_heads(model, prefix_attention=True)
     text(medusa, padded([0], 12))
-    target: Any = medusa.target
-    caches = [weakref.ref(cache) for cache in target._caches.values()]
-    target._caches.clear()
-    gc.collect()
-    assert [cache() for cache in caches] == [None]
+    assert caches_left(medusa) == [None]
     text(medusa, padded([0], 12))
-    kept = weakref.ref(target)
-    del medusa, target
+    kept = weakref.ref(medusa.target)
+    del medusa
     gc.collect()
     assert kept() is None
+
+
+class Failing(PlantedOnDevice):
+    def propose(self, state: DecodingState) -> TokenTree:
+        raise MemoryError
+
+
+def test_no_cache_outlives_a_text_that_fails(model: Any) -> None:
+    medusa = with_heads(model)
+    medusa.drafter = Failing([[0]], [0])
+    with pytest.raises(MemoryError):
+        text(medusa, padded([0], 12))
+    assert caches_left(medusa) == [None]
 
 
 class Asking(PlantedOnDevice):

@@ -32,6 +32,7 @@ def made(tiny_llama: TinyLlama, way: str) -> AssistedModel:
     "way",
     [
         *DRAFTERS,
+        "recycling:7",
         *(f"heads:medusa/{tree}" for tree in TREES),
         "heads:hydra/auto",
         "heads:eagle3/auto",

@@ -95,9 +95,12 @@ def test_recycled_drafts_are_the_latest_successors() -> None:
     assert 5 not in grown(3)[1:2]
 
 
-def test_unknown_drafter(tiny_llama: TinyLlama) -> None:
-    with pytest.raises(ValueError, match=r"drafter must be one of auto, suffix, .* got 'x'"):
-        TrainingFreeModel(tiny_llama(), "x")
+@pytest.mark.parametrize(
+    "name", ["x", "recycling:-3", f"recycling:{'9' * 5000}"], ids=["x", "negative", "huge"]
+)
+def test_unknown_drafter(tiny_llama: TinyLlama, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"drafter must be one of auto, suffix, .* got '{name}'"):
+        TrainingFreeModel(tiny_llama(), name)
 
 
 @pytest.mark.parametrize(
