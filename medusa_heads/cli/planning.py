@@ -40,7 +40,7 @@ def show_plan_of(
 
     # Several processes take the target in the dtype it is stored in.
     target = meta_target(command.to_target, args.device if args.world_size == 1 else None)
-    data, rows, size = _planned_text(command, target, args, num_heads)
+    data, rows, size = planned_text(command, target, args, num_heads)
     planned = plan(target, size)
     if args.process_index == 0:
         print_choices()
@@ -92,12 +92,15 @@ def _measure(
     found = forecast(*rehearse(train, target, data, args), course)
     show_forecast(found, course, console)
     if compare is not None and not data.is_stream:
-        console.print(compare(target, data), highlight=False)
+        try:
+            console.print(compare(target, data), highlight=False)
+        except OSError as error:
+            console.print(f"The disk of hidden states was not measured: {error}.", highlight=False)
     if command.to_distill.self_distill:
         console.print("The target writes the text before; that is not in it.")
 
 
-def _planned_text(
+def planned_text(
     command: Command, target: TargetModel, args: TrainingArguments, num_heads: int
 ) -> tuple[TrainingData, Any, TextSize]:
     """The text of a run, rows to show, and how much it is; of text to be written only prompts

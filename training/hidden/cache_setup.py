@@ -121,11 +121,15 @@ def _rows_sha256(rows: Dataset, facts: RowFacts) -> str:
 
 def _settings_sha256(target: TargetModel) -> str:
     """Over the configuration, over the kernel of attention, which rounds in its own way, and over
-    how strongly adapters count: no weight says any."""
+    which adapters count, and how strongly: no weight says any."""
     of_model = target.model.config.to_dict()
     settings = {name: value for name, value in of_model.items() if name not in _IDLE_SETTINGS}
     adapters = {
-        name: [module.scaling, bool(getattr(module, "disable_adapters", False))]
+        name: [
+            module.scaling,
+            getattr(module, "active_adapters", None),
+            bool(getattr(module, "disable_adapters", False)),
+        ]
         for name, module in target.model.named_modules()
         if isinstance(getattr(module, "scaling", None), dict)
     }

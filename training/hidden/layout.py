@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import struct
 import zlib
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from medusa_heads.training.arguments.cache import CachedDtype
 from medusa_heads.training.hidden.cached_rows import NAME_BYTES, KeptPositions
 
 INDEX_FILE = "index.bin"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SHARD_BYTES = 1 << 28  # about
 _NAME = f"S{NAME_BYTES}"
 _ARRAYS = (("starts", "<i8"), ("names", _NAME), ("places", "<i8"), ("checks", "<u4"))
@@ -40,6 +41,7 @@ _INDEX_HEAD = struct.Struct("<8sQI")  # magic, bytes of the JSON, their checksum
 _INDEX_MAGIC = b"MHINDEX\0"
 _SHARD_HEAD = struct.Struct("<8s16sQ")  # magic, stamp, number
 _SHARD_MAGIC = b"MHSTATES"
+AGAIN = "remove it, and medusa-heads prepare-hidden writes it again"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DTYPES |= {"float64": torch.float64, "float8_e4m3fn": torch.float8_e4m3fn}
 
@@ -127,6 +129,8 @@ class Index:
     names: Any = None
     places: Any = None
     checks: Any = None
+    path = Path(INDEX_FILE)
+    mapped: mmap.mmap | None = None
 
     def __init__(self, key: CacheKey, layout: Layout, **arrays: Any) -> None:
         self.key, self.layout = key, layout
@@ -169,7 +173,8 @@ class Index:
         return hashlib.sha256(said.encode()).digest()[:16]
 
     def shape(self, shard: int) -> ShardShape:
-        """Of a shard."""
+        """Of a shard. Raises CacheError where the file of the index cannot be used."""
+        self.check_size()
         places = self.layout.places(shard)
         positions = int(self.starts[places.stop] - self.starts[places.start])
         checks = ShardShape.names + NAME_BYTES * len(places)
@@ -182,10 +187,20 @@ class Index:
         return _SHARD_HEAD.pack(_SHARD_MAGIC, self.stamp, shard)
 
     def place_of(self, name: bytes) -> int | None:
-        """Of a row, None where it is not there."""
+        """Of a row, None where it is not there. Raises CacheError where the file cannot be used."""
+        self.check_size()
         found = int(np.searchsorted(self.names, np.array(name, _NAME)))
         there = found < len(self.names) and bytes(self.names[found]) == name.rstrip(b"\0")
-        return int(self.places[found]) if there else None
+        place = int(self.places[found]) if there else None
+        if place is not None and not 0 <= place < self.layout.rows:
+            raise CacheError(f"{self.path} is damaged (place {place}): {AGAIN}")
+        return place
+
+    def check_size(self) -> None:
+        """Raises CacheError where the file of the arrays was cut since it was opened: to read what
+        is mapped and no longer there would kill the process."""
+        if self.mapped is not None and self.mapped.size() < len(self.mapped):
+            raise CacheError(f"{self.path} was cut short while it was read: {AGAIN}")
 
     def sealed(self, names: Any, checks: Any) -> Index:
         """The index of a whole cache; both arrays are by place."""
@@ -197,22 +212,26 @@ class Index:
         """Into its folder, which is made; OSError where it cannot be."""
         folder.mkdir(parents=True, exist_ok=True)
         facts = {"format_version": FORMAT_VERSION, "key": self.key.to_dict()}
-        facts |= {"layout": asdict(self.layout), "is_whole": self.is_whole}
-        said = json.dumps(facts).encode()
-        said += b" " * (_aligned(_INDEX_HEAD.size + len(said)) - _INDEX_HEAD.size - len(said))
-        parts = [_INDEX_HEAD.pack(_INDEX_MAGIC, len(said), zlib.crc32(said)), said]
+        parts = []
         for name, dtype in _ARRAYS[: None if self.is_whole else 1]:
             content = np.ascontiguousarray(getattr(self, name), dtype).tobytes()
             parts.append(content.ljust(_aligned(len(content)), b"\0"))
+        facts |= {"layout": asdict(self.layout), "is_whole": self.is_whole}
+        facts |= {"arrays_crc32": zlib.crc32(b"".join(parts))}
+        said = json.dumps(facts).encode()
+        said += b" " * (_aligned(_INDEX_HEAD.size + len(said)) - _INDEX_HEAD.size - len(said))
+        parts = [_INDEX_HEAD.pack(_INDEX_MAGIC, len(said), zlib.crc32(said)), said, *parts]
         replace_file(folder / INDEX_FILE, b"".join(parts))
 
     @classmethod
-    def read(cls, folder: Path) -> Index:
-        """Mapped from its file, of which the header alone is read. Raises CacheError where it is no
-        index, or is damaged."""
+    def read(cls, folder: Path, *, to_its_end: bool = False) -> Index:
+        """Mapped from its file, of which the header alone is read; `to_its_end` the arrays are
+        checked too. Raises CacheError where it is no index, or is damaged."""
         path = folder / INDEX_FILE
         try:
-            content = np.memmap(path, np.uint8, "r")
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            content = np.frombuffer(mapped, np.uint8)
             magic, size, check = _INDEX_HEAD.unpack(content[: _INDEX_HEAD.size].tobytes())
             said = content[_INDEX_HEAD.size : _INDEX_HEAD.size + size].tobytes()
             if magic != _INDEX_MAGIC or len(said) != size or zlib.crc32(said) != check:
@@ -221,7 +240,8 @@ class Index:
             if facts["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"its format is of version {facts['format_version']}")
             layout = Layout(**facts["layout"])
-            arrays, begin = {}, _INDEX_HEAD.size + size
+            arrays: dict[str, Any] = {"path": path, "mapped": mapped}
+            begin = _INDEX_HEAD.size + size
             for name, dtype in _ARRAYS[: None if facts["is_whole"] else 1]:
                 count = layout.rows + (name == "starts")
                 end = begin + count * np.dtype(dtype).itemsize
@@ -229,6 +249,9 @@ class Index:
                     raise ValueError("it was cut short")
                 arrays[name] = content[begin:end].view(dtype)
                 begin = _aligned(end)
+            behind = memoryview(mapped)[_INDEX_HEAD.size + size :]
+            if to_its_end and zlib.crc32(behind) != facts["arrays_crc32"]:
+                raise ValueError("its arrays are damaged")
             return cls(CacheKey(**facts["key"]), layout, **arrays)
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             raise CacheError(f"{path} is no index of hidden states ({error})") from error

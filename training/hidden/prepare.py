@@ -8,6 +8,7 @@ shards. Shapes: B batch, T tokens, P kept positions, X columns.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -106,20 +107,28 @@ def _begin(part: Part, dtype: torch.dtype, shard_bytes: int) -> list[int]:
     """Make the folder and its index where there is none, and remove what cannot be used; the shards
     that are missing."""
     folder = part.folder
+    remove_leftovers(folder)
     try:
-        index = Index.read(folder)
+        index = Index.read(folder, to_its_end=True)
         if index.key.to_dict() != part.key.to_dict():
             raise CacheError(f"{folder} holds the index of another cache")
+        alone = os.listdir(folder) == [INDEX_FILE]
+        if alone and index.layout != part.layout(dtype, shard_bytes)[0]:
+            raise CacheError(f"{folder} holds the index of other batches, and no states")
     except CacheError as error:
         if (folder / INDEX_FILE).exists():
             logger.warning("%s: it is written anew", error)
         layout, counts = part.layout(dtype, shard_bytes)
         index = Index(part.key, layout, starts=np.concatenate([[0], np.cumsum(counts)]))
         index.write(folder)
-    remove_leftovers(folder)
-    missing = [n for n in range(index.layout.shards) if not is_shard(folder, index, n)]
-    for path in (folder / shard_name(shard) for shard in missing):
-        if path.exists():
+    missing = []
+    for shard in range(index.layout.shards):
+        path = folder / shard_name(shard)
+        was_there = path.exists()  # asked first: another run may put a whole one there meanwhile
+        if is_shard(folder, index, shard):
+            continue
+        missing.append(shard)
+        if was_there:
             logger.warning("%s is not whole, or another cache's: it is written anew", path)
             path.unlink()
     return missing

@@ -115,8 +115,8 @@ def read_batch(caches: Sequence[HiddenCache], names: Sequence[bytes], kept_BT: T
         hidden_PX = next((hidden for hidden in found if hidden is not None), None)
         if hidden_PX is None:
             raise CacheError(
-                f"the hidden-state cache in {caches[0].folder.parent} lacks a row of the text: "
-                "write it anew with medusa-heads prepare-hidden"
+                f"the hidden states in {' and '.join(str(each.folder) for each in caches)} lack a "
+                "row of the text: remove them, and medusa-heads prepare-hidden writes them again"
             )
         assert len(hidden_PX) == count, "the name of a row says which positions are kept"
         first, last = int(kept_P[0]), int(kept_P[-1])

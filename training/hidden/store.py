@@ -20,6 +20,7 @@ from torch import Tensor
 from medusa_heads.files import move_in, staging
 from medusa_heads.training.hidden.cached_rows import NAME_BYTES
 from medusa_heads.training.hidden.layout import (
+    AGAIN,
     INDEX_FILE,
     CacheError,
     CacheKey,
@@ -28,7 +29,6 @@ from medusa_heads.training.hidden.layout import (
     shard_name,
 )
 
-AGAIN = "remove it, and medusa-heads prepare-hidden writes it again"
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 # What each byte of fp8 stands for: on a CPU looked up in half the time in which torch converts it.
 _OF_BYTE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
@@ -170,10 +170,10 @@ class HiddenCache:
         """A row's hidden states [P, X] on the CPU, not to be changed; None if they are not there.
         Raises CacheError where the file cannot be used."""
         place = self.index.place_of(name)
-        return None if place is None else self.read_place(place)
+        return None if place is None else self.read_place(place, name)
 
-    def read_place(self, place: int) -> Tensor:
-        """The same of the row at a place."""
+    def read_place(self, place: int, name: bytes | None = None) -> Tensor:
+        """The same of the row at a place, where a row of this name should be."""
         index = self.index
         shard = place // index.layout.rows_per_shard
         shape, content = index.shape(shard), self._open(shard)
@@ -185,7 +185,9 @@ class HiddenCache:
             : (end - begin) * index.scale_bytes
         ]
         if not self._checked[place]:
-            if begin > end or _check(states, scales) != index.checks[place]:
+            named = shape.names + NAME_BYTES * (place - index.layout.places(shard).start)
+            other = name is not None and content[named : named + NAME_BYTES].tobytes() != name
+            if other or begin > end or _check(states, scales) != index.checks[place]:
                 path = self.folder / shard_name(shard)
                 raise CacheError(f"{path} is damaged (row {place}): {AGAIN}")
             self._checked[place] = True
@@ -193,8 +195,8 @@ class HiddenCache:
 
     def _open(self, shard: int) -> Any:
         """Its bytes, mapped."""
+        path, shape = self.folder / shard_name(shard), self.index.shape(shard)
         if shard not in self._opened:
-            path, shape = self.folder / shard_name(shard), self.index.shape(shard)
             try:
                 with path.open("rb") as file:
                     size = os.fstat(file.fileno()).st_size
@@ -208,4 +210,7 @@ class HiddenCache:
             if len(self._opened) > _OPEN_SHARDS:
                 self._opened.popitem(last=False)
         self._opened.move_to_end(shard)
-        return self._opened[shard][1]
+        mapped, content = self._opened[shard]
+        if mapped.size() < len(content):  # to read what is no longer there would kill the process
+            raise CacheError(f"{path} was cut short while it was read: {AGAIN}")
+        return content

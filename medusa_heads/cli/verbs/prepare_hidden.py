@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from medusa_heads.cli.flags.arguments import command
+from medusa_heads.cli.planning import planned_text
 from medusa_heads.cli.train_heads import CheckpointArguments, joint_settings, spread_of
 from medusa_heads.cli.training import Command
 from medusa_heads.config import HeadsConfig
@@ -55,14 +56,17 @@ def prepare_hidden(
 
     plain = as_target(told.load_target(args, sharding), args.device, sharding)
     target = plain.with_features(config.features)
-    data = told.prepare(plain, args, config.num_heads)
+    if to_optimise.dry_run:  # for which no target writes text
+        data = planned_text(told, plain, args, config.num_heads)[0]
+    else:
+        data = told.prepare(plain, args, config.num_heads)
     run = to_cache, target, data, config, args
-    parts = parts_of(*run, digest_for_all(plain))
     sentence = cheaper(*run)
     if args.process_index == 0:
         print(sentence)
     if to_optimise.dry_run:
         return
+    parts = parts_of(*run, digest_for_all(plain))
     write_parts(target, parts)
     if args.process_index == 0:
         flags = f"--hidden_cache read --hidden_cache_dir {parts[0].folder.parent}"

@@ -85,6 +85,23 @@ def test_what_cannot_be_written_is_refused_in_a_sentence(
     assert sentence in error and "Traceback" not in error
 
 
+def test_a_dry_run_writes_no_text(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ["--prompt_length", "4", "--continuation_length", "8", "--num_prompts", "8"]
+    more = [*lengths, "--num_eval_prompts", "4", "--output_dir", str(tmp_path / "run")]
+    assert prepare_hidden.main([*flags, *more, "--self_distill", "--dry_run"]) == 0
+    assert "is cheaper" in capsys.readouterr().out and not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_cannot_be_measured_ends_no_dry_run_of_training(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--output_dir", "/proc/nowhere", "--dry_run"]  # where nothing can be written
+    assert train_heads.main([*flags, *more]) == 0
+    assert "The disk of hidden states was not measured:" in capsys.readouterr().out
+
+
 def test_other_text_is_not_read_from_what_was_written(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,20 @@ def test_settings_of_the_forward_count_and_where_it_was_loaded_from_does_not(run
         runs("read")
 
 
+def test_another_adapter_of_the_same_target_is_another_cache(runs: Runs) -> None:
+    """All weights are there either way, and which of them count is said by no weight."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(runs.target.model, lora, adapter_name="first")
+    model.add_adapter("second", lora)
+    model.set_adapter("first")
+    runs("auto")
+    model.set_adapter("second")
+    with pytest.raises(ValueError, match=r"differs in target_settings_sha256\)"):
+        runs("read")
+
+
 def test_the_size_is_said_and_a_small_disk_refused(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -145,6 +145,39 @@ def test_a_damaged_index_is_written_anew(
     assert writing.bytes("states") == whole and "it is written anew" in caplog.text
 
 
+@pytest.mark.parametrize("array", ["starts", "names", "places", "checks"])
+def test_damage_behind_the_header_of_an_index_is_mended(
+    array: str, writing: Writing, caplog: pytest.LogCaptureFixture
+) -> None:
+    writing("states")
+    whole = writing.bytes("states")
+    folder = writing.parts("states")[0].folder
+    content, values = (folder / "index.bin").read_bytes(), getattr(Index.read(folder), array)
+    assert content.count(values.tobytes()) == 1
+    damaged = bytes([values.tobytes()[0] ^ 4]) + values.tobytes()[1:]
+    (folder / "index.bin").write_bytes(content.replace(values.tobytes(), damaged))
+    writing("states")
+    assert writing.bytes("states") == whole and "its arrays are damaged" in caplog.text
+
+
+def test_a_batch_that_did_not_fit_is_not_asked_of_the_next_run(
+    writing: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = writing.target.hidden
+
+    def bounded(*inputs: Any) -> Any:
+        if len(inputs[0]) > 4:
+            raise torch.OutOfMemoryError("the batch is too large")
+        return hidden(*inputs)
+
+    monkeypatch.setattr(writing.target, "hidden", bounded)
+    with pytest.raises(torch.OutOfMemoryError):
+        writing("states", batch=8)
+    writing("states", batch=4)
+    writing("whole", batch=4)
+    assert writing.bytes("states") == writing.bytes("whole")
+
+
 def test_rows_lie_in_the_order_of_the_first_pass(writing: Writing) -> None:
     writing("states")
     part = writing.parts("states")[0]

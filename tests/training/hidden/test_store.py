@@ -16,6 +16,7 @@ import torch
 
 from medusa_heads.training.hidden.layout import CacheError, CacheKey, Index, Layout, shard_name
 from medusa_heads.training.hidden.store import HiddenCache, decode, encode, seal, write_shard
+from tests.killed import dies
 
 WIDTH = 4
 COUNTS = [3, 2, 5, 0, 1]
@@ -158,6 +159,41 @@ def test_a_damaged_index_is_named(place: int, folder: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(CacheError, match=r"index\.bin is no index of hidden states"):
         HiddenCache(folder, KEY)
+
+
+@pytest.mark.parametrize("wrong", [[1, 0, 2, 3, 4], [5, 1, 2, 3, 4], [-1, 1, 2, 3, 4]])
+def test_a_row_is_never_taken_for_another(wrong: list[int], folder: Path) -> None:
+    """Not by an index of which bits have flipped, whose header alone is read."""
+    path, places = folder / "index.bin", Index.read(folder).places
+    content = path.read_bytes()
+    assert content.count(places.tobytes()) == 1
+    damaged = places[wrong] if min(wrong) == 0 else np.array([*wrong], "<i8")
+    path.write_bytes(content.replace(places.tobytes(), damaged.tobytes()))
+    cache = HiddenCache(folder, KEY)
+    caught = 0
+    for place, name in enumerate(NAMES):
+        try:
+            found = cache.read(name)
+            assert found is not None and torch.equal(found, hidden(place))
+        except CacheError as error:
+            assert "is damaged" in str(error)
+            caught += 1
+    assert caught
+
+
+@pytest.mark.parametrize("cut", ["index.bin", shard_name(0)])
+def test_a_file_that_is_cut_while_it_is_read_is_named(cut: str, folder: Path) -> None:
+    """In a process of its own, which the system kills where it reads what is no longer there."""
+
+    def read() -> None:
+        cache = HiddenCache(folder, KEY)
+        cache.read(NAMES[0])
+        os.truncate(folder / cut, 0)
+        with pytest.raises(CacheError, match="was cut short while it was read: remove it") as told:
+            cache.read(NAMES[1])
+        assert str(folder / cut) in str(told.value)
+
+    assert not dies(read)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\0" * 100])
