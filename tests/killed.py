@@ -7,6 +7,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from scripts.prove.forks import settle_threads
+
 
 def dies(work: Callable[[], object], *, renames: int | None = None) -> bool:
     """Run `work` in a process that gets SIGKILL at a rename, when `renames` of them are done, or
@@ -21,6 +23,7 @@ def dies(work: Callable[[], object], *, renames: int | None = None) -> bool:
         try:
             if renames is not None:
                 _die_after(renames)
+            settle_threads()
             work()
             code = 0
         finally:

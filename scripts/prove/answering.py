@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from scripts.prove.forks import settle_threads
 from tests.inference.regeneration.completion_server import CompletionServer
 
 TARGET = Path(__file__).resolve().parents[2] / "assets" / "demo-target"
@@ -64,6 +65,7 @@ def answering(real_every: int) -> Iterator[Server]:
     def serve() -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        settle_threads()
         model = AutoModelForCausalLM.from_pretrained(str(TARGET), dtype="float32")
         tokenizer = AutoTokenizer.from_pretrained(str(TARGET))
         server = AnsweringServer(model, tokenizer, real_every, counts)

@@ -34,6 +34,7 @@ from unittest import mock
 
 from medusa_heads.cli.flags.arguments import parse_arguments
 from scripts.prove.answering import TARGET, WORDS, Server, answering
+from scripts.prove.forks import settle_threads
 from scripts.prove.killing.chains import import_all
 from scripts.prove.kills import ENVIRONMENT
 
@@ -180,6 +181,7 @@ def run(work: Callable[[], int], is_time: Callable[[], bool], log: Path) -> tupl
             with log.open("a") as said:
                 os.dup2(said.fileno(), 1)
                 os.dup2(said.fileno(), 2)
+            settle_threads()
             code = work()
             sys.stdout.flush()
         finally:

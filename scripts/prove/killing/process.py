@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.prove.forks import settle_threads
+
 _MOVES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 _PATIENCE = 120.0  # seconds that a command may take in all
 _CORES = os.sched_getaffinity(0)  # for all alike: their number decides what is measured anew
@@ -225,6 +227,7 @@ def _become(work: Callable[[], int], folder: Path, log: Path, gate: Gate, *, wat
         sys.stdout, sys.stderr = (os.fdopen(end, "w", 1, closefd=False) for end in (1, 2))
         if watch:
             gate.watch_files(folder)
+        settle_threads()
         gate.begin()
         code = work()
     except SystemExit as stop:
