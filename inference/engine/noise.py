@@ -119,9 +119,7 @@ class NoiseOnDevice(Noise):
     Args:
         keys_B: of the rows, as `Noise` has them.
         written_B: how many new tokens each row has.
-        tokens_V: all tokens. Inductor would take those that the graph makes by torch.arange for the
-            index of a loop. Times the stride it overflows; C++ compilers, who may assume that it
-            does not, then leave out the loop's end, and what runs writes beyond its memory.
+        tokens_V: all tokens.
     """
 
     def __init__(self, keys_B: Tensor, written_B: Tensor, tokens_V: Tensor) -> None:
@@ -129,21 +127,32 @@ class NoiseOnDevice(Noise):
 
     def of(self, rows: Sequence[Row], ahead: Sequence[int], tokens_BFC: Tensor) -> Tensor:
         """See Noise; the rows are those of the keys."""
-        places = [self._places(self._written_B + far, self._keys_B) for far in ahead]
-        return _gumbel(torch.stack(places, dim=1)[..., None], tokens_BFC)
+        numbers_BF = torch.stack([self._written_B + far for far in ahead], dim=1)
+        return _counted(self._keys_B, numbers_BF, tokens_BFC)
 
     def draw_all(self, scores_BNV: Tensor, depth_BN: Tensor) -> Tensor:
         """What `draw` draws behind every node, [B, N]."""
-        places_BN = self._places(self._written_B[:, None] + depth_BN, self._keys_B[:, None])
-        noise_BNV = _gumbel(places_BN[..., None], self._every_V.expand_as(scores_BNV))
+        numbers_BN = self._written_B[:, None] + depth_BN
+        noise_BNV = _counted(self._keys_B, numbers_BN, self._every_V.expand_as(scores_BNV))
         near_0_BNV = scores_BNV - scores_BNV.amax(dim=-1, keepdim=True)
         noisiest_BN, tokens_BN = (noise_BNV + near_0_BNV).max(dim=-1)
         return _if_known(tokens_BN, noisiest_BN)
 
-    @staticmethod
-    def _places(numbers: Tensor, keys: Tensor) -> Tensor:
-        """`_place` of tokens of these numbers, by the keys of their rows."""
-        return _mix(keys + numbers * _signed(_STRIDE)) + _signed(_STRIDE)
+
+# One operation, which no compiler looks into: Inductor's vectors of whole numbers are wrong on some
+# processors (AVX2), and its loops over them overflow.
+@torch.library.custom_op("medusa_heads::gumbel_noise", mutates_args=())
+def _counted(keys_B: Tensor, numbers_BF: Tensor, tokens_BFC: Tensor) -> Tensor:
+    """The noise of tokens of these numbers, by the keys of their rows."""
+    stride = _signed(_STRIDE)
+    places_BF = _mix(keys_B[:, None] + numbers_BF * stride) + stride
+    return _gumbel(places_BF[..., None], tokens_BFC)
+
+
+@_counted.register_fake
+def _(keys_B: Tensor, numbers_BF: Tensor, tokens_BFC: Tensor) -> Tensor:
+    shape = torch.broadcast_shapes((*numbers_BF.shape, 1), tokens_BFC.shape)
+    return torch.empty(shape, device=tokens_BFC.device)
 
 
 def _if_known(tokens: Tensor, noisiest: Tensor) -> Tensor:
