@@ -26,6 +26,7 @@ from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.dynamic_tree import (
     DYNAMIC_RANKS,
     DYNAMIC_WIDTH,
+    Guess,
     Ranking,
     best_first_tree,
     guesses,
@@ -35,14 +36,18 @@ from medusa_heads.trees.tree import TokenTree, TreeShape
 
 
 class HeadsDrafter(Drafter):
-    """Heads of any kind, on their target's device, and the temperatures of their probabilities."""
+    """Heads of any kind, on their target's device, and the temperatures of their probabilities.
+
+    Attributes:
+        depth: levels that they guess at.
+    """
 
     def __init__(self, heads: DraftHeads, temperatures: Sequence[float] | None) -> None:
         self._heads: Any = heads
-        self._depth = heads.config.num_heads
-        self._ranking = Ranking(heads, temperatures or [1.0] * self._depth)
+        self.depth = heads.config.num_heads
+        self._ranking = Ranking(heads, temperatures or [1.0] * self.depth)
         self.reads_prompt = heads.config.reads_text
-        self.levels = self._depth
+        self.levels = self.depth
 
 
 class DynamicDrafter(HeadsDrafter):
@@ -59,7 +64,7 @@ class DynamicDrafter(HeadsDrafter):
         self._num_ranks = min(DYNAMIC_RANKS, heads.config.num_candidates)
         self._width = DYNAMIC_WIDTH if heads.sequential else None
         most, level = 0, 1
-        for _ in range(self._depth):
+        for _ in range(self.depth):
             level = min(level, self._width or level) * self._num_ranks
             most += level
         if not 1 <= num_drafted <= most:
@@ -67,12 +72,15 @@ class DynamicDrafter(HeadsDrafter):
         self.num_nodes = num_drafted + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
+        guess = self.guess(state)
+        return best_first_tree(state.roots_B, guess, self.num_nodes - 1, self.depth, self._width)
+
+    def guess(self, state: DecodingState) -> Guess:
+        """What the heads take to follow, in this step."""
         ranking = as_drawn(self._ranking, state)
         if self._heads.sequential:
-            guess = guesses(ranking, following(self._heads, state), self._num_ranks)
-        else:
-            guess = same_guesses(ranking, encoded_hidden(self._heads, state), self._num_ranks)
-        return best_first_tree(state.roots_B, guess, self.num_nodes - 1, self._depth, self._width)
+            return guesses(ranking, following(self._heads, state), self._num_ranks)
+        return same_guesses(ranking, encoded_hidden(self._heads, state), self._num_ranks)
 
 
 class StaticDrafter(HeadsDrafter):
@@ -97,10 +105,10 @@ class StaticDrafter(HeadsDrafter):
         with_log_probs: bool = False,
     ) -> None:
         super().__init__(heads, temperatures)
-        if shape.max_depth > self._depth:
+        if shape.max_depth > self.depth:
             raise ValueError(
                 f"the tree is {shape.max_depth} levels deep, but there are only "
-                f"{self._depth} heads: use a shallower tree"
+                f"{self.depth} heads: use a shallower tree"
             )
         most = heads.config.num_candidates
         if heads.correction is not None:

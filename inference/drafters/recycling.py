@@ -21,7 +21,7 @@ from medusa_heads.inference.drafters.coupling import LEAST, chances_drawn, drawn
 from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawing
 from medusa_heads.inference.engine.noise import Luck
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.trees.dynamic_tree import DYNAMIC_SIZES, DYNAMIC_WIDTH, best_first_tree
+from medusa_heads.trees.dynamic_tree import DYNAMIC_SIZES, DYNAMIC_WIDTH, Guess, best_first_tree
 from medusa_heads.trees.tree import TokenTree
 
 RANKS = 8  # successors kept of each token, as in the paper
@@ -101,16 +101,21 @@ class RecycledTrees(Drafter):
         most = DYNAMIC_SIZES[-1]
         if not 1 <= num_drafted <= most:
             raise ValueError(f"recycling:N drafts 1 to {most} tokens, got {num_drafted}")
-        self.num_nodes, self._depth = num_drafted + 1, min(num_drafted, _LEVELS)
-        self.levels = self._depth
+        self.num_nodes = num_drafted + 1
+        self.levels = self.depth = min(num_drafted, _LEVELS)
         self._shape = vocab_size, min(RANKS, vocab_size)
         self._kept: tuple[Tensor, Tensor] | None = None
 
     def propose(self, state: DecodingState) -> TokenTree:
+        most = self.num_nodes - 1
+        return best_first_tree(state.roots_B, self.guess(state), most, self.depth, DYNAMIC_WIDTH)
+
+    def guess(self, state: DecodingState) -> Guess:
+        """What the matrix says, in this step."""
         successors_VR, log_chances_VR = self._matrix(state.roots_B.device)
         noise, rows = state.noise, state.rows
 
-        def guess(level: int, paths_BFJ: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        def successors(level: int, paths_BFJ: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
             before_BF = paths_BFJ[:, :, -1]
             tokens_BFR, log_chances_BFR = successors_VR[before_BF], log_chances_VR[before_BF]
             if noise is not None:
@@ -118,9 +123,7 @@ class RecycledTrees(Drafter):
                 log_chances_BFR = drawn_chances(log_chances_BFR, known_BFR)
             return tokens_BFR, log_chances_BFR + math.log(_PRIOR)
 
-        return best_first_tree(
-            state.roots_B, guess, self.num_nodes - 1, self._depth, width=DYNAMIC_WIDTH
-        )
+        return successors
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
         """See RecyclingSource."""

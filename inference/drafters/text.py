@@ -17,8 +17,8 @@ from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.lookup.suffix_automaton import Continuation, SuffixAutomaton
 
-_BOUNDS = (2, 3, 4, 6, 10, 16, 32)  # from these lengths of a match on, it is believed more
-_PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+BOUNDS = (2, 3, 4, 6, 10, 16, 32)  # from these lengths of a match on, it is believed more
+PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 _WORTH_LOOKING = 0.05  # tokens
 _SELDOM = 8  # searches of a corpus of which one is made that does not seem worth it
 
@@ -48,7 +48,7 @@ class TextProposal(Proposal):
         if place >= len(found.tokens):
             return []
         # With each token that is right, the match is one longer.
-        group = bisect_right(_BOUNDS, found.match_length + place)
+        group = bisect_right(BOUNDS, found.match_length + place)
         return [(found.tokens[place], found.shares[place], group, place + 1)]
 
 
@@ -60,10 +60,10 @@ class TextSource:
 
     def __init__(self, most: int, corpus: CorpusIndex | None = None) -> None:
         self._most, self._corpus = most, corpus
-        self.evidence: dict[Any, Evidence] = {**by_drawing(lambda: Evidence(_PRIOR))}
+        self.evidence: dict[Any, Evidence] = {**by_drawing(lambda: Evidence(PRIOR))}
         self.facts = {"corpus": corpus and corpus.digest()}
         if corpus is not None:  # what is copied from there is right more or less often
-            self.evidence |= {("corpus", way): Evidence(_PRIOR) for way in self.evidence}
+            self.evidence |= {("corpus", way): Evidence(PRIOR) for way in self.evidence}
         self._usual = 1.0  # accepted tokens expected of a search of the corpus: a running mean
         self._passed_by = 0  # searches since the last that was made
 

@@ -21,7 +21,13 @@ from medusa_heads.inference.drafters.recycling import RecycledTrees, RecyclingSo
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
 from medusa_heads.inference.models.named_target import load_target
-from medusa_heads.inference.plan.adaptive import blended, continues_text
+from medusa_heads.inference.plan.adaptive import (
+    blended,
+    continues_text,
+    merged_trees,
+    takes_whole_steps,
+)
+from medusa_heads.inference.plan.trees import SUFFIX_TOKENS
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
@@ -128,6 +134,11 @@ class TrainingFreeModel(AssistedModel):
         if name == "mtp":
             return self._mtp(blend)
         sources = [] if name == "suffix" else [RecyclingSource(target.vocab_size)]
+        asks_nobody = self.corpus is None and not self.deterministic and not self._chain_only
+        if name != "recycling" and asks_nobody and takes_whole_steps(target):
+            own = name == "suffix"
+            nodes = SUFFIX_TOKENS if own else None
+            return merged_trees(target, sources, recycles=not own, nodes=nodes)
         return blend(sources, text=name != "recycling", chain_only=name == "suffix")
 
     @classmethod

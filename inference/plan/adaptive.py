@@ -17,8 +17,10 @@ from medusa_heads.inference.adapt.measure import room, sizes_for, target_clock, 
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.growing import Source
+from medusa_heads.inference.drafters.head_trees import DynamicDrafter
 from medusa_heads.inference.drafters.heads import HeadsSource, TreeSource
-from medusa_heads.inference.drafters.recycling import RecyclingSource
+from medusa_heads.inference.drafters.merged import MergedTrees, Part
+from medusa_heads.inference.drafters.recycling import RecycledTrees, RecyclingSource
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.plan.tree_size import best_tree, read_as
@@ -92,6 +94,35 @@ def blended(
     )
 
 
+def takes_whole_steps(target: TargetModel) -> bool:
+    """Whether steps of this target are graphs as a whole, in which no drafter asks the host."""
+    return isinstance(target, CompiledTarget) and target.whole_steps
+
+
+def merged_trees(
+    target: TargetModel,
+    sources: Sequence[Source] = (),
+    *,
+    heads: DynamicDrafter | None = None,
+    recycles: bool = True,
+    nodes: int | None = None,
+) -> MergedTrees:
+    """What `blended` drafts, by tensors alone and always as many nodes.
+
+    Args:
+        sources: what is expected of the parts, by which the nodes are chosen.
+        heads: which guess as well; None for none.
+        recycles: whether what the target nearly wrote is drafted from.
+        nodes: how many; by default those that pay most here.
+    """
+    if nodes is None:
+        nodes = _best_fixed(target_clock(target), sizes_for(target), sources)
+    parts: list[Part] = [] if heads is None else [heads]
+    if recycles:
+        parts.append(RecycledTrees(target.vocab_size, nodes))
+    return MergedTrees(parts, nodes)
+
+
 def heads_drafter(
     tree: TreeSpec,
     target: TargetModel,
@@ -140,14 +171,21 @@ def heads_drafter(
             f"the tree {tree!r} needs a target that verifies branches, and a rule other "
             f"than {' and '.join(_COMPARING)}"
         )
+    merges = takes_whole_steps(target) and corpus is None and not deterministic and not chain_only
     if tree == "auto":
         own, clock = _own_source(target, heads, statistics, deterministic)
+        if merges:
+            guessing = DynamicDrafter(heads, 1, temperatures=statistics.temperatures)
+            return tree, merged_trees(target, [own], heads=guessing)
         sources = [own] if chain_only else [RecyclingSource(target.vocab_size), own]
         return tree, blend(sources, chain_only=chain_only, clock=clock)
     drafter = make_drafter(str(tree).removesuffix(SUFFIX), heads, statistics, with_log_probs=True)
     if drafter.num_nodes == 1 or isinstance(drafter, BlendedDrafter):
         raise ValueError(f"{tree!r} leaves the heads nothing to draft: use 'suffix'")
     nodes = drafter.num_nodes - 1
+    if merges:
+        guessing = DynamicDrafter(heads, 1, temperatures=statistics.temperatures)
+        return tree, merged_trees(target, heads=guessing, recycles=False, nodes=nodes)
     sources = [TreeSource(drafter, statistics)]
     if deterministic or isinstance(target, CompiledTarget):
         return tree, blend(sources, deterministic=True, nodes=nodes)

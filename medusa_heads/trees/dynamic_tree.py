@@ -1,13 +1,14 @@
 """The best tree for this very step: best-first expansion over what heads take to follow.
 
 Shapes: B batch, F frontier: paths drafted so far, J tokens of a path (the root first), K heads,
-R ranks, N tree nodes (root included), C candidates, S measured positions, D hidden,
-V vocabulary.
+R ranks, N tree nodes (root included), C candidates, S measured positions, L tokens of a tail,
+D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,24 @@ from medusa_heads.trees.tree import TokenTree
 DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
 DYNAMIC_SIZES = (3, 7, 11, 15, 23, 31, 47, 63)  # drafted nodes measured when heads are trained
 DYNAMIC_WIDTH = 10  # paths that sequential heads are asked to continue at each level
-_NEVER = -1e30  # the score of a path that has none
+NEVER = -1e30  # the score of a path that has none
 
 # The candidates for the token at depth `level` + 1, after every path [B, F, J = level + 1], each of
 # which stands behind a path of the level above [B, F]: token ids and log-probabilities, each
 # [B, F, R], best first.
 Guess = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Tail(NamedTuple):
+    """One path behind the root, which is known beyond the levels on which a tree branches.
+
+    Attributes:
+        tokens_BL: of the path.
+        log_probs_BL: of each, if those before it are right; NEVER where there is none.
+    """
+
+    tokens_BL: Tensor
+    log_probs_BL: Tensor
 
 
 class Ranking:
@@ -88,6 +101,7 @@ def best_first_tree(
     num_drafted: int,
     num_levels: int,
     width: int | None = None,
+    tail: Tail | None = None,
 ) -> TokenTree:
     """The tree of `num_drafted` nodes with the largest expected number of accepted tokens.
 
@@ -95,7 +109,8 @@ def best_first_tree(
     hence the likeliest `num_drafted` paths form a tree, and each level need keep no more than that
     many. All rows are expanded at once, level by level: no loop over nodes. The guesses make at
     least as many nodes. At a `width`, only so many paths of each level, the likeliest, are asked to
-    go on; where asking costs, little is lost by it. Nodes stand in order of depth.
+    go on; where asking costs, little is lost by it. What a tail has beyond the levels is added
+    where the tree has the tail's beginning. Nodes stand in order of depth.
     """
     scores_BF = torch.zeros(len(roots_B), 1, device=roots_B.device)
     asked_BF = torch.zeros_like(scores_BF, dtype=torch.long)  # the root stands behind no other
@@ -121,9 +136,20 @@ def best_first_tree(
             )
             above_BFJ = asked_BF[:, :, None].expand(-1, -1, level + 1)
             paths_BFJ = torch.cat([paths_BFJ.gather(1, above_BFJ), tokens_BF[:, :, None]], dim=2)
+    further = 0 if tail is None else tail.tokens_BL.shape[1] - num_levels
+    if tail is not None and further > 0:
+        *_, last_B1 = tail.tokens_BL[:, :num_levels].split(1, dim=1)
+        begun_BF = (paths_BFJ[:, :, 1:] == tail.tokens_BL[:, None, : num_levels - 1]).all(dim=-1)
+        begun_BF = begun_BF.gather(1, above_BF) & (tokens_BF == last_B1)
+        start_B1, place_B1 = scores_BF.where(begun_BF, 2 * NEVER).max(dim=1, keepdim=True)
+        scores.append(start_B1 + tail.log_probs_BL[:, num_levels:].cumsum(dim=1))
+        tokens.append(tail.tokens_BL[:, num_levels:])
+        behind_L = torch.arange(count, count + further - 1, device=roots_B.device)
+        parents += [first + place_B1, behind_L.expand(len(roots_B), -1)]
+        depths.append(num_levels + 1 + torch.arange(further, device=roots_B.device))
     depth_C = torch.cat(depths)
     # What is no number would come before all that are.
-    scores_BC = torch.cat(scores, dim=1).nan_to_num(nan=_NEVER, neginf=_NEVER)
+    scores_BC = torch.cat(scores, dim=1).nan_to_num(nan=NEVER, neginf=NEVER)
     # Where a child is as likely as its parent (probability 1), the parent must come first: it does
     # in a stable order, also where scores are too large for the difference.
     ranked_BC = scores_BC - 1e-6 * depth_C
@@ -137,7 +163,7 @@ def best_first_tree(
         tokens_BN=torch.cat(tokens, dim=1).gather(1, chosen_BN),
         parents_BN=above_BN.where(depth_BN > 0, -1),
         depth_BN=depth_BN,
-        ancestors_BNN=_ancestors(above_BN, num_levels),
+        ancestors_BNN=_ancestors(above_BN, num_levels + max(further, 0)),
         log_probs_BN=path_scores_BN - path_scores_BN.gather(1, above_BN),
     )
 

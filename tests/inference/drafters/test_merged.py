@@ -1,0 +1,141 @@
+"""Trees that merge the text, heads and recycling on the device: the same drafts on both roads, and
+generate()'s tokens whatever was drafted."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads import MedusaModel
+from medusa_heads.inference.drafters.merged import MergedTrees, continuation, merged
+from medusa_heads.inference.lookup.suffix_automaton import SuffixAutomaton
+from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.trees.dynamic_tree import NEVER, Tail, best_first_tree
+from tests.conftest import DEVICE, TinyLlama
+from tests.inference.on_device import NEW, SAMPLING, text, with_heads
+from tests.inference.padded import padded
+from tests.inference.reference import reference
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: TinyLlama) -> Any:
+    made = tiny_llama().to(DEVICE)
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+def test_continuation_is_that_of_the_automaton() -> None:
+    """The longest earlier occurrence of the text's end, padding and what stands behind left out."""
+    draw = random.Random(0)
+    for _ in range(60):
+        texts = [[draw.randrange(3) for _ in range(draw.randint(1, 14))] for _ in range(3)]
+        paddings = [draw.randrange(4) for _ in texts]
+        ids_BC = torch.full((3, 24), 1, device=DEVICE)  # padding and the rest: a token of the texts
+        for ids_C, own, padding in zip(ids_BC, texts, paddings, strict=True):
+            ids_C[padding : padding + len(own)] = torch.tensor(own)
+        ends = [padding + len(own) - 1 for padding, own in zip(paddings, texts, strict=True)]
+        ends_B, padding_B = (torch.tensor(each, device=DEVICE) for each in (ends, paddings))
+        found = continuation(ids_BC, ends_B, padding_B, most=5)
+        for row, own in enumerate(texts):
+            length = SuffixAutomaton(own).match_length
+            groups = found.groups_BL[row].tolist()
+            if not length:
+                assert groups == [-1] * 5
+                continue
+            end = own[len(own) - length :]
+            places = [i for i in range(length, len(own)) if own[i - length : i] == end]
+            follows = own[max(places) : max(places) + 5]
+            assert found.tokens_BL[row].tolist()[: len(follows)] == follows
+            assert [group >= 0 for group in groups] == [i < len(follows) for i in range(5)]
+
+
+def test_each_token_is_offered_once() -> None:
+    tokens_BFR = torch.tensor([[[7, 3, 7, 5]]])
+    _, logs_BFR = merged(tokens_BFR, torch.tensor([0.5, 0.1, 0.2, 0.05]).log()[None, None])
+    assert logs_BFR[0, 0].exp().tolist() == pytest.approx([0.6, 0.1, 0.0, 0.05])
+    _, logs_BFR = merged(tokens_BFR, torch.tensor([0.9, 0.8, 0.2, 0.0]).log()[None, None])
+    assert float(logs_BFR.exp().sum()) == pytest.approx(1.0)
+    unknown = torch.tensor([NEVER, -1.0, -2.0, NEVER])[None, None]
+    _, logs_BFR = merged(tokens_BFR, unknown)  # what the first says nothing of, another offers
+    assert logs_BFR[0, 0, :2].tolist() == pytest.approx([-2.0, -1.0])
+    assert logs_BFR[0, 0, 2] < logs_BFR[0, 0, 3] <= NEVER
+
+
+def test_a_tail_goes_on_behind_the_levels() -> None:
+    """Where the tree has its beginning; and nowhere else."""
+
+    def guess(level: int, paths_BFJ: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        tokens_R = torch.tensor([1, 2, 3])
+        shape = (*paths_BFJ.shape[:2], 3)
+        return tokens_R.expand(shape), torch.tensor([0.6, 0.2, 0.1]).log().expand(shape)
+
+    tokens_BL = torch.tensor([[1, 1, 9, 8, 7], [1, 2, 9, 8, 7], [1, 5, 9, 8, 7]])
+    sure = torch.tensor([0.6, 0.6, 0.9, 0.9, 0.9]).log()
+    tail = Tail(tokens_BL, sure.expand(3, -1))
+    tree = best_first_tree(torch.tensor([0, 0, 0]), guess, 6, 2, None, tail)
+    paths = []
+    for row in range(3):
+        own = []
+        for node in range(7):
+            path = tree.ancestors_BNN[row, node].nonzero()[:, 0]
+            assert tree.depth_BN[row, node] == len(path) - 1
+            own.append(tree.tokens_BN[row, path[1:]].tolist())
+        paths.append(own)
+    assert [1, 1, 9, 8, 7] in paths[0]
+    assert [1, 2] in paths[1] and [1, 2, 9] not in paths[0]
+    assert not any(9 in path for path in paths[2])
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "medusa": {},
+    "hydra": {"kind": "hydra"},
+    "prefix": {"prefix_attention": True, "correction_rank": 8},
+    "eagle3": {"kind": "eagle3"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_beside_the_text(model: Any, kind: str) -> None:
+    asking = with_heads(model, **KINDS[kind])
+    medusa = MedusaModel(model, asking.heads, tree="auto", compile="steps", compile_backend="eager")
+    asking = MedusaModel(model, asking.heads, tree="none")
+    for padding in ([0], [0, 4, 0]):
+        inputs: Any = padded(padding, 12)
+        greedy = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
+        torch.manual_seed(3)
+        drawn: Any = asking.generate(**inputs, max_new_tokens=NEW, **SAMPLING)
+        for tree in ("auto", "7+suffix"):
+            medusa.use_tree(tree)
+            assert isinstance(medusa.drafter, MergedTrees)
+            for options, right in (({}, greedy), (SAMPLING, drawn)):
+                assert torch.equal(text(medusa, inputs, **options), right)
+                assert "step" in medusa.last_stats.seconds
+
+
+@pytest.mark.parametrize("drafter", ["auto", "suffix"])
+def test_both_roads_accept_as_much(model: Any, drafter: str) -> None:
+    """Of a text that repeats itself, and of one that is drawn: what is learnt is learnt on both."""
+    asking = TrainingFreeModel(model, "suffix")
+    for padding in ([0], [0, 4, 0]):
+        inputs: Any = padded(padding, 12)
+        new = 3 * NEW
+        greedy = reference(model, do_sample=False, max_new_tokens=new, **inputs)
+        torch.manual_seed(3)
+        drawn: Any = asking.generate(**inputs, max_new_tokens=new, **SAMPLING)
+        accepted = []
+        for whole_steps in (True, False):
+            free = TrainingFreeModel(model, drafter, compile="steps", compile_backend="eager")
+            free.target.whole_steps = whole_steps  # type: ignore[attr-defined]
+            assert isinstance(free.drafter, MergedTrees)
+            for options, right in (({}, greedy), (SAMPLING, drawn)):
+                made = text(free, inputs, **options, max_new_tokens=new)
+                assert torch.equal(made, right)
+                assert ("step" in free.last_stats.seconds) == whole_steps
+                accepted.append(free.last_stats.accepted)
+        if padding == [0]:
+            assert accepted[:2] == accepted[2:]
+            assert max(accepted[0]) > 0
