@@ -55,7 +55,6 @@ def chat(arguments: ChatArguments) -> None:
 
     arguments = with_own_drafter(arguments)
     model, tokenizer = load_drafting_model(arguments)
-    generation_options(arguments, tokenizer)  # refuses before the first line is typed
     print_choices()
     warn_if_lossy(model)
     session = Session(arguments, tokenizer, Conversation(model, tokenizer, arguments.system))
