@@ -256,17 +256,20 @@ class AssistedModel(ABC):
         Raises:
             ValueError: the extra `serve` is not installed, or see Server.
         """
-        try:
-            from medusa_heads.inference.endpoint.server import Server
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"serving needs {error.name}: pip install starlette uvicorn"
-            ) from error
-        return Server(self, tokenizer, **options)
+        return find_server()(self, tokenizer, **options)
 
     def serve(self, tokenizer: Any = None, **options: Any) -> None:
         """Answer requests until SIGINT or SIGTERM; arguments and errors are those of `server`."""
         self.server(tokenizer, **options).run()
+
+
+def find_server() -> type[Server]:
+    """The class of servers. Raises ValueError: the extra `serve` is not installed."""
+    try:
+        from medusa_heads.inference.endpoint.server import Server
+    except ModuleNotFoundError as error:
+        raise ValueError(f"serving needs {error.name}: pip install starlette uvicorn") from error
+    return Server
 
 
 def _check_options(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,18 +52,33 @@ CASES = [
 ]
 
 
+@pytest.fixture
+def nothing_is_loaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("!"))
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
 @pytest.mark.parametrize(
     ("verb", "flags", "said"), CASES, ids=[" ".join((verb, *flags)) for verb, flags, _ in CASES]
 )
 def test_words_are_refused_before_a_target_is_loaded(
-    verb: str,
-    flags: list[str],
-    said: str,
-    checkpoint: Path,
-    refused: Refused,
-    monkeypatch: pytest.MonkeyPatch,
+    verb: str, flags: list[str], said: str, checkpoint: Path, refused: Refused
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("!"))
     assert said in refused(main, [verb, *(flag.format(checkpoint) for flag in flags)])
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_a_place_to_serve_at_is_looked_for_before_a_target_is_loaded(
+    checkpoint: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["serve", str(checkpoint / "heads")]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "give another --port" in refused(main, [*command, "--port", port])
+    for name in list(sys.modules):
+        if name.startswith("medusa_heads.inference.endpoint"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert "serving needs uvicorn: pip install" in refused(main, command)
