@@ -216,7 +216,7 @@ def read_value(text: str, hint: Any, name: str) -> Any:
         value = [] if value is None else [text]
     if hint is str or not isinstance(value, int | float | list | None):
         value = text
-    return coerce(value, hint, name)
+    return coerce(value, hint, name, text)
 
 
 def say(text: str) -> None:
