@@ -106,8 +106,7 @@ def test_a_run_that_overwrites_leaves_nothing_of_another_kind(
     assert is_heads(output) and not is_draft(output) and not is_mtp(output)
     assert (output / "notes.txt").exists() and not (output / "model.safetensors").exists()
     given |= {"draft": DraftArguments(), "overwrite_output_dir": True}
-    best = {"metric_for_best_model": "loss"}
-    given["training_args"] = quick(tmp_path, max_steps=1, **best)
+    given["training_args"] = quick(tmp_path, max_steps=1, metric_for_best_model="loss")
     train_draft(target, make_rows(4), **given)
     assert is_draft(output) and not is_heads(output)
     assert not (output / "medusa_lm_head.safetensors").exists()
