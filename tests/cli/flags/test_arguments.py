@@ -142,28 +142,6 @@ def test_files_that_do_not_fit(text: str, message: str, tmp_path: Path) -> None:
         read_config(write(tmp_path, text), (Model, Run))
 
 
-@dataclass
-class Words:
-    """Fields whose values are words that YAML reads as something else."""
-
-    cache: Literal["off", "auto"] = "auto"
-    each: Literal["yes", "no", "on"] | None = None
-    revision: str | None = None
-    kinds: list[str] = field(default_factory=list)
-    loud: bool = True
-
-
-def test_a_word_is_what_stands_in_the_file_whatever_yaml_makes_of_it(tmp_path: Path) -> None:
-    lines = "cache: off\neach: yes\nrevision: 2024-01-01\nkinds: [no, 1.10, 0x10]\nloud: off\n"
-    said = read_config(write(tmp_path, lines), (Words,))
-    expected = {"cache": "off", "each": "yes", "revision": "2024-01-01"}
-    assert said == expected | {"kinds": ["no", "1.10", "0x10"], "loud": False}
-    said = read_config(write(tmp_path, "kinds: on\nrevision: 007\neach: null\n"), (Words,))
-    assert said == {"kinds": ["on"], "revision": "007", "each": None}
-    with pytest.raises(ValueError, match=r"cache must be one of \['off', 'auto'\], got False"):
-        read_config(write(tmp_path, "cache: no"), (Words,))
-
-
 def test_yaml_reads_a_bare_exponent_as_a_string_and_it_becomes_a_float() -> None:
     assert coerce("1e-4", float, "x") == 1e-4
     assert coerce(5, float | None, "x") == 5.0 and coerce(None, float | None, "x") is None
