@@ -42,6 +42,15 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
 
 
+def scalars_as_said(text: str) -> dict[str, Any]:
+    """The top level of YAML that `parse_yaml` has read, every scalar as it is written: `off`, not
+    False. Empty where it is no mapping."""
+    import yaml
+
+    said = yaml.load(text, yaml.BaseLoader)
+    return said if isinstance(said, dict) else {}
+
+
 def _spelt_out(node: Any, known: dict[int, int]) -> int:
     """How many values a YAML node stands for, each alias written out. Raises ValueError: it holds
     itself."""

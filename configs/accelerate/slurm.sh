@@ -24,6 +24,7 @@ if grep -q '^parallelism_config:' "$LAUNCH"; then # a copy of the target in each
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+# bash before 4.4 takes an empty array for one that was never set.
 # SLURM_NODEID is each node's own: it must be read there, not here.
 srun --kill-on-bad-exit=1 bash -c 'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' _ \
   --config_file "$LAUNCH" \
@@ -31,5 +32,5 @@ srun --kill-on-bad-exit=1 bash -c 'exec accelerate launch --machine_rank "$SLURM
   --num_processes "$((SLURM_NNODES * SLURM_GPUS_ON_NODE))" \
   --main_process_ip "$first" \
   --main_process_port "$((20000 + SLURM_JOB_ID % 10000))" \
-  "${sizes[@]}" \
+  ${sizes[@]+"${sizes[@]}"} \
   -m medusa_heads.cli.train_heads --resume_from_checkpoint auto "$@"

@@ -24,15 +24,17 @@ from medusa_heads.inference.bench.timed_run import Method
 from medusa_heads.inference.engine.noise import Rng
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.models.assisted import AssistedModel
-from medusa_heads.inference.models.drafted import DraftedModel
+from medusa_heads.inference.models.drafted import DEFAULT_DEPTH, DraftedModel
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.inference.models.training_free import (
     DRAFTERS,
     OWN_MODULES,
     TrainingFreeModel,
+    check_drafter,
     is_drafter,
 )
-from medusa_heads.inference.plan.adaptive import continues_text
+from medusa_heads.inference.plan.adaptive import check_tree, continues_text
+from medusa_heads.inference.plan.draft import draft_plan
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
@@ -138,6 +140,12 @@ def _checked(name: str) -> _Parts:
             f"expected methods among {', '.join((*_PLAINLY, *DRAFTERS, *OWN_MODULES))}, "
             f"{HEADS}:TREE and {DRAFT_MODEL}:TREE, got {name!r}"
         )
+    if parts.kind == HEADS:
+        check_tree(parts.tree or "auto")
+    elif parts.kind == DRAFT_MODEL:
+        draft_plan(parts.tree or "auto", DEFAULT_DEPTH, chain_only=False, one_size=False)
+    elif parts.drafts not in _PLAINLY:
+        check_drafter(parts.drafts)
     continued = (parts.tree or "auto") if parts.kind == HEADS else parts.drafts
     if parts.corpus and (parts.kind == DRAFT_MODEL or not continues_text(continued)):
         raise ValueError(

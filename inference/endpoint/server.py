@@ -99,6 +99,11 @@ class Server:
         self._server = uvicorn.Server(config)
         self._leaving = ExitStack()
 
+    @staticmethod
+    def check_place(host: str, port: int) -> None:
+        """Raises ValueError: nobody can listen there."""
+        _listening(host, port).close()
+
     def run(self) -> None:
         """Answer until SIGINT or SIGTERM, which is raised again once the last answer has ended."""
         with self._socket, self._reading, self.scheduler:

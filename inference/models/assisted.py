@@ -88,10 +88,7 @@ class AssistedModel(ABC):
         compile: Compile = False,
         compile_backend: str | Callable[..., Any] = "inductor",
     ) -> None:
-        if compile not in (False, True, "auto", "steps"):
-            raise ValueError(f"compile must be True, False, 'auto' or 'steps', got {compile!r}")
-        if rng not in RNGS:
-            raise ValueError(f"rng must be one of {list(RNGS)}, got {rng!r}")
+        _check_options(acceptance, acceptance_settings, rng, compile)
         target = target if isinstance(target, TargetModel) else TargetModel(target)
         self.target = target.with_features(features)
         self._late: LateCompiling | None = None
@@ -114,16 +111,11 @@ class AssistedModel(ABC):
         self._chain_only = capability(self.target) != "tree"
         self.acceptance, self.rng = acceptance, rng
         self.acceptance_settings = dict(acceptance_settings or {})
-        make_rule(acceptance, LogitsProcessorList(), False, **self.acceptance_settings)
         self.last_stats = GenerationStats()
 
     def _set_deterministic(self, wanted: bool) -> None:
+        _check_options(compile="auto" if self._late else False, deterministic=wanted)
         self.deterministic = wanted
-        if wanted and self._late is not None:
-            raise ValueError(
-                "compile='auto' goes by clocks, which deterministic=True does without: use "
-                "compile=True"
-            )
 
     @property
     def lossless(self) -> bool:
@@ -144,6 +136,8 @@ class AssistedModel(ABC):
             if parameter.kind is parameter.KEYWORD_ONLY
         }
         own = {name: options.pop(name) for name in names & options.keys()}
+        given = inspect.signature(_check_options).parameters.keys() & own.keys()
+        _check_options(**{name: own[name] for name in given})  # before seconds of loading
         if own.get("trust_remote_code"):  # of the target as well
             options["trust_remote_code"] = True
         return own
@@ -262,14 +256,36 @@ class AssistedModel(ABC):
         Raises:
             ValueError: the extra `serve` is not installed, or see Server.
         """
-        try:
-            from medusa_heads.inference.endpoint.server import Server
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"serving needs {error.name}: pip install starlette uvicorn"
-            ) from error
-        return Server(self, tokenizer, **options)
+        return find_server()(self, tokenizer, **options)
 
     def serve(self, tokenizer: Any = None, **options: Any) -> None:
         """Answer requests until SIGINT or SIGTERM; arguments and errors are those of `server`."""
         self.server(tokenizer, **options).run()
+
+
+def find_server() -> type[Server]:
+    """The class of servers. Raises ValueError: the extra `serve` is not installed."""
+    try:
+        from medusa_heads.inference.endpoint.server import Server
+    except ModuleNotFoundError as error:
+        raise ValueError(f"serving needs {error.name}: pip install starlette uvicorn") from error
+    return Server
+
+
+def _check_options(
+    acceptance: str = "lossless",
+    acceptance_settings: Mapping[str, float] | None = None,
+    rng: Rng = "keyed",
+    compile: Compile = False,
+    deterministic: bool = False,
+) -> None:
+    """Raises ValueError: one of these is none, or does not go with another."""
+    if compile not in (False, True, "auto", "steps"):
+        raise ValueError(f"compile must be True, False, 'auto' or 'steps', got {compile!r}")
+    if rng not in RNGS:
+        raise ValueError(f"rng must be one of {list(RNGS)}, got {rng!r}")
+    make_rule(acceptance, LogitsProcessorList(), False, **(acceptance_settings or {}))
+    if deterministic and compile == "auto":
+        raise ValueError(
+            "compile='auto' goes by clocks, which deterministic=True does without: use compile=True"
+        )

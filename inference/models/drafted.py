@@ -65,11 +65,7 @@ class DraftedModel(AssistedModel):
         target_tokenizer: Tokenizer | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        if options.get("compile") == "auto":
-            raise ValueError(
-                "a draft model drafts otherwise for a compiled target: say compile=True or leave "
-                "it out"
-            )
+        _check_compile(options.get("compile"))
         super().__init__(target, **options)
         given = list(draft) if isinstance(draft, Sequence) else [draft]
         if not given:
@@ -156,10 +152,21 @@ class DraftedModel(AssistedModel):
         if target is None:
             _check_one_target(folders)
         own = cls._own_options(options)
+        words, depth = own.get("tree", "auto"), own.get("depth", DEFAULT_DEPTH)
+        draft_plan(words, depth, chain_only=False, one_size=False)  # before seconds of loading
+        _check_compile(own.get("compile"))
         view = load_target(folders[0], target, read=read_draft_sidecar, **options)
         trusted = bool(options.get("trust_remote_code"))
         drafts = load_drafts(folders, view, trust_remote_code=trusted)
         return cls(view, drafts, **own)
+
+
+def _check_compile(compile: object) -> None:
+    """Raises ValueError where it would be exchanged in the middle of a text."""
+    if compile == "auto":
+        raise ValueError(
+            "a draft model drafts otherwise for a compiled target: say compile=True or leave it out"
+        )
 
 
 def load_drafts(

@@ -123,6 +123,9 @@ class LateCompiling:
             reason = f"decoding goes on without torch.compile, which failed: {first_line(error)}"
             warnings.warn(reason, MedusaWarning, stacklevel=2)
             return
+        if not compiled.compiles:  # no compiler works here, as was said
+            self.saved = -math.inf
+            return
         benches[1].time(chain)
         times = [[bench.time(chain).step for bench in benches] for _ in range(_ROUNDS)]
         share = median(new / old for new, old in times)

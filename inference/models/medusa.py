@@ -27,7 +27,7 @@ from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.models.assisted import AssistedModel, Compile, EngineOptions
 from medusa_heads.inference.models.named_target import load_target
-from medusa_heads.inference.plan.adaptive import heads_drafter
+from medusa_heads.inference.plan.adaptive import check_tree, heads_drafter
 from medusa_heads.inference.plan.trees import TreeSpec
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
@@ -153,14 +153,15 @@ class MedusaModel(AssistedModel):
         Raises:
             ValueError: checkpoint or target missing, damaged, or not belonging together.
         """
-        own = {
+        options |= {
             "tree": tree,
             "corpus": corpus,
             "acceptance": acceptance,
             "compile": compile,
             "deterministic": deterministic,
-            **cls._own_options(options),
         }
+        own = cls._own_options(options)
+        check_tree(tree, acceptance=acceptance, corpus=corpus is not None)  # before loading
         hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         folder = find_checkpoint(checkpoint, revision=revision, **hub)  # type: ignore[arg-type]
         view = load_target(folder, target, hub=hub, **options)

@@ -96,7 +96,7 @@ class TrainingFreeModel(AssistedModel):
         **options: Unpack[EngineOptions],
     ) -> None:
         compiled = options.get("compile") or isinstance(target, CompiledTarget)
-        _check_drafter(drafter, corpus, calibration, compiled, modules)
+        check_drafter(drafter, corpus, calibration, compiled, modules)
         super().__init__(target, **options)
         self._set_deterministic(deterministic)
         name, _, suffix = drafter.partition("+")
@@ -162,7 +162,7 @@ class TrainingFreeModel(AssistedModel):
             own["modules"] = target = expanded(target)
         # Before seconds of loading.
         parts = ("corpus", "calibration", "compile", "modules")
-        _check_drafter(drafter, *(own.get(name) for name in parts))
+        check_drafter(drafter, *(own.get(name) for name in parts))
         if named:
             loaded = load_target(target, None, read=read_mtp_sidecar, **options)
         else:
@@ -186,7 +186,7 @@ class TrainingFreeModel(AssistedModel):
         self._stack = LayerStack(self.target)
         layers = len(self._stack)
         if kept is not None:
-            if not 0 < kept < layers:
+            if kept >= layers:
                 raise ValueError(
                     f"early_exit:N keeps at least 1 of the target's {layers} layers and "
                     f"leaves one out, got {self.method!r}"
@@ -236,9 +236,15 @@ def is_drafter(name: str) -> bool:
     return plain in DRAFTERS + OWN_MODULES
 
 
-def _check_drafter(
-    drafter: str, corpus: object, calibration: object, compiled: object, modules: object
+def check_drafter(
+    drafter: str,
+    corpus: object = None,
+    calibration: object = None,
+    compiled: object = False,
+    modules: object = None,
 ) -> None:
+    """Refuse what no target could be drafted for with. Raises ValueError: an unknown drafter, a
+    number it cannot have, or something beside it that it does not take."""
     if not is_drafter(drafter):
         sized = ("recycling:N", "early_exit:N", "early_exit:N+suffix")
         known = [*DRAFTERS, *sized, *OWN_MODULES]
@@ -248,13 +254,17 @@ def _check_drafter(
             f"a corpus is continued by the drafters auto, suffix and all +suffix, not {drafter!r}: "
             "use one of them, or leave the corpus out"
         )
-    name = drafter.partition("+")[0]
+    name, _, size = drafter.partition("+")[0].partition(":")
+    if size and name == "recycling":
+        RecycledTrees(1, int(size))  # for what it refuses
+    elif size and not int(size):
+        raise ValueError(f"early_exit:N keeps at least 1 of the target's layers, got {drafter!r}")
     if modules is not None and name != "mtp":
         raise ValueError(
             f"modules that were trained draft as 'mtp' or 'mtp+suffix', not as {drafter!r}: name "
             "one of these, or give the target itself"
         )
-    if calibration is not None and name != "early_exit":
+    if calibration is not None and (size or name != "early_exit"):
         raise ValueError(f"calibration is of the drafter 'early_exit', {drafter!r} tries nothing")
-    if compiled and name.startswith("early_exit"):
+    if compiled and name == "early_exit":
         raise ValueError("early_exit runs layers of an uncompiled target: leave compile out")

@@ -24,7 +24,7 @@ from medusa_heads.inference.drafters.recycling import RecycledTrees, RecyclingSo
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.plan.tree_size import best_tree, read_as
-from medusa_heads.inference.plan.trees import TreeSpec, make_drafter
+from medusa_heads.inference.plan.trees import TreeSpec, make_drafter, parse_tree, read_shape
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics, prior_statistics
@@ -45,6 +45,30 @@ def continues_text(tree: TreeSpec) -> bool:
     """Whether a tree, or a drafter without heads, drafts what followed where the text ended as it
     does now."""
     return blends(tree) or str(tree).partition(":")[0] == "suffix"
+
+
+def check_tree(tree: TreeSpec, *, acceptance: str = "lossless", corpus: bool = False) -> None:
+    """Refuse a tree of heads that no target and no heads could be drafted with. Raises ValueError:
+    an unknown form, or one that does not go with the acceptance rule or continues no corpus."""
+    plain = "none" if tree == "auto" else _without_suffix(tree)
+    kind, _ = parse_tree(plain)
+    empty = read_shape(plain).num_nodes == 1 if kind == "paths" else kind in ("none", "suffix")
+    if empty and str(tree).endswith(SUFFIX):
+        raise ValueError(f"{tree!r} leaves the heads nothing to draft: use 'suffix'")
+    if acceptance in _COMPARING and str(tree).endswith(SUFFIX):
+        raise ValueError(
+            f"what the text suggests has no probability, which {acceptance} acceptance compares "
+            f"with, got the tree {tree!r}: leave {SUFFIX!r} out"
+        )
+    if corpus and not continues_text(tree):
+        raise ValueError(
+            f"a corpus is continued by the trees auto, N+suffix and suffix, and the tree "
+            f"here is {tree!r}: use one of them, or leave the corpus out"
+        )
+
+
+def _without_suffix(tree: TreeSpec) -> TreeSpec:
+    return tree.removesuffix(SUFFIX) if isinstance(tree, str) else tree
 
 
 def blended(
@@ -152,11 +176,7 @@ def heads_drafter(
     if tree == "auto" and compares:
         # What the text itself suggests comes without a probability.
         tree = "dynamic:15" if deterministic else best_tree(target, heads, statistics)
-    if read_corpus is not None and not continues_text(tree):
-        raise ValueError(
-            f"a corpus is continued by the trees auto, N+suffix and suffix, and the tree "
-            f"here is {tree!r}: use one of them, or leave the corpus out"
-        )
+    check_tree(tree, acceptance=acceptance, corpus=read_corpus is not None)
     corpus = read_corpus() if read_corpus else None  # only now: to index one may take a while
     blend = partial(blended, target, corpus=corpus, deterministic=deterministic)
     if not blends(tree):
@@ -166,10 +186,10 @@ def heads_drafter(
         if deterministic and isinstance(drafter, BlendedDrafter):
             drafter = blend(chain_only=True, nodes=drafter.num_nodes - 1)
         return tree, drafter
-    if compares or (chain_only and tree != "auto"):
+    if chain_only and tree != "auto":
         raise ValueError(
-            f"the tree {tree!r} needs a target that verifies branches, and a rule other "
-            f"than {' and '.join(_COMPARING)}"
+            f"the tree {tree!r} needs a target that verifies branches, and this one verifies "
+            "chains alone: use 'auto'"
         )
     merges = takes_whole_steps(target) and corpus is None and not deterministic and not chain_only
     if tree == "auto":
@@ -179,9 +199,7 @@ def heads_drafter(
             return tree, merged_trees(target, [own], heads=guessing)
         sources = [own] if chain_only else [RecyclingSource(target.vocab_size), own]
         return tree, blend(sources, chain_only=chain_only, clock=clock)
-    drafter = make_drafter(str(tree).removesuffix(SUFFIX), heads, statistics, with_log_probs=True)
-    if drafter.num_nodes == 1 or isinstance(drafter, BlendedDrafter):
-        raise ValueError(f"{tree!r} leaves the heads nothing to draft: use 'suffix'")
+    drafter = make_drafter(_without_suffix(tree), heads, statistics, with_log_probs=True)
     nodes = drafter.num_nodes - 1
     if merges:
         guessing = DynamicDrafter(heads, 1, temperatures=statistics.temperatures)

@@ -53,14 +53,15 @@ def make_drafter(
         corpus: continued by `suffix` where it promises more than the text itself; None for none.
     """
     temperatures = statistics.temperatures if statistics else None
-    words = str(tree) if isinstance(tree, int | str) else ""
-    # A path may hold a colon too.
-    kind, _, argument = (words, "", "") if words.endswith(".json") else words.partition(":")
+    kind, numbers = parse_tree(tree)
     if kind == "dynamic" and not chain_only:
-        return DynamicDrafter(heads, _count(tree, argument), temperatures=temperatures)
+        return DynamicDrafter(heads, *numbers, temperatures=temperatures)
     if kind == "suffix":
-        return text_drafter(_count(tree, argument) if argument else SUFFIX_TOKENS, corpus)
-    shape = TreeShape.from_choices(_choices(tree, kind, argument, heads, statistics))
+        return text_drafter((numbers or [SUFFIX_TOKENS])[0], corpus)
+    if kind == "paths":
+        shape = read_shape(tree)
+    else:
+        shape = TreeShape.from_choices(_choices(kind, numbers, heads.config.num_heads, statistics))
     static = SequentialDrafter if heads.sequential else MedusaDrafter
     return static(
         heads,
@@ -68,6 +69,33 @@ def make_drafter(
         temperatures=temperatures,
         with_log_probs=with_log_probs,
     )
+
+
+def parse_tree(tree: TreeSpec) -> tuple[str, list[int]]:
+    """The kind of a tree, and the numbers in its words; of a list of paths and of a file of them
+    it is "paths", without numbers. Raises ValueError: an unknown form, or numbers it cannot have.
+    """
+    words = str(tree)
+    if not isinstance(tree, int | str) or words.endswith(".json"):  # a path may hold a colon too
+        return "paths", []
+    kind, colon, told = ("static:" * words.isdecimal() + words).partition(":")
+    if kind in ("static", "dynamic", "cartesian") or (colon and kind in ("chain", "suffix")):
+        numbers = told.split(",") if kind == "cartesian" else [told]
+        if not all(number.isdecimal() and int(number) for number in numbers):
+            raise ValueError(f"a tree has at least 1 drafted node or candidate, got {tree!r}")
+        return kind, [int(number) for number in numbers]
+    if words not in ("none", "chain", "suffix"):
+        raise ValueError(
+            "tree must be auto, none, a number of nodes, static:N, dynamic:N, chain, "
+            f"cartesian:A,B,.., a FILE.json, one of them +suffix, or suffix, got {tree!r}"
+        )
+    return kind, []
+
+
+def read_shape(tree: TreeSpec) -> TreeShape:
+    """A list of paths, or a file of them. Raises ValueError: these make no tree."""
+    assert not isinstance(tree, int)
+    return TreeShape.from_choices(read_choices(tree) if isinstance(tree, str) else tree)
 
 
 def read_choices(path: str | os.PathLike[str]) -> list[list[int]]:
@@ -90,13 +118,10 @@ def write_choices(path: str | os.PathLike[str], choices: Choices) -> None:
 
 
 def _choices(
-    tree: TreeSpec, kind: str, argument: str, heads: DraftHeads, statistics: HeadStatistics | None
+    kind: str, numbers: Sequence[int], depth: int, statistics: HeadStatistics | None
 ) -> Choices:
-    if not isinstance(tree, int | str):
-        return tree
-    depth = heads.config.num_heads
-    if kind.isdecimal() or kind in ("static", "dynamic"):
-        nodes = _count(tree, kind if kind.isdecimal() else argument)
+    if kind in ("static", "dynamic"):
+        (nodes,) = numbers
         if statistics is not None:
             return statistics.choices(nodes)
         # Unmeasured heads: their best guesses in a row, then the first head's next best ones.
@@ -104,19 +129,4 @@ def _choices(
         return chain + [(rank,) for rank in range(1, nodes - len(chain) + 1)]
     if kind == "none":
         return []
-    if kind == "chain":
-        return cartesian_choices([1] * (_count(tree, argument) if argument else depth))
-    if kind == "cartesian":
-        return cartesian_choices([_count(tree, part) for part in argument.split(",")])
-    if kind.endswith(".json"):
-        return read_choices(str(tree))
-    raise ValueError(
-        "tree must be auto, none, a number of nodes, static:N, dynamic:N, chain, cartesian:A,B,.., "
-        f"a FILE.json, one of them +suffix, or suffix, got {tree!r}"
-    )
-
-
-def _count(tree: TreeSpec, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"a tree has at least 1 drafted node or candidate, got {tree!r}")
-    return int(text)
+    return cartesian_choices(numbers if kind == "cartesian" else [1] * (numbers or [depth])[0])

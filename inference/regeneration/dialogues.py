@@ -142,6 +142,13 @@ class Dialogues:
         if self.tokenizer is not None and self.tokenizer.chat_template:
             self._chat = ChatTemplate(self.tokenizer, arguments=self.template_options)
 
+    @property
+    def talks(self) -> bool:
+        """Whether it asks in conversations, which a chat template renders."""
+        kind = getattr(self.corpus.features[self.column], "dtype", None)
+        of_texts = kind in ("string", "large_string", "null")
+        return self.column == "messages" or (self.column == "prompt" and not of_texts)
+
     def __len__(self) -> int:
         return len(range(self.shard[0], len(self.corpus), self.shard[1]))
 
@@ -202,10 +209,8 @@ def read_dialogues(
             f"a corpus with a column {column!r} needs the target's tokenizer, and none lies beside "
             "the target"
         )
-    kind = getattr(corpus.features[column], "dtype", None)
-    texts = kind in ("string", "large_string", "null")
-    talks = column == "messages" or (column == "prompt" and not texts)
-    if talks and tokenizer is not None and not tokenizer.chat_template:
+    dialogues = Dialogues(corpus, column, tokenizer, turns, template_options or {}, shard)
+    if dialogues.talks and tokenizer is not None and not tokenizer.chat_template:
         raise ValueError(
             f"the corpus holds conversations in {column!r}, and the target's tokenizer has no chat "
             "template: give plain prompts, or a tokenizer with a template"
@@ -222,11 +227,10 @@ def read_dialogues(
             seed=seed,
         )
         ids = [np.asarray(ids, np.int32) for _, ids in windows]
-        corpus, column = Dataset.from_dict({"input_ids": ids}), "input_ids"
-    dialogues = Dialogues(corpus, column, tokenizer, turns, template_options or {}, shard)
+        dialogues.corpus, dialogues.column = Dataset.from_dict({"input_ids": ids}), "input_ids"
     if not len(dialogues):
         raise ValueError(
-            f"expected rows in shard {shard[0]} of {shard[1]}, got {len(corpus)} in all"
+            f"expected rows in shard {shard[0]} of {shard[1]}, got {len(dialogues.corpus)} in all"
         )
     return dialogues
 

@@ -28,6 +28,7 @@ from datasets import Dataset
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.files import (
     check_folder,
+    expanded,
     move_in,
     read_json,
     remove_leftovers,
@@ -230,6 +231,14 @@ def check_output(folder: Path, shard: tuple[int, int]) -> None:
             return
         whose = "all rows" if there[1] == 1 else "shard {} of {}".format(*there)
     raise ValueError(f"{str(folder)!r} holds {whose}: give another output_dir")
+
+
+def wrote_plainly(target: str, folder: str) -> bool:
+    """Whether a dataset's record says that the target of this name answered prompts in it that no
+    chat template rendered. Raises ValueError: a record that is damaged."""
+    path = expanded(folder) / RECORD_FILE
+    record = read_json(path) if path.is_file() else {}
+    return record.get("talks") is False and record["target"]["name_or_path"] == target
 
 
 def write_output(

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from medusa_heads.contents import ADAPTER_CONFIG, SIDECAR_FILE
+from medusa_heads.contents import ADAPTER_CONFIG, DRAFT_FILE, MTP_FILE, SIDECAR_FILE
 from medusa_heads.files import (
     expanded,
     move_in,
@@ -78,6 +78,24 @@ checkpoint written anew; `inference/models/hub_form.py` does the work."""
 
 OWN_FILES = (*KEPT_FILES, *CUSTOM_GENERATE)
 """All that a checkpoint is."""
+
+
+def remove_trained(folder: Path) -> None:
+    """Remove the heads, the draft model or the modules that a run has left in a folder, what
+    vouches for them first. What is none of these stays, and so does a card."""
+    weights = "model*.safetensors*"
+    trained = {
+        SIDECAR_FILE: set(OWN_FILES) - {CARD_FILE},
+        DRAFT_FILE: {CONFIG_FILE, "generation_config.json", weights},
+        MTP_FILE: {weights},
+    }
+    for vouching, names in trained.items():
+        if not (folder / vouching).is_file():
+            continue
+        (folder / vouching).unlink(missing_ok=True)
+        for path in (path for name in names for path in folder.glob(name)):
+            if path.parent == folder or not path.parent.is_symlink():
+                path.unlink(missing_ok=True)
 
 
 def write_custom_generate(folder: Path) -> None:

@@ -8,7 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from medusa_heads.cli.choices import apply_choice
-from medusa_heads.cli.flags.decoding import DraftingArguments, ModelArguments, decoder_options
+from medusa_heads.cli.flags.decoding import (
+    DecodingArguments,
+    DraftingArguments,
+    ModelArguments,
+    decoder_options,
+    generation_options,
+)
 from medusa_heads.contents import is_draft, is_heads, is_mtp
 from medusa_heads.files import expanded
 
@@ -66,6 +72,8 @@ def load_drafting_model(arguments: DraftingArguments) -> tuple[AssistedModel, An
     not trained), and its tokenizer.
     """
     arguments, modules = with_own_drafter(arguments), is_mtp(expanded(arguments.checkpoint))
+    if isinstance(arguments, DecodingArguments):
+        generation_options(arguments, None)  # for what it refuses, before seconds of loading
     options, drafts = decoder_options(arguments), arguments.draft_model
     if arguments.drafter is not None:
         from medusa_heads.inference.models.training_free import TrainingFreeModel

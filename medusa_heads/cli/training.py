@@ -161,10 +161,13 @@ class Command:
         num_heads: int,
     ) -> TrainingData:
         """Rows of text that is there, and held-out ones."""
+        from medusa_heads.inference.regeneration.store import wrote_plainly
         from medusa_heads.training.data.prepare import prepare_data
 
         limits: dict[str, Any] = {"num_heads": num_heads, "max_steps": args.max_steps}
-        limits |= {"seed": args.seed, "own_text": self.to_distill.self_distill}
+        name, names = target.name_or_path, self.to_data.dataset
+        own = self.to_distill.self_distill or all(wrote_plainly(name, each) for each in names)
+        limits |= {"seed": args.seed, "own_text": own}
         return prepare_data(target, texts[0], texts[1], self.tokenizer, self.to_data, **limits)
 
     def prompts(self, target: TargetModel) -> list[Dataset]:

@@ -10,6 +10,7 @@ Shapes: B batch, N tree nodes, C capacity in slots, H key-value heads, X head di
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture, first_line
 from medusa_heads.target.attention import TreeMask, compiled_tree_attention, explicit_masks
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.features import Read, check_layers, watch
@@ -110,7 +111,8 @@ class CompiledTarget(TargetModel):
         return compiled
 
     def run(self, compiled: Callable[..., Made], *args: Any, **kwargs: Any) -> Made:
-        """Call what `in_one_graph` made. Raises UnsupportedArchitecture: it is not one graph."""
+        """Call what `in_one_graph` made; where no compiler works here, the function as it is, from
+        then on. Raises UnsupportedArchitecture: it is not one graph."""
         if self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         # Batch sizes, capacities and tree sizes are graphs of their own, and all wanted.
@@ -124,11 +126,19 @@ class CompiledTarget(TargetModel):
                     f"{self.config.model_type} cannot be compiled in one graph ({reason})",
                     "leave compile out",
                 ) from error
+            except torch._dynamo.exc.BackendCompilerFailed as error:  # before anything was computed
+                self._forward = self.model.forward
+                reason = (
+                    f"decoding goes on without torch.compile, which failed: {first_line(error)}"
+                )
+                warnings.warn(reason, MedusaWarning, stacklevel=2)
+                plain: Any = compiled
+                made = plain._torchdynamo_orig_callable(*args, **kwargs)
         return made
 
     @property
     def compiles(self) -> bool:
-        """False within `uncompiled`."""
+        """False within `uncompiled`, and where no compiler works."""
         return self._forward is self._compiled
 
     def _view(self, features: tuple[int, ...]) -> CompiledTarget:

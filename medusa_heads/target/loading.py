@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,10 @@ from medusa_heads.machine import Choice, Shape, Use, as_dtype, choose, find_devi
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+# What a configuration is asked for with.
+_ASKED = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
 
 
 class StoredForm(NamedTuple):
@@ -51,6 +56,9 @@ def load_causal_lm(
         name = str(expanded(name))
         if not Path(name).is_dir():
             raise ValueError(f"expected a causal language model in a folder {name!r}, found none")
+    laid = kwargs.get("device_map")
+    if isinstance(laid, Mapping):
+        _check_devices(laid)
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -74,6 +82,8 @@ def load_causal_lm(
         if options:  # handed on to all but the search for an adapter
             options = options | {"adapter_kwargs": dict(options)}
         try:
+            if isinstance(laid, Mapping):
+                _check_modules(laid, name, options | kwargs | trusted)
             model = AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype, **trusted, **options | kwargs
             )
@@ -109,9 +119,8 @@ def stored_form(
 def _stored_form(name: str, **kwargs: Any) -> StoredForm | None:
     from transformers import AutoConfig
 
-    known = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code")
     try:
-        config = AutoConfig.from_pretrained(name, **{k: v for k, v in kwargs.items() if k in known})
+        config = AutoConfig.from_pretrained(name, **{k: kwargs[k] for k in _ASKED if k in kwargs})
         # What says nothing is old, from when nothing was stored shorter.
         dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
         if getattr(config, "quantization_config", None) is not None:
@@ -119,6 +128,33 @@ def _stored_form(name: str, **kwargs: Any) -> StoredForm | None:
         return StoredForm(as_dtype(dtype), Shape.of(config))
     except Exception:  # a repository's own code may raise anything
         return None
+
+
+def _check_devices(device_map: Mapping[str, Any]) -> None:
+    """Raises ValueError: it names a device that is not here."""
+    for place in device_map.values():
+        if place is None or (place != "disk" and find_device(place).type == "meta"):
+            raise ValueError(
+                f"device_map lays modules on devices, cpu and disk, got {place!r}: name one of them"
+            )
+
+
+def _check_modules(device_map: Mapping[str, Any], name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError: it names a part that a causal LM does not have. transformers passes over
+    such names, and what they should have placed lies elsewhere."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trusted = {"trust_remote_code": kwargs["trust_remote_code"]}
+    config = AutoConfig.from_pretrained(name, **{k: kwargs[k] for k in _ASKED if k in kwargs})
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, **trusted)
+    known = {part for part, _ in (*model.named_modules(), *model.named_parameters())}
+    if unknown := [part for part in device_map if part not in known]:
+        close = get_close_matches(str(unknown[0]), known, n=1)
+        raise ValueError(
+            f"device_map names {unknown[0]!r}, and the model has no such part"
+            + (f": did you mean {close[0]!r}?" if close else "")
+        )
 
 
 def refuse_code_of(target: Mapping[str, Any]) -> None:

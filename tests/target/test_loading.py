@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from medusa_heads.target.loading import load_causal_lm, load_tokenizer
+from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 
 AWAY = """
@@ -57,3 +59,33 @@ def test_a_configuration_that_contradicts_itself_is_one_sentence(
     assert len(str(e.value).splitlines()) == 1
     with pytest.raises(ValueError, match="not a multiple of the number"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("device_map", "said"),
+    [
+        ({"": "cpu", "model.layers.99": "cpu"}, "names 'model.layers.99', and the model has no su"),
+        ({"": "cpu", "lm_haed": "disk"}, "no such part: did you mean 'lm_head'?"),
+        ({"": "cpu", "lm_head": "cuda:99"}, "'cuda:99'"),
+        ({"": "gpu"}, "'gpu'"),
+    ],
+    ids=["layer", "misspelt", "device", "word"],
+)
+def test_a_device_map_names_what_is_there(
+    device_map: dict[str, str],
+    said: str,
+    tiny_llama: TinyLlama,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()  # found out before weights are read
+    with pytest.raises(ValueError, match=re.escape(said)):
+        TargetModel.from_pretrained(str(tmp_path), device_map=device_map)
+
+
+def test_a_device_map_may_name_modules_and_weights(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    parts = {"model": "cpu", "model.layers.1": "cpu", "lm_head.weight": "cpu"}
+    target = TargetModel.from_pretrained(str(tmp_path), device_map=parts)
+    assert target.device.type == "cpu"

@@ -75,7 +75,9 @@ class OptimisationArguments:
         "A checkpoint folder; 'last' for the newest in output_dir; 'auto' for the newest, or a "
         "run from the start if there is none.",
     )
-    overwrite_output_dir: bool = flag(False, "Remove an earlier run's checkpoints from output_dir.")
+    overwrite_output_dir: bool = flag(
+        False, "Remove an earlier run's checkpoints, and what it trained, from output_dir."
+    )
     dry_run: bool = flag(
         False,
         "Everything but the run: read settings and text, print what would be trained, how long, "

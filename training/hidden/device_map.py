@@ -10,7 +10,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 from accelerate.utils import set_module_tensor_to_device
 from transformers import TrainingArguments
 
-from medusa_heads.machine import Choice, find_device
+from medusa_heads.machine import Choice
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 
@@ -21,7 +21,6 @@ def load_placed(
     """The target where its arguments want it; by default on the run's device. One of several
     processes takes it in the dtype it is stored in. Raises ValueError: there is no such target, or
     it cannot lie so."""
-    _check_devices(arguments.device_map)
     one = args.world_size == 1
     target = TargetModel.from_pretrained(
         arguments.model_name_or_path,
@@ -35,15 +34,6 @@ def load_placed(
     if arguments.device_map is not None:
         _keep_beside(target, args.device)
     return target
-
-
-def _check_devices(device_map: dict | str | None) -> None:
-    """Raises ValueError: it names a device that is not here."""
-    for place in device_map.values() if isinstance(device_map, dict) else ():
-        if place is None or (place != "disk" and find_device(place).type == "meta"):
-            raise ValueError(
-                f"device_map lays modules on devices, cpu and disk, got {place!r}: name one of them"
-            )
 
 
 def _keep_beside(target: TargetModel, device: torch.device) -> None:

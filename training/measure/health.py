@@ -40,10 +40,14 @@ _OF_A_BATCH = 1024  # at most
 class Health(TrainerCallback):
     """Looks at a run of training. What it finds is said once, in the log of the first process, and
     kept in `said` for the end. A loss that is not finite ends the run before the optimiser takes
-    it, in all processes together. Raises ValueError, then; the checkpoints so far are whole."""
+    it, in all processes together. Raises ValueError, then; the checkpoints so far are whole.
+
+    `more_rates` are the peak rates of other flags than learning_rate.
+    """
 
     def __init__(self, target: TargetModel) -> None:
         self.said: list[str] = []
+        self.more_rates: dict[str, float] = {}
         self._teacher: Teacher | None = None
         try:
             self._teacher = Teacher.from_target(target)
@@ -124,10 +128,9 @@ class Health(TrainerCallback):
             raise ValueError(found[0])
         kept = any(Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
         again = "resume_from_checkpoint 'last', or start anew," if kept else "start anew"
-        raise ValueError(
-            f"{what}: {again} with a learning_rate below "
-            f"{args.learning_rate:g}, or with bf16 and fp16 off"
-        )
+        rates = {"learning_rate": args.learning_rate, **self.more_rates}
+        below = " or ".join(f"a {name} below {rate:g}" for name, rate in rates.items())
+        raise ValueError(f"{what}: {again} with {below}, or with bf16 and fp16 off")
 
 
 @torch.no_grad()

@@ -115,13 +115,15 @@ def accepted_text(
     ranks_BTK: Tensor, labels_BT: Tensor, choices: Collection[RankPath], tokenizer: Any
 ) -> str:
     """The beginning of the first held-out text as decoding with a tree would write it, with a bar
-    between what two steps commit."""
-    complete_BT = ranks_BTK.amin(dim=2) >= 0
-    b, t = (int(place) for place in complete_BT.nonzero()[0])
+    between what two steps commit; "" where no head drafted a token of it."""
+    drafted_BT = ranks_BTK[..., 0] >= 0  # later heads may have nothing behind them to be right of
+    if not drafted_BT.any():
+        return ""
+    b, t = (int(place) for place in drafted_BT.nonzero()[0])
     ranks, labels = ranks_BTK[b].tolist(), labels_BT[b].tolist()
     parts = [labels[t + 1 : t + 2]]
     first = t
-    while t < min(len(labels), first + _SHOWN) and complete_BT[b, t]:
+    while t < min(len(labels), first + _SHOWN) and drafted_BT[b, t]:
         path, accepted = tuple(ranks[t]), 0
         while path[: accepted + 1] in choices and accepted < len(path):
             accepted += 1

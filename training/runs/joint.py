@@ -232,14 +232,13 @@ class JointTrainer(HeadsTrainer):
         super().__init__(heads, target, args, *sets, trained=joint, **kwargs)
         joint.adapter.requires_grad_(True)  # which freezing the target took away
         self.joint = joint
+        self._adapter_rate = config.learning_rate or args.learning_rate / HEADS_TO_ADAPTER_RATE
+        self.health.more_rates["lora_learning_rate"] = self._adapter_rate
 
     def _groups(self) -> list[dict[str, Any]]:
         """The heads, then the adapter."""
-        rate = self.joint.settings.learning_rate
-        if rate is None:
-            rate = self.args.learning_rate / HEADS_TO_ADAPTER_RATE
         of_heads = rate_groups(self.heads, self.args, decaying=list(self.heads.parameters()))
-        adapter = {"params": list(self.joint.adapter.parameters()), "lr": rate}
+        adapter = {"params": list(self.joint.adapter.parameters()), "lr": self._adapter_rate}
         return [*of_heads, {**adapter, "weight_decay": self.args.weight_decay}]
 
     def create_scheduler(

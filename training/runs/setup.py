@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.trainer_utils import PredictionOutput
 
+from medusa_heads.checkpoint.files import remove_trained
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.files import check_folder
 from medusa_heads.target.fingerprint import weights_sums
@@ -75,7 +76,7 @@ class Run:
         self.output = Path(output_dir)
         self.args = copy.copy(args)
         self.args.output_dir = str(self.output)
-        overwrite = overwrite_output_dir
+        self._overwrite = overwrite = overwrite_output_dir
         self.checkpoint = find_start(self.output, resume_from_checkpoint, overwrite=overwrite)
         self.pace = Pace()
         callbacks = [self.pace, *_watchers(self.args, early_stopping_patience)]
@@ -112,6 +113,8 @@ class Run:
             return
         for checkpoint in checkpoints(self.output):  # which would be mistaken for this run's own
             remove_checkpoint(checkpoint)
+        if self._overwrite:
+            remove_trained(self.output)
 
     def story(self) -> dict[str, Any]:
         """What is run on what, as far as is known by now."""

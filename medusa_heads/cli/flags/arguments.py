@@ -8,6 +8,7 @@ main = command("medusa-heads env", show, __doc__, "target")  # both of them
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ from medusa_heads.settings import flag_name
 
 TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
 Presets = Mapping[str, Mapping[str, Mapping[str, Any]]]
+# The logger, and what it says whenever peft is imported where a package is not that nobody needs.
+_NOISE = ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward")
 _LONGEST = 1200  # characters of a sentence
 # In the system's words, which safetensors repeats, and in those of torch.save.
 _FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos")
@@ -113,6 +116,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 @contextmanager
 def _own_warnings_as_sentences(prog: str) -> Iterator[None]:
     show = warnings.showwarning
+    of_library = logging.getLogger(_NOISE[0])
 
     def show_sentence(
         message: Warning | str, category: type[Warning], *place: Any, **more: Any
@@ -122,10 +126,15 @@ def _own_warnings_as_sentences(prog: str) -> Iterator[None]:
         else:
             show(message, category, *place, **more)
 
+    def is_news(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_NOISE[1])
+
     warnings.showwarning = show_sentence
+    of_library.addFilter(is_news)
     try:
         yield
     finally:
+        of_library.removeFilter(is_news)
         warnings.showwarning = show
 
 

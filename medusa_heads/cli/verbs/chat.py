@@ -55,7 +55,6 @@ def chat(arguments: ChatArguments) -> None:
 
     arguments = with_own_drafter(arguments)
     model, tokenizer = load_drafting_model(arguments)
-    generation_options(arguments, tokenizer)  # refuses before the first line is typed
     print_choices()
     warn_if_lossy(model)
     session = Session(arguments, tokenizer, Conversation(model, tokenizer, arguments.system))
@@ -217,7 +216,7 @@ def read_value(text: str, hint: Any, name: str) -> Any:
         value = [] if value is None else [text]
     if hint is str or not isinstance(value, int | float | list | None):
         value = text
-    return coerce(value, hint, name)
+    return coerce(value, hint, name, text)
 
 
 def say(text: str) -> None:

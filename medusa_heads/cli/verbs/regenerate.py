@@ -68,6 +68,7 @@ def regenerate(arguments: RegenerateArguments) -> None:
     record: dict[str, Any] = {
         "target": {"name_or_path": arguments.model_name_or_path},
         "answers": result.described,
+        "talks": dialogues.talks,
         "settings": asdict(arguments),
     }
     if target is not None:

@@ -47,6 +47,9 @@ def serve(arguments: ServeArguments) -> None:
                 f"the environment variable {arguments.api_key_variable} holds no API key: set it, "
                 "or leave --api_key_variable out"
             )
+    from medusa_heads.inference.models.assisted import find_server
+
+    find_server().check_place(arguments.host, arguments.port)  # before seconds of loading
     model, tokenizer = load_drafting_model(arguments)
     warn_if_lossy(model)
     server = model.server(

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from scripts.prove.lossless.cases import Record
@@ -43,8 +43,10 @@ class Records:
         return Summary(latest.values())
 
 
+@cache
 def sources_digest() -> str:
-    """Of all code that decodes, and that proves."""
+    """Of all code that decodes, and that proves, as it is when this process first asks: what it has
+    imported does not change with a file."""
     digest = hashlib.sha256()
     for folder in ("medusa_heads", "inference", "training", "scripts", "tests"):
         for file in sorted((ROOT / folder).rglob("*.py")):

@@ -265,3 +265,22 @@ def test_own_warnings_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
         assert run_command(work, prog="tool") == 0
     assert len(told) == 1
     assert capsys.readouterr().err == "tool: warning: one row was left out\n"
+
+
+def test_what_a_library_says_of_a_package_that_nobody_needs_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """bitsandbytes, which peft imports, warns of it on processors with bf16 instructions."""
+    ops = pytest.importorskip("bitsandbytes.backends.cpu.ops")
+    sentence = "Failed to load CPU gemm_4bit_forward from kernels-community: %s."
+    assert sentence in Path(ops.__file__).read_text(), "said otherwise by now"
+    caplog.clear()  # of what was imported just now
+
+    def work() -> None:
+        for told in (sentence, "the matrix is damaged: %s"):
+            ops.logger.warning(told, "why")
+
+    assert run_command(work) == 0
+    assert [record.getMessage() for record in caplog.records] == ["the matrix is damaged: why"]
+    work()
+    assert len(caplog.records) == 3, "left out of others' programs as well"

@@ -280,6 +280,6 @@ def test_it_says_what_it_computes_with_and_a_flag_beats_it(
         assert told == f"target: cpu, 1 thread, {reason}\n"
     assert "'cuda:99'" in refused(main, [*base, "--device", "cuda:99"])
     # A mistake that comes after the choice is one sentence, and the next command tells its own.
-    refused(main, [*base, "--top_p", "7"])
+    refused(main, [*base, "--max-new-tokens", "9999"])
     assert main(base) == 0
     assert capsys.readouterr().err.count("target: ") == 1

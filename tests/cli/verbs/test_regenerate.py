@@ -59,10 +59,32 @@ def test_train_heads_learns_from_what_regenerate_wrote(
     assert len(record["answers"]["weights_sha256"]) == 64
     assert record["target"]["model_type"] == "llama"
 
-    given = ["--model_name_or_path", str(folder / "target"), "--dataset", str(output)]
-    given += ["--output_dir", str(tmp_path / "run"), "--num_heads", "2", "--max_steps", "1"]
+    assert train(folder, output, tmp_path / "run") == 0
+
+
+def train(folder: Path, rows: Path, output: Path) -> int:
+    given = ["--model_name_or_path", str(folder / "target"), "--dataset", str(rows)]
+    given += ["--output_dir", str(output), "--num_heads", "2", "--max_steps", "1"]
     given += ["--eval_share", "0.4", "--training_args", '{"use_cpu": true, "disable_tqdm": true}']
-    assert train_heads.main(given) == 0
+    return train_heads.main(given)
+
+
+def test_a_targets_answers_to_plain_prompts_need_no_template(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        json.dumps({"prompt": f"{asked} and {more}"}) for asked in QUESTIONS for more in "abcd"
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    output, moved = tmp_path / "own", tmp_path / "moved"
+    assert run(folder, output, "--dataset", str(tmp_path / "prompts.jsonl")) == 0
+    capsys.readouterr()
+    assert train(folder, output, tmp_path / "run") == 0
+    assert "template" not in capsys.readouterr().err
+    # Of rows that nothing says who wrote them it may be asked.
+    load_from_disk(str(output)).save_to_disk(str(moved))
+    assert train(folder, moved, tmp_path / "other") == 0
+    assert "the template of the training set is not the target's" in capsys.readouterr().err
 
 
 def test_the_same_command_again_reads_and_more_prompts_go_on(

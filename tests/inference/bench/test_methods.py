@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +55,9 @@ def test_methods_that_are_not_there(name: str, message: str) -> None:
         check_methods([[PLAIN, name]], heads=False, draft=False)
 
 
-def test_a_method_is_named_once() -> None:
+def test_a_method_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a+compile.json").write_text("[[0]]")
     trees = ("auto", "none", "8", "chain:3", "cartesian:3,2", "16+suffix", "a+compile.json")
     heads = [f"heads:{tree}" for tree in (*trees, "dynamic:8", "suffix:5")]
     drafts = [f"draft-model:{tree}" for tree in ("auto", "chain:3", "dynamic:8", "sampled:3x2")]

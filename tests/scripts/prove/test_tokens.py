@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.prove.lossless import records
 from scripts.prove.lossless.cases import Record, caught
 from scripts.prove.lossless.comparison import compare
 from scripts.prove.lossless.corpus import SPREAD, processed, usual
@@ -256,3 +257,19 @@ def test_random_targets_draw_what_their_text_says(target: ProofTarget) -> None:
 @pytest.mark.parametrize("name", ["processors", "demo"])
 def test_the_heaviest_targets_hold(name: str, tmp_path: Path) -> None:
     assert main(["--targets", name, "--tokens", "5000", "--out", str(tmp_path)]) == 0
+
+
+def test_a_file_that_changes_meanwhile_takes_no_record_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process runs what it has imported; the next one has records of its own."""
+    (tmp_path / "scripts").mkdir()
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    files = []
+    for source, next_process in (("a = 1", True), ("a = 2", False), ("a = 2", True)):
+        (tmp_path / "scripts" / "one.py").write_text(source)
+        if next_process:
+            records.sources_digest.cache_clear()
+        files.append(records.Records(tmp_path, "x").file)
+    records.sources_digest.cache_clear()
+    assert files[0] == files[1] != files[2]

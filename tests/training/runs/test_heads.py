@@ -13,8 +13,11 @@ from transformers import TrainingArguments
 
 from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.config import HeadsConfig
+from medusa_heads.contents import DRAFT_FILE, MTP_FILE, is_draft, is_heads, is_mtp
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.draft import DraftArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.runs.draft import train_draft
 from medusa_heads.training.runs.heads import train_heads
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 
@@ -84,6 +87,30 @@ def test_the_targets_matrix_lies_beside_the_heads_only_where_it_is_asked_for(
             training_args=quick(tmp_path, max_steps=1),
             with_vocab_matrix=True,
         )
+
+
+def test_a_run_that_overwrites_leaves_nothing_of_another_kind(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    """What a folder says it holds would be another run's."""
+    output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    output.mkdir()
+    elsewhere.mkdir()
+    for name in (DRAFT_FILE, MTP_FILE, "model.safetensors", "generation_config.json", "notes.txt"):
+        (output / name).write_text("{}")
+    (elsewhere / "adapter_config.json").write_text("{}")
+    (output / "adapter").symlink_to(elsewhere)
+    given: dict[str, Any] = {"eval_dataset": make_rows(2, seed=7), "output_dir": output}
+    given["training_args"] = quick(tmp_path, max_steps=1)
+    train_heads(target, make_rows(4), **given, overwrite_output_dir=True)
+    assert is_heads(output) and not is_draft(output) and not is_mtp(output)
+    assert (output / "notes.txt").exists() and not (output / "model.safetensors").exists()
+    given |= {"draft": DraftArguments(), "overwrite_output_dir": True}
+    given["training_args"] = quick(tmp_path, max_steps=1, metric_for_best_model="loss")
+    train_draft(target, make_rows(4), **given)
+    assert is_draft(output) and not is_heads(output)
+    assert not (output / "medusa_lm_head.safetensors").exists()
+    assert (elsewhere / "adapter_config.json").exists(), "removed behind a link"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""Words that no target could be decoded with are refused before one is loaded."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from medusa_heads.cli.main import main
+from tests.conftest import Refused
+
+HEADS, DRAFT = ["{}/heads"], ["{}/target", "--draft_model", "{}/target"]
+ALONE = ["{}/target", "--drafter"]
+DRAFTING = [
+    ([*HEADS, "--tree", "recycling:64"], "tree must be auto, none"),
+    ([*HEADS, "--tree", "recycling:0"], "tree must be auto, none"),
+    ([*HEADS, "--tree", "none+suffix"], "leaves the heads nothing to draft"),
+    ([*HEADS, "--tree", "nowhere.json"], "expected a JSON list of rank paths at 'nowhere.json'"),
+    ([*HEADS, "--tree", "16:3"], "got '16:3'"),
+    ([*HEADS, "--tree", "chain", "--corpus", "{}"], "continued by the trees auto, N+suffix"),
+    ([*HEADS, "--tau", "1"], "lossless acceptance has no setting"),
+    (
+        [*HEADS, "--tree", "8+suffix", "--acceptance", "threshold"],
+        "leave '+suffix' out",
+    ),
+    ([*DRAFT, "--tree", "static:4"], "a draft model's tree must be auto"),
+    ([*DRAFT, "--tree", "chain:0"], "a draft has at least 1 token, got 'chain:0'"),
+    ([*ALONE, "recycling:64"], "recycling:N drafts 1 to 63 tokens, got 64"),
+    ([*ALONE, "recycling:0"], "recycling:N drafts 1 to 63 tokens, got 0"),
+    ([*ALONE, "early_exit:0+suffix"], "keeps at least 1 of the target's layers"),
+]
+TEXT = [
+    ([*HEADS, "--top_p", "2"], "top_p must be above 0"),
+    ([*HEADS, "--compile_late", "--deterministic"], "goes by clocks"),
+    ([*DRAFT, "--compile_late"], "say compile=True or leave it out"),
+]
+METHODS = [
+    (["heads:recycling:64"], "tree must be auto, none"),
+    (["heads:8+corpus"], "a corpus is continued by auto"),
+    (["draft-model:bushy"], "a draft model's tree must be auto"),
+    (["recycling:64"], "recycling:N drafts 1 to 63 tokens, got 64"),
+    (["recycling:0+compile"], "recycling:N drafts 1 to 63 tokens, got 0"),
+    (["heads", "--tree", "recycling:0"], "tree must be auto, none"),
+]
+CASES = [
+    *(("generate", [*flags, "--prompt", "x"], said) for flags, said in DRAFTING + TEXT),
+    *(("chat", flags, said) for flags, said in DRAFTING + TEXT),
+    *(("serve", [*flags, "--port", "0"], said) for flags, said in DRAFTING),
+    *(("benchmark", [*HEADS, "--methods", *names], said) for names, said in METHODS),
+]
+
+
+@pytest.fixture
+def nothing_is_loaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("!"))
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize(
+    ("verb", "flags", "said"), CASES, ids=[" ".join((verb, *flags)) for verb, flags, _ in CASES]
+)
+def test_words_are_refused_before_a_target_is_loaded(
+    verb: str, flags: list[str], said: str, checkpoint: Path, refused: Refused
+) -> None:
+    assert said in refused(main, [verb, *(flag.format(checkpoint) for flag in flags)])
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_a_place_to_serve_at_is_looked_for_before_a_target_is_loaded(
+    checkpoint: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["serve", str(checkpoint / "heads")]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "give another --port" in refused(main, [*command, "--port", port])
+    for name in list(sys.modules):
+        if name.startswith("medusa_heads.inference.endpoint"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert "serving needs uvicorn: pip install" in refused(main, command)
