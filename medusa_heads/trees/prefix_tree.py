@@ -35,31 +35,34 @@ class PrefixTree:
         self.tokens, self.parents, self.depth, self.chances = [root], [-1], [0], [1.0]
         self.expected, self.nearer = [0.0], [0.0]
         self._further = further
-        self._reached = [1.0]  # by depth: what all nodes there promise
+        # By depth: what all nodes there promise, and what they count in `nearer`.
+        self._reached, self._weights = [1.0, 0.0], [0.0, 1.0]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, chance: float) -> int:
         """Add a child that `parent` does not have yet; returns its index."""
-        depth = self.depth[parent] + 1
-        above = self.chances[parent]
+        depth, above = self.depth[parent] + 1, self.chances[parent]
         if chance > above:
             chance = above
-        reached = self._reached
+        reached, weights = self._reached, self._weights
         if depth == len(reached):
             reached.append(0.0)
+            weights.append(weights[-1] * self._further)
+        # A comparison is quicker than `min`, and this is done for every node of every step.
         gain = 1.0 - reached[depth]
         if chance < gain:
             gain = chance
         reached[depth] += gain
+        node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
         self.depth.append(depth)
         self.chances.append(chance)
         self.expected.append(self.expected[-1] + gain)
-        self.nearer.append(self.nearer[-1] + gain * self._further ** (depth - 1))
-        return len(self.tokens) - 1
+        self.nearer.append(self.nearer[-1] + gain * weights[depth])
+        return node
 
     def accepted(self, committed: Sequence[int], drafted: int) -> int:
         """How many of these tokens the first `drafted` nodes besides the root had in store."""

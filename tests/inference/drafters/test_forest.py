@@ -21,7 +21,7 @@ SIZES = (0, 1, 3, 7, 11, 15, 23)
 def table(chance: random.Random) -> Table:
     """A chain of a few tokens, sure or not, and guesses beside it and behind them."""
     found: Table = {}
-    sure, path = chance.choice([0.2, 0.6, 0.95]), ()
+    sure, path = chance.choice([0.2, 0.6, 0.95]), tuple[int, ...]()
     for _ in range(chance.randint(0, 12)):
         others = {token: chance.random() * (1 - sure) / 2 for token in (5, 6, 7)}
         found[path] = {4: sure * chance.uniform(0.8, 1.0)} | others
