@@ -10,7 +10,7 @@ step, tokens less the long run's rate times seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.machine.measurements import MOMENT
@@ -68,19 +68,23 @@ class Budget:
         if self.padded:
             return _LEAST
         fewest, *sizes = self.sizes
-        plain = self.seconds(fewest)
-        slopes = [(self.seconds(size) - plain) / (size - fewest) for size in sizes]
+        seconds = self._curve()
+        slopes = [(seconds[size] - seconds[fewest]) / (size - fewest) for size in sizes]
         flattest = min(slopes, default=0.0)
         return max(0.6 * self.worth * flattest, _LEAST) if flattest else 0.0
 
-    def best(self, expected: Sequence[float]) -> tuple[int, float]:
+    def best(
+        self, expected: Sequence[float] | Mapping[int, float], longest: int | None = None
+    ) -> tuple[int, float]:
         """How many of the likeliest nodes to verify, and what such a step is worth in tokens.
 
         Args:
             expected: the tokens of a row that are expected to be accepted where 0, 1, 2, .. nodes
-                are verified, on average over the rows.
+                are verified, on average over the rows; or those of the sizes alone.
+            longest: the most nodes that are there.
         """
-        worth, longest = self.worth, len(expected) - 1
+        worth = self.worth
+        longest = len(expected) - 1 if longest is None else longest
         best, most = 0, -float("inf")
         for size in self.sizes:
             size = size if self.padded else min(size, longest)
@@ -90,6 +94,22 @@ class Budget:
             if size >= longest:
                 break
         return best, most
+
+    def may_pay(self, beyond: int, value: float, bound: Callable[[int], float]) -> bool:
+        """Whether more nodes than `beyond` may be worth more than this many tokens.
+
+        Args:
+            bound: more tokens of a row are not expected where so many nodes come besides.
+        """
+        worth, seconds = self.worth, self._curve()
+        value -= 1e-9  # what the bound says is rounded
+        for nodes in range(beyond + 1, self.most + 1):
+            if bound(nodes - beyond) - worth * seconds[nodes] > value:
+                return True
+        return False
+
+    def _curve(self) -> list[float]:
+        return self._clock.curve(self.rows, self.most, self.again)
 
     def taken(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
         """How many of the first of these to take, so that they gain the most.

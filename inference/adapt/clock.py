@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
+from functools import cache
 
 _LEVEL = 1 / 24  # the share of what is known of all sizes that a new step makes up
 _OWN_PRIOR = 2.0  # steps for which a measured size counts
@@ -54,6 +55,7 @@ class Clock:
         self._levels, self._octave = {0: 0.0}, 0
         self._own: dict[int, tuple[float, float]] = {}
         self._known: dict[int, float] = {}
+        self._curves: dict[tuple[int, int, int], list[float]] = {}
         self._steps = 0
 
     @classmethod
@@ -70,6 +72,15 @@ class Clock:
             known = self._known[tokens] = self._measured(tokens) * math.exp(off)
         return known
 
+    def curve(self, rows: int, most: int, again: int = 0) -> list[float]:
+        """Seconds of steps that verify 0, 1, 2, .. up to `most` nodes behind each root."""
+        key = rows, most, again
+        known = self._curves.get(key)
+        if known is None:
+            last = rows * (most + 1) + again
+            known = self._curves[key] = [*map(self.step, range(rows + again, last + 1, rows))]
+        return known
+
     def learn(self, tokens: int, seconds: float, context: int = 0) -> None:
         """A step that verified so many tokens behind a text of `context` took so long."""
         self._steps += 1
@@ -79,7 +90,7 @@ class Clock:
         if octave != self._octave:  # of the first such text, the last length's level is true
             self._levels.setdefault(octave, self._levels[self._octave])
             self._octave = octave
-            self._known.clear()
+            self._forget()
         # What is known of this size, and how far the step was off, as far as that is believed.
         expected = math.log(self.step(tokens))
         surprise = min(max(math.log(seconds) - expected, -_SURPRISE), _SURPRISE)
@@ -91,7 +102,7 @@ class Clock:
         weight *= _OWN_KEPT
         mean += (off - level - mean) / (weight + 1.0)
         self._own[_size(tokens)] = (weight + 1.0, min(max(mean, -2.0), 2.0))
-        self._known.clear()
+        self._forget()
 
     def drafting(self, source: str) -> float:
         """Seconds that this source takes to draft."""
@@ -107,6 +118,10 @@ class Clock:
             self._drafting[source] = believable
         elif self._learns:
             self._drafting[source] = known + _DRAFTING * (believable - known)
+
+    def _forget(self) -> None:
+        self._known.clear()
+        self._curves.clear()
 
     def _measured(self, tokens: int) -> float:
         """Between sizes and beyond the last one on a straight line."""
@@ -139,6 +154,7 @@ def most_again(clock: Clock, rows: int = 1) -> int:
     return most
 
 
+@cache
 def _size(tokens: int) -> int:
     """The group of sizes that are off together: small ones are told apart, large ones less."""
     return tokens if tokens <= 4 else round(4 * math.log2(tokens))

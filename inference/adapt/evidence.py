@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 # Confidences are told apart by these bounds: probabilities that a drafter gives its tokens.
 _BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
@@ -13,6 +15,11 @@ LEVELS = len(_BOUNDS) + 1
 def level(confidence: float) -> int:
     """Which of the `LEVELS` groups a confidence belongs to."""
     return bisect_right(_BOUNDS, confidence)
+
+
+def levels(confidences: np.ndarray) -> np.ndarray:
+    """The same of many."""
+    return np.searchsorted(_BOUNDS, confidences, side="right")
 
 
 class Evidence:
@@ -43,5 +50,11 @@ class Evidence:
 
     def learn(self, group: int, accepted: float, expected: float = 1.0) -> None:
         """Count a draft: the tokens accepted of it, and those that were expected."""
-        self._accepted[group] = self._kept * self._accepted[group] + accepted
-        self._expected[group] = self._kept * self._expected[group] + expected
+        self.learn_all([(group, accepted, expected)])
+
+    def learn_all(self, drafts: Iterable[tuple[int, float, float]]) -> None:
+        """Count them in this order: of each its group, and what `learn` takes."""
+        known_accepted, known_expected, kept = self._accepted, self._expected, self._kept
+        for group, accepted, expected in drafts:
+            known_accepted[group] = kept * known_accepted[group] + accepted
+            known_expected[group] = kept * known_expected[group] + expected

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,8 +26,46 @@ _TYPICAL = (0.1, 0.6, 1.4, 4.0)
 # What a row's second token counts beside its first, in a batch: who is furthest behind ends it, and
 # who runs ahead waits.
 FURTHER = 0.7
+_LOG_FURTHER = math.log(FURTHER)
 _DRAWN = 0.7  # of what is expected of a source, where the target's tokens are drawn
 _BESIDE = 0.2  # of what drafting takes for one row, what it takes for each further one
+
+
+class Pace(NamedTuple):
+    """How far a batch comes: see Situation.progress.
+
+    Attributes:
+        own: the part of every step that a row saves which ends.
+        behind_B: how much each row counts for who is the last; in all, `total`.
+    """
+
+    own: float
+    behind_B: list[float]
+    total: float
+
+    def of(self, more_B: Sequence[float], left_B: Sequence[float]) -> float:
+        """In tokens of each row."""
+        last = math.log(sum(map(mul, self.behind_B, left_B)) / self.total) / _LOG_FURTHER
+        return self.own * (sum(more_B) / len(more_B)) + (1.0 - self.own) * last
+
+    def bound(
+        self, more_B: Sequence[float], left_B: Sequence[float], next_B: Sequence[float]
+    ) -> Callable[[int], float]:
+        """No more than what comes of so many more nodes in each row's tree, none of which is
+        likelier than the next one."""
+        mean, likely = sum(more_B) / len(more_B), sum(next_B) / len(more_B)
+        left = sum(map(mul, self.behind_B, left_B)) / self.total
+        known = sum(map(mul, self.behind_B, more_B)) / self.total
+        gain = sum(map(mul, self.behind_B, next_B)) / self.total
+
+        def most(nodes: int) -> float:
+            # Not even the mean over all ways to go on comes as far as what is expected of each.
+            last, still = known + nodes * gain, left - (1.0 - FURTHER) * nodes * gain
+            if still > 0.0:
+                last = min(last, math.log(still) / _LOG_FURTHER)
+            return self.own * (mean + nodes * likely) + (1.0 - self.own) * last
+
+        return most
 
 
 class Situation:
@@ -93,12 +132,17 @@ class Situation:
             more_BX: that come, in each of several cases.
             left_BX: `FURTHER` to the power of that, or the expectation of it.
         """
+        pace = self.pace(written_B)
+        cases = zip(np.asarray(more_BX).T.tolist(), np.asarray(left_BX).T.tolist(), strict=True)
+        return [pace.of(more_B, left_B) for more_B, left_B in cases]
+
+    def pace(self, written_B: Sequence[float]) -> Pace:
+        """What decides that, of rows with so many tokens."""
         step, half = self._clock.step(self.rows), self._clock.step(-(-self.rows // 2))
         own = 0.0 if self._stay else min(max(2.0 - 2.0 * half / step, 0.0), 1.0)
-        behind_B = FURTHER ** (np.asarray(written_B) - min(written_B))
-        last_X = np.log(behind_B @ left_BX / behind_B.sum()) / math.log(FURTHER)
-        both_X: list[float] = (own * more_BX.mean(axis=0) + (1.0 - own) * last_X).tolist()
-        return both_X
+        fewest = min(written_B)
+        behind_B = [FURTHER ** (written - fewest) for written in written_B]
+        return Pace(own, behind_B, sum(behind_B))
 
     def grow(self, seconds: float) -> None:
         """So much time has passed."""
@@ -133,18 +177,13 @@ class Draft(NamedTuple):
 
     Attributes:
         trees: of every row; none where nothing was offered.
-        expected: accepted tokens of a mean row, by nodes verified, as far as they count in a batch.
-        size: the best of those numbers.
+        expected: accepted tokens of a mean row, as far as they count in a batch.
+        size: so many nodes of each row are verified.
     """
 
     trees: Sequence[PrefixTree] = ()
-    expected: Sequence[float] = (0.0,)
+    expected: float = 0.0
     size: int = 0
-
-    @property
-    def expected_accepted(self) -> float:
-        """Accepted tokens that are expected of a mean row."""
-        return self.expected[min(self.size, len(self.expected) - 1)]
 
     def accepted(self, committed: Sequence[Sequence[int]]) -> list[int]:
         """Accepted tokens of each row, had this been verified, of those that were committed."""

@@ -20,11 +20,12 @@ from medusa_heads.inference.adapt.clock import Clock, most_again
 from medusa_heads.inference.adapt.lessons import Lessons
 from medusa_heads.inference.adapt.situation import BOUNDS, FURTHER, Draft, Situation, Step, Trial
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.drafters.growing import Proposal, Source, grow
+from medusa_heads.inference.drafters.forest import grown
+from medusa_heads.inference.drafters.growing import Growing, Proposal, Source
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.engine.state import DecodingState, Drawing
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
-from medusa_heads.trees.prefix_tree import PrefixTree, to_token_tree
+from medusa_heads.trees.prefix_tree import to_token_tree
 from medusa_heads.trees.tree import TokenTree
 
 _LONG, _IN_A_ROW = 6, 2  # steps of rest, and those that a source is then asked for besides
@@ -98,9 +99,9 @@ class BlendedDrafter(Drafter):
             plain = budget.seconds(0)  # which no look takes thrice, unless it was interrupted
             seconds = min(time.perf_counter() - started, 3 * plain)
             seconds += budget.seconds(draft.size) - plain
-            situation.looking.learn(1, draft.expected_accepted, seconds)
+            situation.looking.learn(1, draft.expected, seconds)
         for i, source in enumerate(self._sources):
-            gains = situation.gains[i][bisect_right(BOUNDS, draft.expected_accepted)]
+            gains = situation.gains[i][bisect_right(BOUNDS, draft.expected)]
             if self._again[i]:
                 gains.take(1, budget.worth)
             elif not (self._always or gains.pick(budget.worth)):
@@ -142,7 +143,7 @@ class BlendedDrafter(Drafter):
             written,
             max(row.length for row in state.rows),
             offered,
-            expected=draft.expected_accepted,
+            expected=draft.expected,
             verified=tree.num_nodes * len(state.rows) + state.again,
             drafting=time.perf_counter() - started,
         )
@@ -225,24 +226,23 @@ class BlendedDrafter(Drafter):
         """The best trees of what is known so far."""
         if not any(offered):
             return Draft()
-        least, most_B = budget.least(), [budget.most] * len(state.rows)
+        most_B = [budget.most] * len(state.rows)
         if state.room is not None:
             most_B = [min(budget.most, nodes - 1) for nodes in state.room]
-        trees = [
-            PrefixTree(row.tokens[-1])
-            if row.done
-            else grow(row.tokens[-1], own, most, least, chain_only=self._chain_only)
+        least, chain_only = budget.least(), self._chain_only
+        growing = [
+            Growing(
+                row.tokens[-1],
+                () if row.done else own,
+                most,
+                least,
+                chain_only=chain_only,
+                further=FURTHER,
+            )
             for row, own, most in zip(state.rows, offered, most_B, strict=True)
         ]
-        if all(len(tree) == 1 for tree in trees):
-            return Draft(trees, size=budget.best([0.0])[0])
-        expected = trees[0].expected()
-        if len(trees) > 1:
-            more_BX, nearer_BX = (
-                _filled([tree.expected(further) for tree in trees]) for further in (1.0, FURTHER)
-            )
-            expected = situation.progress(written, more_BX, 1.0 - (1.0 - FURTHER) * nearer_BX)
-        return Draft(trees, expected, budget.best(expected)[0])
+        # Graphs that are to be made take trees of any size.
+        return grown(growing, budget, situation.pace(written), whole=bool(situation.graphs))
 
     def _situation(self, state: DecodingState) -> Situation:
         drawing, rows = state.drawing, len(state.rows)
@@ -270,9 +270,3 @@ def text_drafter(most: int, corpus: CorpusIndex | None = None) -> BlendedDrafter
     """Up to so many tokens that followed where the text or the corpus ended as it does now."""
     text = TextSource(most, corpus)
     return BlendedDrafter(Clock.flat(), range(most + 1), text=text, always=True, chain_only=True)
-
-
-def _filled(expected: Sequence[list[float]]) -> np.ndarray:
-    """By rows and nodes; a shorter tree gains no more than all of it."""
-    longest = max(map(len, expected))
-    return np.array([row + row[-1:] * (longest - len(row)) for row in expected])

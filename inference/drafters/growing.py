@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from medusa_heads.trees.tree import TokenTree
 
 _SUREST = 0.999  # no draft is certain
 _Of = TypeVar("_Of")
+_chance_of = itemgetter(0)
 
 # What a source says behind a place: tokens, what it says of each, the group of evidence that each
 # belongs to, and the places behind them. Places are whatever the source names them by.
@@ -27,30 +29,47 @@ Behind = Callable[[Any], list[tuple[int, float, int, Any]]]
 Offer = tuple[float, int, Any, int, float]
 
 
+# Who goes on behind a node, and the place where each does.
+_Places = Sequence[tuple["Proposal", Any]]
+
+
 @dataclass(eq=False)
 class Proposal:
-    """What one source offers for one row in one step."""
+    """What one source offers for one row in one step.
 
-    evidence: Evidence  # of the source; says how far it can be believed
-    root: Any  # place of the last committed token
-    behind: Behind  # what the source says
-    _known: dict[Any, list[Offer]] = field(default_factory=dict, init=False)
+    Attributes:
+        evidence: of the source; says how far it can be believed.
+        root: place of the last committed token.
+        behind: what the source says.
+        known: the offers behind places that were asked for; one for several rows, where they agree.
+    """
+
+    evidence: Evidence
+    root: Any
+    behind: Behind
+    known: dict[Any, list[Offer]] = field(default_factory=dict)
 
     def offers(self, place: Any) -> list[Offer]:
         """The tokens behind a place, likeliest first."""
-        known = self._known.get(place)
+        known = self.known.get(place)
         if known is None:
-            rate = self.evidence.rate
-            known = self._known[place] = [
-                (self._chance(place, token, expected * rate(group)), token, after, group, expected)
-                for token, expected, group, after in self.behind(place)
-            ]
+            known = self.known[place] = self._offers(place)
             known.sort(reverse=True)
         return known
 
-    def _chance(self, place: Any, token: int, chance: float) -> float:
-        """That the token is accepted there, by what came of the source's drafts."""
-        return min(chance, _SUREST)
+    def _offers(self, place: Any) -> list[Offer]:
+        """By what came of the source's drafts."""
+        accepted, counted = self.evidence.columns  # of which `rate` is made, without a call each
+        return [
+            (
+                min(expected * (accepted[group] / counted[group]), _SUREST),
+                token,
+                after,
+                group,
+                expected,
+            )
+            for token, expected, group, after in self.behind(place)
+        ]
 
     def learn(self, committed: Sequence[int]) -> None:
         """Compare with what the target wrote, as far as the source was right."""
@@ -59,11 +78,13 @@ class Proposal:
             if place is None:
                 return
             offered, place = self.offers(place), None
+            drafts = []
             for _, token, after, group, expected in offered:
                 right = token == true
-                self.evidence.learn(group, float(right), expected)
+                drafts.append((group, float(right), expected))
                 if right:
                     place = after
+            self.evidence.learn_all(drafts)
 
 
 class Source(ABC):
@@ -100,6 +121,91 @@ def by_drawing(make: Callable[[], _Of]) -> dict[Drawing, _Of]:
     return {"greedy": make(), "drawn": make(), "keyed": make()}
 
 
+class Growing:
+    """A row's tree that grows node by node: always the likeliest of all that is offered behind its
+    nodes so far.
+
+    Where several sources offer the same token it is one node, and the tree goes on behind it with
+    all of them.
+
+    Args:
+        root: the last committed token.
+        proposals: of the sources.
+        most: nodes besides the root, at most.
+        least: no node has a smaller chance.
+        chain_only: never more than one node behind another.
+        further: see PrefixTree.
+    """
+
+    def __init__(
+        self,
+        root: int,
+        proposals: Sequence[Proposal],
+        most: int,
+        least: float = 0.0,
+        *,
+        chain_only: bool = False,
+        further: float = 1.0,
+    ) -> None:
+        self.tree = PrefixTree(root, further)
+        self._most, self._least, self._chain_only = most, least, chain_only
+        # By chance, and the one that was found first of those that are equally likely.
+        self._waiting: list[tuple[float, int, int, int, _Places]] = []
+        self._found = 0
+        if most > 0:
+            self._look_behind(0, 1.0, [(proposal, proposal.root) for proposal in proposals])
+
+    @property
+    def next(self) -> float:
+        """The chance of the node that would be added next; 0 where there is none."""
+        return -self._waiting[0][0] if self._waiting else 0.0
+
+    def to(self, nodes: int) -> None:
+        """Have so many nodes besides the root, or all that there are."""
+        tree, waiting = self.tree, self._waiting
+        nodes = min(nodes, self._most)
+        while waiting and len(tree.tokens) <= nodes:
+            negated, _, parent, token, places = heappop(waiting)
+            node = tree.add(parent, token, -negated)
+            if node < self._most:
+                self._look_behind(node, -negated, places)
+            else:
+                waiting.clear()
+
+    def _look_behind(self, node: int, chance: float, places: _Places) -> None:
+        floor, total = self._least / chance, 0.0
+        found: list[tuple[float, int, _Places]] = []
+        if len(places) == 1:
+            ((proposal, place),) = places
+            for own, token, after, _, _ in proposal.offers(place):
+                if own < floor:
+                    break
+                found.append((own, token, ((proposal, after),)))
+                total += own
+        elif places:
+            merged: dict[int, tuple[float, list[tuple[Proposal, Any]]]] = {}
+            for proposal, place in places:
+                for own, token, after, _, _ in proposal.offers(place):
+                    if own < floor:
+                        break
+                    known = merged.get(token)
+                    if known is None:
+                        merged[token] = (own, [(proposal, after)])
+                        total += own
+                    else:  # independent sources that agree are right more often
+                        both = own + known[0] - own * known[0]
+                        total += both - known[0]
+                        known[1].append((proposal, after))
+                        merged[token] = (both, known[1])
+            found = [(own, token, afters) for token, (own, afters) in merged.items()]
+        if self._chain_only and found:
+            found = [max(found, key=_chance_of)]
+        scale = chance if total <= 1.0 else chance / total
+        for own, token, afters in found:
+            self._found += 1
+            heappush(self._waiting, (-own * scale, self._found, node, token, afters))
+
+
 def grow(
     root: int,
     proposals: Sequence[Proposal],
@@ -108,42 +214,7 @@ def grow(
     *,
     chain_only: bool = False,
 ) -> PrefixTree:
-    """The likeliest nodes of all that is offered, in the order of their chances.
-
-    Where several sources offer the same token it is one node, and the tree goes on behind it with
-    all of them. There are at `most` so many nodes besides the root, none below the `least` chance.
-    """
-    tree = PrefixTree(root)
-    waiting: list[tuple[float, int, int, int, dict[int, Any]]] = []
-    node, chance, serial = 0, 1.0, 0
-    places: dict[int, Any] = {i: proposal.root for i, proposal in enumerate(proposals)}
-    while len(tree) <= most:
-        found: dict[int, tuple[float, dict[int, Any]]] = {}
-        floor = least / chance
-        total = 0.0
-        for i, place in places.items():
-            for own, token, after, _, _ in proposals[i].offers(place):
-                if own < floor:
-                    break
-                known = found.get(token)
-                if known is None:
-                    found[token] = (own, {i: after})
-                    total += own
-                else:  # independent sources that agree are right more often
-                    both = own + known[0] - own * known[0]
-                    total += both - known[0]
-                    known[1][i] = after
-                    found[token] = (both, known[1])
-        scale = chance if total <= 1.0 else chance / total
-        if chain_only and found:
-            likeliest = max(found, key=lambda token: found[token][0])
-            found = {likeliest: found[likeliest]}
-        for token, (own, afters) in found.items():
-            serial += 1
-            heapq.heappush(waiting, (-own * scale, serial, node, token, afters))
-        if not waiting:
-            break
-        negated, _, parent, token, places = heapq.heappop(waiting)
-        chance = -negated
-        node = tree.add(parent, token, chance)
-    return tree
+    """The likeliest nodes of all that is offered, in the order of their chances: see Growing."""
+    growing = Growing(root, proposals, most, least, chain_only=chain_only)
+    growing.to(most)
+    return growing.tree

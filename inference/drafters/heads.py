@@ -10,8 +10,11 @@ import json
 from functools import partial
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from medusa_heads.heads import DraftHeads
-from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
+from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level, levels
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.coupling import as_drawn
 from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawing
@@ -58,22 +61,28 @@ class HeadsSource(_HeadsOffers):
         """See Source. A place is a depth."""
         hidden_BD = encoded_hidden(self._heads, state)
         ranking = as_drawn(self._ranking, state)
-        tokens_BKR, log_probs_BKR = ranking.best(self._heads(hidden_BD), self._ranks)
-        tables = zip(tokens_BKR.tolist(), log_probs_BKR.exp().tolist(), strict=True)
-        evidence = self.evidence[state.drawing]
-        return [Proposal(evidence, 0, partial(_of_table, *table)) for table in tables]
+        return self._offered(*ranking.best(self._heads(hidden_BD), self._ranks), state)
+
+    def _offered(
+        self, tokens_BKR: Tensor, log_probs_BKR: Tensor, state: DecodingState
+    ) -> list[Proposal]:
+        chances_BKR = log_probs_BKR.exp().cpu().numpy()
+        firsts_K1 = LEVELS * np.arange(chances_BKR.shape[1])[:, None]
+        tables = (tokens_BKR, chances_BKR, levels(chances_BKR) + firsts_K1)
+        rows, evidence = zip(*(of.tolist() for of in tables), strict=True), self.evidence
+        return [Proposal(evidence[state.drawing], 0, partial(_of_table, *row)) for row in rows]
 
 
 def _of_table(
-    tokens_KR: list[list[int]], chances_KR: list[list[float]], place: int
+    tokens_KR: list[list[int]],
+    chances_KR: list[list[float]],
+    groups_KR: list[list[int]],
+    place: int,
 ) -> list[tuple[int, float, int, Any]]:
     if place >= len(tokens_KR):
         return []
-    return [
-        (token, chance, LEVELS * place + level(chance), place + 1)
-        for token, chance in zip(tokens_KR[place], chances_KR[place], strict=True)
-        if chance > _NEGLIGIBLE
-    ]
+    each = zip(tokens_KR[place], chances_KR[place], groups_KR[place], strict=True)
+    return [(*known, place + 1) for known in each if known[1] > _NEGLIGIBLE]
 
 
 class TreeSource(_HeadsOffers):

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
+from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level, levels
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.coupling import LEAST, chances_drawn, drawn_chances
-from medusa_heads.inference.drafters.growing import Proposal, Source, by_drawing
+from medusa_heads.inference.drafters.growing import Offer, Proposal, Source, by_drawing
 from medusa_heads.inference.engine.noise import Luck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.dynamic_tree import DYNAMIC_SIZES, DYNAMIC_WIDTH, Guess, best_first_tree
@@ -27,6 +27,7 @@ from medusa_heads.trees.tree import TokenTree
 RANKS = 8  # successors kept of each token, as in the paper
 _UNKNOWN = -1
 _LEVELS = 8  # of trees on the device
+_BY_RANK = LEVELS * (np.arange(RANKS) > 0)  # the likeliest successors are a group of their own
 _PRIOR = 0.6  # what a successor's probability elsewhere is worth here
 
 
@@ -43,43 +44,56 @@ class RecyclingSource(Source):
     def __init__(self, vocab_size: int) -> None:
         self._successors_VR = np.full((vocab_size, RANKS), _UNKNOWN, dtype=np.int64)
         self._chances_VR = np.zeros((vocab_size, RANKS), dtype=np.float32)
+        self._groups_VR = np.zeros((vocab_size, RANKS), dtype=np.int8)
         self.evidence = by_drawing(lambda: Evidence([_PRIOR] * (2 * LEVELS)))
         self._seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def draft(self, state: DecodingState) -> list[Proposal]:
         # Only now: what the last step offered was learnt from with the matrix as it was.
-        for tokens_BN, successors_BNR, chances_BNR in self._seen:
-            ranks = successors_BNR.shape[-1]
-            self._successors_VR[tokens_BN, :ranks] = successors_BNR
-            self._chances_VR[tokens_BN, :ranks] = chances_BNR
+        for tokens_M, successors_MR, chances_MR in self._seen:
+            ranks = successors_MR.shape[-1]
+            self._successors_VR[tokens_M, :ranks] = successors_MR
+            self._chances_VR[tokens_M, :ranks] = chances_MR
+            self._groups_VR[tokens_M, :ranks] = levels(chances_MR) + _BY_RANK[:ranks]
         self._seen.clear()
         evidence, noise = self.evidence[state.drawing], state.noise
-        lucks = [None if noise is None else noise.luck(row) for row in state.rows]
-        return [
-            Proposal(evidence, (row.tokens[-1], 0), partial(self._behind, luck))
-            for row, luck in zip(state.rows, lucks, strict=True)
-        ]
+        if noise is not None:
+            return [
+                Proposal(evidence, (row.tokens[-1], 0), partial(self._drawn, noise.luck(row)))
+                for row in state.rows
+            ]
+        known: dict[Any, list[Offer]] = {}  # the same for all rows
+        return [Proposal(evidence, row.tokens[-1], self._behind, known) for row in state.rows]
 
-    def _behind(self, luck: Luck | None, place: Any) -> list[tuple[int, float, int, Any]]:
-        """The successors of a token. A place is a token, and how far ahead of it they stand."""
+    def _behind(self, token: int) -> list[tuple[int, float, int, int]]:
+        """The successors of a token, which is their place."""
+        successors: list[int] = self._successors_VR[token].tolist()
+        if successors[-1] == _UNKNOWN:
+            successors = [each for each in successors if each != _UNKNOWN]
+        chances, groups = self._chances_VR[token].tolist(), self._groups_VR[token].tolist()
+        return [*zip(successors, chances, groups, successors, strict=False)]
+
+    def _drawn(self, luck: Luck, place: tuple[int, int]) -> list[tuple[int, float, int, Any]]:
+        """Those that are likely to be drawn. A place is a token, and how far ahead of it they
+        stand."""
         before, ahead = place
-        successors = self._successors_VR[before].tolist()
-        if successors[0] == _UNKNOWN:
-            return []
-        chances = self._chances_VR[before].tolist()
-        known = [pair for pair in zip(successors, chances, strict=True) if pair[0] != _UNKNOWN]
-        if luck is not None:
-            known = chances_drawn(known, partial(luck, ahead))
+        known = [(token, chance) for token, chance, _, _ in self._behind(before)]
         return [
             (token, chance, level(chance) + LEVELS * (rank > 0), (token, ahead + 1))
-            for rank, (token, chance) in enumerate(known)
+            for rank, (token, chance) in enumerate(chances_drawn(known, partial(luck, ahead)))
         ]
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
         """Take note of what the target has just said behind every node."""
-        best = logits_BNV.topk(min(RANKS, logits_BNV.shape[-1]), dim=-1)
-        chances_BNR = best.values.float().softmax(dim=-1).cpu().numpy()
-        self._seen.append((tree.tokens_BN.cpu().numpy(), best.indices.cpu().numpy(), chances_BNR))
+        tokens_M, logits_MV = tree.tokens_BN.flatten(), logits_BNV.flatten(0, 1)
+        # Of a token that is there more than once, the last node counts.
+        last = {token: node for node, token in enumerate(tokens_M.tolist())}
+        if len(last) < len(tokens_M):
+            nodes_M = torch.tensor([*last.values()], device=logits_MV.device)
+            tokens_M, logits_MV = tokens_M[nodes_M], logits_MV.index_select(0, nodes_M)
+        best = logits_MV.topk(min(RANKS, logits_MV.shape[-1]), dim=-1)
+        chances_MR = best.values.float().softmax(dim=-1).cpu().numpy()
+        self._seen.append((tokens_M.cpu().numpy(), best.indices.cpu().numpy(), chances_MR))
 
     def expected(self, nodes: int) -> float:
         return 0.8 * nodes / (nodes + 3.0)

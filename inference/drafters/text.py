@@ -10,7 +10,7 @@ from bisect import bisect_right
 from typing import Any
 
 from medusa_heads.inference.adapt.evidence import Evidence
-from medusa_heads.inference.drafters.growing import Proposal, by_drawing
+from medusa_heads.inference.drafters.growing import Offer, Proposal, by_drawing
 from medusa_heads.inference.engine.noise import Luck, chance_drawn
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
@@ -39,9 +39,14 @@ class TextProposal(Proposal):
             place += 1
         return total
 
-    def _chance(self, place: Any, token: int, chance: float) -> float:
-        chance = super()._chance(place, token, chance)
-        return chance if self._luck is None else chance_drawn(chance, self._luck(place, token))
+    def _offers(self, place: Any) -> list[Offer]:
+        luck = self._luck
+        if luck is None:
+            return super()._offers(place)
+        return [
+            (chance_drawn(chance, luck(place, token)), token, *known)
+            for chance, token, *known in super()._offers(place)
+        ]
 
     def _following(self, place: Any) -> list[tuple[int, float, int, Any]]:
         found = self._found

@@ -105,9 +105,13 @@ class Noise:
     def luck(self, row: Row) -> Luck:
         """Behind the row as it stands now, also once it is longer: token by token, on the host."""
         key, next_one = self._keys[row.index], len(row.tokens)
+        places: dict[int, int] = {}  # each is asked for several tokens
 
         def of(ahead: int, token: int) -> float:
-            word = _mixed((_place(key, next_one + ahead) + token * _STRIDE) % _WORD)
+            place = places.get(ahead)
+            if place is None:
+                place = places[ahead] = _place(key, next_one + ahead)
+            word = _mixed((place + token * _STRIDE) % _WORD)
             return -math.log1p(-((word >> (64 - _BITS)) + 0.5) * _FRACTION)
 
         return of

@@ -51,10 +51,22 @@ class SuffixAutomaton:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Read more of the text."""
+        following, end = self._next, self._end
         for token in tokens:
-            self._follow(token)  # before it is part of the text: else it would find itself
+            # The match, made longer by the token, or as much shorter as it takes: before that is
+            # part of the text, else it would find itself.
+            match, length = self._match, self.match_length
+            while match and token not in following[match]:
+                match = self._link[match]
+                length = self._longest[match]
+            self._match = match = following[match].get(token, 0)
+            self.match_length = length + 1 if match else 0
             self._append(token)
-            self._remember()
+            match = self._match
+            self.match_end = end[match]
+            # The latest occurrence is the likeliest to go on alike; the next search finds this one.
+            if match:
+                end[match] = len(self.text)
 
     def continuation(self, most: int) -> Continuation:
         """What followed the earlier occurrence, at most so many tokens."""
@@ -63,48 +75,33 @@ class SuffixAutomaton:
         tokens = self.text[self.match_end : self.match_end + most]
         return Continuation(self.match_length, tokens, [1.0] * len(tokens))
 
-    def _follow(self, token: int) -> None:
-        """The match, made longer by `token`, or as much shorter as it takes."""
-        while self._match and token not in self._next[self._match]:
-            self._match = self._link[self._match]
-            self.match_length = self._longest[self._match]
-        self._match = self._next[self._match].get(token, 0)
-        self.match_length = self.match_length + 1 if self._match else 0
-
     def _append(self, token: int) -> None:
         self.text.append(token)
-        new = self._state(self._longest[self._last] + 1)
-        at, self._last = self._last, new
-        while at >= 0 and token not in self._next[at]:
-            self._next[at][token] = new
-            at = self._link[at]
+        following, link, longest = self._next, self._link, self._longest
+        at = self._last
+        self._last = new = len(following)
+        following.append({})
+        longest.append(longest[at] + 1)
+        self._end.append(len(self.text))
+        while at >= 0 and token not in following[at]:
+            following[at][token] = new
+            at = link[at]
         if at < 0:
-            self._link[new] = 0
+            link.append(0)
             return
-        known = self._next[at][token]
-        if self._longest[known] == self._longest[at] + 1:
-            self._link[new] = known
+        known = following[at][token]
+        if longest[known] == longest[at] + 1:
+            link.append(known)
             return
         # The shorter substrings of `known` now end here too, the longer do not: two states.
-        clone = self._state(self._longest[at] + 1)
-        self._next[clone] = dict(self._next[known])
-        self._link[clone], self._end[clone] = self._link[known], self._end[known]
-        while at >= 0 and self._next[at].get(token) == known:
-            self._next[at][token] = clone
-            at = self._link[at]
-        self._link[known] = self._link[new] = clone
-        if self._match == known and self.match_length <= self._longest[clone]:
+        clone = new + 1
+        link += (clone, link[known])
+        link[known] = clone
+        following.append(dict(following[known]))
+        longest.append(longest[at] + 1)
+        self._end.append(self._end[known])
+        while at >= 0 and following[at].get(token) == known:
+            following[at][token] = clone
+            at = link[at]
+        if self._match == known and self.match_length <= longest[clone]:
             self._match = clone
-
-    def _remember(self) -> None:
-        self.match_end = self._end[self._match]
-        # The latest occurrence is the likeliest to go on alike; the next search finds this one.
-        if self._match:
-            self._end[self._match] = len(self.text)
-
-    def _state(self, longest: int) -> int:
-        self._next.append({})
-        self._link.append(-1)
-        self._longest.append(longest)
-        self._end.append(len(self.text))
-        return len(self._next) - 1

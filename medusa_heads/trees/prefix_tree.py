@@ -20,21 +20,49 @@ class PrefixTree:
     Nodes stand in the order in which they were added. Where each is added after its parent and
     with no larger a chance than those before it, the first n nodes are the subtree of n nodes with
     the most expected tokens.
+
+    Args:
+        root: the last committed token.
+        further: what each token behind the first counts of the one before it, in `nearer`.
+
+    Attributes:
+        expected: how many tokens the first 0, 1, 2, .. nodes besides the root are expected to have
+            accepted. No depth promises more than a certainty, though drafters that disagree may.
+        nearer: the same, where what is further counts less.
     """
 
-    def __init__(self, root: int) -> None:
+    def __init__(self, root: int, further: float = 1.0) -> None:
         self.tokens, self.parents, self.depth, self.chances = [root], [-1], [0], [1.0]
+        self.expected, self.nearer = [0.0], [0.0]
+        self._further = further
+        # By depth: what all nodes there promise, and what they count in `nearer`.
+        self._reached, self._weights = [1.0, 0.0], [0.0, 1.0]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, chance: float) -> int:
         """Add a child that `parent` does not have yet; returns its index."""
+        depth, above = self.depth[parent] + 1, self.chances[parent]
+        if chance > above:
+            chance = above
+        reached, weights = self._reached, self._weights
+        if depth == len(reached):
+            reached.append(0.0)
+            weights.append(weights[-1] * self._further)
+        # A comparison is quicker than `min`, and this is done for every node of every step.
+        gain = 1.0 - reached[depth]
+        if chance < gain:
+            gain = chance
+        reached[depth] += gain
+        node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
-        self.depth.append(self.depth[parent] + 1)
-        self.chances.append(min(chance, self.chances[parent]))
-        return len(self.tokens) - 1
+        self.depth.append(depth)
+        self.chances.append(chance)
+        self.expected.append(self.expected[-1] + gain)
+        self.nearer.append(self.nearer[-1] + gain * weights[depth])
+        return node
 
     def accepted(self, committed: Sequence[int], drafted: int) -> int:
         """How many of these tokens the first `drafted` nodes besides the root had in store."""
@@ -45,19 +73,6 @@ class PrefixTree:
                 if found == len(committed):
                     break
         return found
-
-    def expected(self, further: float = 1.0) -> list[float]:
-        """How many tokens the first 0, 1, 2, .. nodes besides the root are expected to have
-        accepted. No depth promises more than a certainty, though drafters that disagree may. Each
-        token behind the first counts `further` as much as the one before it."""
-        totals = [0.0] * (max(self.depth) + 1)
-        sums, total = [0.0], 0.0
-        for chance, depth in zip(self.chances[1:], self.depth[1:], strict=True):
-            gain = min(chance, 1.0 - totals[depth])
-            totals[depth] += gain
-            total += gain * further ** (depth - 1)
-            sums.append(total)
-        return sums
 
 
 def to_token_tree(
@@ -76,21 +91,21 @@ def to_token_tree(
     if drafted is not None:
         longest = min(longest, drafted + 1)
     nodes = max(at_least, longest)
-    numbers_3BN = np.empty((3, len(trees), nodes), dtype=np.int64)
-    ancestors_BNN = np.zeros((len(trees), nodes, nodes), dtype=bool)
-    for b, tree in enumerate(trees):
+    numbers: tuple[list[list[int]], ...] = ([], [], [])
+    words: list[bytes] = []  # of every node its ancestors, a bit each
+    width = (nodes + 7) // 8
+    for tree in trees:
         own = min(len(tree), longest)
-        for numbers_BN, values in zip(
-            numbers_3BN, (tree.tokens, tree.parents, tree.depth), strict=True
-        ):
-            numbers_BN[b, :own] = values[:own]
-            numbers_BN[b, own:] = values[own - 1]
-        ancestors_NN = ancestors_BNN[b]
-        for node, parent in enumerate(numbers_3BN[1, b].tolist()):
-            if parent >= 0:
-                ancestors_NN[node] = ancestors_NN[parent]
-            ancestors_NN[node, node] = True
-    tokens_BN, parents_BN, depth_BN = torch.from_numpy(numbers_3BN).to(device)
+        spare = nodes - own
+        for rows, values in zip(numbers, (tree.tokens, tree.parents, tree.depth), strict=True):
+            rows.append(values[:own] + values[own - 1 : own] * spare)
+        seen: list[int] = []
+        for node, parent in enumerate(numbers[1][-1]):
+            seen.append((seen[parent] if parent >= 0 else 0) | 1 << node)
+        words += [each.to_bytes(width, "little") for each in seen]
+    bits_BNX = np.frombuffer(b"".join(words), dtype=np.uint8).reshape(len(trees), nodes, width)
+    ancestors_BNN = np.unpackbits(bits_BNX, axis=2, count=nodes, bitorder="little").view(bool)
+    tokens_BN, parents_BN, depth_BN = torch.tensor(numbers, device=device)
     return TokenTree(
         tokens_BN=tokens_BN,
         parents_BN=parents_BN,

@@ -27,13 +27,13 @@ def test_nodes_stand_in_the_order_in_which_they_were_added() -> None:
     assert tree.tokens == [7, 1, 2, 4, 3] and tree.parents == [-1, 0, 1, 0, 1]
     assert tree.depth == [0, 1, 2, 1, 2]
     assert tree.chances == [1.0, 0.8, 0.4, 0.2, 0.8]  # no likelier than its parent
-    assert tree.expected() == pytest.approx([0.0, 0.8, 1.2, 1.4, 2.0])  # depth 2: at most certain
+    assert tree.expected == pytest.approx([0.0, 0.8, 1.2, 1.4, 2.0])  # depth 2: at most certain
 
 
 @given(NODES)
 def test_no_depth_promises_more_than_a_token(nodes: list[tuple[int, float]]) -> None:
     tree = grown(nodes)
-    sums = tree.expected()
+    sums = tree.expected
     assert len(sums) == len(tree) and sums == sorted(sums)
     assert sums[-1] <= max(tree.depth) + 1e-9
 

@@ -69,7 +69,7 @@ def test_sources_that_agree_share_a_node_and_go_on_behind_it_together() -> None:
 
 def test_sources_that_contradict_each_other_promise_no_more_than_certainty() -> None:
     tree = grow(9, [Tabled({(): {1: 0.9}}), Tabled({(): {2: 0.9}})], 9)
-    assert tree.chances[1:] == pytest.approx([0.5, 0.5]) and tree.expected()[-1] <= 1.0
+    assert tree.chances[1:] == pytest.approx([0.5, 0.5]) and tree.expected[-1] <= 1.0
 
 
 def test_a_node_that_sources_share_is_promised_once() -> None:
