@@ -46,7 +46,7 @@ def medusa(model: Any) -> MedusaModel:
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("tree", ["7", "dynamic:7"])
+@pytest.mark.parametrize("tree", ["7", "dynamic:7", "auto"])
 def test_the_host_waits_for_nothing(
     model: Any, monkeypatch: pytest.MonkeyPatch, tree: str, options: dict[str, Any]
 ) -> None:
@@ -93,13 +93,15 @@ def test_what_needs_the_host_takes_the_other_road(
     ):
         with medusa.target.uncompiled():  # type: ignore[attr-defined]
             medusa.generate(**inputs, max_new_tokens=4, do_sample=False, **options)  # type: ignore[arg-type]
-    medusa.use_tree("auto")
-    text(medusa, inputs, max_new_tokens=4)
     medusa.target.whole_steps = False  # type: ignore[attr-defined]
-    medusa.use_tree("7")
-    text(medusa, inputs, max_new_tokens=4)
+    for tree in ("auto", "7"):
+        medusa.use_tree(tree)
+        text(medusa, inputs, max_new_tokens=4)
     medusa.target.whole_steps = True  # type: ignore[attr-defined]
     assert taken == [1]
+    medusa.use_tree("auto")
+    text(medusa, inputs, max_new_tokens=4)
+    assert taken == [1, 1]
 
 
 def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
