@@ -24,7 +24,7 @@ from medusa_heads.heads.correction import Correction
 if TYPE_CHECKING:
     from medusa_heads.heads.base import AnyHeads, DraftHeads
 
-SMALLEST = 1 << 19  # weights of a matrix; of smaller ones the call takes longer than the product
+SMALLEST = 1 << 18  # weights of a matrix; of smaller ones the call takes longer than the product
 # Where a processor has no instructions for such products, two of them are added in 16 bits, which
 # these weights never fill. Elsewhere another bit would bring nothing that a draft could tell.
 _MOST_WEIGHT, _MOST_INPUT = 63, 127
@@ -55,18 +55,18 @@ class Int8Linear(nn.Linear):
         """(..., D) -> (..., O), in the input's dtype."""
         return self.rows(x_RD).to(x_RD.dtype)
 
-    def rows(self, x_RD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """All of the outputs, or those from `start` to `stop`, in float32."""
+    def rows(self, x_RD: Tensor) -> Tensor:
+        """The outputs in float32."""
         if self._rounded is None:
             self._rounded = _round(self.weight)
         int8_OD, unit_O = self._rounded
         x_ND = x_RD.flatten(0, -2).float()
         unit_N1 = x_ND.abs().amax(dim=1, keepdim=True).div_(_MOST_INPUT).clamp_min_(1e-30)
         int8_ND = (x_ND / unit_N1).round_().to(torch.int8)
-        out_NO = torch._int_mm(int8_ND, int8_OD[start:stop].T).float()
-        out_NO.mul_(unit_N1).mul_(unit_O[start:stop])
+        out_NO = torch._int_mm(int8_ND, int8_OD.T).float()
+        out_NO.mul_(unit_N1).mul_(unit_O)
         if self.bias is not None:
-            out_NO.add_(self.bias[start:stop])
+            out_NO.add_(self.bias)
         return out_NO.unflatten(0, x_RD.shape[:-1])
 
 
