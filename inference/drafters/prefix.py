@@ -74,7 +74,7 @@ class PrefixMemory(Memory):
         lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
         positions_BP = lengths_B1 + torch.arange(longest, device=device)
         x_BPD, end = self._layer.read(hidden_BPD, following_BPD), max(self.lengths) + longest
-        fresh_LBAPE, asking = self._layer.take_in(x_BPD, positions_BP, end)
+        fresh_LBAPE = self._layer.keys_and_values(x_BPD, positions_BP, end)
         held_LBASE = self._write(fresh_LBAPE, positions_BP)
         last_B1 = torch.tensor(counts, device=device)[:, None] - 1
         self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
@@ -83,8 +83,9 @@ class PrefixMemory(Memory):
         if min(self.lengths) < used:
             slots_S = torch.arange(used, device=device)
             visible = (slots_S <= lengths_B1 + last_B1)[:, None]
-        asked = (of_all[batch_B1, last_B1] for of_all in asking)
-        return self._layer.look(*asked, held_LBASE[:, :, :, :used], visible)[:, 0]
+        x_B1D, positions_B1 = x_BPD[batch_B1, last_B1], lengths_B1 + last_B1
+        held_LBASE = held_LBASE[:, :, :, :used]
+        return self._layer.look(x_B1D, positions_B1, end, held_LBASE, visible)[:, 0]
 
     def on_device(self, capacity: int) -> PrefixMemoryOnDevice:
         """The same of rows on the device, of positions up to a capacity; empty."""
@@ -124,12 +125,11 @@ class PrefixMemoryOnDevice(MemoryOnDevice):
         x_BPD = layer.read(self._heads.fuse(state.fresh_BPX), self._heads.embed(state.following_BP))
         lengths_B1 = self._lengths_B[:, None]
         positions_BP = lengths_B1 + torch.arange(x_BPD.shape[1], device=device)
-        fresh_GBAPE, asking = layer.take_in(x_BPD, positions_BP, capacity)
-        self._write(fresh_GBAPE, positions_BP)
+        self._write(layer.keys_and_values(x_BPD, positions_BP, capacity), positions_BP)
         last_B1, batch_B1 = state.last_fresh_B1, torch.arange(len(x_BPD), device=device)[:, None]
-        visible_B1S = (torch.arange(capacity, device=device) <= lengths_B1 + last_B1)[:, None]
-        asked = (of_all[batch_B1, last_B1] for of_all in asking)
-        out_B1O = layer.look(*asked, self._held_GBASE, visible_B1S)
+        x_B1D, positions_B1 = x_BPD[batch_B1, last_B1], lengths_B1 + last_B1
+        visible_B1S = (torch.arange(capacity, device=device) <= positions_B1)[:, None]
+        out_B1O = layer.look(x_B1D, positions_B1, capacity, self._held_GBASE, visible_B1S)
         self._lengths_B += state.fresh_B
         encoded_BO: Tensor = out_B1O[:, 0]
         return encoded_BO

@@ -112,7 +112,7 @@ class BlockLayers(nn.Module):
             position_ids_BT = slots_T.expand(len(x_BTD), -1)
         else:
             document_BT = (position_ids_BT == 0).cumsum(dim=1)
-        held_LBASE = self.keys_and_values(x_BTD, position_ids_BT)
+        held_LBASE = self.keys_and_values(x_BTD, position_ids_BT, end)
         attention_heads = self.layers[0].self_attn.config.num_attention_heads
         of_scores = 4 * attention_heads * (end + self._num_queries)
         of_position = self._num_queries * (of_scores + 8 * x_BTD.shape[-1]) * len(self.layers)
@@ -129,26 +129,21 @@ class BlockLayers(nn.Module):
                 held_LBASE[..., : chunk.stop, :],
             )
             look: Any = self.look if count >= end else partial(checkpoint, self.look, **_AGAIN)
-            parts.append(look(*at, held, visible_BPS))
+            parts.append(look(*at, end, held, visible_BPS))
         return torch.cat(parts, dim=1)
 
-    def keys_and_values(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+    def keys_and_values(self, x_BTD: Tensor, positions_BT: Tensor, end: int) -> Tensor:
         """Of all layers, from what was read at some positions, [2 * L, B, A, T, E]."""
         context_BTD, _ = x_BTD.chunk(2, dim=-1)
         turned = self._rotary[0](context_BTD, positions_BT)
         pairs = (_keys_and_values(layer.self_attn, context_BTD, turned) for layer in self.layers)
         return torch.stack([part for pair in pairs for part in pair])
 
-    def take_in(
-        self, x_BTD: Tensor, positions_BT: Tensor, end: int
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """See PrefixLayer."""
-        return self.keys_and_values(x_BTD, positions_BT), (x_BTD, positions_BT)
-
     def look(
         self,
         x_BPD: Tensor,
         positions_BP: Tensor,
+        end: int,
         held_LBASE: Tensor,
         visible_BPS: Tensor | None = None,
     ) -> Tensor:

@@ -55,18 +55,18 @@ class Int8Linear(nn.Linear):
         """(..., D) -> (..., O), in the input's dtype."""
         return self.rows(x_RD).to(x_RD.dtype)
 
-    def rows(self, x_RD: Tensor) -> Tensor:
-        """The outputs in float32."""
+    def rows(self, x_RD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """All of the outputs, or those from `start` to `stop`, in float32."""
         if self._rounded is None:
             self._rounded = _round(self.weight)
         int8_OD, unit_O = self._rounded
         x_ND = x_RD.flatten(0, -2).float()
         unit_N1 = x_ND.abs().amax(dim=1, keepdim=True).div_(_MOST_INPUT).clamp_min_(1e-30)
         int8_ND = (x_ND / unit_N1).round_().to(torch.int8)
-        out_NO = torch._int_mm(int8_ND, int8_OD.T).float()
-        out_NO.mul_(unit_N1).mul_(unit_O)
+        out_NO = torch._int_mm(int8_ND, int8_OD[start:stop].T).float()
+        out_NO.mul_(unit_N1).mul_(unit_O[start:stop])
         if self.bias is not None:
-            out_NO.add_(self.bias)
+            out_NO.add_(self.bias[start:stop])
         return out_NO.unflatten(0, x_RD.shape[:-1])
 
 

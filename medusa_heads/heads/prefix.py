@@ -15,8 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_heads.decoder_shape import usual_heads
+from medusa_heads.heads.int8 import Int8Linear
 
 ROPE_BASE = 10_000.0
+
+QUERY, KEYS_AND_VALUES, ALL = slice(0, 1), slice(1, 3), slice(0, 3)
+"""What the layer projects its input to."""
 
 
 class PrefixLayer(nn.Module):
@@ -48,18 +52,26 @@ class PrefixLayer(nn.Module):
         """Numbers that keys and values of one position are."""
         return 2 * len(self.down.weight)
 
-    def project(self, x_BTD: Tensor, positions_BT: Tensor, end: int) -> tuple[Tensor, ...]:
-        """Queries, keys and values of an input, each [B, A, T, E]; all positions lie before
-        `end`."""
-        projected_BTNAE = self.query_key_value(self.attention_norm(x_BTD)).unflatten(
-            -1, (3, self.num_attention_heads, -1)
-        )
+    def project(
+        self, x_BTD: Tensor, positions_BT: Tensor, end: int, parts: slice = ALL
+    ) -> list[Tensor]:
+        """Queries, keys and values of an input, or some of them, each [B, A, T, E]; all positions
+        lie before `end`."""
+        width = x_BTD.shape[-1]
+        linear, start, stop = self.query_key_value, parts.start * width, parts.stop * width
+        normed_BTD = self.attention_norm(x_BTD)
+        if isinstance(linear, Int8Linear):
+            projected = linear.rows(normed_BTD, start, stop).to(self.dtype)
+        else:
+            projected = F.linear(normed_BTD, linear.weight[start:stop])
+        heads, values = self.num_attention_heads, ALL.stop - 1 - parts.start
+        parts_BTNAE = projected.unflatten(-1, (-1, heads, width // heads))
         # Together, and in few calls: while decoding, these cost more than sums.
-        turning = projected_BTNAE[:, :, :2]
+        turning = parts_BTNAE[:, :, :values]
         cos, sin = self._rotary(end)[positions_BT].unbind(2)
-        turned = torch.addcmul(turning * cos, turning.roll(turning.shape[-1] // 2, -1), sin)
-        parts_BTAE = (*turned.unbind(2), projected_BTNAE[:, :, 2])
-        return tuple(part_BTAE.transpose(1, 2) for part_BTAE in parts_BTAE)
+        turned = torch.addcmul(turning * cos, turning.roll(width // heads // 2, -1), sin)
+        split = (*turned.unbind(2), *parts_BTNAE[:, :, values:].unbind(2))
+        return [part_BTAE.transpose(1, 2) for part_BTAE in split]
 
     def finish(self, x_BTD: Tensor, mixed_BATE: Tensor) -> Tensor:
         """The layer's output [B, T, D] from its input and what attention mixed."""
@@ -107,25 +119,23 @@ class PrefixLayer(nn.Module):
         )
         return self.finish(x_BTD, mixed_BATE)
 
-    def take_in(
-        self, x_BTD: Tensor, positions_BT: Tensor, end: int
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Keys and values of what was read at some positions, [2, B, A, T, E], and of each position
-        what it is to `look` with, [B, T, ..]."""
-        query_BATE, *held = self.project(x_BTD, positions_BT, end)
-        return torch.stack(held), (x_BTD, query_BATE.transpose(1, 2))
+    def keys_and_values(self, x_BTD: Tensor, positions_BT: Tensor, end: int) -> Tensor:
+        """From what was read at some positions, [2, B, A, T, E]."""
+        return torch.stack(self.project(x_BTD, positions_BT, end, KEYS_AND_VALUES))
 
     def look(
         self,
         x_BPD: Tensor,
-        query_BPAE: Tensor,
+        positions_BP: Tensor,
+        end: int,
         held_LBASE: Tensor,
         visible_BPS: Tensor | None = None,
     ) -> Tensor:
-        """The output [B, P, D] at some positions from the keys and values of the text, of which
-        each sees what is visible to it; by default all."""
+        """The output [B, P, D] at some positions from `keys_and_values` of the text, of which each
+        sees what is visible to it; by default all."""
+        (query_BAPE,) = self.project(x_BPD, positions_BP, end, QUERY)
         mask = None if visible_BPS is None else visible_BPS[:, None]
-        query_BAPE, (keys, values) = query_BPAE.transpose(1, 2), held_LBASE
+        keys, values = held_LBASE
         if query_BAPE.shape[2] == 1 and keys.is_cpu and keys.dtype == torch.bfloat16:
             mixed_BAPE = _attention_of_one(query_BAPE, keys, values, mask)
         else:

@@ -44,6 +44,8 @@ def test_products_are_near(dtype: torch.dtype, with_bias: bool) -> None:
         assert got.dtype == dtype and got.shape == expected.shape
         error_R = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
         assert 0 < error_R.max() < 0.03
+        part = near.rows(x_RD, 20, 70)
+        torch.testing.assert_close(part, near.rows(x_RD)[..., 20:70], rtol=0, atol=0)
         # Of nothing comes nothing, or the bias.
         zero_O = near.rows(torch.zeros(1, 96, dtype=dtype))[0]
         assert torch.equal(zero_O, linear.bias.float() if with_bias else torch.zeros(200))
