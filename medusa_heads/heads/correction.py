@@ -19,18 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LIKELY = 512  # tokens of a head's own that drafting corrects
-_SPREAD = 0.1  # of a fresh table's entries
 
 
 class Correction(nn.Module):
     """`before` [V, W], a row for each token of the target, and `after` [C, W]; adds nothing while
-    it is fresh."""
+    it is fresh.
+
+    A fresh `before` stands at unit scale, as an optimiser sees it: a step moves every entry of
+    `after` by the rate, and so the logits by the rate times the size of these rows.
+    """
 
     def __init__(self, vocab_size: int, num_candidates: int, rank: int) -> None:
         super().__init__()
         self.before = nn.Embedding(vocab_size, rank)
         self.after = nn.Linear(rank, num_candidates, bias=False)
-        nn.init.normal_(self.before.weight, std=_SPREAD)
+        nn.init.normal_(self.before.weight)
         nn.init.zeros_(self.after.weight)
 
     def add_to(self, logits_RC: Tensor, before_R: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from medusa_heads.heads.correction import Correction
 if TYPE_CHECKING:
     from medusa_heads.heads.base import AnyHeads, DraftHeads
 
-SMALLEST = 1 << 19  # weights of a matrix; of smaller ones the call takes longer than the product
+SMALLEST = 1 << 18  # weights of a matrix; of smaller ones the call takes longer than the product
 # Where a processor has no instructions for such products, two of them are added in 16 bits, which
 # these weights never fill. Elsewhere another bit would bring nothing that a draft could tell.
 _MOST_WEIGHT, _MOST_INPUT = 63, 127

@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "prefix-corrected": {"prefix_attention": True, "correction_rank": 128},
     "block-corrected": {"kind": "block", "correction_rank": 128},
     "sequential": {"kind": "hydra"},
+    "prefix-sequential": {"kind": "hydra", "prefix_attention": True},
     "eagle3": {"kind": "eagle3"},
 }
 _WARM_UP = 4  # rounds

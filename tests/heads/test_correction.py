@@ -8,6 +8,7 @@ from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, new_heads
+from medusa_heads.heads.correction import Correction
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.dynamic_tree import Ranking
 from tests.conftest import TinyLlama
@@ -31,6 +32,18 @@ def test_fresh_heads_predict_what_the_target_does(tiny_llama: TinyLlama, kind: s
     logits_BTKV = heads(target.hidden(ids_BT), ids_BT[:, :, None].expand(-1, -1, 2))
     expected_BTV = target.model(ids_BT).logits
     torch.testing.assert_close(logits_BTKV, expected_BTV[:, :, None].expand_as(logits_BTKV))
+
+
+def test_one_step_of_an_optimiser_moves_logits_by_much_of_the_rate() -> None:
+    """At a tenth of the scale, 64 steps left later heads with two thirds of their accuracy."""
+    torch.manual_seed(0)
+    correction, rank, rate = Correction(50, 50, 128), 128, 1e-3
+    optimizer = torch.optim.AdamW(correction.parameters(), lr=rate, weight_decay=0.0)
+    before_R, logits_RC = torch.arange(50), torch.zeros(50, 50)
+    torch.nn.functional.cross_entropy(correction.add_to(logits_RC, before_R), before_R).backward()
+    optimizer.step()
+    moved_RC = correction.add_to(logits_RC, before_R)
+    assert 0.3 < moved_RC.diagonal().mean().item() / (rate * rank) < 1.5
 
 
 @pytest.mark.parametrize("kind", KINDS)
