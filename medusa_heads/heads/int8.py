@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import platform
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,27 @@ SMALLEST = 1 << 18  # weights of a matrix; of smaller ones the call takes longer
 # these weights never fill. Elsewhere another bit would bring nothing that a draft could tell.
 _MOST_WEIGHT, _MOST_INPUT = 63, 127
 _AT_ONCE = 1 << 22  # weights that are rounded at a time
+# A layer that also hands its input on has a diagonal beside which all other weights would be
+# rounded away.
+_OUTSTANDING = 8.0  # times as large as the others
 _KNOWN = ("x86_64", "AMD64")  # elsewhere torch may have no kernel, but a loop
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+class Rounded(NamedTuple):
+    """Weights in eight bits.
+
+    Attributes:
+        int8_OD: the weights, those that hand inputs on left out.
+        unit_O: what a unit of each row is.
+        handed_on_O: the weight of each output's own input; None where these are as all others.
+    """
+
+    int8_OD: Tensor
+    unit_O: Tensor
+    handed_on_O: Tensor | None
+
 
 _rounded: Any = WeakIdKeyDictionary()  # by weights: sums of their rows, and what was made of them
 
@@ -44,7 +62,7 @@ class Int8Linear(nn.Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight_OD.shape
         self.weight, self.bias = weight_OD, bias_O  # type: ignore[assignment]
-        self._rounded: tuple[Tensor, Tensor] | None = None  # when it is first asked for
+        self._rounded: Rounded | None = None  # when it is first asked for
 
     @property
     def held(self) -> int:
@@ -59,12 +77,14 @@ class Int8Linear(nn.Linear):
         """All of the outputs, or those from `start` to `stop`, in float32."""
         if self._rounded is None:
             self._rounded = _round(self.weight)
-        int8_OD, unit_O = self._rounded
+        int8_OD, unit_O, handed_on_O = self._rounded
         x_ND = x_RD.flatten(0, -2).float()
         unit_N1 = x_ND.abs().amax(dim=1, keepdim=True).div_(_MOST_INPUT).clamp_min_(1e-30)
         int8_ND = (x_ND / unit_N1).round_().to(torch.int8)
         out_NO = torch._int_mm(int8_ND, int8_OD[start:stop].T).float()
         out_NO.mul_(unit_N1).mul_(unit_O[start:stop])
+        if handed_on_O is not None:
+            out_NO.addcmul_(x_ND[:, : self.out_features][:, start:stop], handed_on_O[start:stop])
         if self.bias is not None:
             out_NO.add_(self.bias[start:stop])
         return out_NO.unflatten(0, x_RD.shape[:-1])
@@ -116,17 +136,24 @@ def _pays(weight_OD: Any) -> bool:
 
 
 @torch.no_grad()
-def _round(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights in eight bits [O, D], and what a unit of each row is [O]; made once for as long
-    as they stay what they are."""
+def _round(weight_OD: Tensor) -> Rounded:
+    """The weights in eight bits; made once for as long as they stay what they are."""
     # Fused optimisers, and whoever writes to `.data`, leave no trace in a version.
     sums_O = weight_OD @ torch.linspace(1.0, 2.0, weight_OD.shape[1], dtype=weight_OD.dtype)
     made = _rounded.get(weight_OD)
     if made is None or not torch.equal(made[0], sums_O):
-        unit_O = weight_OD.abs().amax(dim=1).float().div_(_MOST_WEIGHT).clamp_min_(1e-30)
+        own_O, usual = weight_OD.diagonal().float(), weight_OD.abs().mean(dtype=torch.float32)
+        hands_on = len(own_O) == len(weight_OD) and own_O.abs().mean() > _OUTSTANDING * usual
+        handed_on_O = own_O if hands_on else None
         rows = max(_AT_ONCE // weight_OD.shape[1], 1)
-        pieces = zip(weight_OD.split(rows), unit_O[:, None].split(rows), strict=True)
-        int8_OD = torch.cat([(w.float() / unit).round_().to(torch.int8) for w, unit in pieces])
-        made = _rounded[weight_OD] = sums_O, (int8_OD, unit_O)
-    rounded: tuple[Tensor, Tensor] = made[1]
+        int8s, units = [], []
+        for start in range(0, len(weight_OD), rows):
+            piece = weight_OD[start : start + rows].to(torch.float32, copy=True)
+            if handed_on_O is not None:
+                piece.diagonal(start).zero_()
+            units.append(piece.abs().amax(dim=1).div_(_MOST_WEIGHT).clamp_min_(1e-30))
+            int8s.append((piece / units[-1][:, None]).round_().to(torch.int8))
+        made = sums_O, Rounded(torch.cat(int8s), torch.cat(units), handed_on_O)
+        _rounded[weight_OD] = made
+    rounded: Rounded = made[1]
     return rounded

@@ -51,6 +51,21 @@ def test_products_are_near(dtype: torch.dtype, with_bias: bool) -> None:
         assert torch.equal(zero_O, linear.bias.float() if with_bias else torch.zeros(200))
 
 
+def test_a_layer_that_hands_its_input_on_keeps_its_other_weights() -> None:
+    """Rounded by the scale of a diagonal of ones, they would be nothing or three times as large."""
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 128, bias=False)
+    with torch.no_grad():
+        linear.weight.normal_(std=0.005)
+        linear.weight[:, :128] += torch.eye(128)
+        x_RD = torch.randn(7, 256)
+        near, besides = Int8Linear(linear.weight, None), linear(x_RD) - x_RD[:, :128]
+        error_RD = near(x_RD) - linear(x_RD)
+        assert float(error_RD.norm() / besides.norm()) < 0.05
+        part = near.rows(x_RD, 20, 70)
+        torch.testing.assert_close(part, near.rows(x_RD)[:, 20:70], rtol=0, atol=0)
+
+
 def test_no_sum_of_two_products_fills_sixteen_bits() -> None:
     # Inputs become unsigned numbers of at most 255 where a processor multiplies no others.
     assert 2 * 255 * int8._MOST_WEIGHT < 1 << 15
