@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medusa_heads.inference.adapt.evidence import Evidence
-from medusa_heads.inference.drafters.growing import Proposal, grow
+from medusa_heads.inference.drafters.growing import Growing, Proposal, grow
 
 # What is offered behind each path of tokens.
 Table = dict[tuple[int, ...], dict[int, float]]
@@ -116,3 +116,13 @@ def test_the_least_chance_itself_is_wanted() -> None:
     table: Table = {(): {1: 0.5, 2: 0.25}, (1,): {3: 0.5, 4: 0.25}}
     tree = grow(9, [Tabled(table)], 9, least=0.25)
     assert tree.tokens == [9, 1, 2, 3] and tree.parents == [-1, 0, 0, 1]
+
+
+def test_a_tree_grows_as_far_as_it_is_asked_to() -> None:
+    growing = Growing(9, [Tabled({(): {1: 0.9, 2: 0.6, 3: 0.3}, (1,): {4: 0.5}})], 3)
+    growing.to(1)
+    assert growing.tree.tokens == [9, 1] and growing.next == pytest.approx(0.6 / 1.8)
+    growing.to(9)
+    # One source may promise more than a certainty, too.
+    assert growing.tree.chances[1:] == pytest.approx([0.9 / 1.8, 0.6 / 1.8, 0.5 * 0.9 / 1.8])
+    assert growing.next == 0.0  # there is no room for another
