@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,21 +62,23 @@ class ChatTemplate:
         """Messages as text, with the beginning of an answer where one is asked for; a BadRow where
         the template refuses them, or the text has no tokens."""
         try:
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=tools,
-                    chat_template=self.template,
-                    add_generation_prompt=ask,
-                    tokenize=False,
-                    **self.arguments,
-                )
-            )
+            text = str(self._written(list(messages), tools, ask))
         except (TemplateError, *_TEMPLATE_FAULTS) as error:
             raise BadRow(f"the chat template refuses it ({error})") from error
         if half_character(text) is not None:  # JSON within a table can spell what the table cannot
             raise BadRow("it holds half a character (a surrogate), which has no tokens")
         return text
+
+    def _written(self, messages: list[Any], tools: list[Any] | None, ask: bool) -> Any:
+        """A conversation as text, or each of a list of them."""
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=self.template,
+            add_generation_prompt=ask,
+            tokenize=False,
+            **self.arguments,
+        )
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered texts, in which the template has written the special tokens."""
@@ -88,7 +91,9 @@ class ChatTemplate:
         it has rendered before, else as few rows as hold each turn with the context it answers. Text
         after the last turn is left out: nothing is learnt from it. Raises BadRow: the template
         refuses the messages, or no turn can be told from its prompt."""
-        rendered = self.rendered(conversation)
+        (rendered,) = self.rendered([conversation])
+        if isinstance(rendered, BadRow):
+            raise rendered
         encoded = Ragged.of(self.encode([*rendered.asked, *rendered.answered]))
         rows, problems = self.rows_of([rendered], encoded)
         if problems:
@@ -98,21 +103,47 @@ class ChatTemplate:
             for number in range(len(rows.sources))
         ]
 
-    def rendered(self, conversation: Conversation) -> Rendered:
-        """What `rows` encodes, for callers that encode many at once; a BadRow likewise."""
-        messages, tools = conversation.messages, conversation.tools
-        spoken = [
-            index
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant" and index >= conversation.context
+    def rendered(self, conversations: Sequence[Conversation]) -> list[Rendered | BadRow]:
+        """What `rows` encodes of many conversations; in place of some, why there is nothing."""
+        spoken = [_spoken(each) for each in conversations]
+        turns = [
+            (each, index)
+            for each, indices in zip(conversations, spoken, strict=True)
+            if not isinstance(indices, BadRow)
+            for index in indices
         ]
-        if not spoken:
-            raise BadRow("no message of an assistant to learn from")
-        if spoken[0] == 0:
-            raise BadRow("it begins with an assistant's message, which no prompt asks for")
-        asked = [self.render(messages[:index], tools, ask=True) for index in spoken]
-        answered = [self.render(messages[: index + 1], tools, ask=False) for index in spoken]
-        return Rendered(spoken, asked, answered)
+        prompts = [(each.messages[:index], each.tools) for each, index in turns]
+        texts = [(each.messages[: index + 1], each.tools) for each, index in turns]
+        asked = iter(self._all_rendered(prompts, ask=True))
+        answered = iter(self._all_rendered(texts, ask=False))
+        found: list[Rendered | BadRow] = []
+        for indices in spoken:
+            if isinstance(indices, BadRow):
+                found.append(indices)
+                continue
+            pair: list[list[Any]] = [[next(texts) for _ in indices] for texts in (asked, answered)]
+            refused = (text for text in chain(*pair) if isinstance(text, BadRow))
+            found.append(next(refused, None) or Rendered(indices, *pair))
+        return found
+
+    def _all_rendered(
+        self, talks: Sequence[tuple[list[Any], list[Any] | None]], *, ask: bool
+    ) -> list[str | BadRow]:
+        if talks and all(tools is None for _, tools in talks):
+            try:
+                texts = self._written([messages for messages, _ in talks], None, ask)
+            except (TemplateError, *_TEMPLATE_FAULTS):
+                pass  # one of them; each is asked below
+            else:
+                if not any(half_character(text) is not None for text in texts):
+                    return list(texts)
+        found: list[str | BadRow] = []
+        for messages, tools in talks:
+            try:
+                found.append(self.render(messages, tools, ask=ask))
+            except BadRow as problem:
+                found.append(problem)
+        return found
 
     def rows_of(
         self, rendered: Sequence[Rendered], encoded: Ragged
@@ -171,6 +202,20 @@ class ChatTemplate:
         if token not in self._blank:
             self._blank[token] = not str(self.tokenizer.decode([token])).strip()
         return self._blank[token]
+
+
+def _spoken(conversation: Conversation) -> list[int] | BadRow:
+    """Which messages are learnt, or why none can be."""
+    found = [
+        index
+        for index, message in enumerate(conversation.messages)
+        if message["role"] == "assistant" and index >= conversation.context
+    ]
+    if not found:
+        return BadRow("no message of an assistant to learn from")
+    if found[0] == 0:
+        return BadRow("it begins with an assistant's message, which no prompt asks for")
+    return found
 
 
 def ask_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:

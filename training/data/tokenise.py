@@ -91,7 +91,8 @@ def _part(
             load_from_cache_file=False,
             cache_file_name=file,
             keep_in_memory=file is None,
-            new_fingerprint=uuid4().hex,  # else the tokenizer would be hashed for one
+            # Else the tokenizer would be hashed for one, which is written into the file.
+            new_fingerprint=uuid4().hex if folder is None else f"{folder.name}-{start}",
             num_proc=num_proc,
             desc="Tokenising",
         )

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
-from medusa_heads.data.chat import ChatTemplate, Rendered, continuation
+from medusa_heads.data.chat import ChatTemplate, continuation
 from medusa_heads.data.encoding import Encoder, Ragged, begins, ends_of
 from medusa_heads.data.formats import (
     LARGEST_TOKEN,
@@ -141,7 +141,7 @@ class Tokeniser:
         makers: dict[Any, Callable[[Any], _Made]] = {
             Document: self._documents,
             Completion: self._completions,
-            Rendered: self._conversations,
+            Conversation: self._conversations,
             Tokens: self._tokens,
         }
         lost, parts = np.zeros(count, np.int64), []
@@ -156,13 +156,11 @@ class Tokeniser:
             parts.append(LearntRows(empty, empty, np.array(list(problems))))
         return LearntRows.joined(parts), lost, problems
 
-    def _content(self, row: Mapping[str, Any]) -> Content | Rendered:
+    def _content(self, row: Mapping[str, Any]) -> Content:
         content = self.format.read(row)
-        if not isinstance(content, Conversation):
-            return content
-        if self.chat is None:
+        if isinstance(content, Conversation) and self.chat is None:
             raise BadRow("messages need a chat template, and the tokenizer has none")
-        return self.chat.rendered(content)
+        return content
 
     def _documents(self, contents: Sequence[Document]) -> _Made:
         ids = self._ended(self._encoded([content.text for content in contents]))
@@ -196,12 +194,20 @@ class Tokeniser:
         labels = labelled(ids, inside >= np.repeat(prompts.lengths[kept], ids.lengths))
         return self._cut(LearntRows(ids, labels, kept), len(contents), problems)
 
-    def _conversations(self, contents: Sequence[Rendered]) -> _Made:
+    def _conversations(self, contents: Sequence[Conversation]) -> _Made:
         assert self.chat is not None and self._encoder is not None
-        texts = [text for each in contents for text in (*each.asked, *each.answered)]
+        problems, rendered, sources = {}, [], []
+        for source, found in enumerate(self.chat.rendered(contents)):
+            if isinstance(found, BadRow):
+                problems[source] = str(found)
+            else:
+                rendered.append(found)
+                sources.append(source)
+        texts = [text for each in rendered for text in (*each.asked, *each.answered)]
         encoded = self._encoder(texts, special_tokens=False)
-        rows, problems = self.chat.rows_of(contents, encoded)
-        return self._cut(rows, len(contents), problems)
+        rows, refused = self.chat.rows_of(rendered, encoded)
+        problems |= {sources[number]: problem for number, problem in refused.items()}
+        return self._cut(rows.of(np.array(sources, np.int64)), len(contents), problems)
 
     def _tokens(self, contents: Sequence[Tokens]) -> _Made:
         """One that is learnt whole is a document, any other has an answer."""
