@@ -10,25 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
+from medusa_heads.data.encoding import Ragged, begins
 from medusa_heads.data.formats import Conversation
+from medusa_heads.data.turns import LearntRows, end_of_turns, replaced, rows_of_turns
 from medusa_heads.files import half_character
 
 # What a template's code may raise on a row that it was not made for.
 _TEMPLATE_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError)
-
-
-class Turn(NamedTuple):
-    """One assistant's turn: everything up to its end, of which it wrote the tokens from `start`."""
-
-    input_ids: list[int]
-    start: int
 
 
 class Rendered(NamedTuple):
@@ -66,21 +62,23 @@ class ChatTemplate:
         """Messages as text, with the beginning of an answer where one is asked for; a BadRow where
         the template refuses them, or the text has no tokens."""
         try:
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=tools,
-                    chat_template=self.template,
-                    add_generation_prompt=ask,
-                    tokenize=False,
-                    **self.arguments,
-                )
-            )
+            text = str(self._written(list(messages), tools, ask))
         except (TemplateError, *_TEMPLATE_FAULTS) as error:
             raise BadRow(f"the chat template refuses it ({error})") from error
         if half_character(text) is not None:  # JSON within a table can spell what the table cannot
             raise BadRow("it holds half a character (a surrogate), which has no tokens")
         return text
+
+    def _written(self, messages: list[Any], tools: list[Any] | None, ask: bool) -> Any:
+        """A conversation as text, or each of a list of them."""
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=self.template,
+            add_generation_prompt=ask,
+            tokenize=False,
+            **self.arguments,
+        )
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered texts, in which the template has written the special tokens."""
@@ -93,52 +91,93 @@ class ChatTemplate:
         it has rendered before, else as few rows as hold each turn with the context it answers. Text
         after the last turn is left out: nothing is learnt from it. Raises BadRow: the template
         refuses the messages, or no turn can be told from its prompt."""
-        rendered = self.rendered(conversation)
-        return self.rows_of(rendered, self.encode([*rendered.asked, *rendered.answered]))
-
-    def rendered(self, conversation: Conversation) -> Rendered:
-        """What `rows` encodes, for callers that encode many at once; a BadRow likewise."""
-        messages, tools = conversation.messages, conversation.tools
-        spoken = [
-            index
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant" and index >= conversation.context
+        (rendered,) = self.rendered([conversation])
+        if isinstance(rendered, BadRow):
+            raise rendered
+        encoded = Ragged.of(self.encode([*rendered.asked, *rendered.answered]))
+        rows, problems = self.rows_of([rendered], encoded)
+        if problems:
+            raise BadRow(problems[0])
+        return [
+            (rows.input_ids.row(number), rows.labels.row(number))
+            for number in range(len(rows.sources))
         ]
-        if not spoken:
-            raise BadRow("no message of an assistant to learn from")
-        if spoken[0] == 0:
-            raise BadRow("it begins with an assistant's message, which no prompt asks for")
-        asked = [self.render(messages[:index], tools, ask=True) for index in spoken]
-        answered = [self.render(messages[: index + 1], tools, ask=False) for index in spoken]
-        return Rendered(spoken, asked, answered)
+
+    def rendered(self, conversations: Sequence[Conversation]) -> list[Rendered | BadRow]:
+        """What `rows` encodes of many conversations; in place of some, why there is nothing."""
+        spoken = [_spoken(each) for each in conversations]
+        turns = [
+            (each, index)
+            for each, indices in zip(conversations, spoken, strict=True)
+            if not isinstance(indices, BadRow)
+            for index in indices
+        ]
+        prompts = [(each.messages[:index], each.tools) for each, index in turns]
+        texts = [(each.messages[: index + 1], each.tools) for each, index in turns]
+        asked = iter(self._all_rendered(prompts, ask=True))
+        answered = iter(self._all_rendered(texts, ask=False))
+        found: list[Rendered | BadRow] = []
+        for indices in spoken:
+            if isinstance(indices, BadRow):
+                found.append(indices)
+                continue
+            pair: list[list[Any]] = [[next(texts) for _ in indices] for texts in (asked, answered)]
+            refused = (text for text in chain(*pair) if isinstance(text, BadRow))
+            found.append(next(refused, None) or Rendered(indices, *pair))
+        return found
+
+    def _all_rendered(
+        self, talks: Sequence[tuple[list[Any], list[Any] | None]], *, ask: bool
+    ) -> list[str | BadRow]:
+        if talks and all(tools is None for _, tools in talks):
+            try:
+                texts = self._written([messages for messages, _ in talks], None, ask)
+            except (TemplateError, *_TEMPLATE_FAULTS):
+                pass  # one of them; each is asked below
+            else:
+                if not any(half_character(text) is not None for text in texts):
+                    return list(texts)
+        found: list[str | BadRow] = []
+        for messages, tools in talks:
+            try:
+                found.append(self.render(messages, tools, ask=ask))
+            except BadRow as problem:
+                found.append(problem)
+        return found
 
     def rows_of(
-        self, rendered: Rendered, encoded: Sequence[list[int]]
-    ) -> list[tuple[list[int], list[int]]]:
-        """`rows`, of the token ids of all prompts and then of all texts."""
-        turns = self._turns(rendered, encoded)
-        rows = []
-        while turns:
-            last = turns[-1].input_ids
-            labels = [IGNORED] * len(last)
-            held = [turn for turn in turns if last[: len(turn.input_ids)] == turn.input_ids]
-            for ids, start in held:
-                labels[start : len(ids)] = ids[start:]
-            turns = [turn for turn in turns if turn not in held]
-            rows.append((last, labels))
-        return rows[::-1]
+        self, rendered: Sequence[Rendered], encoded: Ragged
+    ) -> tuple[LearntRows, dict[int, str]]:
+        """`rows` of many conversations, each by its number, from the token ids of the prompts and
+        then of the texts of one after the other; and why those of some numbers have none."""
+        counts = np.fromiter((len(each.spoken) for each in rendered), np.int64, len(rendered))
+        sources = np.repeat(np.arange(len(rendered)), counts)
+        places_asked = np.arange(len(sources)) + np.repeat(np.cumsum(counts) - counts, counts)
+        asked, ids = encoded.take(places_asked), encoded.take(places_asked + counts[sources])
+        turns = [turn for each in rendered for turn in zip(*each, strict=True)]
+        problems: dict[int, str] = {}  # of turns
 
-    def _turns(self, rendered: Rendered, encoded: Sequence[list[int]]) -> list[Turn]:
-        turns = []
-        for place, (index, before, text) in enumerate(zip(*rendered, strict=True)):
-            before_ids, ids = encoded[place], encoded[len(rendered.spoken) + place]
-            if ids[: len(before_ids)] != before_ids:
-                ids = self._continued(before, before_ids, text, ids, index)
-            end = self._end_of_turn(ids, len(before_ids))
-            if end == len(before_ids):
-                raise BadRow(f"the chat template renders nothing of message {index}")
-            turns.append(Turn(ids[:end], len(before_ids)))
-        return turns
+        merged = []
+        fine = begins(
+            (asked.values, asked.starts, asked.lengths), (ids.values, ids.starts, ids.lengths)
+        )
+        for turn in np.flatnonzero(~fine).tolist():
+            index, before, text = turns[turn]
+            try:
+                joined = self._continued(before, asked.row(turn), text, ids.row(turn), index)
+            except BadRow as problem:
+                problems[turn] = str(problem)
+            else:
+                merged.append((turn, joined))
+        ids = replaced(ids, merged)
+        starts = np.minimum(asked.lengths, ids.lengths)
+        ends = end_of_turns(ids, starts, self.stop_ids, self._special, self._is_blank)
+        for turn in np.flatnonzero(ends == starts).tolist():
+            nothing = f"the chat template renders nothing of message {turns[turn][0]}"
+            problems.setdefault(turn, nothing)
+        of_source = {int(sources[turn]): problems[turn] for turn in sorted(problems, reverse=True)}
+        kept = np.flatnonzero(~np.isin(sources, list(of_source)))
+        return rows_of_turns(ids.take(kept), starts[kept], ends[kept], sources[kept]), of_source
 
     def _continued(
         self, before: str, before_ids: list[int], text: str, ids: list[int], index: int
@@ -159,22 +198,24 @@ class ChatTemplate:
             )
         return joined
 
-    def _end_of_turn(self, ids: Sequence[int], start: int) -> int:
-        """The end of what is generated: after the first token that ends a turn, among the special
-        tokens and white space at the end. Without any the turn ends where its text does."""
-        tail = len(ids)
-        while tail > start and (ids[tail - 1] in self._special or self._is_blank(ids[tail - 1])):
-            tail -= 1
-        for wanted in (self.stop_ids, self._special):
-            for place in range(tail, len(ids)):
-                if ids[place] in wanted:
-                    return place + 1
-        return len(ids)
-
     def _is_blank(self, token: int) -> bool:
         if token not in self._blank:
             self._blank[token] = not str(self.tokenizer.decode([token])).strip()
         return self._blank[token]
+
+
+def _spoken(conversation: Conversation) -> list[int] | BadRow:
+    """Which messages are learnt, or why none can be."""
+    found = [
+        index
+        for index, message in enumerate(conversation.messages)
+        if message["role"] == "assistant" and index >= conversation.context
+    ]
+    if not found:
+        return BadRow("no message of an assistant to learn from")
+    if found[0] == 0:
+        return BadRow("it begins with an assistant's message, which no prompt asks for")
+    return found
 
 
 def ask_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:

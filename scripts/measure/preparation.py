@@ -4,9 +4,10 @@ python -m scripts.measure.preparation
 
 Makes a corpus of one Parquet file, in which lengths are drawn (log-normal) and tokens are made up;
 or real text and conversations, which are tokenised. Then starts twice, each time in a process of
-its own on one core, what a rank of a run does before its first step: find the corpus, prepare its
-rows (packed), and read some of them. Prints rows a second of the first start, the seconds of the
-second, and the memory that is not a mapped file: at its peak, and what stays.
+its own on one core (`--processes`: on as many), what a rank of a run does before its first step:
+find the corpus, prepare its rows (packed), and read some of them. Prints rows a second of the first
+start, the seconds of the second, and the memory that is not a mapped file: at its peak, and what
+stays.
 """
 
 from __future__ import annotations
@@ -57,13 +58,16 @@ class MeasureArguments:
     rows: int = field(default=100_000, metadata={"help": "of the corpus"})
     length: int = field(default=250, metadata={"help": "mean tokens of a row, about"})
     max_length: int = field(default=2048, metadata={"help": "of packed rows, in tokens"})
+    processes: int = field(
+        default=1, metadata={"help": "that tokenise, on as many cores, if they may be used"}
+    )
     folder: str | None = field(
         default=None, metadata={"help": "where corpus and caches lie, and stay; default: nowhere"}
     )
     output: str = field(default="runs/measure_preparation.json", metadata={"help": "the numbers"})
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "rows", "length", "max_length")
+        at_least(self, 1, "rows", "length", "max_length", "processes")
 
 
 def write(arguments: MeasureArguments) -> None:
@@ -148,7 +152,7 @@ def _start_alone(corpus: str, arguments: MeasureArguments) -> dict[str, Any]:
     import datasets
 
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.processes])
     datasets.disable_progress_bars()
     return start(corpus, arguments)
 
@@ -165,10 +169,15 @@ def start(corpus: str, arguments: MeasureArguments) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     tokenizer.chat_template = CHAT if arguments.kind == "messages" else None
     target = random_target("16x1x2", len(tokenizer), dtype="float32")
-    settings = DataArguments(dataset=[corpus], max_length=arguments.max_length, packing=True)
+    settings = DataArguments(
+        dataset=[corpus],
+        max_length=arguments.max_length,
+        packing=True,
+        dataset_num_proc=arguments.processes if arguments.processes > 1 else None,
+    )
     gc.collect()
     memory = Memory()
-    begun, begun_cpu = time.perf_counter(), time.process_time()
+    begun, begun_cpu = time.perf_counter(), _cpu_seconds()
     data = prepare_data(target, *load_corpora(settings), tokenizer, settings, num_heads=4, seed=0)
     rows: Any = data.rows
     digest = hashlib.sha256(f"{data.facts} {data.held_out_facts} {len(rows)}".encode())
@@ -178,7 +187,7 @@ def start(corpus: str, arguments: MeasureArguments) -> dict[str, Any]:
             digest.update(np.asarray(row[name], np.int64).tobytes())
     found = {
         "seconds": time.perf_counter() - begun,
-        "cpu_seconds": time.process_time() - begun_cpu,
+        "cpu_seconds": _cpu_seconds() - begun_cpu,
         "rows": data.facts.rows,
         "tokens": data.facts.tokens,
         "packed_rows": len(rows),
@@ -186,6 +195,11 @@ def start(corpus: str, arguments: MeasureArguments) -> dict[str, Any]:
     }
     gc.collect()
     return {**found, **memory.mib()}
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    return sum(os.times()[:4])
 
 
 class Memory:
@@ -216,7 +230,8 @@ def _anonymous() -> int:
 def table_of(report: dict[str, Any]) -> Table:
     """What was measured, for the screen."""
     arguments, (first, second) = report["arguments"], report["starts"]
-    table = Table(title=f"{arguments['rows']} rows of {arguments['kind']}, one core")
+    title = f"{arguments['rows']} rows of {arguments['kind']}, {arguments['processes']} process(es)"
+    table = Table(title=title)
     for name in ("", "seconds", "CPU seconds", "rows/s", "peak MiB", "kept MiB"):
         table.add_column(name, justify="left" if not name else "right")
     for name, found in (("first start", first), ("second start", second)):

@@ -25,6 +25,11 @@ class CacheArguments:
     )
 
     def __post_init__(self) -> None:
+        given: object = self.hidden_cache
+        if given is True:
+            raise ValueError("hidden_cache true (YAML's on) leaves open which: give read or auto")
+        if given is False:  # as YAML reads off
+            self.hidden_cache = "off"
         one_of(self, "hidden_cache", ("off", "read", "auto"))
         one_of(self, "hidden_cache_dtype", ("auto", "bfloat16", "float8_e4m3fn"))
 

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 INDEX_FILE = "prepared.json"
 
 _BLOCKS, _BLOCK = 64, 1 << 16  # of a file, spread evenly, and the bytes of each
-_LIBRARIES = ("datasets", "jinja2", "numpy", "pyarrow", "tokenizers", "transformers")
+_LIBRARIES = ("datasets", "jinja2", "numpy", "pyarrow", "tokenizers", "transformers", "fastokens")
 
 
 def prepared_folder(place: str | None, *hangs_on: Any) -> Path:
@@ -48,11 +48,18 @@ def prepared_folder(place: str | None, *hangs_on: Any) -> Path:
     from datasets import config
     from datasets.fingerprint import Hasher
 
-    versions = [version(name) for name in _LIBRARIES]
+    versions = [_version(name) for name in _LIBRARIES]
     code = code_sha256(Path(str(data.__file__)).parent, Path(__file__).parent)
     home = Path(config.HF_DATASETS_CACHE) / "medusa_heads" if place is None else expanded(place)
     check_folder(home)
     return home / str(Hasher.hash([versions, code, *hangs_on]))
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:  # one that need not be there
+        return None
 
 
 def table_fingerprint(rows: Dataset) -> str:

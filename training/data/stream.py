@@ -102,9 +102,17 @@ def _tokens(rows: IterableDataset, tokeniser: Tokeniser, sieve: _Sieve) -> Itera
     batches: dict[str, Any] = {"batched": True, "batch_size": _TOKENISED_AT_ONCE}
     known = list(next(iter(rows), {}))
     tokens = rows.map(
-        tokeniser, with_indices=True, remove_columns=known, features=features, **batches
+        partial(_listed, tokeniser),
+        with_indices=True,
+        remove_columns=known,
+        features=features,
+        **batches,
     )
     return tokens.map(sieve, remove_columns=[*features.keys() - kept], features=kept, **batches)
+
+
+def _listed(tokeniser: Tokeniser, batch: Any, documents: Sequence[int]) -> dict[str, list[Any]]:
+    return tokeniser(batch, documents).to_pydict()
 
 
 def _digest(ids: Sequence[int]) -> bytes:

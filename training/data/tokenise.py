@@ -22,6 +22,7 @@ from medusa_heads.training.data.tokeniser import Tokeniser, token_features
 
 logger = logging.getLogger(__name__)
 
+_SPREAD = 256  # rows from all over the corpus, by which the library that encodes is chosen
 _ROWS_OF_A_PART = 200_000  # an interrupted preparation goes on behind the last part
 
 
@@ -78,8 +79,11 @@ def _part(
     numbers = are_numbers(corpus)
 
     def make(file: str | None) -> Dataset:
+        if not numbers:
+            spread = np.linspace(0, len(corpus.rows) - 1, min(_SPREAD, len(corpus.rows)))
+            tokeniser.settle(corpus.rows[spread.astype(np.int64)])
         return rows.with_format("arrow" if numbers else None).map(
-            partial(_counted, tokeniser.arrow if numbers else tokeniser, start),
+            partial(_counted, tokeniser, start),
             batched=True,
             with_indices=True,
             remove_columns=rows.column_names,
@@ -87,7 +91,8 @@ def _part(
             load_from_cache_file=False,
             cache_file_name=file,
             keep_in_memory=file is None,
-            new_fingerprint=uuid4().hex,  # else the tokenizer would be hashed for one
+            # Else the tokenizer would be hashed for one, which is written into the file.
+            new_fingerprint=uuid4().hex if folder is None else f"{folder.name}-{start}",
             num_proc=num_proc,
             desc="Tokenising",
         )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
-from medusa_heads.data.chat import ChatTemplate, Rendered, continuation
+from medusa_heads.data.chat import ChatTemplate, continuation
+from medusa_heads.data.encoding import Encoder, Ragged, begins, ends_of
 from medusa_heads.data.formats import (
     LARGEST_TOKEN,
     Completion,
@@ -26,14 +26,13 @@ from medusa_heads.data.formats import (
     Tokens,
 )
 from medusa_heads.data.sources import PLACE_COLUMN
+from medusa_heads.data.turns import LearntRows, labelled, replaced
 from medusa_heads.training.data.columns import flat
+from medusa_heads.training.data.cut import blocks, cut
 from medusa_heads.training.data.row_facts import RowLimits
 
-_CHARACTERS_AT_ONCE = 1 << 20
-
-Row = tuple[list[int], list[int]]
-"""input_ids, and labels of the same length, unshifted, -100 where the text was not generated."""
-Outcome = tuple[list[Row], int, str | None]
+_Made = tuple[LearntRows, Any, dict[int, str]]
+"""Rows of tokens, how many labels each source lost, and why some sources have no row."""
 
 
 @dataclass
@@ -46,36 +45,34 @@ class Tokeniser:
     chat: ChatTemplate | None = None  # for conversations
     limits: RowLimits | None = None  # None where `check_rows` refuses rows that do not fit
 
-    def __call__(
-        self, batch: Mapping[str, Sequence[Any]], documents: Sequence[int]
-    ) -> dict[str, list[Any]]:
-        """Columns of rows: the tokens, which row of the corpus each is a part of, why that one
-        cannot be used (then without tokens) and its place, and how many labels were cut off."""
-        made: list[tuple[Any, ...]] = []
-        table = [
-            dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
-        ]
-        outcomes = self._outcomes(table)
-        for document, row, (rows, lost, refusal) in zip(documents, table, outcomes, strict=True):
-            for part in rows:
-                problem = refusal or self._problem(part)
-                tokens, place = (([], []), row.get(PLACE_COLUMN)) if problem else (part, None)
-                made.append((*tokens, document, problem, place, lost))
-                lost = 0  # told once
-        return {name: [each[i] for each in made] for i, name in enumerate(token_features())}
+    def __post_init__(self) -> None:
+        self._encoder = None if self.tokenizer is None else Encoder(self.tokenizer)
 
-    def arrow(self, table: pa.Table, documents: Sequence[int]) -> pa.Table:
-        """The same of a table of whole numbers, in which only rows that cannot be taken as they are
-        are looked at one by one."""
-        whole, schema = self._whole(table), token_features().arrow_schema
-        numbers = np.asarray(documents)
-        taken = table.select(["input_ids", "labels"]).filter(pa.array(whole))
-        columns = [*taken.columns, numbers[whole]]
-        columns += [pa.nulls(len(taken), kind) for kind in schema.types[3:5]]
-        tables = [pa.table([*columns, np.zeros(len(taken), np.int64)], schema.names).cast(schema)]
-        if len(taken) < len(table):
-            rows = table.filter(pa.array(~whole)).to_pydict()
-            tables.append(pa.table(self(rows, numbers[~whole].tolist()), schema))
+    def settle(self, batch: Mapping[str, Sequence[Any]]) -> None:
+        """Choose the library that encodes, by rows from all over a corpus: the choice goes along to
+        other processes."""
+        if self._encoder is not None and self._encoder.is_fast is None:
+            self._made(batch)
+
+    def __call__(
+        self, batch: pa.Table | Mapping[str, Sequence[Any]], documents: Sequence[int]
+    ) -> pa.Table:
+        """Rows in the columns of `token_features`: the tokens, which row of the corpus each is a
+        part of, why that one cannot be used (then without tokens) and its place, and how many
+        labels were cut off. A batch that is a table is of whole numbers; only rows of it that
+        cannot be taken as they are are looked at one by one."""
+        schema, numbers = token_features().arrow_schema, np.asarray(documents)
+        tables = []
+        if isinstance(batch, pa.Table):
+            whole = self._whole(batch)
+            taken = batch.select(["input_ids", "labels"]).filter(pa.array(whole))
+            columns = [*taken.columns, numbers[whole]]
+            columns += [pa.nulls(len(taken), kind) for kind in schema.types[3:5]]
+            columns.append(np.zeros(len(taken), np.int64))
+            tables.append(pa.table(columns, schema.names).cast(schema))
+            batch, numbers = batch.filter(pa.array(~whole)).to_pydict(), numbers[~whole]
+        if len(numbers) or not tables:
+            tables.append(self._table(batch, numbers, schema))
         made = pa.concat_tables(tables)
         return made.take(np.argsort(made["document"], kind="stable")) if len(tables) > 1 else made
 
@@ -99,120 +96,170 @@ class Tokeniser:
         whole[places[rows]] = False
         return whole
 
-    def _outcomes(self, table: Sequence[Mapping[str, Any]]) -> Iterator[Outcome]:
-        """Of each row its rows of tokens, how many labels were cut off, and why it cannot be used;
-        all texts are encoded together, by all threads that the tokenizer has."""
-        found: list[Content | Rendered | BadRow] = []
-        plain: list[str] = []
-        rendered: list[str] = []
-        for row in table:
+    def _table(
+        self, batch: Mapping[str, Sequence[Any]], documents: Any, schema: pa.Schema
+    ) -> pa.Table:
+        rows, lost, problems = self._made(batch)
+        ids, labels, sources = rows
+        reasons = [problems.get(source) for source in sources.tolist()]
+        columns = [(each.values, each.lengths) for each in (ids, labels)]
+        if self.limits is not None and len(sources) and not self.limits.fit(*columns):
+            for row in range(len(sources)):
+                parts = (each.values[slice(*each.offsets[row : row + 2])] for each in (ids, labels))
+                reasons[row] = reasons[row] or self.limits.problem(*parts)
+            fits = np.array([reason is None for reason in reasons])
+            ids, labels = (each.part(each.starts, each.lengths * fits) for each in (ids, labels))
+        where = batch.get(PLACE_COLUMN)
+        at = [
+            None if where is None or reason is None else where[source]
+            for reason, source in zip(reasons, sources.tolist(), strict=True)
+        ]
+        is_first = np.diff(sources, prepend=-1) != 0  # what was cut off is told once
+        lists = [
+            pa.ListArray.from_arrays(pa.array(each.offsets, pa.int32()), pa.array(each.values))
+            for each in (ids, labels)
+        ]
+        told = np.where(is_first, lost[sources], 0)
+        made = [*lists, documents[sources], reasons, at, told]
+        return pa.table(made, schema.names).cast(schema)
+
+    def _made(self, batch: Mapping[str, Sequence[Any]]) -> tuple[LearntRows, Any, dict[int, str]]:
+        """Rows of tokens, how many labels of each row of the batch were cut off, and why some of
+        those cannot be used: then they have one row without tokens."""
+        found: dict[Any, list[Any]] = {}  # by the method that reads the contents
+        numbers: dict[Any, list[int]] = {}
+        problems: dict[int, str] = {}
+        count = len(next(iter(batch.values())))
+        for number, values in enumerate(zip(*batch.values(), strict=True)):
             try:
-                content = self._content(row)
+                content = self._content(dict(zip(batch, values, strict=True)))
             except BadRow as problem:
-                found.append(problem)
-                continue
-            found.append(content)
-            if isinstance(content, Document):
-                plain.append(content.text)
-            elif isinstance(content, Completion):
-                plain += [content.prompt, content.prompt + content.completion]
-            elif isinstance(content, Rendered):
-                rendered += [*content.asked, *content.answered]
-        encoded = self._encode(plain)
-        chats = iter(()) if self.chat is None else _in_parts(self.chat.encode, rendered)
-        for entry in found:
-            try:
-                if isinstance(entry, BadRow):
-                    raise entry
-                rows, lost = self._rows(entry, encoded, chats)
-            except BadRow as problem:
-                yield [([], [])], 0, str(problem)
+                problems[number] = str(problem)
             else:
-                yield rows, lost, None
+                found.setdefault(type(content), []).append(content)
+                numbers.setdefault(type(content), []).append(number)
+        makers: dict[Any, Callable[[Any], _Made]] = {
+            Document: self._documents,
+            Completion: self._completions,
+            Conversation: self._conversations,
+            Tokens: self._tokens,
+        }
+        lost, parts = np.zeros(count, np.int64), []
+        for kind, contents in found.items():
+            rows, lost_here, refused = makers[kind](contents)
+            of = np.array(numbers[kind])
+            lost[of] = lost_here
+            problems |= {int(of[place]): problem for place, problem in refused.items()}
+            parts.append(rows.of(of))
+        if problems:
+            empty = Ragged.of([[]] * len(problems))
+            parts.append(LearntRows(empty, empty, np.array(list(problems))))
+        return LearntRows.joined(parts), lost, problems
 
-    def _problem(self, row: Row) -> str | None:
-        return None if self.limits is None else self.limits.problem(*map(np.asarray, row))
-
-    def _content(self, row: Mapping[str, Any]) -> Content | Rendered:
+    def _content(self, row: Mapping[str, Any]) -> Content:
         content = self.format.read(row)
-        if not isinstance(content, Conversation):
-            return content
-        if self.chat is None:
+        if isinstance(content, Conversation) and self.chat is None:
             raise BadRow("messages need a chat template, and the tokenizer has none")
-        return self.chat.rendered(content)
+        return content
 
-    def _rows(
-        self, content: Content | Rendered, encoded: Iterator[list[int]], chats: Iterator[list[int]]
-    ) -> tuple[list[Row], int]:
-        if isinstance(content, Tokens):
-            return self._ready(content.input_ids, content.labels)
-        if isinstance(content, Document):
-            return self._blocks(self._ended(next(encoded))), 0
-        if isinstance(content, Completion):
-            return self._cut([self._completion(content, next(encoded), next(encoded))])
-        assert isinstance(content, Rendered) and self.chat is not None
-        turns = 2 * len(content.spoken)
-        return self._cut(self.chat.rows_of(content, list(islice(chats, turns))))
+    def _documents(self, contents: Sequence[Document]) -> _Made:
+        ids = self._ended(self._encoded([content.text for content in contents]))
+        return blocks(ids, self.max_length), 0, {}
 
-    def _ready(self, ids: list[int], labels: list[int]) -> tuple[list[Row], int]:
-        """Rows of tokens: one that is learnt whole is a document, any other has an answer."""
-        if len(ids) <= self.max_length or len(ids) != len(labels):
-            return [(ids, labels)], 0  # unequal lengths are refused where rows are checked
-        return (self._blocks(ids), 0) if ids == labels else self._cut([(ids, labels)])
-
-    def _blocks(self, ids: list[int]) -> list[Row]:
-        """A document as rows of at most `max_length`, learnt whole."""
-        starts = range(0, len(ids), self.max_length)
-        blocks = [ids[start : start + self.max_length] for start in starts]
-        return [(block, block) for block in blocks]
-
-    def _completion(self, content: Completion, prompt_ids: list[int], ids: list[int]) -> Row:
-        if ids[: len(prompt_ids)] != prompt_ids:
+    def _completions(self, contents: Sequence[Completion]) -> _Made:
+        asked = [content.prompt for content in contents]
+        encoded = self._encoded(
+            [*asked, *(content.prompt + content.completion for content in contents)]
+        )
+        problems, merged, sources = {}, [], np.arange(len(contents))
+        prompts, ids = encoded.take(sources), encoded.take(sources + len(contents))
+        fine = begins(
+            (prompts.values, prompts.starts, prompts.lengths), (ids.values, ids.starts, ids.lengths)
+        )
+        for number in np.flatnonzero(~fine).tolist():
             assert self.tokenizer is not None
-            joined = continuation(self.tokenizer, prompt_ids, content.completion, ids)
+            joined = continuation(
+                self.tokenizer, prompts.row(number), contents[number].completion, ids.row(number)
+            )
             if joined is None:
-                raise BadRow(
+                problems[number] = (
                     "the tokenizer merges the prompt with the completion, and the two cannot be "
                     "taken apart: begin the completion with the space or line break between them"
                 )
-            ids = joined
-        ids = self._ended(ids)
-        return ids, [IGNORED] * len(prompt_ids) + ids[len(prompt_ids) :]
+            else:
+                merged.append((number, joined))
+        kept = np.setdiff1d(sources, list(problems))
+        ids = self._ended(replaced(ids, merged)).take(kept)
+        inside = np.arange(len(ids.values)) - np.repeat(ids.starts, ids.lengths)
+        labels = labelled(ids, inside >= np.repeat(prompts.lengths[kept], ids.lengths))
+        return self._cut(LearntRows(ids, labels, kept), len(contents), problems)
 
-    def _cut(self, rows: list[Row]) -> tuple[list[Row], int]:
-        """Rows of at most `max_length`, and how many labels that cost."""
-        kept, lost = [], 0
-        for ids, labels in rows:
-            lost += sum(label != IGNORED for label in labels[self.max_length :])
-            if any(label != IGNORED for label in labels[: self.max_length]):
-                kept.append((ids[: self.max_length], labels[: self.max_length]))
-        if not kept:
-            length = min(len(ids) for ids, _ in rows)
-            raise BadRow(
-                f"of its {length} tokens no answer is left within max_length {self.max_length}"
-            )
-        return kept, lost
+    def _conversations(self, contents: Sequence[Conversation]) -> _Made:
+        assert self.chat is not None and self._encoder is not None
+        problems, rendered, sources = {}, [], []
+        for source, found in enumerate(self.chat.rendered(contents)):
+            if isinstance(found, BadRow):
+                problems[source] = str(found)
+            else:
+                rendered.append(found)
+                sources.append(source)
+        texts = [text for each in rendered for text in (*each.asked, *each.answered)]
+        encoded = self._encoder(texts, special_tokens=False)
+        rows, refused = self.chat.rows_of(rendered, encoded)
+        problems |= {sources[number]: problem for number, problem in refused.items()}
+        return self._cut(rows.of(np.array(sources, np.int64)), len(contents), problems)
 
-    def _encode(self, texts: list[str]) -> Iterator[list[int]]:
+    def _tokens(self, contents: Sequence[Tokens]) -> _Made:
+        """One that is learnt whole is a document, any other has an answer."""
+        ids = Ragged.of([content.input_ids for content in contents])
+        labels = Ragged.of([content.labels for content in contents])
+        # Unequal lengths are refused where rows are checked.
+        long = (ids.lengths > self.max_length) & (ids.lengths == labels.lengths)
+        whole = long & begins(
+            (ids.values, ids.starts, ids.lengths), (labels.values, labels.starts, labels.lengths)
+        )
+        ready, documents, answered = map(np.flatnonzero, (~long, whole, long & ~whole))
+        shortened, lost, problems = self._cut(
+            LearntRows(ids.take(answered), labels.take(answered), answered), len(contents), {}
+        )
+        parts = [
+            LearntRows(ids.take(ready), labels.take(ready), ready),
+            blocks(ids.take(documents), self.max_length).of(documents),
+            shortened,
+        ]
+        return LearntRows.joined(parts), lost, problems
+
+    def _cut(self, rows: LearntRows, count: int, problems: dict[int, str]) -> _Made:
+        rows, lost, refused = cut(rows, self.max_length, count)
+        return rows, lost, problems | refused
+
+    def _encoded(self, texts: list[str]) -> Ragged:
         """Token ids with what the tokenizer puts before a text, and nothing behind it."""
+        assert self.tokenizer is not None and self._encoder is not None
+        ids = self._encoder(texts, special_tokens=True)
+        end = self.tokenizer.eos_token
+        ended = [number for number in self._at_end(ids).tolist() if not texts[number].endswith(end)]
+        return ids.part(ids.starts, ids.lengths - np.isin(np.arange(len(texts)), ended))
 
-        def encode(part: list[str]) -> list[list[int]]:
-            assert self.tokenizer is not None
-            # verbose=False: documents may be longer than the model's maximum, rows are not
-            found = self.tokenizer(part, verbose=False, return_attention_mask=False)["input_ids"]
-            return list(found)
-
-        for text, ids in zip(texts, _in_parts(encode, texts), strict=True):
-            assert self.tokenizer is not None
-            end = self.tokenizer.eos_token_id
-            added = end is not None and ids[-1:] == [end]
-            yield ids[:-1] if added and not text.endswith(self.tokenizer.eos_token) else ids
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        """With the token by which the target ends a text, if it has one."""
+    def _at_end(self, ids: Ragged) -> Any:
+        """The numbers of the rows that end with the token by which the target ends a text."""
         assert self.tokenizer is not None
         end = self.tokenizer.eos_token_id
-        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+        if end is None:
+            return np.empty(0, np.int64)
+        filled = np.flatnonzero(ids.lengths)
+        return filled[ids.values[ids.offsets[filled + 1] - 1] == end]
+
+    def _ended(self, ids: Ragged) -> Ragged:
+        """With that token, if there is one."""
+        assert self.tokenizer is not None
+        end = self.tokenizer.eos_token_id
+        if end is None:
+            return ids
+        open_ = np.ones(len(ids.lengths), bool)
+        open_[self._at_end(ids)] = False
+        values = np.insert(ids.values, ids.offsets[1:][open_], end)
+        return Ragged(values, ends_of(ids.lengths + open_))
 
 
 def token_features() -> Features:
@@ -224,19 +271,3 @@ def token_features() -> Features:
 def row_features(*more: str) -> Features:
     """Types of the columns of rows of tokens."""
     return Features({name: List(Value("int32")) for name in ("input_ids", "labels", *more)})
-
-
-def _in_parts(
-    encode: Callable[[list[str]], list[list[int]]], texts: list[str]
-) -> Iterator[list[int]]:
-    """Texts encoded together, but not so many that their encodings would fill the memory."""
-    part: list[str] = []
-    size = 0
-    for text in texts:
-        part.append(text)
-        size += len(text)
-        if size >= _CHARACTERS_AT_ONCE:
-            yield from encode(part)
-            part, size = [], 0
-    if part:
-        yield from encode(part)

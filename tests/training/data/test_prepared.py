@@ -22,6 +22,11 @@ def texts(count: int = 30) -> list[dict[str, str]]:
     return [{"text": "x " * (number % 7 + 2)} for number in range(count)]
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many batches were tokenised since it was last asked."""
@@ -118,6 +123,7 @@ def test_an_interrupted_preparation_goes_on(
     assert counted() == 16
     again = prepare(wide, tokenizer, texts(), tmp_path / "parts")
     assert counted() == 14 and table(again.rows) == table(whole.rows)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert not list(tmp_path.rglob("*.part"))
 
 

@@ -123,6 +123,9 @@ def test_a_stream_is_refused(runs: Runs, make_rows: Rows) -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="hidden_cache must be one of"):
         CacheArguments("on")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"hidden_cache true .* leaves open which: give read or"):
+        CacheArguments(True)  # type: ignore[arg-type]
+    assert CacheArguments(False).hidden_cache == "off"  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="hidden_cache_dir is given but hidden_cache is off"):
         CacheArguments(hidden_cache_dir="somewhere").check(joint=False)
     with pytest.raises(ValueError, match="hidden_cache_dtype is given but hidden_cache is off"):

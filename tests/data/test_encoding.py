@@ -1,0 +1,109 @@
+"""Texts become arrays of tokens: the same ones, whichever library encodes."""
+
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from medusa_heads.data.encoding import Encoder, Ragged, begins
+from tests.training import templates
+
+ODD = [
+    "\u65e5\u672c",
+    "e\u0301",
+    "\U0001f468\u200d\U0001f469",
+    "</s>",
+    " </s> ",
+    "\n\n\t",
+    "\u00a0",
+    "'Ll 1234",
+]
+
+
+def trained(style: str) -> PreTrainedTokenizerFast:
+    """A tokenizer in the style of a well-known one, trained on next to nothing."""
+    made = Tokenizer(models.BPE(byte_fallback=style == "metaspace", unk_token=None))
+    alphabet = [] if style == "metaspace" else pre_tokenizers.ByteLevel.alphabet()
+    if style == "metaspace":
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+        made.decoder = decoders.ByteFallback()
+        alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+    elif style == "digits":
+        pattern = (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        )
+        made.normalizer = normalizers.NFC()
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<s>", "</s>", *(alphabet if style == "metaspace" else [])]
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([__doc__ or "", "def f(x):\n    return x  # 12345"] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+
+
+def texts(count: int) -> list[str]:
+    draw = random.Random(0)
+    words = [*ODD, *(__doc__ or "").split(), " ", "  ", "x\n", "1", "-", "\u1e9b\u0323"]
+    return ["".join(draw.choices(words, k=draw.randrange(40))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("style", ["gpt2", "digits", "metaspace", "chat"])
+def test_the_fast_library_gives_the_tokens_of_the_usual_one(style: str) -> None:
+    pytest.importorskip("fastokens")
+    tokenizer: Any = templates.chat_tokenizer() if style == "chat" else trained(style)
+    encoder, given = Encoder(tokenizer), texts(400)
+    encoder(["x"], special_tokens=True)
+    assert encoder.is_fast
+    for special in (True, False):
+        expected = tokenizer(given, add_special_tokens=special)["input_ids"]
+        found = encoder(given, special_tokens=special)
+        assert [found.row(number) for number in range(len(given))] == expected
+    again = pickle.loads(pickle.dumps(encoder))
+    assert again.is_fast and np.array_equal(
+        again(given, special_tokens=True).values, encoder(given, special_tokens=True).values
+    )
+
+
+def test_a_library_that_gives_other_tokens_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fastokens = pytest.importorskip("fastokens")
+    tokenizer: Any = templates.chat_tokenizer()
+    other = fastokens.Tokenizer.from_json_str(trained("gpt2").backend_tokenizer.to_str())
+    monkeypatch.setattr("medusa_heads.data.encoding._fast_tokenizer", lambda tokenizer: other)
+    encoder = Encoder(tokenizer)
+    found = encoder(["def f(x):"], special_tokens=True)
+    assert found.row(0) == tokenizer("def f(x):")["input_ids"] and not encoder.is_fast
+    assert "fastokens gives other tokens than tokenizers" in caplog.text
+
+
+def test_texts_are_encoded_without_the_fast_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_heads.data.encoding._fast_tokenizer", lambda tokenizer: None)
+    tokenizer: Any = templates.chat_tokenizer()
+    encoder, given = Encoder(tokenizer), texts(20)
+    found = encoder(given, special_tokens=True)
+    assert [found.row(n) for n in range(20)] == tokenizer(given)["input_ids"]
+    assert encoder.is_fast is False and len(encoder([], special_tokens=True).offsets) == 1
+
+
+def test_stretches_are_compared_with_those_that_may_begin_with_them() -> None:
+    short, whole = Ragged.of([[1, 2], [], [3], [4, 5]]), Ragged.of([[1, 2, 3], [9], [4], [4]])
+    found = begins(
+        (short.values, short.starts, short.lengths), (whole.values, whole.starts, whole.lengths)
+    )
+    assert found.tolist() == [True, True, False, False]
