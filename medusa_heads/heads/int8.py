@@ -142,7 +142,9 @@ def _round(weight_OD: Tensor) -> Rounded:
     sums_O = weight_OD @ torch.linspace(1.0, 2.0, weight_OD.shape[1], dtype=weight_OD.dtype)
     made = _rounded.get(weight_OD)
     if made is None or not torch.equal(made[0], sums_O):
-        own_O, usual = weight_OD.diagonal().float(), weight_OD.abs().mean(dtype=torch.float32)
+        # A copy: a view would follow the weights, and keep them.
+        own_O = weight_OD.detach().diagonal().to(torch.float32, copy=True)
+        usual = weight_OD.abs().mean(dtype=torch.float32)
         hands_on = len(own_O) == len(weight_OD) and own_O.abs().mean() > _OUTSTANDING * usual
         handed_on_O = own_O if hands_on else None
         rows = max(_AT_ONCE // weight_OD.shape[1], 1)

@@ -145,10 +145,14 @@ def _check_modules(device_map: Mapping[str, Any], name: str, kwargs: Mapping[str
     from transformers import AutoConfig, AutoModelForCausalLM
 
     trusted = {"trust_remote_code": kwargs["trust_remote_code"]}
-    config = AutoConfig.from_pretrained(name, **{k: kwargs[k] for k in _ASKED if k in kwargs})
+    try:
+        config = AutoConfig.from_pretrained(name, **{k: kwargs[k] for k in _ASKED if k in kwargs})
+    except (OSError, ValueError):
+        return  # an adapter's folder has none of its own; of all others loading says what is amiss
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, **trusted)
-    known = {part for part, _ in (*model.named_modules(), *model.named_parameters())}
+    named = model.named_modules, model.named_parameters, model.named_buffers
+    known = {part for of in named for part, _ in of()}
     if unknown := [part for part in device_map if part not in known]:
         close = get_close_matches(str(unknown[0]), known, n=1)
         raise ValueError(

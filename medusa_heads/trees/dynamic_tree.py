@@ -120,6 +120,8 @@ def best_first_tree(
     first = 0  # of the paths that are asked, among all candidates: the likeliest of their level
     for level in range(num_levels):
         tokens_BFR, log_probs_BFR = guess(level, paths_BFJ, asked_BF)
+        # What is no number would come before all that are, its own parent among them.
+        log_probs_BFR = log_probs_BFR.nan_to_num(nan=NEVER, neginf=NEVER)
         expanded_BC = (scores_BF[:, :, None] + log_probs_BFR).flatten(1)
         kept = min(num_drafted, expanded_BC.shape[1])
         scores_BF, flat_BF = expanded_BC.topk(kept, dim=1)
@@ -142,14 +144,15 @@ def best_first_tree(
         begun_BF = (paths_BFJ[:, :, 1:] == tail.tokens_BL[:, None, : num_levels - 1]).all(dim=-1)
         begun_BF = begun_BF.gather(1, above_BF) & (tokens_BF == last_B1)
         start_B1, place_B1 = scores_BF.where(begun_BF, 2 * NEVER).max(dim=1, keepdim=True)
+        # Where nothing begins it, it stands behind any path, which must be chosen before it.
+        start_B1 = start_B1.minimum(scores_BF.gather(1, place_B1))
         scores.append(start_B1 + tail.log_probs_BL[:, num_levels:].cumsum(dim=1))
         tokens.append(tail.tokens_BL[:, num_levels:])
         behind_L = torch.arange(count, count + further - 1, device=roots_B.device)
         parents += [first + place_B1, behind_L.expand(len(roots_B), -1)]
         depths.append(num_levels + 1 + torch.arange(further, device=roots_B.device))
     depth_C = torch.cat(depths)
-    # What is no number would come before all that are.
-    scores_BC = torch.cat(scores, dim=1).nan_to_num(nan=NEVER, neginf=NEVER)
+    scores_BC = torch.cat(scores, dim=1)
     # Where a child is as likely as its parent (probability 1), the parent must come first: it does
     # in a stable order, also where scores are too large for the difference.
     ranked_BC = scores_BC - 1e-6 * depth_C

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -64,6 +65,13 @@ def test_a_layer_that_hands_its_input_on_keeps_its_other_weights() -> None:
         assert float(error_RD.norm() / besides.norm()) < 0.05
         part = near.rows(x_RD, 20, 70)
         torch.testing.assert_close(part, near.rows(x_RD)[:, 20:70], rtol=0, atol=0)
+        made = near(x_RD)
+        linear.weight.mul_(2)
+        assert torch.equal(near(x_RD), made)  # what is handed on follows no more than the rest
+    gone = weakref.ref(linear.weight)
+    del linear, near
+    gc.collect()
+    assert gone() is None  # nor does it keep the weights
 
 
 def test_no_sum_of_two_products_fills_sixteen_bits() -> None:

@@ -89,3 +89,18 @@ def test_a_device_map_may_name_modules_and_weights(tiny_llama: TinyLlama, tmp_pa
     parts = {"model": "cpu", "model.layers.1": "cpu", "lm_head.weight": "cpu"}
     target = TargetModel.from_pretrained(str(tmp_path), device_map=parts)
     assert target.device.type == "cpu"
+    (buffer, _), *_ = target.model.named_buffers()
+    TargetModel.from_pretrained(str(tmp_path), device_map={"": "cpu", buffer: "cpu"})
+
+
+def test_a_device_map_may_lay_out_the_target_of_an_adapter(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    """Whose folder has no configuration of a model."""
+    peft = pytest.importorskip("peft")
+    tiny_llama().save_pretrained(tmp_path / "target")
+    target = TargetModel.from_pretrained(str(tmp_path / "target"))
+    adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    peft.get_peft_model(target.model, adapter).save_pretrained(tmp_path / "adapter")
+    loaded = TargetModel.from_pretrained(str(tmp_path / "adapter"), device_map={"": "cpu"})
+    assert any("lora" in name for name, _ in loaded.model.named_parameters())

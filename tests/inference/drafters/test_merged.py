@@ -90,6 +90,28 @@ def test_a_tail_goes_on_behind_the_levels() -> None:
     assert not any(9 in path for path in paths[2])
 
 
+@pytest.mark.parametrize("of_tail", [NEVER, -0.1])
+@pytest.mark.parametrize("behind", [NEVER, float("nan")])
+def test_no_node_stands_without_its_parent(of_tail: float, behind: float) -> None:
+    """Also of the nodes that nobody offers, where a tree takes more than are offered: on one level
+    several tokens, and behind them none; of the last level, what is no number."""
+
+    def guess(level: int, paths_BFJ: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        ranks = 1 if level else 9
+        tokens_BFR = torch.arange(1, ranks + 1).expand(*paths_BFJ.shape[:2], ranks)
+        chance = behind if level == 4 else NEVER if level else -1.0
+        return tokens_BFR, torch.full(tokens_BFR.shape, chance)
+
+    tail = Tail(torch.full((1, 60), 77), torch.full((1, 60), of_tail))
+    for num_drafted in range(6, 60):
+        own = Tail(*(each[:, :num_drafted] for each in tail))
+        tree = best_first_tree(torch.tensor([0]), guess, num_drafted, 5, 10, own)
+        parents_N, depth_N = tree.parents_BN[0, 1:], tree.depth_BN[0]
+        assert torch.all(parents_N < torch.arange(1, num_drafted + 1))
+        assert torch.equal(depth_N[1:], depth_N[parents_N] + 1)
+        assert torch.equal(tree.ancestors_BNN[0].sum(dim=1), depth_N + 1)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {},
     "hydra": {"kind": "hydra"},
