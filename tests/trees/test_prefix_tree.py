@@ -30,6 +30,14 @@ def test_nodes_stand_in_the_order_in_which_they_were_added() -> None:
     assert tree.expected == pytest.approx([0.0, 0.8, 1.2, 1.4, 2.0])  # depth 2: at most certain
 
 
+def test_each_further_token_counts_less_than_the_one_before_it() -> None:
+    tree = PrefixTree(7, further=0.5)
+    for parent, chance in [(0, 0.8), (1, 0.4), (0, 0.2), (2, 0.3)]:
+        tree.add(parent, 1, chance)
+    assert tree.depth == [0, 1, 2, 1, 3]
+    assert tree.nearer == pytest.approx([0.0, 0.8, 1.0, 1.2, 1.275])  # by depth 1, 1/2, 1/4
+
+
 @given(NODES)
 def test_no_depth_promises_more_than_a_token(nodes: list[tuple[int, float]]) -> None:
     tree = grown(nodes)
@@ -45,7 +53,9 @@ def test_rows_of_a_batch_get_one_size(
     trees = [grown(nodes) for nodes in batch]
     tensors = to_token_tree(trees, torch.device("cpu"), drafted, at_least)
     longest = min(drafted + 1, max(map(len, trees)))
-    assert tensors.num_nodes == max(at_least, longest)
+    nodes = tensors.num_nodes
+    assert nodes == max(at_least, longest)
+    assert tensors.ancestors_BNN.shape == (len(trees), nodes, nodes)
     for b, tree in enumerate(trees):
         own = min(len(tree), longest)
         tokens, parents = tensors.tokens_BN[b].tolist(), tensors.parents_BN[b].tolist()

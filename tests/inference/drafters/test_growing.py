@@ -118,6 +118,17 @@ def test_the_least_chance_itself_is_wanted() -> None:
     assert tree.tokens == [9, 1, 2, 3] and tree.parents == [-1, 0, 0, 1]
 
 
+def test_of_several_sources_too_the_least_chance_itself_is_wanted() -> None:
+    one: Table = {(): {1: 0.5, 2: 0.25, 3: 0.1}}
+    other: Table = {(): {4: 0.25, 5: 0.1}}
+    assert grow(9, [Tabled(one), Tabled(other)], 9, least=0.25).tokens == [9, 1, 2, 4]
+
+
+def test_a_chain_goes_on_with_the_first_of_equally_likely_tokens() -> None:
+    sources = [Tabled({(): {3: 0.5}}), Tabled({(): {7: 0.5}})]
+    assert grow(9, sources, 9, chain_only=True).tokens == [9, 3]
+
+
 def test_a_tree_grows_as_far_as_it_is_asked_to() -> None:
     growing = Growing(9, [Tabled({(): {1: 0.9, 2: 0.6, 3: 0.3}, (1,): {4: 0.5}})], 3)
     growing.to(1)
