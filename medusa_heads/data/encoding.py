@@ -118,23 +118,24 @@ class Encoder:
 
     def __call__(self, texts: Sequence[str], *, special_tokens: bool) -> Ragged:
         """Token ids, with or without what the tokenizer puts around a text."""
-        encode = self._engine(texts, special_tokens)
+        encode = self._engine(texts)
         return Ragged.joined([encode(part, special_tokens) for part in _in_parts(texts)])
 
-    def _engine(self, texts: Sequence[str], special: bool) -> Callable[[list[str], bool], Ragged]:
+    def _engine(self, texts: Sequence[str]) -> Callable[[list[str], bool], Ragged]:
         if self._is_fast is None and not texts:
             return self._usual
         if self._fast is None and self._is_fast is not False:
             self._fast = _fast_tokenizer(self.tokenizer)
         if self._is_fast is None:
-            self._is_fast = self._fast is not None and self._agree(texts, special)
+            self._is_fast = self._fast is not None and self._agree(texts)
         return self._quick if self._is_fast else self._usual
 
-    def _agree(self, texts: Sequence[str], special: bool) -> bool:
+    def _agree(self, texts: Sequence[str]) -> bool:
         step = -(-len(texts) // _COMPARED)
-        hard = [*_HARD, *(f"x{token} x" for token in self.tokenizer.all_special_tokens)]
+        added = (token.content for token in self.tokenizer.added_tokens_decoder.values())
+        hard = [*_HARD, *(f"x{token} x\n{token}\n{token}x {token}" for token in added)]
         for part in _in_parts([*hard, *texts[::step]]):
-            for with_special in {special, False}:
+            for with_special in (True, False):
                 quick, usual = self._quick(part, with_special), self._usual(part, with_special)
                 if not all(map(np.array_equal, quick, usual)):
                     logger.warning(
@@ -170,6 +171,8 @@ def _fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
         from fastokens import Tokenizer
 
         state = json.loads(tokenizer.backend_tokenizer.to_str())
+        if state["model"].get("dropout"):  # it draws tokens, and fastokens does not
+            return None
         return Tokenizer.from_json_str(json.dumps(state | {"truncation": None, "padding": None}))
     except (ImportError, ValueError, RuntimeError, NotImplementedError):
         return None

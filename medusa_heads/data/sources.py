@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -243,10 +243,16 @@ def _check_encodable(plain: dict[str, Any]) -> None:
 def _parquet_table(file: Path) -> Dataset:
     """Memory-mapped by datasets, however large."""
     from datasets.exceptions import DatasetsError
+    from datasets.packaged_modules.parquet.parquet import ParquetConfig
     from pyarrow import ArrowException
+    from pyarrow.dataset import ParquetFragmentScanOptions
 
+    # Else as much memory as the file is large holds what was read ahead, until it ends.
+    options = {"fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
+    if not options.keys() <= {each.name for each in fields(ParquetConfig)}:
+        options = {}  # of earlier versions of datasets
     try:
-        table = Dataset.from_parquet(str(file))
+        table = Dataset.from_parquet(str(file), **options)
         table.data.validate(full=True)  # its texts are texts, too
     except (DatasetsError, ArrowException, OSError, ValueError) as error:
         reason = error.__cause__ or error

@@ -1,12 +1,22 @@
 """Texts become arrays of tokens: the same ones, whichever library encodes."""
 
+import json
 import pickle
 import random
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from medusa_heads.data.encoding import Encoder, Ragged, begins
@@ -90,6 +100,34 @@ def test_a_library_that_gives_other_tokens_is_left_out(
     found = encoder(["def f(x):"], special_tokens=True)
     assert found.row(0) == tokenizer("def f(x):")["input_ids"] and not encoder.is_fast
     assert "fastokens gives other tokens than tokenizers" in caplog.text
+
+
+@pytest.mark.parametrize("differs", ["added_tokens", "post_processor"])
+def test_a_library_that_differs_in_what_the_corpus_does_not_show_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, differs: str
+) -> None:
+    fastokens = pytest.importorskip("fastokens")
+    tokenizer = trained("gpt2")
+    tokenizer.add_tokens(["<tool>"])
+    begin = tokenizer.convert_tokens_to_ids("<s>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", begin)]
+    )
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state[differs] = None if differs == "post_processor" else state[differs][:-1]
+    other = fastokens.Tokenizer.from_json_str(json.dumps(state))
+    monkeypatch.setattr("medusa_heads.data.encoding._fast_tokenizer", lambda tokenizer: other)
+    encoder = Encoder(tokenizer)
+    encoder(["def f(x):"], special_tokens=False)
+    assert encoder.is_fast is False
+
+
+def test_a_tokenizer_that_draws_its_tokens_is_left_to_the_usual_library() -> None:
+    tokenizer = trained("gpt2")
+    tokenizer.backend_tokenizer.model.dropout = 1e-9  # too little to show in what is compared
+    encoder = Encoder(tokenizer)
+    encoder(["def f(x):"], special_tokens=False)
+    assert encoder.is_fast is False
 
 
 def test_texts_are_encoded_without_the_fast_library(monkeypatch: pytest.MonkeyPatch) -> None:
