@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHARACTERS_AT_ONCE = 1 << 20  # of texts whose encodings are in memory together
+# What fastokens raises of a tokenizer that it does not read, and of a text with bytes that have no
+# token, which tokenizers leaves out.
+_NOT_READ = (ValueError, RuntimeError)
 _COMPARED = 256  # texts of which both libraries must give the same tokens
 # Where tokenizers part: cases and accents, runs of white space, digits, joined characters, and
 # scripts without spaces.
@@ -128,7 +131,7 @@ class Encoder:
             self._fast = _fast_tokenizer(self.tokenizer)
         if self._is_fast is None:
             self._is_fast = self._fast is not None and self._agree(texts)
-        return self._quick if self._is_fast else self._usual
+        return self._quick_or_usual if self._is_fast else self._usual
 
     def _agree(self, texts: Sequence[str]) -> bool:
         step = -(-len(texts) // _COMPARED)
@@ -136,7 +139,11 @@ class Encoder:
         hard = [*_HARD, *(f"x{token} x\n{token}\n{token}x {token}" for token in added)]
         for part in _in_parts([*hard, *texts[::step]]):
             for with_special in (True, False):
-                quick, usual = self._quick(part, with_special), self._usual(part, with_special)
+                usual = self._usual(part, with_special)
+                try:
+                    quick = self._quick(part, with_special)
+                except _NOT_READ:
+                    return False
                 if not all(map(np.array_equal, quick, usual)):
                     logger.warning(
                         "fastokens gives other tokens than tokenizers for this tokenizer: it is "
@@ -151,6 +158,12 @@ class Encoder:
             texts, add_special_tokens=special, verbose=False, return_attention_mask=False
         )
         return Ragged.of(found["input_ids"])
+
+    def _quick_or_usual(self, texts: list[str], special: bool) -> Ragged:
+        try:
+            return self._quick(texts, special)
+        except _NOT_READ:
+            return self._usual(texts, special)
 
     def _quick(self, texts: list[str], special: bool) -> Ragged:
         values, offsets = self._fast.encode_batch_flat(texts, add_special_tokens=special)
@@ -174,7 +187,7 @@ def _fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
         if state["model"].get("dropout"):  # it draws tokens, and fastokens does not
             return None
         return Tokenizer.from_json_str(json.dumps(state | {"truncation": None, "padding": None}))
-    except (ImportError, ValueError, RuntimeError, NotImplementedError):
+    except (ImportError, *_NOT_READ):
         return None
 
 

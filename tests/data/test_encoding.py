@@ -19,6 +19,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from medusa_heads.data import encoding
 from medusa_heads.data.encoding import Encoder, Ragged, begins
 from tests.training import templates
 
@@ -128,6 +129,25 @@ def test_a_tokenizer_that_draws_its_tokens_is_left_to_the_usual_library() -> Non
     encoder = Encoder(tokenizer)
     encoder(["def f(x):"], special_tokens=False)
     assert encoder.is_fast is False
+
+
+def test_bytes_without_a_token_are_left_out_as_by_the_usual_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a byte-level vocabulary that lacks some; also where only a later text has such a byte."""
+    pytest.importorskip("fastokens")
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.train_from_iterator(["some words x\n"], trainers.BpeTrainer())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    rows = ["words", "some\twords \u65e5 some"]
+    expected = tokenizer(rows)["input_ids"]
+    for hard in (encoding._HARD, ()):
+        monkeypatch.setattr(encoding, "_HARD", hard)
+        encode = Encoder(tokenizer)
+        for row, ids in zip(rows, expected, strict=True):
+            assert encode([row], special_tokens=True).row(0) == ids
+        assert encode.is_fast is (not hard)
 
 
 def test_texts_are_encoded_without_the_fast_library(monkeypatch: pytest.MonkeyPatch) -> None:
