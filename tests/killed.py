@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from scripts.prove.forks import settle_threads
+from scripts.prove.forks import make_forks_safe
 
 
 def dies(work: Callable[[], object], *, renames: int | None = None) -> bool:
@@ -17,13 +17,13 @@ def dies(work: Callable[[], object], *, renames: int | None = None) -> bool:
     Returns:
         Whether it came so far; if not, it has ended well.
     """
+    make_forks_safe()
     process = os.fork()
     if process == 0:
         code = 1
         try:
             if renames is not None:
                 _die_after(renames)
-            settle_threads()
             work()
             code = 0
         finally:

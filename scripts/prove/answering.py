@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from scripts.prove.forks import settle_threads
+from scripts.prove.forks import make_forks_safe
 from tests.inference.regeneration.completion_server import CompletionServer
 
 TARGET = Path(__file__).resolve().parents[2] / "assets" / "demo-target"
@@ -59,13 +59,13 @@ class Server:
 @contextmanager
 def answering(real_every: int) -> Iterator[Server]:
     """The server, in a process of its own for as long as the block."""
+    make_forks_safe()
     context = get_context("fork")
     counts, ready = context.Array("q", 2), context.Queue()
 
     def serve() -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        settle_threads()
         model = AutoModelForCausalLM.from_pretrained(str(TARGET), dtype="float32")
         tokenizer = AutoTokenizer.from_pretrained(str(TARGET))
         server = AnsweringServer(model, tokenizer, real_every, counts)

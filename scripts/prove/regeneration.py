@@ -34,7 +34,7 @@ from unittest import mock
 
 from medusa_heads.cli.flags.arguments import parse_arguments
 from scripts.prove.answering import TARGET, WORDS, Server, answering
-from scripts.prove.forks import settle_threads
+from scripts.prove.forks import make_forks_safe
 from scripts.prove.killing.chains import import_all
 from scripts.prove.kills import ENVIRONMENT
 
@@ -174,6 +174,7 @@ def disturbed(
 def run(work: Callable[[], int], is_time: Callable[[], bool], log: Path) -> tuple[int, int]:
     """Do work in a forked process that gets SIGKILL when it is time: its exit code, and its peak
     of memory in KiB. What it says is in the log."""
+    make_forks_safe()
     process = os.fork()
     if process == 0:
         code = 1
@@ -181,7 +182,6 @@ def run(work: Callable[[], int], is_time: Callable[[], bool], log: Path) -> tupl
             with log.open("a") as said:
                 os.dup2(said.fileno(), 1)
                 os.dup2(said.fileno(), 2)
-            settle_threads()
             code = work()
             sys.stdout.flush()
         finally:

@@ -8,6 +8,7 @@ of the interpreter, and can be made to stand still there until the signal has co
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import select
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.prove.forks import settle_threads
+from scripts.prove.forks import make_forks_safe
 
 _MOVES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 _PATIENCE = 120.0  # seconds that a command may take in all
@@ -159,6 +160,7 @@ def run(
     gate.hold(moment.event if moment and moment.held else 0)
     log = folder.parent / f"{folder.name}.log"
     log.write_text("")
+    make_forks_safe()
     process = os.fork()
     if process == 0:
         _become(work, folder, log, gate, watch=own)
@@ -225,9 +227,9 @@ def _become(work: Callable[[], int], folder: Path, log: Path, gate: Gate, *, wat
         os.dup2(to_log, 1)
         os.dup2(to_log, 2)
         sys.stdout, sys.stderr = (os.fdopen(end, "w", 1, closefd=False) for end in (1, 2))
+        faulthandler.dump_traceback_later(_PATIENCE - 5, file=sys.stderr)  # where it hangs
         if watch:
             gate.watch_files(folder)
-        settle_threads()
         gate.begin()
         code = work()
     except SystemExit as stop:

@@ -18,7 +18,7 @@ from medusa_heads.cli.flags.arguments import run_command
 from medusa_heads.files import replace_file
 from scripts.prove.killing.folder_state import changed, digest, leftovers, read_folder
 from scripts.prove.killing.process import Ending, Gate, Moment, run
-from scripts.prove.kills import RECORD_FILE, Record, main
+from scripts.prove.kills import RECORD_FILE, Record
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,10 +31,7 @@ def prove(out: Path, *flags: str) -> Record:
 
 
 def test_a_few_kills(tmp_path: Path) -> None:
-    """The commands are processes of their own; the proof itself need be none."""
-    flags = ["--kills", "6", "--only", "convert", "regenerate"]
-    assert main(["--out", str(tmp_path), *flags]) == 0
-    record = Record(tmp_path / RECORD_FILE)
+    record = prove(tmp_path, "--kills", "6", "--only", "convert", "regenerate")
     assert len(record.kills) >= 6 and record.holds()
     assert {kill["signal"] for kill in record.kills} == {"SIGKILL", "SIGTERM"}
 
