@@ -33,33 +33,39 @@ def staging(folder: str | os.PathLike[str]) -> Iterator[Path]:
             os.close(lock)
 
 
-def move_in(staged: Path, folder: str | os.PathLike[str], names: Iterable[str]) -> None:
-    """Put staged files or folders in their places, in this order. Their bytes are on the disk
-    before the first of them is seen, and their names when this returns; the old files stand where
-    it raises OSError."""
+def move_in(
+    staged: Path, folder: str | os.PathLike[str], names: Iterable[str], *, durable: bool = True
+) -> None:
+    """Put staged files or folders in their places, in this order. Where they shall be `durable`,
+    their bytes are on the disk before the first of them is seen, and their names when this returns;
+    else a power cut may leave them empty. The old files stand where it raises OSError."""
     pairs = [(staged / name, Path(folder) / name) for name in names]
-    for source, _ in pairs:
+    for source, _ in pairs if durable else ():
         for path in (source, *source.rglob("*")):
             _to_disk(path)
     for source, place in pairs:
         os.replace(source, place)
-    for parent in {place.parent for _, place in pairs}:
+    for parent in {place.parent for _, place in pairs} if durable else ():
         _to_disk(parent)
 
 
-def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
+def replace_file(
+    path: str | os.PathLike[str], content: str | bytes, *, durable: bool = True
+) -> None:
     """Write `content` (text as UTF-8) to `path`; a reader sees the old file or the new one. OSError
-    where the folder is missing or cannot be written."""
+    where the folder is missing or cannot be written. `durable`: see `move_in`."""
     path = Path(path)
     with staging(path.parent) as made:
         data = content.encode("utf-8") if isinstance(content, str) else content
         (made / path.name).write_bytes(data)
-        move_in(made, path.parent, [path.name])
+        move_in(made, path.parent, [path.name], durable=durable)
 
 
-def replace_json(path: str | os.PathLike[str], content: Any, *, indent: int = 2) -> None:
+def replace_json(
+    path: str | os.PathLike[str], content: Any, *, indent: int = 2, durable: bool = True
+) -> None:
     """`replace_file` with plain values, as indented JSON."""
-    replace_file(path, json.dumps(content, indent=indent) + "\n")
+    replace_file(path, json.dumps(content, indent=indent) + "\n", durable=durable)
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:

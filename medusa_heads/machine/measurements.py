@@ -70,7 +70,8 @@ class Measurements:
         path, stamp = self._place(kind, facts)
         with suppress(OSError):  # a read-only home: measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_json(path, {"of": stamp, "values": dict(values)})
+            # Written between two steps of decoding, which nothing here is worth waiting for.
+            replace_json(path, {"of": stamp, "values": dict(values)}, durable=False)
             kept = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
             for oldest in kept[:-_MOST]:
                 oldest.unlink(missing_ok=True)

@@ -94,6 +94,15 @@ def test_a_process_that_lives_on_writes_now_and_then(cache: Path) -> None:
     assert begun()[1].rate(0) > 0.9
 
 
+def test_no_step_waits_for_the_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(descriptor: int) -> None:
+        raise AssertionError("lessons are written between two steps")
+
+    monkeypatch.setattr(os, "fsync", waits)
+    taught(2000, True)
+    assert begun()[1].rate(0) > 0.95
+
+
 def test_seconds_are_kept_as_plain_steps(cache: Path) -> None:
     """What a busy machine taught holds on an idle one: there all steps are quicker."""
     bandits = []
