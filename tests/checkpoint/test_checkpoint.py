@@ -198,6 +198,12 @@ def damage_kind_of_value(folder: Path) -> None:
     (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
 
 
+def damage_name(folder: Path) -> None:
+    sidecar = json.loads((folder / SIDECAR_FILE).read_text())
+    sidecar["target"]["revision"] = ["main"]
+    (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
+
+
 def damage_newer(folder: Path) -> None:
     (folder / SIDECAR_FILE).write_text('{"format_version": 99}')
 
@@ -217,6 +223,7 @@ def damage_no_heads_part(folder: Path) -> None:
         (damage_weights_gone, "found none"),
         (damage_json, "not valid JSON"),
         (damage_kind_of_value, "raw_embeddings must be true or false"),
+        (damage_name, r"says \['main'\] for the target's 'revision'"),
         (damage_newer, "upgrade"),
         (damage_no_heads_part, "no 'heads' part"),
     ],
