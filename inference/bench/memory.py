@@ -132,9 +132,11 @@ class Memory:
         """Foretells what `watch` would find."""
         # What grows with a text while it is written grows from where it was watched.
         further_3 = torch.tensor([prompt, prompt, prompt + new - self._new]) - self._short
-        first_3, a_row_3, *of_token_23, square_3 = self._curves_53
+        first_3, a_row_3, alone_3, beside_3, square_3 = self._curves_53
+        # Below the shortest text rows beside others fall no faster than one alone.
+        of_token_3 = torch.where((further_3 > 0) & (rows > 1), beside_3, alone_3)
         pairs_3 = further_3 * (further_3 - self._short)
-        grown_3 = further_3 * of_token_23[rows > 1] + pairs_3 * square_3
+        grown_3 = further_3 * of_token_3 + pairs_3 * square_3
         working_3 = first_3 + (rows - 1) * a_row_3 + rows * grown_3
         return Peaks(*(working_3 + self.cache(rows, prompt, new)).tolist())
 

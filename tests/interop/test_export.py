@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -290,19 +289,6 @@ def test_without_the_target_the_copy_serves(tmp_path: Path, target: Path) -> Non
     lm_head = load_file(target / "model.safetensors")["lm_head.weight"]
     save_file({"lm_heads.0.weight": lm_head}, native / "vocab_matrix.safetensors")
     export_heads(native, tmp_path / "out", "vllm")
-
-
-def test_a_file_that_may_not_grow_is_an_error_of_the_system(tmp_path: Path, target: Path) -> None:
-    """As where a quota is used up: safetensors has an error of its own for it."""
-    native = saved(tmp_path / "native", TargetModel.from_pretrained(str(target)))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
-    try:
-        with pytest.raises(OSError, match=r"cannot be written .*too large"):
-            export_heads(native, tmp_path / "out", "vllm")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["native"]
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
