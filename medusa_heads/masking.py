@@ -37,7 +37,8 @@ _SHAPES = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_IN_URL = re.compile(r"(?<=://)[^/\s]+(?=@)")  # a name and password
+# A name and password; of a URL that was taken for a path, a slash is lost.
+_IN_URL = re.compile(r"(?<=[A-Za-z0-9]{2}:/)(/?)[^/\s]+(?=@)")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)(?=\S*[\d._~+/=-])[^\s\"'`,;]{6,}")
 _HEADER = re.compile(r"(?i)\b(authorization[\"']?\s*[:=]\s*[\"']?)(?:[a-z]+\s+)?[^\s\"'`,;&]+")
 # W&B's keys look like git's commits, which are told by what stands before them.
@@ -76,6 +77,11 @@ def masked_text(text: str) -> str:
 def shows_secret(text: str) -> bool:
     """Whether something in a text has the shape of a secret."""
     return _without_shapes(text) != text
+
+
+def without_passwords(text: str) -> str:
+    """Text with names and passwords in its URLs starred out."""
+    return _IN_URL.sub(rf"\1{MASK}", text)
 
 
 def _masked(value: Any, name: str, depth: int) -> Any:
@@ -123,7 +129,7 @@ def _plain(name: str) -> str:
 
 def _without_shapes(text: str) -> str:
     text = _SHAPES.sub(MASK, text)
-    text = _IN_URL.sub(MASK, text)
+    text = without_passwords(text)
     text = _HEADER.sub(rf"\1{MASK}", text)
     text = _BEARER.sub(rf"\1{MASK}", text)
     return _FORTY_HEX.sub(_unless_commit, text)

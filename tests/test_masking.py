@@ -63,6 +63,7 @@ def test_by_name(name: str) -> None:
         ("http://me:pa@ss@host/v1", "http://***@host/v1"),
         ("s3://AKIAIOSFODNN7EXAMPLE:abc@bucket/p", "s3://***@bucket/p"),
         ("https://hf_abcdefghijkl@hub/x", "https://***@hub/x"),
+        ("https:/hf_abcdefghijkl@hub/x", "https:/***@hub/x"),  # as a path spells it
         ("https://host/x?token=secretvalue", "https://host/x?token=***"),
         ("Authorization: Basic bWU6cGFzcw==", "Authorization: ***"),
         ("curl -H 'authorization: Bearer abc'", "curl -H 'authorization: ***'"),

@@ -1,10 +1,11 @@
 """What decoding takes of memory at most, foretold from small texts.
 
-What reading a prompt takes grows with its tokens, and what a step takes grows with its rows and,
-by far less, with the text: on straight lines. Small texts are decoded and watched, and the lines
-are followed to large ones. What the cache takes is known without that.
+What reading a prompt takes grows with its tokens, and with their square where scores or masks of
+all pairs of them are held; what a step takes grows with its rows and, by far less, with the text.
+Small texts are decoded and watched, and the curves are followed to large ones. What the cache takes
+is known without that.
 
-Shapes: B batch, T tokens; 3 moments, those of `Peaks`, and as many parts of a line.
+Shapes: B batch, T tokens; 3 moments, those of `Peaks`, and 5 parts of their curves.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Memory:
     """What decoding with a model's tree, as it is now, takes of its device at most.
 
     Args:
-        model: decodes three small texts now.
+        model: decodes six small texts now.
 
     Attributes:
         weights: bytes of the target and of its heads, as held while decoding.
@@ -98,20 +99,30 @@ class Memory:
         self.weights = bytes_of((*target.parameters(), *target.buffers()))
         self.weights += heads_bytes(model.drafting)
         limit = model.target.max_positions
-        long = _LONG if limit is None else min(_LONG, limit - _NEW - self._nodes)
-        short = long // 3
+        room = _LONG + _NEW if limit is None else limit - self._nodes
+        self._new = min(_NEW, max(1, room // 2))
+        self._short = short = max(1, min(_LONG, room - self._new) // 3)
         watch(model, 1, short)  # what is made once and kept belongs to the weights
-        few_3, many_3, two_3 = (
+        few_3, more_3, many_3, two_3, two_many_3 = (
             self._working(model, rows, prompt)
-            for rows, prompt in ((1, short), (1, long), (2, short))
+            for rows in (1, 2)
+            for prompt in (short, 2 * short, 3 * short)
+            if (rows, prompt) != (2, 2 * short)
         )
-        a_row_3, a_token_3 = two_3 - few_3, (many_3 - few_3) / (long - short)
-        # Of all rows together, of each row, and of each of its tokens.
-        self._lines_33 = torch.stack([few_3 - a_row_3, a_row_3 - short * a_token_3, a_token_3])
+        # Scores and masks of all pairs are held while a prompt is read.
+        square_3 = ((many_3 - 2 * more_3 + few_3) / (2 * short**2)).clamp(min=0)
+        square_3[1:] = 0
+        alone_3, beside_3 = (many_3 - few_3) / (2 * short), (two_many_3 - two_3) / (4 * short)
+        # Of the shortest text, of each further row; of each token further of one row, of a row
+        # among others, whose drafts are made in other ways; and of pairs of these.
+        line = short * square_3
+        self._curves_53 = torch.stack(
+            [few_3, two_3 - few_3, alone_3 - line, beside_3 - line, square_3]
+        )
 
     def _working(self, model: MedusaModel, rows: int, prompt: int) -> Tensor:
-        peaks_3 = torch.tensor(watch(model, rows, prompt), dtype=torch.float64)
-        return peaks_3 - self.cache(rows, prompt, _NEW)
+        peaks_3 = torch.tensor(watch(model, rows, prompt, self._new), dtype=torch.float64)
+        return peaks_3 - self.cache(rows, prompt, self._new)
 
     def cache(self, rows: int, prompt: int, new: int) -> int:
         """Bytes of keys and values of rows that may come to have so many tokens."""
@@ -120,8 +131,13 @@ class Memory:
     def peaks(self, rows: int, prompt: int, new: int) -> Peaks:
         """Foretells what `watch` would find."""
         # What grows with a text while it is written grows from where it was watched.
-        tokens_3 = torch.tensor([prompt, prompt, prompt + new - _NEW])
-        working_3 = self._lines_33[0] + rows * (self._lines_33[1] + tokens_3 * self._lines_33[2])
+        further_3 = torch.tensor([prompt, prompt, prompt + new - self._new]) - self._short
+        first_3, a_row_3, alone_3, beside_3, square_3 = self._curves_53
+        # Below the shortest text rows beside others fall no faster than one alone.
+        of_token_3 = torch.where((further_3 > 0) & (rows > 1), beside_3, alone_3)
+        pairs_3 = further_3 * (further_3 - self._short)
+        grown_3 = further_3 * of_token_3 + pairs_3 * square_3
+        working_3 = first_3 + (rows - 1) * a_row_3 + rows * grown_3
         return Peaks(*(working_3 + self.cache(rows, prompt, new)).tolist())
 
     def describe(self, rows: int, prompt: int, new: int) -> dict[str, int]:

@@ -144,6 +144,9 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any]:
     for part in optional:
         if not isinstance(sidecar.get(part), dict | None):
             raise ValueError(f"{path}: {part!r} is not an object: it is damaged")
+    for name in ("name_or_path", "revision", "model_type", "lm_head_sha256"):
+        if not isinstance(said := sidecar["target"].get(name), str | None):
+            raise ValueError(f"{path} says {said!r} for the target's {name!r}: it is damaged")
     return sidecar
 
 

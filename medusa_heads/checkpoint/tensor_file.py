@@ -21,11 +21,15 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", t
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file as transformers does."""
+    """Write a safetensors file as transformers does. OSError where it cannot be written."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, metadata={"format": "pt"})
+    try:
+        save_file(contiguous, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, a quota
+        raise OSError(f"{path} cannot be written ({first_line(error)})") from error
 
 
 def mapped_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -30,11 +30,16 @@ def make_card(
     sidecar, report = texts[SIDECAR_FILE], texts.get(REPORT_FILE)
     config = HeadsConfig.from_dict(sidecar["heads"])
     with_matrix = VOCAB_MATRIX_FILE in files
+    if report is not None and report.get("report_version") != REPORT_VERSION:
+        raise ValueError(
+            f"{REPORT_FILE} is of report_version {report.get('report_version')!r}, expected "
+            f"{REPORT_VERSION}: make it anew"
+        )
     try:
         measured = _accuracy(report, sidecar.get("statistics"))
         measured += _speed(texts.get(BENCHMARK_FILE))
         training = _training(sidecar.get("provenance") or {}, report)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"the report beside the heads is damaged ({type(error).__name__}: {error}): remove it, "
             "or make it anew"
@@ -118,11 +123,6 @@ def _summary(config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool)
 def _accuracy(report: Mapping[str, Any] | None, statistics: Mapping[str, Any] | None) -> list[str]:
     """From the report of their training, else from their statistics."""
     if report is not None:
-        if report.get("report_version") != REPORT_VERSION:
-            raise ValueError(
-                f"{REPORT_FILE} is of report_version {report.get('report_version')!r}, expected "
-                f"{REPORT_VERSION}: make it anew"
-            )
         positions = report["held_out"]["positions"]
         top_k: Sequence[Sequence[float]] = [each["top_k"] for each in report["accuracy"]]
         best = report["tokens_per_step"]

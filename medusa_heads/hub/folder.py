@@ -24,17 +24,10 @@ def own_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 def own_file(folder: Path, name: str) -> Path | None:
     """The path of a file in the folder; None where there is none. Raises ValueError: as
     `own_files`."""
-    path, real = folder / name, folder.resolve()
+    path = folder / name
     if not os.path.lexists(path):
         return None
-    # Of the hub's cache, files lie in `blobs` beside the folder.
-    blobs = real.parent.parent / "blobs"
-    of_hub = real.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink()
-    if not any(path.resolve().is_relative_to(place) for place in (real, blobs)[: 1 + of_hub]):
-        raise ValueError(
-            f"{str(path)!r} leads out of the checkpoint folder: put the file itself in its place, "
-            "or remove it"
-        )
+    check_inside(folder, path)
     if not path.is_file():
         raise ValueError(f"expected a file at {str(path)!r}, found something else: remove it")
     if name.endswith((".json", ".md", ".png")) and path.stat().st_size > MAX_REPORT_BYTES:
@@ -47,3 +40,16 @@ def own_file(folder: Path, name: str) -> Path | None:
             if file.read(len(_PNG)) != _PNG:
                 raise ValueError(f"expected a picture at {str(path)!r}, found something else")
     return path
+
+
+def check_inside(folder: Path, path: Path) -> None:
+    """Raises ValueError where a file of the folder is a link out of it."""
+    # Of the hub's cache, files lie in `blobs` beside the folder.
+    real = folder.resolve()
+    blobs = real.parent.parent / "blobs"
+    of_hub = real.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink()
+    if not any(path.resolve().is_relative_to(place) for place in (real, blobs)[: 1 + of_hub]):
+        raise ValueError(
+            f"{str(path)!r} leads out of the checkpoint folder: put the file itself in its place, "
+            "or remove it"
+        )

@@ -16,8 +16,10 @@ def split_revision(name: str | os.PathLike[str]) -> tuple[str, str | None]:
 
 def wanted_revision(name: str | os.PathLike[str], revision: str | None) -> str | None:
     """The revision behind a repository's name, or the one given. Raises ValueError: there are
-    two."""
+    two, or the one given is empty."""
     named = split_revision(name)[1]
+    if revision == "":
+        raise ValueError("expected a branch, tag or commit, got '': leave the revision out")
     if named is not None and revision not in (None, named):
         raise ValueError(f"got two revisions, {named!r} and {revision!r}: give one")
     return named or revision
@@ -25,6 +27,11 @@ def wanted_revision(name: str | os.PathLike[str], revision: str | None) -> str |
 
 def is_repo_id(name: str) -> bool:
     """Whether a hub could have a repository of this name; one without a user is not looked for."""
+    return name.count("/") == 1 and could_be_on_hub(name)
+
+
+def could_be_on_hub(name: str) -> bool:
+    """The same, also of the hub's own old names without a user, such as gpt2."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -32,7 +39,7 @@ def is_repo_id(name: str) -> bool:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    return name.count("/") == 1
+    return True
 
 
 def check_repo_id(name: str) -> str:

@@ -15,7 +15,13 @@ from medusa_heads.checkpoint.adapter import check_adapter_config, describe_adapt
 from medusa_heads.checkpoint.files import ADAPTER_FILES, BENCHMARK_FILE, CONFIG_FILE, REPORT_FILE
 from medusa_heads.checkpoint.stored_heads import StoredHeads, foreign_config, to_sidecar
 from medusa_heads.contents import SIDECAR_FILE
-from medusa_heads.hub.names import check_repo_id, is_local, is_repo_id, split_revision
+from medusa_heads.hub.names import (
+    check_repo_id,
+    could_be_on_hub,
+    is_local,
+    is_repo_id,
+    split_revision,
+)
 from medusa_heads.masking import is_secret_name, masked, masked_text, shows_secret
 from medusa_heads.trees.statistics import HeadStatistics
 
@@ -45,6 +51,7 @@ _REPORTS = {
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+:-]{0,79}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_REVISION = re.compile(r"[\w.+/-]{1,255}", re.ASCII)
 # An absolute path, or one from the home directory or above the working one, within other text.
 _PATH = re.compile(
     r"""(?:file://|(?<![\w:/.~\\-]))  # no part of a word, a URL or a relative path
@@ -64,16 +71,18 @@ def published_target(
     if base_model is not None:
         name, revision = split_revision(base_model)
         return check_repo_id(name), revision
-    name = str(target.get("name_or_path") or "")
+    name, revision = target.get("name_or_path") or "", target.get("revision")
     # A name without a user may be one of the hub's own old ones, such as gpt2, or a folder's.
-    on_hub = is_repo_id(name) or ("/" not in name and target.get("revision") is not None)
+    on_hub = could_be_on_hub(name) and ("/" in name or revision is not None)
+    # Both stand in the programs of the card, and a stranger may have written them.
+    on_hub = on_hub and _REVISION.fullmatch(revision or "main") is not None
     if not name or is_local(name, folder) or not on_hub:
         known = f"only as {Path(name).name!r} on this machine" if name else "not by name"
         raise ValueError(
             f"the checkpoint knows its target {known}, where nobody else finds it: give its name "
             "on the hub with base_model (--base_model user/name)"
         )
-    return name, target.get("revision")
+    return name, revision
 
 
 def published(

@@ -19,7 +19,7 @@ from medusa_heads.checkpoint.files import (
 )
 from medusa_heads.checkpoint.stored_heads import read_sidecar
 from medusa_heads.contents import SIDECAR_FILE
-from medusa_heads.files import expanded, refuse_link, remove_leftovers
+from medusa_heads.files import check_folder, expanded, refuse_link, remove_leftovers
 from medusa_heads.hub.folder import own_files
 from medusa_heads.hub.names import check_repo_id, is_repo_id, split_revision, wanted_revision
 from medusa_heads.hub.talking import check_token, in_one_sentence
@@ -71,18 +71,31 @@ def pull(
     default one of its name, whole or not at all. A checkpoint that stands there is replaced where
     `overwrite` says so; its other files stay. `custom_generate/`, which transformers would run, is
     not downloaded but written anew. Raises ValueError: no such repository, none that holds heads,
-    or `out` is in use."""
+    the hub cannot be asked, or `out` is in use."""
     name = check_repo_id(split_revision(repo_id)[0])
     revision = wanted_revision(repo_id, revision)
-    folder = Path(out) if out is not None else Path(name.split("/")[1])
+    folder = expanded(out if out is not None else name.split("/")[1])
     remove_leftovers(folder.parent)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         replaceable = (folder / SIDECAR_FILE).is_file()
         if not (overwrite and replaceable):
             hint = "overwrite it (--overwrite), or " if replaceable else ""
             raise ValueError(f"{str(folder)!r} is in use: {hint}pull into another folder")
+    check_folder(folder)
+    _ask_for(name, revision, token)
     copy_checkpoint(_download(name, revision, KEPT_FILES, token), folder)
     return folder
+
+
+def _ask_for(repo_id: str, revision: str | None, token: str | bool | None) -> None:
+    """Raises ValueError where the hub does not hand out the repository, or cannot be reached: a
+    download would then bring what was downloaded earlier, unsaid."""
+    from huggingface_hub import HfApi, constants
+
+    if not constants.HF_HUB_OFFLINE:
+        token = check_token(token)
+        with in_one_sentence(repo_id, revision, token):
+            HfApi(token=token).model_info(repo_id, revision=revision)
 
 
 def _download(

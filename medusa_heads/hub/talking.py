@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from medusa_heads.errors import first_line
-from medusa_heads.masking import masked_text
+from medusa_heads.masking import masked_text, without_passwords
 
 # How a client fails on an answer that it does not expect.
 _TRIPPED = (LookupError, AttributeError, TypeError, ArithmeticError, AssertionError)
@@ -50,7 +50,8 @@ def in_one_sentence(
     except (OSError, ValueError, ImportError) as error:  # the environment's proxy, certificates, ..
         why = masked_text(first_line(error))
         raise ValueError(
-            f"the hub at {constants.ENDPOINT} cannot be asked for {repo_id!r}: {why}"
+            without_passwords(f"the hub at {constants.ENDPOINT}")
+            + f" cannot be asked for {repo_id!r}: {why}"
         ) from None
     logger = logging.getLogger("huggingface_hub")
     level, hooks = logger.level, client.event_hooks
@@ -59,7 +60,7 @@ def in_one_sentence(
     try:
         yield
     except (OSError, ValueError, RuntimeError, HTTPError, *_TRIPPED) as error:
-        sentence = _sentence(error, repo_id, revision)
+        sentence = without_passwords(_sentence(error, repo_id, revision))
         for secret in (token, get_token()):
             if isinstance(secret, str) and secret:
                 sentence = sentence.replace(secret, "***")

@@ -131,10 +131,8 @@ class Source:
         if name not in content:
             raise ValueError(f"{path} does not hold {name}, which the index promises: damaged")
         tensor = content[name]
-        if tensor.layout != torch.strided:
-            raise ValueError(
-                f"{path}: {name} is stored as {tensor.layout}, expected a plain tensor"
-            )
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+            raise ValueError(f"{path}: {name} is no plain tensor: heads are not stored so")
         # A view may claim any size over a few bytes of storage.
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise ValueError(
@@ -175,7 +173,8 @@ def open_source(name_or_path: str, *, revision: str | None = None, model: bool =
             if file in HEADS_FILES and (matrix := source.find(VOCAB_MATRIX_FILE)):
                 source.take(matrix)
             return source
-    others = [] if source.folder is None else sorted(source.folder.glob("*.safetensors"))
+    beside = [] if source.folder is None else sorted(source.folder.glob("*.safetensors"))
+    others = [file for file in beside if file.is_file()]
     if len(others) != 1:
         gguf = source.folder is not None and next(source.folder.glob("*.gguf"), None)
         raise ValueError(

@@ -18,6 +18,7 @@ from medusa_heads.checkpoint.files import CONFIG_FILE, write_json
 from medusa_heads.checkpoint.tensor_file import write_tensors
 from medusa_heads.files import expanded
 from medusa_heads.heads.vocabulary import vocabulary
+from medusa_heads.hub.folder import check_inside
 from medusa_heads.interop.source import MODEL_FILES, Source, open_source
 from medusa_heads.target.fingerprint import lm_head_sha256
 from medusa_heads.target.target import TargetModel
@@ -135,7 +136,8 @@ def write_model(
 ) -> None:
     """A model as transformers reads it: shards of the source's tensors, as it has them, and one of
     `heads`, their index, configuration and tokenizer. One shard is held in memory at a time. Raises
-    ValueError: a tensor is damaged; OSError: the folder cannot be written."""
+    ValueError: a tensor is damaged, or a file beside them is a link to elsewhere; OSError: the
+    folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: dict[Path | str | None, list[str]] = {}
     for name in (*names, *heads):
@@ -156,4 +158,6 @@ def write_model(
     write_json(folder / CONFIG_FILE, config)
     for file in BESIDE:
         if found := source.find(file):
+            if source.folder is not None:
+                check_inside(source.folder, found)
             (folder / file).write_bytes(found.read_bytes())

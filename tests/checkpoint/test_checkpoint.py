@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from importlib.metadata import version
 from pathlib import Path
 
@@ -198,6 +199,12 @@ def damage_kind_of_value(folder: Path) -> None:
     (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
 
 
+def damage_name(folder: Path) -> None:
+    sidecar = json.loads((folder / SIDECAR_FILE).read_text())
+    sidecar["target"]["revision"] = ["main"]
+    (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
+
+
 def damage_newer(folder: Path) -> None:
     (folder / SIDECAR_FILE).write_text('{"format_version": 99}')
 
@@ -217,6 +224,7 @@ def damage_no_heads_part(folder: Path) -> None:
         (damage_weights_gone, "found none"),
         (damage_json, "not valid JSON"),
         (damage_kind_of_value, "raw_embeddings must be true or false"),
+        (damage_name, r"says \['main'\] for the target's 'revision'"),
         (damage_newer, "upgrade"),
         (damage_no_heads_part, "no 'heads' part"),
     ],
@@ -239,6 +247,20 @@ def test_a_failed_save_leaves_the_old_checkpoint(target: TargetModel, tmp_path: 
     with pytest.raises(TypeError):
         save_heads(tmp_path, heads, target, provenance={"not": object()})  # not JSON
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+
+def test_a_file_that_may_not_grow_is_an_error_of_the_system(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    """As where a quota is used up: safetensors has an error of its own for it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot be written .*too large"):
+            save_heads(tmp_path, trained(target), target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_statistics_and_nothing_else(target: TargetModel, tmp_path: Path) -> None:

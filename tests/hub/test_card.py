@@ -129,6 +129,7 @@ def test_reports_that_cannot_be_right_are_refused(
         ('{"report_version": 99}', "report_version 99, expected 1"),
         ('{"report_version": 1}', "report beside the heads is damaged"),
         (json.dumps(by_hand() | {"training": 7}), "report beside the heads is damaged"),
+        (json.dumps(by_hand() | {"accuracy": [{"top_k": ["x"]}]}), "beside the heads is damaged"),
         ("[]", "expected a JSON object"),
         ('{"x": ', "not valid JSON"),
     ):

@@ -71,6 +71,27 @@ def test_a_target_that_is_only_here_is_refused_without_naming_where(local: Path)
             prepare_push(local, "alice/heads", base_model=wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "revision"),
+    [
+        ("gpt2; rm -rf ~ #", "main"),
+        ("gpt2`\n\n# Other heads", "main"),
+        ("alice/target", 'x"); import os; os.system("id'),
+        ("alice/target", "main`"),
+    ],
+)
+def test_no_program_of_a_card_says_what_a_stranger_wrote(
+    local: Path, name: str, revision: str
+) -> None:
+    """Heads that came from elsewhere are pushed on, with a card in one's own name."""
+    file = local / "medusa_heads.json"
+    sidecar = json.loads(file.read_text())
+    sidecar["target"] |= {"name_or_path": name, "revision": revision}
+    file.write_text(json.dumps(sidecar))
+    with pytest.raises(ValueError, match="where nobody else finds it"):
+        prepare_push(local, "alice/heads")
+
+
 def test_no_path_of_this_machine_is_in_any_file(local: Path, target: TargetModel) -> None:
     prepared = prepare_push(local, "alice/heads", base_model="alice/target@v1")
     contents = {

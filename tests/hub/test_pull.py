@@ -13,7 +13,7 @@ from medusa_heads.checkpoint.files import OWN_FILES
 from medusa_heads.hub.pull import find_checkpoint, pull
 from medusa_heads.hub.push import prepare_push, push
 from tests.hub.conftest import BOB
-from tests.hub.hub_api import Handler
+from tests.hub.hub_api import Handler, Refusal
 from tests.hub.hub_server import LocalHub
 from tests.killed import dies
 
@@ -150,6 +150,35 @@ def test_no_network(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="not in the local cache, and HF_HUB_OFFLINE is set"):
         pull("alice/other", tmp_path / "out")
+
+
+def test_pulling_asks_the_hub_and_does_not_hand_out_what_was_downloaded_once(
+    hub: LocalHub, pushed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull("alice/heads", tmp_path / "out")
+
+    def fails(method: str, path: str) -> None:
+        raise Refusal(403, "Access to it is restricted", "GatedRepo")
+
+    before = contents(tmp_path / "out")
+    with hub.interfering(fails), pytest.raises(ValueError, match="must be asked for on its page"):
+        pull("alice/heads", tmp_path / "out", overwrite=True)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://me:secret@127.0.0.1:9")
+    sentence = r"the hub at http://\*\*\*@127\.0\.0\.1:9 cannot be reached"
+    with pytest.raises(ValueError, match=sentence):
+        pull("alice/heads", tmp_path / "out", overwrite=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # then it may
+    pull("alice/heads", tmp_path / "out", overwrite=True)
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_home_and_no_revision(
+    hub: LocalHub, pushed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert pull("alice/heads", "~/heads") == tmp_path / "home" / "heads"
+    with pytest.raises(ValueError, match="expected a branch, tag or commit, got ''"):
+        pull("alice/heads", tmp_path / "out", revision="")
 
 
 def test_a_revision_of_a_folder_is_refused(checkpoint: Path) -> None:

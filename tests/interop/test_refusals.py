@@ -156,6 +156,42 @@ def test_a_view_larger_than_its_storage(tmp_path: Path) -> None:
     assert "claims more values than the file holds" in refused(source, tmp_path)
 
 
+def of_no_values(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def nested(tensor: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([tensor, tensor[:1]], layout=torch.strided)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("strange", [of_no_values, nested, Tensor.to_sparse])
+def test_a_pickle_of_tensors_that_are_not_plain(
+    tmp_path: Path, strange: Callable[[Tensor], Tensor]
+) -> None:
+    tensors = native_tensors(2)
+    name = "0.0.linear.weight"
+    tensors[name] = strange(tensors[name])
+    source = layouts.fasterdecoding_pt(tmp_path / "source", tensors)
+    assert f"{name} is no plain tensor" in refused(source, tmp_path)
+
+
+def test_a_pipe_in_the_place_of_weights_is_not_waited_for(tmp_path: Path) -> None:
+    layouts.write_config(tmp_path / "source", {})
+    os.mkfifo(tmp_path / "source" / "other.safetensors")
+    assert "holds no weights" in refused(tmp_path / "source", tmp_path)
+
+
+def test_a_link_beside_a_model_brings_nothing_into_its_copy(tmp_path: Path, target: Path) -> None:
+    (tmp_path / "private").write_text("private")
+    heads, said = native_tensors(2), {"medusa": {"num_medusa_heads": 2, "num_medusa_layers": 1}}
+    source = layouts.whole_model(tmp_path / "source", target, heads, "medusa_heads.", said)
+    (source / "tokenizer.json").symlink_to(tmp_path / "private")
+    with pytest.raises(ValueError, match="leads out of the checkpoint folder"):
+        convert_heads(source, tmp_path / "out", extract_target=True)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
 @pytest.mark.parametrize("keep", [0, 7, 0.5, 0.99])
 def test_truncated_files(tmp_path: Path, file: str, keep: float) -> None:

@@ -26,7 +26,7 @@ from medusa_heads.cli.flags.config_file import read_config
 from medusa_heads.cli.flags.parser import make_parser
 from medusa_heads.cli.flags.unknown_names import explain_flag
 from medusa_heads.errors import MedusaWarning
-from medusa_heads.masking import masked
+from medusa_heads.masking import masked, without_passwords
 from medusa_heads.settings import flag_name
 
 TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
@@ -73,6 +73,9 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
             sentence = f"a file could not be written, is the disk full? ({sentence})"
         if crowded:
             sentence = f"the memory is full: take smaller batches or shorter texts ({sentence})"
+        # It may quote a stranger's file, which could steer a terminal.
+        sentence = "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence)
+        sentence = without_passwords(sentence)
         print(f"{prog}: error: {sentence}", file=sys.stderr)
         return 2
     finally:

@@ -161,6 +161,17 @@ def test_a_users_mistake_is_one_sentence(
         run_command(fail)
 
 
+def test_a_sentence_shows_no_password_and_steers_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail() -> None:
+        raise ValueError("a stranger's \x1b[2J\x07\ud800 at https://me:secret@host/x, for \u4f60")
+
+    assert run_command(fail) == 2
+    said = capsys.readouterr().err
+    assert "a stranger's \\x1b[2J\\x07\\ud800 at https://***@host/x, for \u4f60\n" in said
+
+
 def test_a_sentence_that_quotes_too_much_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise ValueError(f"num_steps must be a number, got {'x' * 100_000!r}: give one")

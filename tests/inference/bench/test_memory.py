@@ -42,7 +42,7 @@ def test_larger_texts_take_what_was_foretold(
     assert parts["most"] == pytest.approx(seen, rel=CLOSE)
     assert parts["cache"] == rows * (prompt + new + 8) * 3 * 2 * 2 * 16 * 4
     # That no more is held for a row than for none would be noticed.
-    monkeypatch.setattr(memory, "_lines_33", torch.zeros(3, 3))
+    monkeypatch.setattr(memory, "_curves_53", torch.zeros(5, 3))
     assert memory.describe(rows, prompt, new)["most"] != pytest.approx(seen, rel=CLOSE)
 
 
@@ -53,9 +53,31 @@ def test_texts_that_may_become_long_are_copied_while_they_grow() -> None:
     assert large == pytest.approx((1 << 34) * (1 + 2 / 3 / 8), rel=1e-6)
 
 
-def test_a_target_that_reads_little(tiny_llama: TinyLlama) -> None:
-    options: dict[str, Any] = {"max_position_embeddings": 96}
+@pytest.mark.parametrize(
+    ("attention", "config", "rows", "prompt"),
+    [
+        # Scores of all pairs of tokens are held while the prompt is read.
+        ("eager", {"num_heads": 2}, 1, 600),
+        # Layers that read the text take more of a row beside others than of one alone.
+        ("sdpa", {"kind": "eagle3", "num_heads": 2}, 3, 300),
+    ],
+)
+def test_what_grows_on_no_straight_line(
+    tiny_llama: TinyLlama, attention: str, config: dict[str, Any], rows: int, prompt: int
+) -> None:
+    llama = tiny_llama()
+    llama.set_attn_implementation(attention)
+    target = TargetModel(llama)
+    model = MedusaModel(target, new_heads(target, HeadsConfig(**config)).eval(), tree="static:7")
+    foretold = Memory(model)
+    seen = foretold.weights + max(watch(model, rows, prompt))
+    assert foretold.describe(rows, prompt, 24)["most"] == pytest.approx(seen, rel=CLOSE)
+
+
+@pytest.mark.parametrize("limit", [24, 96])
+def test_a_target_that_reads_little(tiny_llama: TinyLlama, limit: int) -> None:
+    options: dict[str, Any] = {"max_position_embeddings": limit}
     target = TargetModel(tiny_llama(**options))
     heads = new_heads(target, HeadsConfig(num_heads=2)).eval()
     memory = Memory(MedusaModel(target, heads, tree="chain"))
-    assert torch.isfinite(memory._lines_33).all()
+    assert torch.isfinite(memory._curves_53).all()
