@@ -7,15 +7,10 @@ from typing import Any
 from medusa_heads.machine import Measurements, Shape, Use, products
 
 
-def keep_products(
-    shape: Shape,
-    seconds: dict[str, float],
-    use: Use = "tree",
-    store: Measurements | None = None,
-) -> Measurements:
+def keep_products(shape: Shape, seconds: dict[str, float], use: Use = "tree") -> Measurements:
     """Products of a shape took so long on one thread of the CPU: `{"float32 1": 0.2, ..}`; kept
-    where every process looks, or in a store. What was read before is forgotten."""
-    store = store or Measurements()
+    where every process looks, which is returned. What was read before is forgotten."""
+    store = Measurements()
     facts: dict[str, Any] = {
         "use": use,
         "device": "cpu",

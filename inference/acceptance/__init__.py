@@ -15,13 +15,7 @@ from medusa_heads.inference.acceptance.relaxed import (
     TypicalAcceptance,
 )
 
-__all__ = [
-    "RULES",
-    "AcceptanceRule",
-    "RejectionSampling",
-    "SampleThenMatch",
-    "make_rule",
-]
+__all__ = ["RULES", "AcceptanceRule", "RejectionSampling", "SampleThenMatch", "make_rule"]
 
 RULES: dict[str, type[Any]] = {
     "lossless": RejectionSampling,

@@ -35,12 +35,7 @@ class Budget:
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        sizes: Sequence[int],
-        rows: int = 1,
-        *,
-        padded: bool = False,
+        self, clock: Clock, sizes: Sequence[int], rows: int = 1, *, padded: bool = False
     ) -> None:
         self._clock, self.sizes = clock, sorted(set(sizes))
         self.rows, self.padded, self.most = rows, padded, self.sizes[-1]

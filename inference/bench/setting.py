@@ -10,13 +10,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from medusa_heads.inference.bench.methods import (
-    HEADS,
-    PLAIN,
-    PLAIN_METHODS,
-    PROMPT_LOOKUP,
-    STREAM,
-)
+from medusa_heads.inference.bench.methods import HEADS, PLAIN, PLAIN_METHODS, PROMPT_LOOKUP, STREAM
 from medusa_heads.inference.bench.prompts import Prompt, batches_of
 from medusa_heads.inference.bench.timed_run import (
     WARM_UP_TOKENS,

@@ -92,12 +92,6 @@ def make_app(
             gone.cancel()
             scheduler.cancel(asked.text)
 
-    async def complete(request: Request) -> Response:
-        return await answer(request, chat=False)
-
-    async def complete_chat(request: Request) -> Response:
-        return await answer(request, chat=True)
-
     def guarded(route: Callable[[Request], Awaitable[Response]]) -> Callable[..., Any]:
         async def guard(request: Request) -> Response:
             said = request.headers.get("authorization", "")
@@ -118,8 +112,8 @@ def make_app(
             Route("/health", health),
             Route("/metrics", guarded(metrics)),
             Route("/v1/models", guarded(models)),
-            Route("/v1/completions", guarded(complete), methods=["POST"]),
-            Route("/v1/chat/completions", guarded(complete_chat), methods=["POST"]),
+            Route("/v1/completions", guarded(partial(answer, chat=False)), methods=["POST"]),
+            Route("/v1/chat/completions", guarded(partial(answer, chat=True)), methods=["POST"]),
         ],
         exception_handlers={HTTPException: on_http},
     )

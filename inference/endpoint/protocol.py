@@ -264,11 +264,7 @@ class Answer:
     def usage(self) -> dict[str, int]:
         """How many tokens were read and written."""
         read, written = len(self._text.prompt), self._text.tokens
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": written,
-            "total_tokens": read + written,
-        }
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     def _answer(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
         return {**self._common, "object": kind, "choices": list(choices)}

@@ -6,6 +6,7 @@ Shapes: B active rows, T tokens, N tree nodes, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from medusa_heads.inference.acceptance import AcceptanceRule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.beginning import Beginning, finish_step
 from medusa_heads.inference.engine.device_loop import device_loop
-from medusa_heads.inference.engine.exchange import Exchange
 from medusa_heads.inference.engine.noise import Rng
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
@@ -30,6 +30,18 @@ if TYPE_CHECKING:
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 _WARM_UP = 3  # forwards of a text, its prompt's included, before steps take what they will
+
+
+class Exchange(ABC):
+    """Decides through which view of its target a text is decoded further, before every step."""
+
+    @abstractmethod
+    def due(self, state: DecodingState, slots: int) -> bool:
+        """Whether to ask for another view; the text may come to need so many cache slots."""
+
+    @abstractmethod
+    def view(self, state: DecodingState, slots: int) -> tuple[TargetModel, Drafter] | None:
+        """Another view of the same target, and its drafter; None where there is none after all."""
 
 
 @torch.no_grad()

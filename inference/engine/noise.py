@@ -57,7 +57,7 @@ class Noise:
             prompt = row.ids_1T()[0, left:].long().cpu().numpy().tobytes()
             nth = earlier[prompt] = earlier.get(prompt, -1) + 1
             name = hashlib.blake2b(prompt, digest_size=8, salt=nth.to_bytes(8, "little"))
-            self._keys[row.index] = _mixed((seed + _whole(name)) % _WORD)
+            self._keys[row.index] = _mixed((seed + int.from_bytes(name.digest(), "little")) % _WORD)
 
     def keys(self, rows: Sequence[Row]) -> list[int]:
         """What each row's noise is counted from, as numbers that int64 holds."""
@@ -206,10 +206,6 @@ def _mixed(word: int) -> int:
     for shift, factor in _MIX:
         word = (word ^ (word >> shift)) * factor % _WORD
     return word
-
-
-def _whole(name: hashlib.blake2b) -> int:
-    return int.from_bytes(name.digest(), "little")
 
 
 def _signed(word: int) -> int:

@@ -18,7 +18,7 @@ from medusa_heads.inference.adapt.measure import target_facts
 from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
-from medusa_heads.inference.engine.exchange import Exchange
+from medusa_heads.inference.engine.decoding import Exchange
 from medusa_heads.inference.engine.recurrent import graph_sizes
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.machine import Measurements, as_seconds

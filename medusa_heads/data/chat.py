@@ -86,23 +86,6 @@ class ChatTemplate:
         encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)
         return encoded["input_ids"]
 
-    def rows(self, conversation: Conversation) -> list[tuple[list[int], list[int]]]:
-        """input_ids and labels of a conversation: one row, where the template never rewrites what
-        it has rendered before, else as few rows as hold each turn with the context it answers. Text
-        after the last turn is left out: nothing is learnt from it. Raises BadRow: the template
-        refuses the messages, or no turn can be told from its prompt."""
-        (rendered,) = self.rendered([conversation])
-        if isinstance(rendered, BadRow):
-            raise rendered
-        encoded = Ragged.of(self.encode([*rendered.asked, *rendered.answered]))
-        rows, problems = self.rows_of([rendered], encoded)
-        if problems:
-            raise BadRow(problems[0])
-        return [
-            (rows.input_ids.row(number), rows.labels.row(number))
-            for number in range(len(rows.sources))
-        ]
-
     def rendered(self, conversations: Sequence[Conversation]) -> list[Rendered | BadRow]:
         """What `rows` encodes of many conversations; in place of some, why there is nothing."""
         spoken = [_spoken(each) for each in conversations]
@@ -148,8 +131,11 @@ class ChatTemplate:
     def rows_of(
         self, rendered: Sequence[Rendered], encoded: Ragged
     ) -> tuple[LearntRows, dict[int, str]]:
-        """`rows` of many conversations, each by its number, from the token ids of the prompts and
-        then of the texts of one after the other; and why those of some numbers have none."""
+        """Rows of conversations, each by its number, from the token ids of the prompts and then of
+        the texts of one after the other; and why those of some numbers have none. A conversation is
+        one row, where the template never rewrites what it has rendered before, else as few rows as
+        hold each turn with the context it answers. Text after the last turn is left out: nothing is
+        learnt from it."""
         counts = np.fromiter((len(each.spoken) for each in rendered), np.int64, len(rendered))
         sources = np.repeat(np.arange(len(rendered)), counts)
         places_asked = np.arange(len(sources)) + np.repeat(np.cumsum(counts) - counts, counts)

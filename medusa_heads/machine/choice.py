@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from medusa_heads.machine.devices import computes_in, find_device, free_memory, low_precision
-from medusa_heads.machine.measurements import Measurements
 from medusa_heads.machine.products import Seconds, Shape, Use, product_seconds, thread_counts
 
 GAIN = 1.1  # what another dtype or thread count must be faster by, to be chosen
-_STORE = Measurements()
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -37,7 +35,6 @@ def choose(
     dtype: str | torch.dtype | None = None,
     stored: torch.dtype | None = None,
     shape: Shape | None = None,
-    store: Measurements = _STORE,
     count_threads: bool = True,
 ) -> Choice:
     """Choose for a use, and measure first where nobody did on this machine. A device or dtype that
@@ -63,11 +60,11 @@ def choose(
         chosen, reason = low, f"{_name(low)}: the fastest that {where} computes in"
     else:
         held = stored is not None and use != "train"
-        seconds = _measured(use, where, low, shape, store)
+        seconds = _measured(use, where, low, shape)
         chosen, reason = _faster(seconds, low, shape, held=held)
     threads = torch.get_num_threads()
     if count_threads and where.type == "cpu" and len(thread_counts(where)) > 1:
-        seconds = _measured(use, where, low, shape, store)
+        seconds = _measured(use, where, low, shape)
         threads = fastest_threads(seconds, _name(chosen)) or threads
     return Choice(where, chosen, threads, reason + doubt)
 
@@ -78,13 +75,12 @@ def speeds(
     device: str | torch.device | None = None,
     stored: torch.dtype | None = None,
     shape: Shape | None = None,
-    store: Measurements = _STORE,
 ) -> Seconds:
     """What `choose` goes by, by dtype and threads: speeds relative to float32's best. Raises
     ValueError: there is no such device."""
     where = find_device(device)
     low = _shorter(use, where, None, stored)
-    seconds = _measured(use, where, low, shape or Shape(), store)
+    seconds = _measured(use, where, low, shape or Shape())
     best = _best(seconds, "float32")
     return {each: best / taken for each, taken in seconds.items()}
 
@@ -97,11 +93,9 @@ def _shorter(
     return next(here, None) or low_precision(where, training=use == "train")
 
 
-def _measured(
-    use: Use, where: torch.device, low: torch.dtype | None, shape: Shape, store: Measurements
-) -> Seconds:
+def _measured(use: Use, where: torch.device, low: torch.dtype | None, shape: Shape) -> Seconds:
     dtypes = ["float32"] if low is None else ["float32", _name(low)]
-    return product_seconds(use, where, dtypes, shape, store)
+    return product_seconds(use, where, dtypes, shape)
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype:

@@ -82,10 +82,8 @@ Seconds = dict[tuple[str, int], float]
 _known: dict[str, Seconds] = {}
 
 
-def product_seconds(
-    use: Use, device: torch.device, dtypes: Sequence[str], shape: Shape, store: Measurements
-) -> Seconds:
-    """Seconds of a pass by dtype and threads, from the store where they were measured before.
+def product_seconds(use: Use, device: torch.device, dtypes: Sequence[str], shape: Shape) -> Seconds:
+    """Seconds of a pass by dtype and threads, kept where they were measured before.
 
     What was measured beside other programs serves this process alone: they may be gone later.
     """
@@ -97,7 +95,7 @@ def product_seconds(
         "threads": threads,
         "matrices": matrices(use, shape),
     }
-    key = f"{store.folder or measurement_folder()} {facts}"
+    store, key = Measurements(), f"{measurement_folder()} {facts}"
     if key not in _known:
         try:
             kept: Any = (store.read(KIND, facts) or {})["seconds"]

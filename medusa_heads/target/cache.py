@@ -294,5 +294,5 @@ class RowCache(Cache):
 
     @property
     def held_bytes(self) -> int:
-        """What all rows take, with the room behind them."""
-        return sum(stack.numel() * stack.element_size() for stack in self._stacks.stacks)
+        """What all rows take, with the room behind them; 0 before the first forward."""
+        return sum(stack.nbytes for stack in self._stacks.stacks)

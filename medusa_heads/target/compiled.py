@@ -187,7 +187,7 @@ class CompiledTarget(TargetModel):
         cache = self._caches.pop((batch_size, capacity), None)
         room = _BYTES_KEPT
         for other in reversed(list(self._caches)):  # those used last first
-            weight = self._caches[other].nbytes
+            weight = self._caches[other].held_bytes
             if weight > room:
                 del self._caches[other]
             else:

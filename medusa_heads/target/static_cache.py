@@ -96,11 +96,6 @@ class StaticRowCache(RowCache):
         self._nodes: dict[int, Tensor] = {}
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all that it holds; 0 before the first forward."""
-        return sum(buffer.nbytes for buffer in self._stacks.stacks)
-
-    @property
     def slots_N(self) -> Tensor:
         """Within `tree_slots`, where the nodes are written."""
         assert self._stacks.nodes_N is not None
@@ -141,8 +136,9 @@ class StaticRecurrentCache(RecurrentCache, StaticRowCache):
     state_and_row_kind = StaticStateAndRowLayer
 
     @property
-    def nbytes(self) -> int:
-        return super().nbytes + sum(state.nbytes for state in (*self.states(), *self._held))
+    def held_bytes(self) -> int:
+        """What rows and states take."""
+        return super().held_bytes + sum(state.nbytes for state in (*self.states(), *self._held))
 
     def make_layer(self, layer: Any) -> Any:
         made = super().make_layer(layer)

@@ -76,10 +76,7 @@ class PrefixTree:
 
 
 def to_token_tree(
-    trees: Sequence[PrefixTree],
-    device: torch.device,
-    drafted: int | None = None,
-    at_least: int = 1,
+    trees: Sequence[PrefixTree], device: torch.device, drafted: int | None = None, at_least: int = 1
 ) -> TokenTree:
     """The trees of a batch as tensors, all of one size.
 

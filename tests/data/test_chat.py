@@ -8,6 +8,7 @@ from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import ChatTemplate, continuation
 from medusa_heads.data.formats import Conversation
 from tests.training import templates
+from tests.training.templates import rows_of
 
 USER, OTHER = {"role": "user", "content": "Hi there"}, {"role": "user", "content": "And then?"}
 ONE = {"role": "assistant", "content": "Hello, you."}
@@ -24,7 +25,7 @@ def learnt(tokenizer: Any, template: str, messages: list[Any], **more: Any) -> l
     """The supervised texts of each row."""
     chat = ChatTemplate(tokenizer, template, **more)
     found = []
-    for input_ids, labels in chat.rows(Conversation(messages)):
+    for input_ids, labels in rows_of(chat, Conversation(messages)):
         assert len(input_ids) == len(labels)
         assert all(label in (-100, token) for token, label in zip(input_ids, labels, strict=True))
         texts: list[list[int]] = []
@@ -64,7 +65,7 @@ def test_a_row_is_what_the_model_saw_followed_by_what_it_wrote(
 ) -> None:
     """Every supervised stretch begins where the prompt's own tokens end."""
     messages = [USER, ONE, OTHER, TWO]
-    [(input_ids, labels)] = ChatTemplate(tokenizer, template).rows(Conversation(messages))
+    [(input_ids, labels)] = rows_of(ChatTemplate(tokenizer, template), Conversation(messages))
     for index in (1, 3):
         prompt = tokenizer.apply_chat_template(
             messages[:index], chat_template=template, add_generation_prompt=True, return_dict=False
@@ -81,7 +82,7 @@ def test_a_rewritten_history_gives_each_turn_the_context_it_answers(tokenizer: A
         ["<think>\n\n</think>\n\nNothing more.<|im_end|>"],
     ]
     chat = ChatTemplate(tokenizer, templates.THINKING)
-    [_, (last, _)] = chat.rows(Conversation([USER, thought, OTHER, TWO]))
+    [_, (last, _)] = rows_of(chat, Conversation([USER, thought, OTHER, TWO]))
     assert "Be kind." not in tokenizer.decode(last)
 
 
@@ -98,7 +99,7 @@ def test_what_the_prompt_supplies_is_not_learnt(tokenizer: Any) -> None:
 
 def test_only_messages_after_the_context_are_learnt(tokenizer: Any) -> None:
     chat = ChatTemplate(tokenizer, templates.CHATML)
-    [(_, labels)] = chat.rows(Conversation([USER, ONE, OTHER, TWO], context=3))
+    [(_, labels)] = rows_of(chat, Conversation([USER, ONE, OTHER, TWO], context=3))
     assert tokenizer.decode([label for label in labels if label != -100]) == (
         "Nothing more.<|im_end|>"
     )
@@ -106,7 +107,7 @@ def test_only_messages_after_the_context_are_learnt(tokenizer: Any) -> None:
 
 def test_text_after_the_last_answer_is_left_out(tokenizer: Any) -> None:
     chat = ChatTemplate(tokenizer, templates.CHATML)
-    [(input_ids, _)] = chat.rows(Conversation([USER, ONE, OTHER]))
+    [(input_ids, _)] = rows_of(chat, Conversation([USER, ONE, OTHER]))
     assert tokenizer.decode(input_ids).endswith("Hello, you.<|im_end|>")
 
 
@@ -117,7 +118,7 @@ def test_a_prompt_that_merges_with_the_answer_keeps_its_own_tokens(tokenizer: An
     alone = tokenizer("assistant: ")["input_ids"]
     assert whole[: len(alone)] != alone
     chat = ChatTemplate(tokenizer, templates.TRAILING_SPACE)
-    rows = chat.rows(Conversation(messages))
+    rows = rows_of(chat, Conversation(messages))
     assert len(rows) == 2
     for (input_ids, labels), index in zip(rows, (1, 3), strict=True):
         prompt = tokenizer.apply_chat_template(
@@ -155,7 +156,7 @@ def test_tools_and_calls_reach_the_template(tokenizer: Any) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look_up"}}]}
     chat = ChatTemplate(tokenizer, template)
     tools = [{"type": "function", "function": {"name": "look_up"}}]
-    [(input_ids, labels)] = chat.rows(Conversation([USER, call], tools=tools))
+    [(input_ids, labels)] = rows_of(chat, Conversation([USER, call], tools=tools))
     assert tokenizer.decode(input_ids).startswith("1 tools")
     assert tokenizer.decode([n for n in labels if n != -100]) == "look_up<|im_end|>"
 
@@ -176,7 +177,7 @@ def test_conversations_that_cannot_be_masked(
     template: str, messages: list[Any], message: str, tokenizer: Any
 ) -> None:
     with pytest.raises(BadRow, match=message):
-        ChatTemplate(tokenizer, template).rows(Conversation(messages))
+        rows_of(ChatTemplate(tokenizer, template), Conversation(messages))
 
 
 def test_a_tokenizer_without_a_template(tokenizer: Any) -> None:
@@ -205,4 +206,4 @@ def test_a_continuation_under_a_tokenizer_that_puts_a_space_first() -> None:
 def test_half_a_character_is_no_text(tokenizer: Any) -> None:
     said = {"role": "user", "content": "\ud800"}
     with pytest.raises(BadRow, match="it holds half a character"):
-        ChatTemplate(tokenizer, templates.PLAIN).rows(Conversation([said, ONE]))
+        rows_of(ChatTemplate(tokenizer, templates.PLAIN), Conversation([said, ONE]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from medusa_heads.machine import Measurements, Shape, Use
@@ -16,5 +14,5 @@ SLOW_BF16 = {"float32 1": 0.002, "bfloat16 1": 0.01}
 FAST_BF16 = {"float32 1": 0.010, "bfloat16 1": 0.004}
 
 
-def store_of(folder: Path, seconds: dict[str, float], use: Use = "tree") -> Measurements:
-    return keep_products(SMALL, seconds, use, Measurements(folder))
+def store_of(seconds: dict[str, float], use: Use = "tree") -> Measurements:
+    return keep_products(SMALL, seconds, use)

@@ -51,53 +51,54 @@ def test_a_dtype_that_cannot_be_had(dtype: str | torch.dtype) -> None:
         choose("tree", dtype=dtype, shape=SMALL)
 
 
-def test_a_low_precision_is_chosen_where_it_is_faster(tmp_path: Path) -> None:
-    fast, slow = store_of(tmp_path / "a", FAST_BF16), store_of(tmp_path / "b", SLOW_BF16)
-    chosen = choose("tree", stored=BF16, shape=SMALL, device="cpu", store=fast)
+def test_a_low_precision_is_chosen_where_it_is_faster(cache: Path) -> None:
+    store_of(FAST_BF16)
+    chosen = choose("tree", stored=BF16, shape=SMALL, device="cpu")
     assert chosen.dtype == BF16
     assert chosen.reason == "bfloat16: this CPU multiplies it at 2.5 times float32's speed"
     assert str(chosen) == f"cpu, 1 thread, {chosen.reason}"
-    chosen = choose("tree", stored=BF16, shape=SMALL, device="cpu", store=slow)
+    store_of(SLOW_BF16)
+    chosen = choose("tree", stored=BF16, shape=SMALL, device="cpu")
     assert chosen.dtype == torch.float32
     assert chosen.reason == "float32: this CPU multiplies bfloat16 at 0.2 of float32's speed"
-    relative = speeds("tree", stored=BF16, shape=SMALL, device="cpu", store=slow)
+    relative = speeds("tree", stored=BF16, shape=SMALL, device="cpu")
     assert relative == {("float32", 1): 1.0, ("bfloat16", 1): pytest.approx(0.2)}
 
 
-def test_a_gain_within_noise_is_none(tmp_path: Path) -> None:
-    store = store_of(tmp_path, {"float32 1": 0.0105, "bfloat16 1": 0.01})
-    chosen = choose("tree", stored=BF16, shape=SMALL, device="cpu", store=store)
+def test_a_gain_within_noise_is_none(cache: Path) -> None:
+    store_of({"float32 1": 0.0105, "bfloat16 1": 0.01})
+    chosen = choose("tree", stored=BF16, shape=SMALL, device="cpu")
     assert chosen.dtype == torch.float32
     assert chosen.reason == "float32: bfloat16 is not faster on this CPU"
 
 
-def test_weights_are_never_rounded_by_choice(tmp_path: Path) -> None:
-    store = store_of(tmp_path, FAST_BF16)
-    chosen = choose("tree", stored=torch.float32, shape=SMALL, device="cpu", store=store)
+def test_weights_are_never_rounded_by_choice(cache: Path) -> None:
+    store_of(FAST_BF16)
+    chosen = choose("tree", stored=torch.float32, shape=SMALL, device="cpu")
     assert chosen.dtype == torch.float32 and "as its weights are stored" in chosen.reason
-    assert choose("tree", shape=SMALL, device="cpu", store=store).dtype == BF16
+    assert choose("tree", shape=SMALL, device="cpu").dtype == BF16
 
 
-def test_what_the_user_gave_beats_the_measurement(tmp_path: Path) -> None:
-    store = store_of(tmp_path, SLOW_BF16)
-    chosen = choose("tree", dtype="bfloat16", shape=SMALL, device="cpu", store=store)
+def test_what_the_user_gave_beats_the_measurement(cache: Path) -> None:
+    store_of(SLOW_BF16)
+    chosen = choose("tree", dtype="bfloat16", shape=SMALL, device="cpu")
     assert (chosen.dtype, chosen.reason) == (BF16, "bfloat16 as asked")
-    chosen = choose("tree", dtype="auto", stored=BF16, shape=SMALL, device="cpu", store=store)
+    chosen = choose("tree", dtype="auto", stored=BF16, shape=SMALL, device="cpu")
     assert chosen.dtype == torch.float32
 
 
-def test_weights_that_do_not_fit_memory_stay_short(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_memory_stay_short(cache: Path) -> None:
     huge = Shape(SMALL.hidden, SMALL.intermediate, vocab=10**13, layers=SMALL.layers)
-    store = store_of(tmp_path, SLOW_BF16)
-    chosen = choose("tree", stored=BF16, shape=huge, device="cpu", store=store)
+    store_of(SLOW_BF16)
+    chosen = choose("tree", stored=BF16, shape=huge, device="cpu")
     assert chosen.dtype == BF16 and "GB of memory that are free" in chosen.reason
 
 
-def test_autocast_takes_the_dtype_that_trains_faster(tmp_path: Path) -> None:
-    store = store_of(tmp_path, FAST_BF16, "train")
-    assert choose("train", shape=SMALL, device="cpu", store=store).dtype == BF16
-    store = store_of(tmp_path, SLOW_BF16, "train")
-    assert choose("train", shape=SMALL, device="cpu", store=store).dtype == torch.float32
+def test_autocast_takes_the_dtype_that_trains_faster(cache: Path) -> None:
+    store_of(FAST_BF16, "train")
+    assert choose("train", shape=SMALL, device="cpu").dtype == BF16
+    store_of(SLOW_BF16, "train")
+    assert choose("train", shape=SMALL, device="cpu").dtype == torch.float32
 
 
 def test_fewer_threads_where_they_are_clearly_faster() -> None:

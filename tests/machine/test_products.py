@@ -37,29 +37,28 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
 
 
 @pytest.mark.parametrize("use", ["decode", "tree", "batch", "train"])
-def test_measured_once_and_kept(use: Use, tmp_path: Path, waits: list[float | None]) -> None:
-    store = Measurements(tmp_path)
+def test_measured_once_and_kept(use: Use, cache: Path, waits: list[float | None]) -> None:
     before = torch.get_num_threads()
-    first = product_seconds(use, CPU, ["float32", "bfloat16"], SMALL, store)
+    first = product_seconds(use, CPU, ["float32", "bfloat16"], SMALL)
     assert set(first) == {("float32", 1), ("bfloat16", 1)} and min(first.values()) > 0
     assert torch.get_num_threads() == before
-    (file,) = (tmp_path / "products").iterdir()
+    (file,) = (cache / "products").iterdir()
     written = file.read_bytes()
     module._known.clear()  # as in another process
-    assert product_seconds(use, CPU, ["bfloat16", "float32"], SMALL, store) == first
+    assert product_seconds(use, CPU, ["bfloat16", "float32"], SMALL) == first
     assert file.read_bytes() == written
 
 
 def test_what_a_busy_machine_says_is_for_this_process_alone(
-    tmp_path: Path, waits: list[float | None], monkeypatch: pytest.MonkeyPatch
+    cache: Path, waits: list[float | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, dtypes = Measurements(tmp_path), ["float32", "bfloat16"]
+    dtypes = ["float32", "bfloat16"]
 
     def measured_and_kept() -> tuple[bool, bool]:
         module._known.clear()  # as in another process
-        began = dict(product_seconds("tree", CPU, dtypes, SMALL, store))
-        assert product_seconds("tree", CPU, dtypes, SMALL, store) == began  # not measured twice
-        return not waits, (tmp_path / "products").exists()
+        began = dict(product_seconds("tree", CPU, dtypes, SMALL))
+        assert product_seconds("tree", CPU, dtypes, SMALL) == began  # not measured twice
+        return not waits, (cache / "products").exists()
 
     waits += [0.0, 9.0]  # others had the processor
     assert measured_and_kept() == (True, False)
@@ -139,7 +138,7 @@ def test_processes_that_measure_at_once_do_not_disturb_each_other(
 
 
 def test_other_processes_measure_nothing_again(cache: Path) -> None:
-    store_of(cache, SLOW_BF16)
+    store_of(SLOW_BF16)
     said = in_two_processes()
     assert said[0] == said[1] and "bfloat16 at 0.2 of float32's speed" in said[0]
 
@@ -156,17 +155,17 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_file_is_no_measurement(
-    damage: str | None, tmp_path: Path, waits: list[float | None]
+    damage: str | None, cache: Path, waits: list[float | None]
 ) -> None:
-    store = store_of(tmp_path, SLOW_BF16)
-    (file,) = (tmp_path / "products").iterdir()
+    store = store_of(SLOW_BF16)
+    (file,) = (cache / "products").iterdir()
     whole = json.loads(file.read_text())
     facts = whole["of"]["facts"]
     assert store.read("products", facts) == whole["values"]
     file.write_text(json.dumps(whole | {"values": 3}) if damage is None else damage)
     assert store.read("products", facts) is None
     module._known.clear()
-    measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, store)
+    measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL)
     assert measured["float32", 1] != 0.002
     assert store.read("products", facts) is not None  # whole again
 
@@ -183,20 +182,18 @@ def test_a_damaged_file_is_no_measurement(
         {"seconds": {"float32 1": float("nan"), "bfloat16 1": 1.0}},
     ],
 )
-def test_values_of_another_version_are_measured_anew(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
-    store = store_of(tmp_path, {})
-    (file,) = (tmp_path / "products").iterdir()
+def test_values_of_another_version_are_measured_anew(values: dict[str, Any], cache: Path) -> None:
+    store = store_of({})
+    (file,) = (cache / "products").iterdir()
     facts = json.loads(file.read_text())["of"]["facts"]
     store.write("products", facts, values)
-    measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, store)
+    measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL)
     assert 0 < measured["float32", 1] < 12
 
 
-def test_what_is_no_file_is_no_measurement(tmp_path: Path) -> None:
-    store = store_of(tmp_path, SLOW_BF16)
-    (file,) = (tmp_path / "products").iterdir()
+def test_what_is_no_file_is_no_measurement(cache: Path) -> None:
+    store = store_of(SLOW_BF16)
+    (file,) = (cache / "products").iterdir()
     facts = json.loads(file.read_text())["of"]["facts"]
     file.unlink()
     os.mkfifo(file)  # whoever opens it waits for a writer
@@ -206,18 +203,18 @@ def test_what_is_no_file_is_no_measurement(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "seconds", [-1.0, 0.0, float("inf"), float("nan"), 10**400, True, "0.01", None]
 )
-def test_times_that_cannot_be_are_measured_anew(seconds: Any, tmp_path: Path) -> None:
-    store = store_of(tmp_path, {"float32 1": seconds, "bfloat16 1": 0.01})
-    measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL, store)
+def test_times_that_cannot_be_are_measured_anew(seconds: Any, cache: Path) -> None:
+    store_of({"float32 1": seconds, "bfloat16 1": 0.01})
+    measured = product_seconds("tree", CPU, ["float32", "bfloat16"], SMALL)
     assert 0 < measured["float32", 1] < float("inf")
 
 
-def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    store = Measurements(tmp_path / "file")  # no folder can be made there, whoever tries
+def test_where_nothing_can_be_written_nothing_is_kept(cache: Path) -> None:
+    cache.write_text("")  # no folder can be made there, whoever tries
+    store = Measurements()
     store.write("kind", {"a": 1}, {"b": 2})
     assert store.read("kind", {"a": 1}) is None
-    assert choose("tree", stored=BF16, shape=SMALL, device="cpu", store=store).threads >= 1
+    assert choose("tree", stored=BF16, shape=SMALL, device="cpu").threads >= 1
 
 
 def test_measurements_are_kept_apart(tmp_path: Path) -> None:

@@ -5,6 +5,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from medusa_heads.data.bad_rows import BadRow
+from medusa_heads.data.chat import ChatTemplate
+from medusa_heads.data.encoding import Ragged
+from medusa_heads.data.formats import Conversation
+
 DEMO_TARGET = Path(__file__).parents[2] / "assets" / "demo-target"
 
 SPECIAL = [
@@ -109,3 +114,16 @@ def chat_tokenizer() -> Any:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     return tokenizer
+
+
+def rows_of(chat: ChatTemplate, conversation: Conversation) -> list[tuple[list[int], list[int]]]:
+    """input_ids and labels of one conversation. Raises BadRow: it has no rows."""
+    (rendered,) = chat.rendered([conversation])
+    if isinstance(rendered, BadRow):
+        raise rendered
+    encoded = Ragged.of(chat.encode([*rendered.asked, *rendered.answered]))
+    rows, problems = chat.rows_of([rendered], encoded)
+    if problems:
+        raise BadRow(problems[0])
+    numbers = range(len(rows.sources))
+    return [(rows.input_ids.row(number), rows.labels.row(number)) for number in numbers]

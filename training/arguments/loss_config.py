@@ -13,12 +13,7 @@ from medusa_heads.settings import flag, one_of
 HeadWeights = Literal["decay", "acceptance"]
 
 Term = Literal[
-    "cross_entropy",
-    "forward_kl",
-    "reverse_kl",
-    "jensen_shannon",
-    "total_variation",
-    "acceptance",
+    "cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance"
 ]
 TERMS: tuple[str, ...] = get_args(Term)
 

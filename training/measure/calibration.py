@@ -249,10 +249,7 @@ def _dynamic_tokens_per_step(
 
 
 def _followed(
-    heads: DraftHeads,
-    found: _Positions,
-    step: int,
-    read: Callable[[int], tuple[Tensor, Batch]],
+    heads: DraftHeads, found: _Positions, step: int, read: Callable[[int], tuple[Tensor, Batch]]
 ) -> Iterable[tuple[_Positions, After | None]]:
     """The positions in parts, and what sequential heads say behind drafts there. Those that go on
     from their own output see the text before, which is read again for them."""

@@ -52,7 +52,7 @@ class FreshHeads(MedusaHeads):
 
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """See DraftHeads."""
-        return hidden_RD[..., None, :].expand(*hidden_RD.shape[:-1], self.config.num_heads, -1)
+        return self._inputs(hidden_RD)
 
 
 class Comparison:

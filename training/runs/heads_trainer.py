@@ -89,12 +89,7 @@ class HeadsTrainer(TaughtTrainer):
             teacher = Teacher.from_target(target) if objective.needs_teacher else None
             trained = HeadsObjective(heads, objective, teacher)
         super().__init__(
-            trained,
-            target,
-            args,
-            *sets,
-            data_collator=self.hidden_states.collate,
-            **kwargs,
+            trained, target, args, *sets, data_collator=self.hidden_states.collate, **kwargs
         )
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:

@@ -9,12 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from medusa_heads.cli.choices import print_choices
-from medusa_heads.cli.decoding import (
-    describe,
-    load_drafting_model,
-    warn_if_lossy,
-    with_own_drafter,
-)
+from medusa_heads.cli.decoding import describe, load_drafting_model, warn_if_lossy, with_own_drafter
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.config_file import coerce
 from medusa_heads.cli.flags.decoding import (

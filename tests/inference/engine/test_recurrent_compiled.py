@@ -148,4 +148,4 @@ def test_states_weigh_like_rows() -> None:
     assert isinstance(cache, StaticRecurrentCache) and cache.states()
     states = sum(state.nbytes for state in cache.states())
     rows = sum(buffer.nbytes for buffer in cache._stacks.stacks)
-    assert cache.nbytes == rows + 2 * states
+    assert cache.held_bytes == rows + 2 * states

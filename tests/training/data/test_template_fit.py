@@ -38,7 +38,7 @@ def rows_of(template: str, tokenizer: Any, turns: int = 2) -> Dataset:
             for turn in range(turns)
             for role in ("user", "assistant")
         ]
-        for ids, labels in chat.rows(Conversation(said)):
+        for ids, labels in templates.rows_of(chat, Conversation(said)):
             rows.append({"input_ids": ids, "labels": labels})
     return Dataset.from_list(rows)
 

@@ -59,11 +59,10 @@ class Caches:
     def _products(self) -> dict[str, float]:
         import torch
 
-        from medusa_heads.machine import Measurements, Shape, measurement_folder, speeds
+        from medusa_heads.machine import Shape, speeds
 
         shape = Shape(hidden=32, intermediate=64, vocab=64, layers=1)
-        store = Measurements(measurement_folder())
-        found = speeds("tree", device="cpu", stored=torch.bfloat16, shape=shape, store=store)
+        found = speeds("tree", device="cpu", stored=torch.bfloat16, shape=shape)
         return {f"{dtype} {threads}": speed for (dtype, threads), speed in found.items()}
 
     def _clock(self) -> dict[str, float]:
