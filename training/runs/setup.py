@@ -169,8 +169,8 @@ def _how_loaded(target: TargetModel, processes: int) -> dict[str, Any]:
 
 def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | None:
     """The checkpoint to go on from; None for a run from the start. Nothing is removed yet. Raises
-    ValueError: there is no such checkpoint; or there are some, and they may not be overwritten; or
-    nothing can be written there."""
+    ValueError: there is no such checkpoint; or there are some, or what a run has trained, and they
+    may not be overwritten; or nothing can be written there."""
     check_folder(output)
     checkpoint = find_checkpoint(resume, output)
     found = checkpoints(output)
@@ -179,6 +179,12 @@ def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | No
         raise ValueError(
             f"{str(output)!r} holds checkpoints of an earlier run ({found[0].name}): go on with "
             "resume_from_checkpoint 'last', choose another output_dir, or set overwrite_output_dir"
+        )
+    trained = trained_in(output)
+    if checkpoint is None and trained is not None and not overwrite:
+        raise ValueError(
+            f"{str(output)!r} holds {trained} already: choose another output_dir, or set "
+            "overwrite_output_dir"
         )
     return checkpoint
 

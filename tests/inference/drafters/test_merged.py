@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads import MedusaModel
+from medusa_heads.inference.adapt.measure import room
 from medusa_heads.inference.drafters.merged import MergedTrees, continuation, merged
 from medusa_heads.inference.lookup.suffix_automaton import SuffixAutomaton
 from medusa_heads.inference.models.training_free import TrainingFreeModel
@@ -63,6 +64,14 @@ def test_each_token_is_offered_once() -> None:
     _, logs_BFR = merged(tokens_BFR, unknown)  # what the first says nothing of, another offers
     assert logs_BFR[0, 0, :2].tolist() == pytest.approx([-2.0, -1.0])
     assert logs_BFR[0, 0, 2] < logs_BFR[0, 0, 3] <= NEVER
+
+
+def test_a_guess_that_is_no_number_is_left_out_alone() -> None:
+    tokens_BFR = torch.tensor([[[7, 3, 7, 5]]])
+    chances = torch.tensor([float("nan"), 0.1, 0.2, float("nan")])
+    _, logs_BFR = merged(tokens_BFR, chances.log()[None, None])
+    assert logs_BFR[0, 0, :2].exp().tolist() == pytest.approx([0.2, 0.1])
+    assert torch.all(logs_BFR[0, 0, 2:] <= NEVER)
 
 
 def test_a_tail_goes_on_behind_the_levels() -> None:
@@ -161,3 +170,15 @@ def test_both_roads_accept_as_much(model: Any, drafter: str) -> None:
         if padding == [0]:
             assert accepted[:2] == accepted[2:]
             assert max(accepted[0]) > 0
+
+
+def test_the_text_alone_drafts_no_more_than_there_is_room_for(tiny_llama: TinyLlama) -> None:
+    model: Any = tiny_llama(max_position_embeddings=16).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    inputs: Any = padded([0], 6)
+    inputs["input_ids"] %= 3
+    right = reference(model, do_sample=False, max_new_tokens=9, **inputs)
+    free = TrainingFreeModel(model, "suffix", compile="steps", compile_backend="eager")
+    assert free.drafter.num_nodes == room(free.target) == 8
+    assert torch.equal(text(free, inputs, max_new_tokens=9), right)
+    assert "step" in free.last_stats.seconds
