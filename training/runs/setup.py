@@ -25,6 +25,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from medusa_heads.checkpoint.files import remove_trained
 from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.contents import trained_in
 from medusa_heads.files import check_folder
 from medusa_heads.target.fingerprint import weights_sums
 from medusa_heads.target.recurrent import is_recurrent
@@ -181,7 +182,7 @@ def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | No
             "resume_from_checkpoint 'last', choose another output_dir, or set overwrite_output_dir"
         )
     trained = trained_in(output)
-    if checkpoint is None and trained is not None and not overwrite:
+    if trained is not None and not (found or checkpoint or overwrite):
         raise ValueError(
             f"{str(output)!r} holds {trained} already: choose another output_dir, or set "
             "overwrite_output_dir"
