@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa_heads.heads import product_dtype
@@ -37,9 +38,9 @@ _POSITIONS = 256  # that are judged at least
 _OF_A_BATCH = 1024  # at most
 
 
-class Health(TrainerCallback):
+class Health(TrainerCallback, ExportableState):
     """Looks at a run of training. What it finds is said once, in the log of the first process, and
-    kept in `said` for the end. A loss that is not finite ends the run before the optimiser takes
+    kept in `said` for the end, and in checkpoints for runs that go on from them. A loss that is not finite ends the run before the optimiser takes
     it, in all processes together. Raises ValueError, then; the checkpoints so far are whole.
 
     `more_rates` are the peak rates of other flags than learning_rate.
@@ -57,6 +58,20 @@ class Health(TrainerCallback):
             self._sums_3 = torch.zeros(3, device=target.device)
         self._fell = self._lost = False
         self._read: Callable[[], Tensor | None] = lambda: None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        judged = self._sums_3 is None
+        return {"args": {}, "attributes": {"said": list(self.said), "judged": judged}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Go on from a checkpoint: say again what was said."""
+        # An entry must be there: saving fails on a callback that the checkpoint did not know.
+        before = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        for sentence in before["attributes"]["said"]:
+            self.say(sentence, state.is_world_process_zero)
+        if before["attributes"]["judged"]:
+            self._sums_3 = self._teacher = None
 
     def before_loss(
         self, read: Callable[[], Tensor | None], inputs: Mapping[str, Any], reduce: Any, first: bool
