@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from medusa_heads.heads import product_dtype
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
+from medusa_heads.training.hidden.layout import CacheError
 from medusa_heads.training.hidden.sharding import any_process
 from medusa_heads.training.hidden.states import refuse_not_finite
 from medusa_heads.training.loss.fused import chunk_pairs
@@ -40,8 +42,9 @@ _OF_A_BATCH = 1024  # at most
 
 class Health(TrainerCallback, ExportableState):
     """Looks at a run of training. What it finds is said once, in the log of the first process, and
-    kept in `said` for the end, and in checkpoints for runs that go on from them. A loss that is not finite ends the run before the optimiser takes
-    it, in all processes together. Raises ValueError, then; the checkpoints so far are whole.
+    kept in `said` for the end, and in checkpoints for runs that go on from them. A loss that is not
+    finite ends the run before the optimiser takes it, in all processes together. Raises ValueError,
+    then; the checkpoints so far are whole.
 
     `more_rates` are the peak rates of other flags than learning_rate.
     """
@@ -83,7 +86,9 @@ class Health(TrainerCallback, ExportableState):
             self._read = read
         if self._sums_3 is None or self._teacher is None:
             return
-        hidden_BTX = read()
+        hidden_BTX = None
+        with suppress(CacheError):  # whoever makes the loss meets it too
+            hidden_BTX = read()
         if hidden_BTX is not None:
             self._sums_3 = self._sums_3 + surprise(self._teacher, hidden_BTX, inputs)
         loss, entropy, count = reduce(self._sums_3, reduction="sum").tolist()
