@@ -148,8 +148,7 @@ class TaughtTrainer(Trainer, ABC):
         checkpoint = resume_from_checkpoint
         if isinstance(checkpoint, str) and (state := finished_state(checkpoint, self.args)):
             self._load_from_checkpoint(checkpoint)
-            self.state = state
-            state.is_world_process_zero = self.is_world_process_zero()  # not who wrote it
+            self.state, state.is_world_process_zero = state, self.is_world_process_zero()
             self.health.on_train_begin(self.args, state, self.control)
             if self.args.load_best_model_at_end and state.best_model_checkpoint:
                 self._load_best_model()

@@ -3,7 +3,9 @@ generate()'s tokens whatever was drafted."""
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -182,3 +184,26 @@ def test_the_text_alone_drafts_no_more_than_there_is_room_for(tiny_llama: TinyLl
     assert free.drafter.num_nodes == room(free.target) == 8
     assert torch.equal(text(free, inputs, max_new_tokens=9), right)
     assert "step" in free.last_stats.seconds
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_drafter_outlives_its_choice(tiny_llama: TinyLlama, compiled: bool) -> None:
+    """Nor does what it keeps of texts, though the cache stays."""
+    model: Any = tiny_llama(num_layers=1).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    medusa, inputs = with_heads(model), dict[str, Any](padded([0], 12))
+    medusa.use_tree("auto")
+    if compiled:
+        medusa.generate(**inputs, do_sample=False, max_new_tokens=9)
+    else:
+        text(medusa, inputs)
+    assert "step" in medusa.last_stats.seconds
+    caches = [*medusa.target._caches.values()]  # type: ignore[attr-defined]
+    (held,) = [*medusa.drafter.memories.values()]
+    matrix = medusa.drafter._parts[1]._kept[0]  # type: ignore[attr-defined]
+    gone = [weakref.ref(each) for each in (medusa.drafter, matrix, *held.values())]
+    assert len(gone) == 3 and caches
+    medusa.use_tree("none")
+    del held, matrix
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3

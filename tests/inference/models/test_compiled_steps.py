@@ -241,29 +241,6 @@ def test_nothing_outlives_its_target(tiny_llama: TinyLlama) -> None:
     assert kept() is None
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_no_drafter_outlives_its_choice(tiny_llama: TinyLlama, compiled: bool) -> None:
-    """Nor does what it keeps of texts, though the cache stays."""
-    model: Any = tiny_llama(num_layers=1).to(DEVICE)
-    model.generation_config.pad_token_id = 0
-    medusa, inputs = with_heads(model), dict[str, Any](padded([0], 12))
-    medusa.use_tree("auto")
-    if compiled:
-        medusa.generate(**inputs, do_sample=False, max_new_tokens=9)
-    else:
-        text(medusa, inputs)
-    assert "step" in medusa.last_stats.seconds
-    caches = [*medusa.target._caches.values()]  # type: ignore[attr-defined]
-    (held,) = [*medusa.drafter.memories.values()]
-    matrix = medusa.drafter._parts[1]._kept[0]  # type: ignore[attr-defined]
-    gone = [weakref.ref(each) for each in (medusa.drafter, matrix, *held.values())]
-    assert len(gone) == 3 and caches
-    medusa.use_tree("none")
-    del held, matrix
-    gc.collect()
-    assert [each() for each in gone] == [None] * 3
-
-
 class Failing(PlantedOnDevice):
     def propose(self, state: DecodingState) -> TokenTree:
         raise MemoryError

@@ -49,7 +49,7 @@ def test_processes_that_are_forked_behind_a_pool_of_threads_make_the_same_tokens
         rows = tokenise(corpus, tokeniser, num_proc).rows
         assert tokeniser._encoder is not None and tokeniser._encoder.is_fast
         made.append([rows[name][:] for name in ("input_ids", "document")])
-    assert made[0] == made[1] and len(made[0][0]) > 1000
+    assert made[0] == made[1] and len(made[0][0]) > 800
 
 
 def test_a_document_that_ends_already_gets_no_second_end(tokenizer: Any) -> None:
