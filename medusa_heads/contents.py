@@ -32,6 +32,12 @@ def is_mtp(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / MTP_FILE).is_file()
 
 
+def trained_in(folder: str | os.PathLike[str]) -> str | None:
+    """What a run has left in a folder, in words; None where there is nothing of the kind."""
+    kinds = {is_heads: "heads", is_draft: "a draft model", is_mtp: "multi-token-prediction modules"}
+    return next((said for lies_there, said in kinds.items() if lies_there(folder)), None)
+
+
 def is_model(folder: str | os.PathLike[str]) -> bool:
     """Whether a whole model lies there, which heads are not: those say nothing of an architecture.
     ValueError where its configuration cannot be read."""

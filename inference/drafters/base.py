@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,6 +34,12 @@ class Drafter(ABC):
     num_nodes: int
     reads_prompt = False
     levels: int | None = None
+
+    @cached_property
+    def memories(self) -> WeakKeyDictionary[DecodingState, dict[Any, Any]]:
+        """What it keeps between steps that are one graph, by the state that these go on from: of
+        fixed shapes, for text after text, as long as both live."""
+        return WeakKeyDictionary()
 
     @abstractmethod
     def propose(self, state: DecodingState) -> TokenTree:

@@ -68,7 +68,8 @@ class ChainSource(Source):
                 for b, (tokens, probs) in enumerate(zip(*level_BR, strict=True)):
                     groups = [self._group(drafted, prob) for prob in probs]
                     chains[b].append(list(zip(tokens, probs, groups, strict=True)))
-                    chance = min(probs[0] * evidence.rate(groups[0]), 1.0)
+                    likeliest = probs[0] if probs[0] >= 0.0 else 0.0  # which may be no number
+                    chance = min(likeliest * evidence.rate(groups[0]), 1.0)
                     self._usual.learn(0, chance)
                     chances[b] *= chance
                 reached = sum(chances) / rows

@@ -69,6 +69,7 @@ class Proposal:
                 expected,
             )
             for token, expected, group, after in self.behind(place)
+            if expected >= 0.0  # what is no number would make none of all that is learnt
         ]
 
     def learn(self, committed: Sequence[int]) -> None:

@@ -161,7 +161,8 @@ class MergedTrees(Drafter):
 
 def merged(tokens_BFR: Tensor, log_chances_BFR: Tensor) -> tuple[Tensor, Tensor]:
     """The same offers with each token once: sources that agree are right more often."""
-    ranks = tokens_BFR.shape[2]
+    # What is no number would leave none of what others offer.
+    ranks, log_chances_BFR = tokens_BFR.shape[2], log_chances_BFR.nan_to_num(nan=NEVER)
     same_BFRR = tokens_BFR[..., :, None] == tokens_BFR[..., None, :]
     earlier_RR = torch.ones(ranks, ranks, dtype=torch.bool, device=tokens_BFR.device).tril(-1)
     first_BFR = ~(same_BFRR & earlier_RR).any(dim=-1)

@@ -46,7 +46,7 @@ class RecyclingSource(Source):
         self._chances_VR = np.zeros((vocab_size, RANKS), dtype=np.float32)
         self._groups_VR = np.zeros((vocab_size, RANKS), dtype=np.int8)
         self.evidence = by_drawing(lambda: Evidence([_PRIOR] * (2 * LEVELS)))
-        self._seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._seen: list[tuple[np.ndarray, ...]] = []
 
     def draft(self, state: DecodingState) -> list[Proposal]:
         # Only now: what the last step offered was learnt from with the matrix as it was.
@@ -92,8 +92,10 @@ class RecyclingSource(Source):
             nodes_M = torch.tensor([*last.values()], device=logits_MV.device)
             tokens_M, logits_MV = tokens_M[nodes_M], logits_MV.index_select(0, nodes_M)
         best = logits_MV.topk(min(RANKS, logits_MV.shape[-1]), dim=-1)
-        chances_MR = best.values.float().softmax(dim=-1).cpu().numpy()
-        self._seen.append((tokens_M.cpu().numpy(), best.indices.cpu().numpy(), chances_MR))
+        chances_MR = _numbers(best.values).softmax(dim=-1).cpu().numpy()
+        seen = tokens_M.cpu().numpy(), best.indices.cpu().numpy(), chances_MR
+        told_M = ~np.isnan(chances_MR[:, 0])  # of a node that says nothing nothing is kept
+        self._seen.append(tuple(of[told_M] for of in seen))
 
     def expected(self, nodes: int) -> float:
         return 0.8 * nodes / (nodes + 3.0)
@@ -148,8 +150,11 @@ class RecycledTrees(Drafter):
         sorted_M, nodes_M = tokens_M.sort(stable=True)
         last_M = nodes_M[torch.searchsorted(sorted_M, tokens_M, right=True) - 1]
         best = logits_MV.float().topk(self._shape[1], dim=-1)
-        successors_VR[tokens_M] = best.indices[last_M]
-        log_chances_VR[tokens_M] = best.values.log_softmax(dim=-1)[last_M]
+        log_chances_MR = _numbers(best.values).log_softmax(dim=-1)[last_M]
+        told_M1 = ~log_chances_MR[:, :1].isnan()
+        successors_VR[tokens_M] = best.indices[last_M].where(told_M1, successors_VR[tokens_M])
+        log_chances_MR = log_chances_MR.clamp_min(LEAST)
+        log_chances_VR[tokens_M] = log_chances_MR.where(told_M1, log_chances_VR[tokens_M])
 
     def _matrix(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of every token the successors, and how likely they were, [V, R] each."""
@@ -164,3 +169,9 @@ class RecycledTrees(Drafter):
                 torch._dynamo.mark_static_address(kept)
             self._kept = successors_VR, log_chances_VR
         return self._kept
+
+
+def _numbers(best_MR: Tensor) -> Tensor:
+    """Logits in float32; what is no number, and so comes before all others, as if never written."""
+    best_MR = best_MR.float()
+    return best_MR.masked_fill(best_MR.isnan(), -torch.inf)

@@ -80,6 +80,8 @@ class DeviceLoop:
         on_device = states[levels]
         with stats.phase("draft"):
             drafter.propose(state)  # once by the host, who so makes all that is kept
+            # The drafter's own: held by the state, they would outlive it.
+            on_device.memories = drafter.memories.setdefault(on_device, {})
             on_device.begin(state, ends, rule.processors)
         target.forget_hidden()
         slots = cache.tree_slots(None, drafter.num_nodes, on_device.roots_B.device)
@@ -96,7 +98,7 @@ class DeviceLoop:
             warnings.warn(reason, MedusaWarning, stacklevel=2)
             return
         finally:
-            del on_device.cache
+            del on_device.cache, on_device.memories
         _hand_over(on_device, state, stats)
 
     def _step(

@@ -14,7 +14,7 @@ from medusa_heads.checkpoint.mtp_checkpoint import read_mtp_sidecar
 from medusa_heads.contents import is_mtp
 from medusa_heads.files import expanded
 from medusa_heads.inference.adapt.clock import Clock
-from medusa_heads.inference.adapt.measure import sizes_for, target_clock
+from medusa_heads.inference.adapt.measure import room, sizes_for, target_clock
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.recycling import RecycledTrees, RecyclingSource
@@ -137,7 +137,7 @@ class TrainingFreeModel(AssistedModel):
         asks_nobody = self.corpus is None and not self.deterministic and not self._chain_only
         if name != "recycling" and asks_nobody and takes_whole_steps(target):
             own = name == "suffix"
-            nodes = SUFFIX_TOKENS if own else None
+            nodes = min(SUFFIX_TOKENS, room(target) - 1) if own else None
             return merged_trees(target, sources, recycles=not own, nodes=nodes)
         return blend(sources, text=name != "recycling", chain_only=name == "suffix")
 

@@ -67,7 +67,9 @@ class Int8Linear(nn.Linear):
     @property
     def held(self) -> int:
         """Bytes besides the weights."""
-        return self.weight.numel() + 4 * self.out_features
+        if self._rounded is None:
+            self._rounded = _round(self.weight)
+        return sum(part.nbytes for part in self._rounded if part is not None)
 
     def forward(self, x_RD: Tensor) -> Tensor:
         """(..., D) -> (..., O), in the input's dtype."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from medusa_heads import machine
 from medusa_heads.cli.main import main
 from tests.conftest import Refused
 
@@ -56,7 +57,8 @@ CASES = [
 def nothing_is_loaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("!"))
+    for of, name in ((AutoModelForCausalLM, "from_pretrained"), (machine, "choose")):
+        monkeypatch.setattr(of, name, lambda *_, **__: pytest.fail("!"))
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")

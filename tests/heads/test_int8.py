@@ -177,3 +177,15 @@ def test_text_stays_the_targets_own(tiny_llama: TinyLlama, settings: Any) -> Non
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20}
     got: Any = medusa.generate(ids, **options)
     assert torch.equal(got, target.generate(ids, **options))
+
+
+@pytest.mark.parametrize("handed_on", [0.0, 1.0])
+def test_all_that_is_held_is_announced(handed_on: float) -> None:
+    """The weights that hand inputs on among it, which stay in 32 bits; before anything is made."""
+    weight_OD = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 100
+    layer = Int8Linear(weight_OD + handed_on * torch.eye(32), None)
+    announced = layer.held
+    layer(torch.ones(1, 32))
+    assert layer._rounded is not None
+    assert (layer._rounded.handed_on_O is not None) == bool(handed_on)
+    assert announced == sum(part.nbytes for part in layer._rounded if part is not None)

@@ -14,6 +14,8 @@ from typing import Any
 # Imported once; a process that imports torch for itself takes four seconds.
 _IMPORTED = ["pytest", "tests.training.processes", "medusa_heads.training.runs.heads", "peft"]
 
+_LONGEST = 90.0  # seconds without an end, of processes that are sound
+
 
 class Failed(Exception):
     """Some process ended otherwise than well; what it printed."""
@@ -26,9 +28,11 @@ def run_together(
     *,
     environ: Mapping[str, str] | None = None,
     kill_in_step: int | None = None,
+    ends_alone: bool = False,
 ) -> None:
     """`train-heads` with each of these flags, one run after the other, in so many processes at
-    once and in the environment of a launch; perhaps they die in a step. Raises Failed."""
+    once and in the environment of a launch; perhaps they die in a step. Where one ends badly, the
+    others are killed, unless they must end by themselves. Raises Failed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     folder.mkdir()
@@ -40,10 +44,15 @@ def run_together(
         process.start()
     running: dict[Any, Any] = {process.sentinel: process for process in processes}
     while running:
-        for sentinel in wait(list(running)):
+        ended = wait(list(running), timeout=_LONGEST if ends_alone else None)
+        if not ended:
+            for other in running.values():
+                other.kill()
+            raise AssertionError("some processes wait for ever for others")
+        for sentinel in ended:
             process = running.pop(sentinel)
             process.join()
-            if process.exitcode:
+            if process.exitcode and not ends_alone:
                 for other in running.values():  # which would wait for it for ever
                     other.kill()
     for rank, process in enumerate(processes):

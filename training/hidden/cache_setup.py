@@ -20,6 +20,7 @@ from medusa_heads.training.data.row_facts import RowFacts
 from medusa_heads.training.hidden.cheaper import measure_costs
 from medusa_heads.training.hidden.layout import INDEX_FILE, CacheError, CacheKey, Index
 from medusa_heads.training.hidden.prepare import Part, write_parts
+from medusa_heads.training.hidden.sharding import in_all
 from medusa_heads.training.hidden.states import CachedHiddenStates, HiddenStates
 from medusa_heads.training.hidden.store import HiddenCache
 
@@ -47,7 +48,7 @@ def open_hidden_states(
     parts = parts_of(settings, target, data, config, args, target_weights_sha256)
     if settings.hidden_cache == "auto":
         write_parts(target, parts)
-    caches = [_whole_cache(part.folder, part.key) for part in parts]
+    caches = in_all(lambda: [_whole_cache(part.folder, part.key) for part in parts])
     if PartialState().is_main_process:
         size, folder = decimal(sum(cache.size for cache in caches)), parts[0].folder.parent
         print(f"Hidden states: {size} read from {folder}", flush=True)

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from medusa_heads.training.hidden.layout import (
     Layout,
     shard_name,
 )
-from medusa_heads.training.hidden.sharding import is_sharded
+from medusa_heads.training.hidden.sharding import end_together, in_all, is_sharded
 from medusa_heads.training.hidden.states import refuse_not_finite
 from medusa_heads.training.hidden.store import is_shard, seal, write_shard
 
@@ -95,12 +96,10 @@ def write_parts(
     if isinstance(found[0], Exception):
         raise found[0]
     for part, missing in zip(parts, found[0], strict=True):
-        index = Index.read(part.folder)
-        _fill(target, part, index, missing, state)
-        state.wait_for_everyone()
-        if state.is_main_process and (missing or not index.is_whole):
-            seal(part.folder, index)
-    state.wait_for_everyone()
+        index = in_all(partial(Index.read, part.folder))
+        end_together(_fill(target, part, index, missing, state))
+        seals = state.is_main_process and (missing or not index.is_whole)
+        in_all(partial(seal, part.folder, index) if seals else lambda: None)
 
 
 def _begin(part: Part, dtype: torch.dtype, shard_bytes: int) -> list[int]:
@@ -158,29 +157,39 @@ def _check_disk(parts: Sequence[Part], missing: Sequence[Sequence[int]]) -> None
 
 def _fill(
     target: TargetModel, part: Part, index: Index, missing: Sequence[int], state: PartialState
-) -> None:
-    """Write this process's share of the shards that are missing."""
+) -> Exception | None:
+    """Write this process's share of the shards that are missing; returns what failed."""
     places, rows = index.layout.places, part.rows
     if not missing:
-        return
+        return None
     order = index.layout.order()
     shares = [missing[rank :: state.num_processes] for rank in range(state.num_processes)]
     mine = shares[state.process_index]
     shards = tqdm(
         mine, desc="writing", unit="shard", disable=not state.is_main_process, leave=False
     )
-    for shard in shards:
-        batches = _batches(places(shard), index.layout.batch_size)
-        texts = (rows.__getitems__(order[batch].tolist()) for batch in batches)
-        states = (pair for text in texts for pair in _states(target, text, part.key))
-        write_shard(part.folder, index, shard, states)
+    failed: Exception | None = None
+    ran = 0
+
+    def states(shard: int) -> Iterator[tuple[bytes, Tensor]]:
+        nonlocal ran
+        for batch in _batches(places(shard), index.layout.batch_size):
+            ran += 1
+            yield from _states(target, rows.__getitems__(order[batch].tolist()), part.key)
+
+    try:
+        for shard in shards:
+            write_shard(part.folder, index, shard, states(shard))
+    except (ValueError, OSError) as error:
+        failed = error
     if is_sharded(target):  # which all processes must run equally often
         forwards = [
             sum(len(_batches(places(n), index.layout.batch_size)) for n in share)
             for share in shares
         ]
-        for _ in range(max(forwards) - forwards[state.process_index]):
+        for _ in range(max(forwards) - ran):
             _run_on_nothing(target)
+    return failed
 
 
 def _run_on_nothing(target: TargetModel) -> Tensor:

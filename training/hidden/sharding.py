@@ -7,11 +7,12 @@ processes must run the target together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from medusa_heads.target.fingerprint import weights_sha256
@@ -21,6 +22,8 @@ from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.launched import Sharding
 from medusa_heads.training.hidden.meta_target import meta_target
 from medusa_heads.training.hidden.tensor_parallel import PartedTarget
+
+_Of = TypeVar("_Of")
 
 
 def several_processes() -> bool:
@@ -35,6 +38,32 @@ def any_process(flag: bool, device: torch.device) -> bool:
     flags = torch.tensor(float(flag), device=device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())
+
+
+def end_together(failed: Exception | None) -> None:
+    """Let what failed in one process end all; all must ask. Raises it in the first one, which says
+    why, and SystemExit in the others."""
+    if not several_processes():
+        if failed is not None:
+            raise failed
+        return
+    found = [said for said in gather_object([failed and (str(failed) or repr(failed))]) if said]
+    if found and dist.get_rank() > 0:
+        raise SystemExit(2)
+    if found:
+        raise failed or ValueError(found[0])
+
+
+def in_all(work: Callable[[], _Of]) -> _Of:
+    """What this process makes of some work, if it succeeds in all of them; see `end_together`."""
+    made: Any = None
+    failed = None
+    try:
+        made = work()
+    except (ValueError, OSError) as error:
+        failed = error
+    end_together(failed)
+    return cast(_Of, made)
 
 
 def digest_for_all(target: TargetModel) -> str:

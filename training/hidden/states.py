@@ -20,6 +20,7 @@ from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.hidden.cached_rows import collate_named
 from medusa_heads.training.hidden.layout import CacheError, Layout, drawn_order
+from medusa_heads.training.hidden.sharding import several_processes
 from medusa_heads.training.hidden.store import HiddenCache
 
 Batch = dict[str, Any]
@@ -36,6 +37,17 @@ class HiddenStates:
     def of(self, inputs: Mapping[str, Any]) -> Tensor:
         """hidden_BTX of a batch that `collate` made, on the target's device."""
         return hidden_of(self.target, inputs)
+
+    def of_step(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The same in a step that processes take together: where one has none, it goes on with NaN,
+        of which the loss ends the run in all."""
+        try:
+            return self.of(inputs)
+        except CacheError:
+            if not several_processes():
+                raise
+            shape = *inputs["input_ids"].shape, self.target.width
+            return torch.full(shape, torch.nan, device=self.target.device)
 
     def order(self, seed: int) -> Sampler[int] | None:
         """The order in which rows are best drawn to train on; None: any."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa_heads.heads import product_dtype
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
+from medusa_heads.training.hidden.layout import CacheError
 from medusa_heads.training.hidden.sharding import any_process
 from medusa_heads.training.hidden.states import refuse_not_finite
 from medusa_heads.training.loss.fused import chunk_pairs
@@ -37,10 +40,11 @@ _POSITIONS = 256  # that are judged at least
 _OF_A_BATCH = 1024  # at most
 
 
-class Health(TrainerCallback):
+class Health(TrainerCallback, ExportableState):
     """Looks at a run of training. What it finds is said once, in the log of the first process, and
-    kept in `said` for the end. A loss that is not finite ends the run before the optimiser takes
-    it, in all processes together. Raises ValueError, then; the checkpoints so far are whole.
+    kept in `said` for the end, and in checkpoints for runs that go on from them. A loss that is not
+    finite ends the run before the optimiser takes it, in all processes together. Raises ValueError,
+    then; the checkpoints so far are whole.
 
     `more_rates` are the peak rates of other flags than learning_rate.
     """
@@ -58,6 +62,20 @@ class Health(TrainerCallback):
         self._fell = self._lost = False
         self._read: Callable[[], Tensor | None] = lambda: None
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        judged = self._sums_3 is None
+        return {"args": {}, "attributes": {"said": list(self.said), "judged": judged}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Go on from a checkpoint: say again what was said."""
+        # An entry must be there: saving fails on a callback that the checkpoint did not know.
+        before = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        for sentence in before["attributes"]["said"]:
+            self.say(sentence, state.is_world_process_zero)
+        if before["attributes"]["judged"]:
+            self._sums_3 = self._teacher = None
+
     def before_loss(
         self, read: Callable[[], Tensor | None], inputs: Mapping[str, Any], reduce: Any, first: bool
     ) -> None:
@@ -68,7 +86,9 @@ class Health(TrainerCallback):
             self._read = read
         if self._sums_3 is None or self._teacher is None:
             return
-        hidden_BTX = read()
+        hidden_BTX = None
+        with suppress(CacheError):  # whoever makes the loss meets it too
+            hidden_BTX = read()
         if hidden_BTX is not None:
             self._sums_3 = self._sums_3 + surprise(self._teacher, hidden_BTX, inputs)
         loss, entropy, count = reduce(self._sums_3, reduction="sum").tolist()

@@ -25,7 +25,7 @@ from medusa_heads.training.arguments.training import OptimisationArguments, to_t
 from medusa_heads.training.data.row_facts import TOKENS_PER_ENTRY, count_tokens
 from medusa_heads.training.hidden.cache_setup import open_hidden_states
 from medusa_heads.training.hidden.launched import launched_sharding
-from medusa_heads.training.hidden.sharding import is_sharded
+from medusa_heads.training.hidden.sharding import in_all, is_sharded
 from medusa_heads.training.hidden.states import HiddenStates
 from medusa_heads.training.measure.calibration import calibrate, calibration_figures
 from medusa_heads.training.measure.metrics import rank_statistics
@@ -137,7 +137,8 @@ def train_heads(
         run.args,
         target_weights_sha256=run.target_sha256,
     )
-    scale_fresh(heads, hidden_states, run.data.held_out, run.args.eval_batch_size)
+    batch_size = run.args.eval_batch_size
+    in_all(lambda: scale_fresh(heads, hidden_states, run.data.held_out, batch_size))
     common = {"objective": objective, "hidden_states": hidden_states, **run.hooks}
     carried: Any = nullcontext() if joint is None else adapted(run.target, joint)
     with carried as adapter:

@@ -117,7 +117,7 @@ class HeadsTrainer(TaughtTrainer):
         return rate_groups(self.heads, self.args, decaying)
 
     def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
-        hidden_BTD = self.hidden_states.of(inputs)
+        hidden_BTD = self.hidden_states.of_step(inputs)
         loss: Tensor = model(hidden_BTD, inputs, items)
         self._compare(inputs, lambda: (hidden_BTD, hidden_BTD))
         return loss
@@ -145,7 +145,7 @@ class HeadsTrainer(TaughtTrainer):
             self._check_progress(torch.stack(losses)[:, None])
 
     def _judge(self, model: nn.Module, inputs: Inputs, items: Any) -> Judged:
-        hidden_BTD = self.hidden_states.of(inputs)
+        hidden_BTD = self.hidden_states.of_step(inputs)
         return model(hidden_BTD, inputs, items), *self._ranks(hidden_BTD, inputs)
 
     def _ranks(self, hidden_BTD: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from medusa_heads.checkpoint.files import remove_trained
 from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.contents import trained_in
 from medusa_heads.files import check_folder
 from medusa_heads.target.fingerprint import weights_sums
 from medusa_heads.target.recurrent import is_recurrent
@@ -169,8 +170,8 @@ def _how_loaded(target: TargetModel, processes: int) -> dict[str, Any]:
 
 def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | None:
     """The checkpoint to go on from; None for a run from the start. Nothing is removed yet. Raises
-    ValueError: there is no such checkpoint; or there are some, and they may not be overwritten; or
-    nothing can be written there."""
+    ValueError: there is no such checkpoint; or there are some, or what a run has trained, and they
+    may not be overwritten; or nothing can be written there."""
     check_folder(output)
     checkpoint = find_checkpoint(resume, output)
     found = checkpoints(output)
@@ -179,6 +180,12 @@ def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | No
         raise ValueError(
             f"{str(output)!r} holds checkpoints of an earlier run ({found[0].name}): go on with "
             "resume_from_checkpoint 'last', choose another output_dir, or set overwrite_output_dir"
+        )
+    trained = trained_in(output)
+    if trained is not None and not (found or checkpoint or overwrite):
+        raise ValueError(
+            f"{str(output)!r} holds {trained} already: choose another output_dir, or set "
+            "overwrite_output_dir"
         )
     return checkpoint
 

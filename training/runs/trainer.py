@@ -148,7 +148,8 @@ class TaughtTrainer(Trainer, ABC):
         checkpoint = resume_from_checkpoint
         if isinstance(checkpoint, str) and (state := finished_state(checkpoint, self.args)):
             self._load_from_checkpoint(checkpoint)
-            self.state = state
+            self.state, state.is_world_process_zero = state, self.is_world_process_zero()
+            self.health.on_train_begin(self.args, state, self.control)
             if self.args.load_best_model_at_end and state.best_model_checkpoint:
                 self._load_best_model()
             return TrainOutput(state.global_step, 0.0, {})

@@ -104,15 +104,17 @@ def benchmark(arguments: BenchmarkArguments) -> None:
         arguments.checkpoint, arguments.target, heads=needs_heads(arguments.methods or ["heads"])
     )
     has_heads = source.checkpoint is not None
-    if not arguments.dtypes:
-        arguments = replace(arguments, dtypes=_dtypes(arguments, source))
-    plan = _plan(arguments, has_heads)
+    # Before dtypes are measured; what is said of methods is the same of all.
+    asked = replace(arguments, dtypes=arguments.dtypes or ["float32"])
     check_methods(
-        [setting.methods for setting in plan.settings],
+        [setting.methods for setting in _plan(asked, has_heads).settings],
         heads=has_heads,
         draft=bool(arguments.draft_model),
         corpus=arguments.corpus is not None,
     )
+    if not arguments.dtypes:
+        arguments = replace(arguments, dtypes=_dtypes(arguments, source))
+    plan = _plan(arguments, has_heads)
     from rich.console import Console
 
     from medusa_heads.inference.bench import run

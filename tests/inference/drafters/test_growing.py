@@ -67,6 +67,17 @@ def test_sources_that_agree_share_a_node_and_go_on_behind_it_together() -> None:
     assert tree.chances[1:] == pytest.approx([both, both * 0.6, both * 0.4, 0.1])
 
 
+def test_what_is_no_number_is_left_out_and_teaches_nothing() -> None:
+    """Of one source or beside others, whose offers all stay."""
+    nan, evidence = float("nan"), Evidence([1.0], memory=1e9)
+    unsure = Tabled({(): {1: nan, 2: 0.3}}, evidence)
+    assert grow(9, [unsure], 9).tokens == [9, 2]
+    tree = grow(9, [unsure, Tabled({(): {1: 0.5, 3: 0.1}})], 9)
+    assert tree.tokens == [9, 1, 2, 3] and tree.chances[1:] == pytest.approx([0.5, 0.3, 0.1])
+    unsure.learn([1])
+    assert evidence.rate(0) == pytest.approx(4.0 / 4.3)
+
+
 def test_sources_that_contradict_each_other_promise_no_more_than_certainty() -> None:
     tree = grow(9, [Tabled({(): {1: 0.9}}), Tabled({(): {2: 0.9}})], 9)
     assert tree.chances[1:] == pytest.approx([0.5, 0.5]) and tree.expected[-1] <= 1.0

@@ -3,7 +3,9 @@ generate()'s tokens whatever was drafted."""
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads import MedusaModel
+from medusa_heads.inference.adapt.measure import room
 from medusa_heads.inference.drafters.merged import MergedTrees, continuation, merged
 from medusa_heads.inference.lookup.suffix_automaton import SuffixAutomaton
 from medusa_heads.inference.models.training_free import TrainingFreeModel
@@ -63,6 +66,14 @@ def test_each_token_is_offered_once() -> None:
     _, logs_BFR = merged(tokens_BFR, unknown)  # what the first says nothing of, another offers
     assert logs_BFR[0, 0, :2].tolist() == pytest.approx([-2.0, -1.0])
     assert logs_BFR[0, 0, 2] < logs_BFR[0, 0, 3] <= NEVER
+
+
+def test_a_guess_that_is_no_number_is_left_out_alone() -> None:
+    tokens_BFR = torch.tensor([[[7, 3, 7, 5]]])
+    chances = torch.tensor([float("nan"), 0.1, 0.2, float("nan")])
+    _, logs_BFR = merged(tokens_BFR, chances.log()[None, None])
+    assert logs_BFR[0, 0, :2].exp().tolist() == pytest.approx([0.2, 0.1])
+    assert torch.all(logs_BFR[0, 0, 2:] <= NEVER)
 
 
 def test_a_tail_goes_on_behind_the_levels() -> None:
@@ -161,3 +172,38 @@ def test_both_roads_accept_as_much(model: Any, drafter: str) -> None:
         if padding == [0]:
             assert accepted[:2] == accepted[2:]
             assert max(accepted[0]) > 0
+
+
+def test_the_text_alone_drafts_no_more_than_there_is_room_for(tiny_llama: TinyLlama) -> None:
+    model: Any = tiny_llama(max_position_embeddings=16).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    inputs: Any = padded([0], 6)
+    inputs["input_ids"] %= 3
+    right = reference(model, do_sample=False, max_new_tokens=9, **inputs)
+    free = TrainingFreeModel(model, "suffix", compile="steps", compile_backend="eager")
+    assert free.drafter.num_nodes == room(free.target) == 8
+    assert torch.equal(text(free, inputs, max_new_tokens=9), right)
+    assert "step" in free.last_stats.seconds
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_drafter_outlives_its_choice(tiny_llama: TinyLlama, compiled: bool) -> None:
+    """Nor does what it keeps of texts, though the cache stays."""
+    model: Any = tiny_llama(num_layers=1).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    medusa, inputs = with_heads(model), dict[str, Any](padded([0], 12))
+    medusa.use_tree("auto")
+    if compiled:
+        medusa.generate(**inputs, do_sample=False, max_new_tokens=9)
+    else:
+        text(medusa, inputs)
+    assert "step" in medusa.last_stats.seconds
+    caches = [*medusa.target._caches.values()]  # type: ignore[attr-defined]
+    (held,) = [*medusa.drafter.memories.values()]
+    matrix = medusa.drafter._parts[1]._kept[0]  # type: ignore[attr-defined]
+    gone = [weakref.ref(each) for each in (medusa.drafter, matrix, *held.values())]
+    assert len(gone) == 3 and caches
+    medusa.use_tree("none")
+    del held, matrix
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3

@@ -5,16 +5,26 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import StoppingCriteriaList
 
+from medusa_heads import TargetModel
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.recycling import RecycledTrees, RecyclingSource
+from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row, StopCheck
+from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.trees.tree import TokenTree, TreeShape
+from tests.conftest import DEVICE, TinyLlama
+
+STATE: Any = SimpleNamespace(rows=[SimpleNamespace(tokens=[3])], drawing="greedy", noise=None)
 
 
 def test_recycled_tokens_are_learnt_from_as_they_were_drafted() -> None:
@@ -82,6 +92,67 @@ def test_nodes_of_one_token_write_the_same() -> None:
     successors_VR, _ = drafter._matrix(tokens_BN.device)
     last_2R = logits_BNV[1, [2, 0]].topk(8).indices
     assert torch.equal(successors_VR[[3, 5]], last_2R)
+
+
+NAN = float("nan")
+
+
+def test_what_is_no_number_is_not_kept() -> None:
+    """On both roads: a token without a number leaves the others, a node with none what was."""
+    tree = TreeShape.from_choices([(0,)]).tree(torch.tensor([[3, 5]]))
+    known_1NV = torch.randn(1, 2, 10, generator=torch.Generator().manual_seed(0))
+    partly_1NV = known_1NV.clone()
+    partly_1NV[0, 0, known_1NV[0, 0].argmin()] = NAN
+    partly_1NV[0, 1] = NAN
+    for drafter in (RecyclingSource(10), RecycledTrees(10, 6)):
+        matrices = []
+        for logits_1NV in (known_1NV, partly_1NV):
+            drafter.observe(tree, logits_1NV)
+            if isinstance(drafter, RecyclingSource):
+                assert drafter.draft(STATE)
+                of_host = drafter._successors_VR, np.log(drafter._chances_VR + 1e-30)
+                kept = [torch.tensor(of) for of in of_host]
+            else:
+                kept = [of.clone() for of in drafter._matrix(tree.tokens_BN.device)]
+            matrices.append(kept)
+        (successors_VR, chances_VR), (later_VR, later_chances_VR) = matrices
+        assert torch.equal(later_VR[5], successors_VR[5])
+        assert torch.equal(later_chances_VR[5], chances_VR[5])
+        assert torch.equal(later_VR[3, 1:], successors_VR[3, :-1])
+        assert later_chances_VR[3, 0] <= -60  # of the token that has none
+        assert torch.all(later_chances_VR[3, 1:] >= chances_VR[3, :-1])
+
+
+def test_a_target_without_numbers_for_a_while(tiny_llama: TinyLlama) -> None:
+    """It is generate() that says what comes then; and later as much is drafted as ever."""
+    model: Any = tiny_llama().to(DEVICE)
+    ids_BT = torch.randint(199, (1, 12), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    drafters = [
+        BlendedDrafter(Clock.flat(), range(8), sources=[RecyclingSource(199)], always=True)
+        for _ in range(2)
+    ]
+    capability(TargetModel(model))  # which is asked once, before it falls silent
+    silent = model.lm_head.register_forward_hook(lambda module, args, out: out * NAN)
+    expected_BT = model.generate(ids_BT, max_new_tokens=12, do_sample=False)
+    assert torch.equal(written(model, drafters[0], ids_BT, 12)[0], expected_BT)
+    silent.remove()
+    expected_BT = model.generate(ids_BT, max_new_tokens=60, do_sample=False)
+    steps = []
+    for drafter in drafters:
+        got_BT, stats = written(model, drafter, ids_BT, 60)
+        assert torch.equal(got_BT, expected_BT)
+        steps.append(stats.accepted)
+    assert steps[0] == steps[1] and max(steps[0]) > 0
+
+
+def written(model: Any, drafter: Any, ids_BT: Tensor, new: int) -> tuple[Tensor, GenerationStats]:
+    stats, target = GenerationStats(), TargetModel(model)
+
+    def custom(_model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
+        return decode(target, drafter, input_ids, stats=stats, **kwargs)
+
+    options = {"max_new_tokens": new, "do_sample": False, "custom_generate": custom}
+    return model.generate(ids_BT, **options), stats
 
 
 def test_the_matrix_is_where_the_target_is() -> None:

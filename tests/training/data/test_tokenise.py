@@ -36,6 +36,22 @@ def test_documents_end_with_the_end_token_and_are_cut_into_rows(tokenizer: Any) 
     assert rows["document"][:] == [0] * len(blocks) + [1] and cut == [0, 0]
 
 
+@pytest.mark.slow
+def test_processes_that_are_forked_behind_a_pool_of_threads_make_the_same_tokens() -> None:
+    """Of texts that one call encodes by many threads, which no fork has."""
+    pytest.importorskip("fastokens")
+    tokenizer = templates.chat_tokenizer()
+    texts = ["def f(x):\n    return x ** 2\n" * count for count in (40_000, 2, 3, 4)]
+    made = []
+    for num_proc in (None, 2):
+        corpus = as_corpus(Dataset.from_dict({"text": texts}), "corpus")
+        tokeniser = Tokeniser(corpus.format, tokenizer, 512)
+        rows = tokenise(corpus, tokeniser, num_proc).rows
+        assert tokeniser._encoder is not None and tokeniser._encoder.is_fast
+        made.append([rows[name][:] for name in ("input_ids", "document")])
+    assert made[0] == made[1] and len(made[0][0]) > 800
+
+
 def test_a_document_that_ends_already_gets_no_second_end(tokenizer: Any) -> None:
     rows, *_ = rows_of(tokenizer, [{"text": "x<|endoftext|>"}])
     assert rows["input_ids"][0].count(tokenizer.eos_token_id) == 1

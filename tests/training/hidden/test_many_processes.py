@@ -14,8 +14,10 @@ import yaml
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from medusa_heads.cli.train_heads import main
+from medusa_heads.training.hidden.layout import Index, shard_name
 from tests.conftest import TinyLlama
 from tests.training.hidden.test_launched import IN_NODES, LAUNCHED
 from tests.training.processes import Failed, run_together
@@ -162,3 +164,38 @@ def test_a_target_laid_over_devices(flags: list[str], tmp_path: Path) -> None:
     told = loaded(tmp_path / "laid")
     assert told["modules_by_device"] == {"disk": 4, "cpu": 2}
     assert told["attn_implementation"] == "eager"
+
+
+@pytest.mark.parametrize("place", [4, pytest.param(21, marks=pytest.mark.slow), None])
+def test_a_cache_that_fails_in_one_process_ends_all(
+    place: int | None, flags: list[str], tmp_path: Path
+) -> None:
+    """A row that is damaged, which the second process reads, in its first step or in its third; or
+    states that cannot be kept. The first process says which, in one sentence."""
+    cached = [*flags, "--hidden_cache", "auto", "--hidden_cache_dir", str(tmp_path / "cache")]
+    if place is None:
+        target = LlamaForCausalLM.from_pretrained(tmp_path / "target")
+        target.model.embed_tokens.weight.data[3] = float("nan")
+        target.save_pretrained(tmp_path / "target")
+        said = "the target's hidden states are not finite"
+    else:
+        assert main(run_of(cached, 1, tmp_path / "alone")) == 0
+        damage(max((tmp_path / "cache").iterdir(), key=rows_of), place)
+        said = f"is damaged (row {place})"
+    with pytest.raises(Failed) as failed:
+        together = run_of(cached, 2, tmp_path / "together")
+        run_together(2, tmp_path / "printed", [together], ends_alone=True)
+    sentence = str(failed.value).splitlines()[-1]
+    assert sentence.startswith("train-heads: ") and said in sentence
+    assert "Traceback" not in (tmp_path / "printed" / "1.txt").read_text()
+
+
+def rows_of(cache: Path) -> int:
+    return Index.read(cache).layout.rows
+
+
+def damage(cache: Path, place: int) -> None:
+    index = Index.read(cache)
+    with (cache / shard_name(0)).open("r+b") as file:
+        file.seek(index.shape(0).states + int(index.starts[place]) * index.position_bytes)
+        file.write(bytes(16))

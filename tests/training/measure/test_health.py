@@ -89,6 +89,24 @@ def test_a_text_that_the_target_would_not_write_is_said_once(
     assert sentence.startswith("the target would not write the text of the training set: its perp")
 
 
+def test_a_run_that_goes_on_keeps_what_was_said(
+    learnt: TargetModel, make_rows: Rows, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the middle, and where it had come to its end."""
+
+    def run(**more: Any) -> list[str]:
+        caplog.clear()
+        args = quick(tmp_path, steps=4, learning_rate=1e-3, save_steps=3)
+        given: dict[str, Any] = {"eval_dataset": make_rows(8), "output_dir": tmp_path / "run"}
+        train_heads(learnt, noise(40), training_args=args, **given, **more)
+        assert kept(tmp_path / "run") == [each for each in warned(caplog) if "earlier" not in each]
+        return kept(tmp_path / "run")
+
+    (said,) = run()
+    assert run(resume_from_checkpoint="last") == [said]
+    assert run(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3")) == [said]
+
+
 def test_the_loss_and_the_entropy_are_the_targets_own(learnt: TargetModel, make_rows: Rows) -> None:
     ids_BT = torch.tensor(make_rows(3)["input_ids"])
     labels_BT = ids_BT.clone()

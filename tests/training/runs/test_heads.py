@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.config import HeadsConfig
-from medusa_heads.contents import DRAFT_FILE, MTP_FILE, is_draft, is_heads, is_mtp
+from medusa_heads.contents import DRAFT_FILE, MTP_FILE, SIDECAR_FILE, is_draft, is_heads, is_mtp
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.draft import DraftArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
@@ -87,6 +87,23 @@ def test_the_targets_matrix_lies_beside_the_heads_only_where_it_is_asked_for(
             training_args=quick(tmp_path, max_steps=1),
             with_vocab_matrix=True,
         )
+
+
+@pytest.mark.parametrize("file", [SIDECAR_FILE, DRAFT_FILE, MTP_FILE])
+def test_what_was_trained_is_overwritten_only_where_that_is_asked_for(
+    file: str, make_rows: Rows, tmp_path: Path
+) -> None:
+    """Of any kind; no target is looked for before."""
+    (tmp_path / file).write_text("{}")
+    for resume in (None, "auto"):
+        with pytest.raises(ValueError, match="already: choose another output_dir, or set overwrit"):
+            train_heads(
+                "nobody/nothing",
+                make_rows(4),
+                output_dir=tmp_path,
+                training_args=quick(tmp_path),
+                resume_from_checkpoint=resume,
+            )
 
 
 def test_a_run_that_overwrites_leaves_nothing_of_another_kind(
