@@ -98,12 +98,7 @@ class HeadsConfig:
             "Project with the target's lm_head, or with a trained copy for each head."
         ),
     )
-    draft_vocab_size: int | None = field(
-        default=None,
-        metadata=as_flag(
-            "Draft only so many tokens, the commonest of the training text. Default: all."
-        ),
-    )
+    draft_vocab_size: int | None = field(default=None, metadata=NO_FLAG)
     prefix_attention: bool = field(
         default=False,
         metadata=as_flag(
