@@ -21,13 +21,13 @@ from medusa_heads.training.arguments.vocabulary import DraftVocab
 from medusa_heads.training.data.prepare import TrainingData
 from medusa_heads.training.data.row_facts import TOKENS_PER_ENTRY, count_tokens
 
-COVERED = 0.995
+COVERED = 0.99
 """The share of held-out text that chosen tokens must be."""
 LEAST = 4096
 """So many tokens are chosen at least: fewer are hardly faster, and other text may want them."""
 
 _MULTIPLE = 128
-_MEASURED = 2000  # held-out tokens that tell shares apart: what COVERED leaves out are ten of them
+_MEASURED = 2000  # held-out tokens that tell shares apart: COVERED leaves twenty of them out
 _OF_A_STREAM = 1 << 22  # tokens that are counted
 
 

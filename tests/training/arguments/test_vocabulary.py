@@ -7,7 +7,8 @@ from medusa_heads.training.arguments.vocabulary import VocabularyArguments
 
 
 @pytest.mark.parametrize(
-    ("given", "size", "word"), [("auto", None, "auto"), ("all", None, "all"), ("8192", 8192, "auto")]
+    ("given", "size", "word"),
+    [("auto", None, "auto"), ("all", None, "all"), ("8192", 8192, "auto")],
 )
 def test_a_number_or_a_word(given: str, size: int | None, word: str) -> None:
     asked = VocabularyArguments(given)
