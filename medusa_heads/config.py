@@ -137,7 +137,7 @@ class HeadsConfig:
         if (self.draft_vocab_size or 0) > (self.vocab_size or MOST):
             raise ValueError(
                 f"draft_vocab_size {self.draft_vocab_size} is more than the target's "
-                f"{self.vocab_size} tokens: leave it out to draft all of them"
+                f"{self.vocab_size} tokens: lower it, or leave it out"
             )
         if self.kind in _SHAPES:
             self._check_layers()
