@@ -86,8 +86,8 @@ vllm serve {base_model} --speculative-config '{{"method": "custom_class", \
         why = "TGI cannot hold them: they draft from a part of the vocabulary."
         if config.vocab_matrix == "shared" and config.correction_rank is None:
             why += (
-                f" `medusa-heads export {repo_id} heads-tgi --to tgi --full_vocabulary` writes heads "
-                "that draft all of it, which was not tried."
+                f" `medusa-heads export {repo_id} heads-tgi --to tgi --full_vocabulary` makes "
+                "heads that draft all of it, which was not tried."
             )
         return [*plugin, why]
     if config.correction_rank is not None:
