@@ -96,19 +96,19 @@ def train(
 
     def plan(target: TargetModel, data: TrainingData, size: TextSize) -> DryRun:
         nonlocal planned
-        matrices = {"whole_matrix": matrix}
-        drafted = choose_vocabulary(data, target.vocab_size, config, word, **matrices)
+        drafted = choose_vocabulary(data, target.vocab_size, config, word, whole_matrix=matrix)
         planned = replace(config, draft_vocab_size=drafted.size)
-        shared = {"four_bits": four_bits, "joint": joint, "spread": spread}
-        return plan_heads(target, planned, args, size, **shared)
+        return plan_heads(
+            target, planned, args, size, four_bits=four_bits, joint=joint, spread=spread
+        )
 
     def check(target: TargetModel) -> None:
         target.with_features(config.features)
         config.for_target(target.hidden_size, target.vocab_size)
 
     def rehearse(*given: Any, **settings: Any) -> object:
-        drafted = {"config": planned, "draft_vocab": "all"}
-        return train_heads(*given, objective=objective, joint=steady, **drafted, **settings)
+        settings |= {"config": planned, "draft_vocab": "all"}
+        return train_heads(*given, objective=objective, joint=steady, **settings)
 
     command.run(
         args,

@@ -254,7 +254,7 @@ def test_a_draft_vocabulary_from_a_file(
     (tmp_path / "run.yaml").write_text(f"draft_vocab_size: {given}\n")
     more = ["--config", str(tmp_path / "run.yaml"), "--dry_run", "--measure_steps", "false"]
     assert main(flags(target_folder, corpus, tmp_path / "run", *more)) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert (f"drafting {size} of {WORDS} tokens" in shown) == (size is not None)
 
 

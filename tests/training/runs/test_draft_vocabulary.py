@@ -100,10 +100,11 @@ def test_heads_draft_the_tokens_of_their_text(
     record = {"tokens": LEAST, "of": V, "held_out_share": 1.0, "why_all": None}
     assert loaded.stored.provenance["draft_vocabulary"] == record
     prompt = torch.tensor([[LEARNT, 5, LEARNT + 6]])
-    expected = large.model.generate(prompt, max_new_tokens=12, do_sample=False)
+    plain: Any = large.model
+    expected = plain.generate(prompt, max_new_tokens=12, do_sample=False)
     drafted = set(heads.draft_tokens.tolist())
     assert not set(expected[0, 3:].tolist()) <= drafted
-    decoded = MedusaModel(large, loaded.heads).generate(prompt, max_new_tokens=12)
+    decoded: Any = MedusaModel(large, loaded.heads).generate(prompt, max_new_tokens=12)
     assert torch.equal(decoded, expected)
 
 
