@@ -98,12 +98,7 @@ class HeadsConfig:
             "Project with the target's lm_head, or with a trained copy for each head."
         ),
     )
-    draft_vocab_size: int | None = field(
-        default=None,
-        metadata=as_flag(
-            "Draft only so many tokens, the commonest of the training text. Default: all."
-        ),
-    )
+    draft_vocab_size: int | None = field(default=None, metadata=NO_FLAG)
     prefix_attention: bool = field(
         default=False,
         metadata=as_flag(
@@ -142,7 +137,7 @@ class HeadsConfig:
         if (self.draft_vocab_size or 0) > (self.vocab_size or MOST):
             raise ValueError(
                 f"draft_vocab_size {self.draft_vocab_size} is more than the target's "
-                f"{self.vocab_size} tokens: leave it out to draft all of them"
+                f"{self.vocab_size} tokens: lower it, or leave it out"
             )
         if self.kind in _SHAPES:
             self._check_layers()

@@ -25,7 +25,7 @@ def show_plan_of(
     command: Command,
     args: TrainingArguments,
     num_heads: int,
-    plan: Callable[[TargetModel, TextSize], DryRun],
+    plan: Callable[[TargetModel, TrainingData, TextSize], DryRun],
     train: Callable[..., object],
     begins_as: str | None = None,
     compare: Callable[[TargetModel, TrainingData], str] | None = None,
@@ -41,7 +41,7 @@ def show_plan_of(
     # Several processes take the target in the dtype it is stored in.
     target = meta_target(command.to_target, args.device if args.world_size == 1 else None)
     data, rows, size = planned_text(command, target, args, num_heads)
-    planned = plan(target, size)
+    planned = plan(target, data, size)
     if args.process_index == 0:
         print_choices()
         console = Console()

@@ -53,7 +53,7 @@ def train(
     command.run(
         args,
         CHAINS[-1],
-        plan=lambda target, size: plan_draft(
+        plan=lambda target, _data, size: plan_draft(
             target, shape(target), args, size, four_bits=four_bits
         ),
         check=shape,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.flags.arguments import arguments_of, command
 from medusa_heads.cli.training import Command
@@ -27,7 +27,13 @@ from medusa_heads.training.arguments.mtp import MTP_LEARNING_RATE, MtpArguments
 from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.arguments.vocabulary import VocabularyArguments
 from medusa_heads.training.hidden.launched import Sharding, launched_sharding, sharding_of
+
+if TYPE_CHECKING:
+    from medusa_heads.target.target import TargetModel
+    from medusa_heads.training.data.prepare import TrainingData
+    from medusa_heads.training.runs.dry_run import DryRun, TextSize
 
 
 @dataclass
@@ -46,6 +52,7 @@ def train(
     to_data: DataArguments,
     recipe: RecipeArguments,
     config: HeadsConfig,
+    to_draft: VocabularyArguments,
     objective: LossConfig,
     to_distill: DistillArguments,
     to_cache: CacheArguments,
@@ -57,9 +64,10 @@ def train(
     """Train extra decoding heads for a frozen causal language model."""
     joint = joint_settings(to_save.joint, to_join)
     if to_mtp.mtp:
-        refuse_beside_modules(to_target, recipe, config, to_cache, to_save)
+        refuse_beside_modules(to_target, recipe, config, to_draft, to_cache, to_save)
         _train_modules(Command(to_target, to_data, to_distill, to_optimise), to_mtp, objective)
         return
+    config, word = to_draft.number(config), to_draft.word()
     if to_save.with_vocab_matrix:
         from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 
@@ -73,6 +81,7 @@ def train(
     command = Command(to_target, to_data, to_distill, to_optimise)
     args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=command.autocast)
 
+    from medusa_heads.training.data.draft_vocabulary import choose_vocabulary
     from medusa_heads.training.hidden.cache_setup import cheaper
     from medusa_heads.training.runs.dry_run import plan_heads
     from medusa_heads.training.runs.heads import train_heads, trainer_of
@@ -83,15 +92,33 @@ def train(
     # Most steps come behind the warm-up, in which the target needs no gradients.
     steady = None if joint is None else replace(joint, warmup_steps=0)
     told: dict[str, Any] = {"objective": objective, "hidden_cache": to_cache, "joint": joint}
+    planned = config
+
+    def plan(target: TargetModel, data: TrainingData, size: TextSize) -> DryRun:
+        nonlocal planned
+        drafted = choose_vocabulary(data, target.vocab_size, config, word, whole_matrix=matrix)
+        planned = replace(config, draft_vocab_size=drafted.size)
+        return plan_heads(
+            target, planned, args, size, four_bits=four_bits, joint=joint, spread=spread
+        )
+
+    def check(target: TargetModel) -> None:
+        target.with_features(config.features)
+        config.for_target(target.hidden_size, target.vocab_size)
+
+    def rehearse(*given: Any, **settings: Any) -> object:
+        settings |= {"config": planned, "draft_vocab": "all"}
+        return train_heads(*given, objective=objective, joint=steady, **settings)
+
     command.run(
         args,
         config.num_heads,
-        plan=lambda target, size: plan_heads(
-            target, config, args, size, four_bits=four_bits, joint=joint, spread=spread
+        plan=plan,
+        check=check,
+        train=partial(
+            train_heads, config=config, draft_vocab=word, with_vocab_matrix=matrix, **told
         ),
-        check=lambda target: target.with_features(config.features),
-        train=partial(train_heads, config=config, with_vocab_matrix=matrix, **told),
-        rehearse=partial(train_heads, config=config, objective=objective, joint=steady),
+        rehearse=rehearse,
         report=_report,
         sharding=sharding,
         compare=None
@@ -156,7 +183,7 @@ def _train_modules(command: Command, to_mtp: MtpArguments, objective: LossConfig
     command.run(
         args,
         depth or 1,
-        plan=lambda target, size: plan_modules(target, depth, args, size),
+        plan=lambda target, _data, size: plan_modules(target, depth, args, size),
         check=lambda target: begin_modules(target, to_mtp),  # small beside the target
         train=partial(train_mtp, mtp=to_mtp, objective=objective),
         begins_as=to_mtp.mtp_from,

@@ -55,7 +55,7 @@ class Command:
         args: TrainingArguments,
         num_heads: int,
         *,
-        plan: Callable[[TargetModel, TextSize], DryRun],
+        plan: Callable[[TargetModel, TrainingData, TextSize], DryRun],
         check: Callable[[TargetModel], object],
         train: Callable[..., object],
         report: Callable[[Path], None],

@@ -83,7 +83,13 @@ vllm serve {base_model} --speculative-config '{{"method": "custom_class", \
 ```""",
     ]
     if config.draft_vocab_size is not None:
-        return [*plugin, "TGI cannot hold them: they draft from a part of the vocabulary."]
+        why = "TGI cannot hold them: they draft from a part of the vocabulary."
+        if config.vocab_matrix == "shared" and config.correction_rank is None:
+            why += (
+                f" `medusa-heads export {repo_id} heads-tgi --to tgi --full_vocabulary` makes "
+                "heads that draft all of it, which was not tried."
+            )
+        return [*plugin, why]
     if config.correction_rank is not None:
         return [*plugin, "TGI cannot hold them: the token before corrects what they say."]
     own = config.vocab_matrix == "own"

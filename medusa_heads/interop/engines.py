@@ -164,12 +164,12 @@ class Outgoing:
         if self.config.correction_rank is not None:
             raise ValueError(
                 "a correction by the token before has no rows for tokens that the heads cannot "
-                "draft: leave full_vocabulary out, or train without draft_vocab_size"
+                "draft: leave full_vocabulary out, or train with draft_vocab_size all"
             )
         if not self.shared:
             raise ValueError(
                 "heads with a reduced vocabulary and matrices of their own have no rows for other "
-                "tokens: train them without draft_vocab_size"
+                "tokens: train them with draft_vocab_size all"
             )
         tensors = {name: t for name, t in self.stored.tensors.items() if name != DRAFT_TOKENS}
         stored = replace(

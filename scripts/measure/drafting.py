@@ -43,6 +43,9 @@ class Arguments:
         default_factory=lambda: ["static:31", "dynamic:31"], metadata={"help": "trees to draft"}
     )
     num_heads: int = field(default=5, metadata={"help": "heads of each kind"})
+    draft_vocab_size: int | None = field(
+        default=None, metadata={"help": "tokens that heads can draft, drawn; by default all"}
+    )
     dtype: Literal["bfloat16", "float32"] = field(
         default="bfloat16", metadata={"help": "of target and heads"}
     )
@@ -82,11 +85,14 @@ def measure(arguments: Arguments) -> None:
             memory.lengths = list(known)  # as if the same text were read on from again
         model.drafter.propose(state)
 
+    size = arguments.draft_vocab_size
+    tokens_C = None if size is None else torch.randperm(target.vocab_size)[:size]
+    shape: dict[str, Any] = {"num_heads": arguments.num_heads, "draft_vocab_size": size}
     runs: dict[tuple[str, str], Callable[[], None]] = {}
     with torch.no_grad():
         for kind in arguments.kinds:
-            config = HeadsConfig(num_heads=arguments.num_heads, **KINDS[kind])
-            heads = new_heads(target, config).to(dtype).eval()
+            config = HeadsConfig(**shape, **KINDS[kind])
+            heads = new_heads(target, config, tokens_C).to(dtype).eval()
             for parameter in heads.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.02)
             for tree in arguments.trees:

@@ -235,6 +235,29 @@ def test_every_shipped_config_is_read(path: Path) -> None:
     assert tuple(map(type, read)) == ARGUMENTS and read[0].model_name_or_path
 
 
+@pytest.mark.parametrize("given", ["some", "0"])
+def test_a_draft_vocabulary_is_a_number_or_a_word(given: str, refused: Refused) -> None:
+    flags = ["--model_name_or_path", "nowhere", "--dataset", "stdlib", "--draft_vocab_size", given]
+    assert "draft_vocab_size must be" in refused(main, flags)
+
+
+@pytest.mark.parametrize(("given", "size"), [("all", None), (str(WORDS // 2), WORDS // 2)])
+def test_a_draft_vocabulary_from_a_file(
+    given: str,
+    size: int | None,
+    target_folder: Path,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A number is one in YAML as well; a dry run plans with it."""
+    (tmp_path / "run.yaml").write_text(f"draft_vocab_size: {given}\n")
+    more = ["--config", str(tmp_path / "run.yaml"), "--dry_run", "--measure_steps", "false"]
+    assert main(flags(target_folder, corpus, tmp_path / "run", *more)) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert (f"drafting {size} of {WORDS} tokens" in shown) == (size is not None)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_stands_for_flags_that_exist(recipe: str) -> None:
     argv = ["--recipe", recipe, "--num_heads", "7"]

@@ -183,6 +183,7 @@ def test_engines_that_cannot_hold_the_heads_are_not_promised(
     assert ('"method": "custom_class", "num_speculative_tokens": 2' in card) == plugin
     assert ("text-generation-launcher --model-id alice/heads" in card) == tgi
     assert ("vLLM and TGI cannot hold these heads" in card) == (not plugin)
+    assert ("--to tgi --full_vocabulary" in card) == (tokens is not None)
     assert 'custom_generate="alice/heads", trust_remote_code=True' in card
     assert 'MedusaModel.from_pretrained("alice/heads")' in card
 

@@ -115,6 +115,8 @@ def plan_heads(
     matrix = f"{config.vocab_matrix} vocabulary matrix"
     parts = "layers" if config.kind == "block" else "blocks"
     kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} {parts}, {matrix}"
+    if config.draft_vocab_size is not None:
+        kind += f", drafting {config.draft_vocab_size:,} of {target.vocab_size:,} tokens"
     learner = ("heads", f"{kind}: {count(heads)} parameters")
     return DryRun(_named(target, four_bits), learner, text, args, memory, disk)
 

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from medusa_heads.checkpoint.checkpoint import save_heads
-from medusa_heads.checkpoint.stored_heads import check_takes_matrix
+from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, check_takes_matrix
+from medusa_heads.checkpoint.tensor_file import mapped_tensors
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import DecoderHeads, DraftHeads, frequent_tokens, new_heads
+from medusa_heads.heads import DecoderHeads, DraftHeads, new_heads
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
-from medusa_heads.training.data.row_facts import TOKENS_PER_ENTRY, count_tokens
+from medusa_heads.training.arguments.vocabulary import DraftVocab
+from medusa_heads.training.data.draft_vocabulary import DraftVocabulary, choose_vocabulary
 from medusa_heads.training.hidden.cache_setup import open_hidden_states
 from medusa_heads.training.hidden.launched import launched_sharding
 from medusa_heads.training.hidden.sharding import in_all, is_sharded
@@ -33,6 +38,8 @@ from medusa_heads.training.measure.report import make_report, write_report
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.joint import JointTrainer, adapted
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
+
+logger = logging.getLogger(__name__)
 
 
 def train_heads(
@@ -51,6 +58,7 @@ def train_heads(
     hidden_cache: CacheArguments | None = None,
     joint: JointConfig | None = None,
     with_vocab_matrix: bool = False,
+    draft_vocab: DraftVocab = "auto",
     record: Mapping[str, Any] | None = None,
     **data_settings: Any,
 ) -> DraftHeads:
@@ -84,6 +92,9 @@ def train_heads(
             and both are loaded with `MedusaModel.from_pretrained(output_dir)`; a target in memory
             is left as it was.
         with_vocab_matrix: lay a copy of the target's vocabulary matrix beside heads that share it.
+        draft_vocab: which tokens the heads draft where `config` has no `draft_vocab_size`: of a
+            large vocabulary as few as nearly all of the held-out text is made of (docs/heads.md),
+            or `"all"`. A resumed run keeps what it had.
         record: what else `run.yaml` and the checkpoint should remember.
         data_settings: other fields of `DataArguments`: `max_length`, `packing`, `streaming`, ...
 
@@ -118,7 +129,9 @@ def train_heads(
         sharding=sharding,
     )
     fit_rate(run.args, run.target.hidden_size)
-    heads = _begin_heads(run, config)
+    drafted = _drafted(run, config, draft_vocab, whole_matrix=with_vocab_matrix)
+    config = replace(config, draft_vocab_size=drafted.size)
+    heads = new_heads(run.target, config, drafted.tokens_C)
     if with_vocab_matrix:
         check_takes_matrix(heads.config, bias=heads.vocab_matrix(0)[1] is not None)
     run.begin(
@@ -126,9 +139,12 @@ def train_heads(
             "heads": heads.config.to_dict(),
             "loss": asdict(objective),
             "joint": None if joint is None else asdict(joint),
+            "draft_vocabulary": drafted.record(),
             **(record or {}),
         }
     )
+    if run.args.process_index == 0 and (sentence := drafted.sentence()):
+        logger.warning(sentence)
     hidden_states = open_hidden_states(
         hidden_cache,
         run.target,
@@ -197,12 +213,24 @@ def scale_fresh(
         heads.scale_to(hidden_states.of(some)[:1, : len(rows[0]["input_ids"])])
 
 
-def _begin_heads(run: Run, config: HeadsConfig) -> DraftHeads:
-    """Fresh heads; a reduced vocabulary is that of the text."""
-    tokens_V = None
-    if config.draft_vocab_size is not None:
-        rows = run.data.known_rows if run.data.one_pass is None else run.data.one_pass
-        most = config.draft_vocab_size * TOKENS_PER_ENTRY
-        counts_V = count_tokens(rows, run.target.vocab_size, most=most)
-        tokens_V = frequent_tokens(counts_V, config.draft_vocab_size)
-    return new_heads(run.target, config, tokens_V)
+def _drafted(
+    run: Run, config: HeadsConfig, asked: DraftVocab, *, whole_matrix: bool
+) -> DraftVocabulary:
+    """The tokens that heads draft: of a run that goes on those of its checkpoint, unless other ones
+    are asked for, with which it is refused."""
+    known_C = None
+    if run.checkpoint is not None:
+        tensors = mapped_tensors(Path(run.checkpoint) / SAFE_WEIGHTS_NAME)
+        known_C = next((t for name, t in tensors.items() if name.endswith(DRAFT_TOKENS)), None)
+        if config.draft_vocab_size is None and asked == "auto":
+            asked = "all"  # where none are known
+        elif known_C is None or config.draft_vocab_size != len(known_C):
+            known_C = None
+    return choose_vocabulary(
+        run.data,
+        run.target.vocab_size,
+        config,
+        asked,
+        known_C=known_C,
+        whole_matrix=whole_matrix,
+    )

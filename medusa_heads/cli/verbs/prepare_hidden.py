@@ -23,6 +23,7 @@ from medusa_heads.training.arguments.mtp import MtpArguments
 from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.arguments.vocabulary import VocabularyArguments
 
 
 def prepare_hidden(
@@ -30,6 +31,7 @@ def prepare_hidden(
     to_data: DataArguments,
     _recipe: RecipeArguments,
     config: HeadsConfig,
+    _to_draft: VocabularyArguments,
     _objective: LossConfig,
     to_distill: DistillArguments,
     to_cache: CacheArguments,
