@@ -29,11 +29,14 @@ class Drafter(ABC):
         reads_prompt: whether the first proposal needs the hidden states of the whole prompt.
         levels: how deep its trees are at most, where all have as many nodes and are made of the
             state's tensors alone, without a question to the host; else None.
+        sizes: of such trees, numbers of drafted nodes of which every step may verify another, the
+            likeliest ones by the trees' own log-probabilities; none where all nodes are verified.
     """
 
     num_nodes: int
     reads_prompt = False
     levels: int | None = None
+    sizes: Sequence[int] = ()
 
     @cached_property
     def memories(self) -> WeakKeyDictionary[DecodingState, dict[Any, Any]]:

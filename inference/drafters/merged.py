@@ -93,16 +93,17 @@ class MergedTrees(Drafter):
     Args:
         parts: which guess besides the text; may be none.
         num_drafted: nodes besides the root.
+        sizes: see Drafter; none is larger than that.
 
     Raises:
         ValueError: no node.
     """
 
-    def __init__(self, parts: Sequence[Part], num_drafted: int) -> None:
+    def __init__(self, parts: Sequence[Part], num_drafted: int, sizes: Sequence[int] = ()) -> None:
         if num_drafted < 1:
             raise ValueError(f"a merged tree drafts at least 1 token, got {num_drafted}")
         self._parts, self.num_nodes = list(parts), num_drafted + 1
-        self.levels = num_drafted
+        self.levels, self.sizes = num_drafted, sizes
         self._bushy = min(_BUSHY, num_drafted) if parts else num_drafted
         self.reads_prompt = any(part.reads_prompt for part in parts)
         # Tokens of the text that were accepted, and that were drafted where they counted.

@@ -1,15 +1,18 @@
 """The decoding loop as a GPU wants it: a step is one function of tensors, and so one graph.
 
 Drafting, verification, acceptance, the ends of rows, the cache: all of it happens on the device, on
-tensors of fixed shapes. The host starts step after step and reads whether any row goes on, a step
-late: it waits for no step that it has just begun. Rows that have ended stand still meanwhile.
+tensors of fixed shapes. The host starts step after step and reads a few figures of each, on a GPU a
+step late: it waits for no step that it has just begun. They tell whether any row goes on (rows that
+have ended stand still meanwhile), and how many nodes the next step had best verify.
 
 Of what a text asks for, some things have no place in such a step; `begin` says which.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,27 +25,33 @@ from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch
 from medusa_heads.inference.acceptance.at_once import deepest_path, draw_all, kinds
 from medusa_heads.inference.acceptance.lossless import check_drawn
+from medusa_heads.inference.adapt.buckets import Buckets
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.engine.device_state import ENDS, DeviceState
+from medusa_heads.inference.engine.device_state import ENDS, DeviceState, Figures
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.dynamic_tree import likeliest
 
-Step = Callable[[CompiledTarget, Drafter, DeviceState, int], None]
+Step = Callable[[CompiledTarget, Drafter, DeviceState, int, int | None], None]
 
-# Devices that work on while the host goes ahead, and whose flag is so read late.
+# Devices that work on while the host goes ahead, and whose figures are so read late.
 _READ_LATE = {"cuda"}
 
 
-def _step(target: CompiledTarget, drafter: Drafter, state: DeviceState, levels: int) -> None:
-    tree = drafter.propose(state)
+def _step(
+    target: CompiledTarget, drafter: Drafter, state: DeviceState, levels: int, size: int | None
+) -> None:
+    tree, expected_BN = drafter.propose(state), None
+    if size is not None:
+        tree, expected_BN = likeliest(tree, size + 1)
     logits_BNV, hidden_BNX = state.read(target, tree)
     drafter.observe(tree, logits_BNV)
     drawn_BN = draw_all(tree, logits_BNV, state.processors, state.noise_on_device)
-    state.take(deepest_path(tree, drawn_BN, levels), hidden_BNX)
+    state.take(deepest_path(tree, drawn_BN, levels), hidden_BNX, expected_BN)
 
 
 class DeviceLoop:
@@ -55,6 +64,9 @@ class DeviceLoop:
         self._states: WeakKeyDictionary[StaticRowCache, dict[int, DeviceState]] = (
             WeakKeyDictionary()
         )
+        self._buckets: WeakKeyDictionary[
+            Drafter, WeakKeyDictionary[DeviceState, dict[Any, Buckets]]
+        ] = WeakKeyDictionary()
 
     def can(self, drafter: Drafter, rule: SampleThenMatch) -> bool:
         """Whether a step is one graph, as far as is known."""
@@ -83,13 +95,17 @@ class DeviceLoop:
             # The drafter's own: held by the state, they would outlive it.
             on_device.memories = drafter.memories.setdefault(on_device, {})
             on_device.begin(state, ends, rule.processors)
+            buckets = self._buckets_of(drafter, on_device, rule)
         target.forget_hidden()
-        slots = cache.tree_slots(None, drafter.num_nodes, on_device.roots_B.device)
         try:
-            with stats.phase("step"), slots:
-                flag = _Flag(on_device.active)
-                while flag.up():
-                    self._step(target, drafter, on_device, levels)
+            with stats.phase("step"):
+                reading = _Reading(on_device.figures)
+                while reading.goes_on(buckets):
+                    size = None if buckets is None else buckets.next()
+                    reading.sizes.append(size)
+                    nodes = drafter.num_nodes if size is None else size + 1
+                    with cache.tree_slots(None, nodes, on_device.roots_B.device):
+                        self._step(target, drafter, on_device, levels, size)
         except UnsupportedArchitecture as error:  # found before a first step was taken
             self._fails.setdefault(drafter, set()).add(kinds(rule.processors))
             del stats.seconds["step"]  # there was none
@@ -107,35 +123,65 @@ class DeviceLoop:
         drafter: Drafter,
         state: DeviceState,
         levels: int,
+        size: int | None,
     ) -> None:
         if target.compiles:
-            target.run(self._compiled, target, drafter, state, levels)
+            target.run(self._compiled, target, drafter, state, levels, size)
         else:
-            _step(target, drafter, state, levels)
+            _step(target, drafter, state, levels, size)
+
+    def _buckets_of(
+        self, drafter: Drafter, state: DeviceState, rule: SampleThenMatch
+    ) -> Buckets | None:
+        """What chooses the number of nodes, by earlier texts that had the same graphs."""
+        if not drafter.sizes:
+            return None
+        known = self._buckets.setdefault(drafter, WeakKeyDictionary()).setdefault(state, {})
+        key = state.drawing, kinds(rule.processors)
+        if key not in known:
+            known[key] = Buckets(drafter.sizes)
+        return known[key]
 
 
-class _Flag:
-    """Whether a number on the device is above 0, or was a step ago."""
+class _Reading:
+    """The figures of steps, those of the last one, or on some devices of the one before it.
 
-    def __init__(self, number: Tensor) -> None:
-        self._number, self._late = number, number.device.type in _READ_LATE
-        self._turn, self._pinned = 0, number.is_cuda
-        self._copies = [
-            torch.ones(1, dtype=number.dtype, pin_memory=self._pinned) for _ in range(2)
-        ]
+    Attributes:
+        sizes: drafted nodes of the steps whose figures are still to be read.
+    """
+
+    def __init__(self, figures: Tensor) -> None:
+        self._figures, self._late = figures, figures.device.type in _READ_LATE
+        self._turn, self._pinned = 0, figures.is_cuda
+        self._copies = [figures.new_ones(len(figures), device="cpu") for _ in range(2)]
+        if self._pinned:
+            self._copies = [copy.pin_memory() for copy in self._copies]
         self._events = [torch.cuda.Event() for _ in range(2)] if self._pinned else []
+        self._read = time.perf_counter()
+        self.sizes: deque[int | None] = deque()
 
-    def up(self) -> bool:
+    def goes_on(self, buckets: Buckets | None) -> bool:
+        """Whether any row does, as far as is known; what is read teaches how many nodes pay."""
+        figures, before = Figures.of(self._next().tolist()), self._read
+        self._read = time.perf_counter()
+        steps = self._turn - 1 - self._late  # whose figures are known
+        if steps > 0 and (size := self.sizes.popleft()) is not None and figures.moved:
+            assert buckets is not None
+            accepted = figures.committed / figures.moved - 1.0
+            buckets.learn(size, accepted, figures.expected, self._read - before)
+        return figures.active > 0
+
+    def _next(self) -> Tensor:
+        self._turn += 1
         if not self._late:
-            return bool(self._number)
+            return self._figures
         now, before = self._turn % 2, (self._turn + 1) % 2
-        self._copies[now].copy_(self._number, non_blocking=True)
+        self._copies[now].copy_(self._figures, non_blocking=True)
         if self._pinned:
             self._events[now].record()
-            if self._turn:
+            if self._turn > 1:
                 self._events[before].synchronize()
-        self._turn += 1
-        return bool(self._copies[before])
+        return self._copies[before]
 
 
 def _hand_over(on_device: DeviceState, state: DecodingState, stats: GenerationStats) -> None:

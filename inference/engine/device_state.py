@@ -6,7 +6,7 @@ tree, X columns of hidden states, E tokens that end a row.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,28 @@ from medusa_heads.target.static_cache import StaticRowCache
 from medusa_heads.trees.tree import TokenTree
 
 ENDS = 8  # tokens that may end a row, in one graph
+
+
+class Figures(NamedTuple):
+    """What the host reads of a step.
+
+    Attributes:
+        active: rows that are not done.
+        moved: rows that committed tokens.
+        committed: their tokens.
+        expected: of a mean row, the tokens accepted where its 0, 1, 2, .. likeliest nodes are
+            verified; nothing where the tree is always the same.
+    """
+
+    active: float
+    moved: float
+    committed: float
+    expected: list[float]
+
+    @classmethod
+    def of(cls, numbers: list[float]) -> Figures:
+        """As `DeviceState.figures` holds them."""
+        return cls(*numbers[:3], numbers[3:])
 
 
 class DeviceState(DecodingState):
@@ -62,8 +84,10 @@ class DeviceState(DecodingState):
             batch, levels + 1, like.hidden_BD.shape[1], dtype=like.hidden_BD.dtype
         )
         self.following_BP, self.fresh_B = numbers(batch, levels + 1), numbers(batch)
-        # Rows that are not done; how many steps committed 1, 2, .. tokens; steps with any row.
-        self.active, self.steps_A, self.forwards = numbers(1), numbers(levels + 1), numbers(1)
+        # How many steps committed 1, 2, .. tokens; steps with any row.
+        self.steps_A, self.forwards = numbers(levels + 1), numbers(1)
+        # What the host reads, see `Figures`.
+        self.figures = numbers(levels + 4, dtype=torch.float)
         tokens_V = numbers(vocab_size)
         tokens_V.copy_(torch.arange(vocab_size))
         self._noise = NoiseOnDevice(self.keys_B, self.written_B, tokens_V)
@@ -88,7 +112,6 @@ class DeviceState(DecodingState):
             (self.written_B, [len(row.tokens) for row in rows]),
             (self.room_B, first),
             (self.ends_E, ending),
-            (self.active, [sum(map(bool, first))]),
         ):
             of_rows.copy_(torch.tensor(values, device=device))
         self.hidden_BD.copy_(state.hidden_BD)
@@ -101,8 +124,9 @@ class DeviceState(DecodingState):
             if known is None or known.beside < memory.beside:
                 self.memories[heads] = memory.on_device(self._capacity)
             self.memories[heads].begin(memory)
-        self.steps_A.zero_()
-        self.forwards.zero_()
+        for of_steps in (self.steps_A, self.forwards, self.figures):
+            of_steps.zero_()
+        self.figures[0] = sum(map(bool, first))
         of_kinds = kinds(processors)
         if of_kinds not in self._processors:
             self._processors[of_kinds] = ProcessorsOnDevice(processors, device)
@@ -131,9 +155,12 @@ class DeviceState(DecodingState):
         """Logits [B, N, V] of every node, and hidden states [B, N, X]."""
         return target.read_within(tree.tokens_BN, self.cache, self.tree_mask(tree))
 
-    def take(self, path: DeepestPath, hidden_BNX: Tensor) -> None:
+    def take(
+        self, path: DeepestPath, hidden_BNX: Tensor, expected_BN: Tensor | None = None
+    ) -> None:
         """Commit each row's path, up to the token that ends the row or the last that it may have;
-        keep the path's rows of the cache, and go on behind its last node."""
+        keep the path's rows of the cache, and go on behind its last node. The figures tell of it,
+        and of what was expected where 0, 1, 2, .. nodes are verified."""
         nodes_BA, tokens_BA, length_B1 = path
         columns_A = torch.arange(self._levels + 1, device=nodes_BA.device)
         room_B1, written_B1 = self.room_B[:, None], self.written_B[:, None]
@@ -165,7 +192,12 @@ class DeviceState(DecodingState):
         self.lengths_B += count_B1[:, 0]
         self.written_B += count_B1[:, 0]
         self.room_B.copy_((room_B1 - count_B1).where(~(ends_BA & taken_BA).any(1, True), 0)[:, 0])
-        self.active.copy_((self.room_B > 0).sum())
+        moved_B = moves_B1[:, 0]
+        told = [(self.room_B > 0).sum(), moved_B.sum(), count_B1.sum()]
+        self.figures[:3] = torch.stack(told)
+        if expected_BN is not None:
+            own_BN = expected_BN.where(moves_B1, 0.0)
+            self.figures[3:] = own_BN.sum(dim=0) / moved_B.sum().clamp_min(1)
 
     def written(self) -> list[list[int]]:
         """All new tokens of each row."""

@@ -100,7 +100,7 @@ def blended(
     else:
         clock, sizes = clock or target_clock(target), sizes_for(target)
         if compiled:  # every number of nodes is another graph
-            sizes = sorted({0, *_GRAPHS & {*sizes}, _best_fixed(clock, sizes, sources)})
+            sizes = _graphs(clock, sizes, sources)
     own = TextSource(max(sizes), corpus) if text else None
     if not deterministic:
         asked = {each.name: dict(each.facts) for each in (own, *sources) if each}
@@ -131,20 +131,23 @@ def merged_trees(
     recycles: bool = True,
     nodes: int | None = None,
 ) -> MergedTrees:
-    """What `blended` drafts, by tensors alone and always as many nodes.
+    """What `blended` drafts, by tensors alone.
 
     Args:
         sources: what is expected of the parts, by which the nodes are chosen.
         heads: which guess as well; None for none.
         recycles: whether what the target nearly wrote is drafted from.
-        nodes: how many; by default those that pay most here.
+        nodes: how many at every step; by default a few numbers, of which each step verifies the one
+            that pays most.
     """
+    sizes: list[int] = []
     if nodes is None:
-        nodes = _best_fixed(target_clock(target), sizes_for(target), sources)
+        sizes = _graphs(target_clock(target), sizes_for(target), sources)
+        nodes = sizes[-1]
     parts: list[Part] = [] if heads is None else [heads]
     if recycles:
         parts.append(RecycledTrees(target.vocab_size, nodes))
-    return MergedTrees(parts, nodes)
+    return MergedTrees(parts, nodes, sizes)
 
 
 def heads_drafter(
@@ -235,6 +238,11 @@ def _own_source(
         kind = heads.config.to_dict() | read_as(heads) | {"nodes": drafter.num_nodes}
         clock = target_clock(target, {source.name: (drafter, kind)})
     return source, clock
+
+
+def _graphs(clock: Clock, sizes: Sequence[int], sources: Sequence[Source]) -> list[int]:
+    """The sizes that are compiled, in order."""
+    return sorted({0, *_GRAPHS & {*sizes}, _best_fixed(clock, sizes, sources)})
 
 
 def _best_fixed(clock: Clock, sizes: Sequence[int], sources: Sequence[Source]) -> int:

@@ -7,6 +7,7 @@ D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -186,17 +187,46 @@ def _ancestors(above_BN: Tensor, max_depth: int) -> Tensor:
     return ancestors_BNN
 
 
+def likeliest(tree: TokenTree, nodes: int) -> tuple[TokenTree, Tensor]:
+    """So many of a best-first tree's likeliest nodes, root included: the best-first tree of that
+    size. And the tokens expected to be accepted [B, N] of the 0, 1, 2, .. likeliest."""
+    scores_BN, order_BN = _ranked(tree)
+    expected_BN = scores_BN.gather(1, order_BN[:, 1:]).exp().cumsum(dim=1)
+    expected_BN = torch.cat([torch.zeros_like(expected_BN[:, :1]), expected_BN], dim=1)
+    chosen_BM = order_BN[:, :nodes].sort(dim=1).values
+    above_BM = tree.parents_BN.clamp_min(0).gather(1, chosen_BM)
+    depth_BM = tree.depth_BN.gather(1, chosen_BM)
+    columns_BNM = chosen_BM[:, None].expand(-1, tree.num_nodes, -1)
+    rows_BMM = chosen_BM[:, :, None].expand(-1, -1, nodes)
+    assert tree.log_probs_BN is not None
+    smaller = TokenTree(
+        tokens_BN=tree.tokens_BN.gather(1, chosen_BM),
+        parents_BN=torch.searchsorted(chosen_BM, above_BM).where(depth_BM > 0, -1),
+        depth_BN=depth_BM,
+        ancestors_BNN=tree.ancestors_BNN.gather(2, columns_BNM).gather(1, rows_BMM),
+        log_probs_BN=tree.log_probs_BN.gather(1, chosen_BM),
+    )
+    return smaller, expected_BN
+
+
+def _ranked(tree: TokenTree) -> tuple[Tensor, Tensor]:
+    """The score of every node's path [B, N], and the nodes in order, the likeliest first."""
+    assert tree.log_probs_BN is not None
+    sums_BN = (tree.log_probs_BN[:, None] * tree.ancestors_BNN).sum(-1)
+    # Rounded, a sum may be above that of the parent, which must come first.
+    scores_BN = sums_BN[:, None].where(tree.ancestors_BNN, math.inf).amin(-1)
+    ranked_BN = scores_BN - 1e-6 * tree.depth_BN
+    return scores_BN, ranked_BN.argsort(dim=1, descending=True, stable=True)
+
+
 def accepted_by_size(tree: TokenTree, true_BK: Tensor, sizes: Sequence[int]) -> list[int]:
     """How many drafted nodes of best-first trees of each size would have been accepted.
 
     The likeliest n nodes of a larger tree are the tree of n nodes, so one proposal answers for all
     sizes. `true_BK` are the tokens that did follow the root; all rows are counted together.
     """
-    assert tree.log_probs_BN is not None
     right_BN = tree.tokens_BN == true_BK.gather(1, (tree.depth_BN - 1).clamp_min(0))
     right_BN[:, 0] = True
     kept_BN = ~(~right_BN[:, None] & tree.ancestors_BNN).any(-1)
-    path_scores_BN = (tree.log_probs_BN[:, None] * tree.ancestors_BNN).sum(-1)
-    order_BN = (path_scores_BN - 1e-6 * tree.depth_BN).argsort(dim=1, descending=True, stable=True)
-    kept_by_rank_BN = kept_BN.gather(1, order_BN)
+    kept_by_rank_BN = kept_BN.gather(1, _ranked(tree)[1])
     return [int(kept_by_rank_BN[:, 1 : size + 1].sum()) for size in sizes]
