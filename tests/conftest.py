@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="medusa-heads-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MEDUSA_HEADS_CACHE"] = os.environ["HF_HOME"] + "/medusa-heads"
+# Inductor keeps code by its graph alone, also for a processor that had longer vectors.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["HF_HOME"] + "/inductor"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny matrices: more threads only wait for each other
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
