@@ -61,7 +61,7 @@ class DeviceLoop:
         # Of which drafters, with processors of which kinds, a step was no graph.
         self._fails: WeakKeyDictionary[Drafter, set[tuple[Any, ...]]] = WeakKeyDictionary()
         self._compiled: Step = target.in_one_graph(_step)
-        self._states: WeakKeyDictionary[StaticRowCache, dict[int, DeviceState]] = (
+        self._states: WeakKeyDictionary[StaticRowCache, dict[tuple[int, int], DeviceState]] = (
             WeakKeyDictionary()
         )
         self._buckets: WeakKeyDictionary[
@@ -87,9 +87,10 @@ class DeviceLoop:
         cache, levels = state.cache, drafter.levels
         assert isinstance(cache, StaticRowCache) and levels is not None
         states = self._states.setdefault(cache, {})
-        if levels not in states:
-            states[levels] = DeviceState(state, levels, target.vocab_size)
-        on_device = states[levels]
+        shape = levels, drafter.num_nodes
+        if shape not in states:
+            states[shape] = DeviceState(state, *shape, target.vocab_size)
+        on_device = states[shape]
         with stats.phase("draft"):
             drafter.propose(state)  # once by the host, who so makes all that is kept
             # The drafter's own: held by the state, they would outlive it.

@@ -43,7 +43,8 @@ class Figures(NamedTuple):
     @classmethod
     def of(cls, numbers: list[float]) -> Figures:
         """As `DeviceState.figures` holds them."""
-        return cls(*numbers[:3], numbers[3:])
+        active, moved, committed, *expected = numbers
+        return cls(active, moved, committed, expected)
 
 
 class DeviceState(DecodingState):
@@ -53,12 +54,13 @@ class DeviceState(DecodingState):
     Args:
         like: the state of such a text, in a cache of fixed capacity.
         levels: how deep the trees are at most.
+        nodes: of the largest tree.
         vocab_size: of the target.
     """
 
     cache: StaticRowCache
 
-    def __init__(self, like: DecodingState, levels: int, vocab_size: int) -> None:
+    def __init__(self, like: DecodingState, levels: int, nodes: int, vocab_size: int) -> None:
         super().__init__([], like.cache, [])
         batch, device = len(like.rows), like.roots_B.device
         capacity = like.cache.fixed_capacity
@@ -87,7 +89,7 @@ class DeviceState(DecodingState):
         # How many steps committed 1, 2, .. tokens; steps with any row.
         self.steps_A, self.forwards = numbers(levels + 1), numbers(1)
         # What the host reads, see `Figures`.
-        self.figures = numbers(levels + 4, dtype=torch.float)
+        self.figures = numbers(3 + nodes, dtype=torch.float)
         tokens_V = numbers(vocab_size)
         tokens_V.copy_(torch.arange(vocab_size))
         self._noise = NoiseOnDevice(self.keys_B, self.written_B, tokens_V)
