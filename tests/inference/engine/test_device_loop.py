@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from medusa_heads.inference.engine.noise import NoiseOnDevice
 from medusa_heads.inference.engine.state import DecodingState, padded_mask
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.target.attention import TreeMask
-from medusa_heads.trees.dynamic_tree import likeliest
 from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.on_device import (
@@ -112,60 +110,6 @@ def test_negative_controls(
 
     monkeypatch.setattr(device_loop, "deepest_path", without_ancestors)
     assert not torch.equal(text(medusa, inputs), expected)
-
-
-class InTurns:
-    """Of every number of nodes in turn, and what was read of each step."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes, self.asked = list(sizes), list[int]()
-        self.read: list[tuple[int, float]] = []
-
-    def next(self) -> int:
-        self.asked.append(self._sizes[len(self.asked) % len(self._sizes)])
-        return self.asked[-1]
-
-    def learn(self, size: int, accepted: float, expected: list[float], seconds: float) -> None:
-        assert seconds > 0 and 0.0 == expected[0] < expected[-1] and expected == sorted(expected)
-        self.read.append((size, accepted))
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
-def test_another_number_of_nodes_at_every_step(
-    model: Any,
-    medusa: MedusaModel,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    late: bool,
-) -> None:
-    """The text is the same, whatever each step verifies of a tree; not so of a tree that is cut
-    without its ancestors."""
-    monkeypatch.setattr(device_loop, "_READ_LATE", {"cpu", "cuda"} if late else {"cuda"})
-    monkeypatch.setattr(device_loop, "Buckets", InTurns)
-    inputs = padded([0, 3, 7], 12)
-    whole = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
-    right = drawn_planted(medusa, inputs, [4]) if options else whole
-    medusa.drafter = drafter = planted(model, inputs, [4]) if not options else medusa.drafter
-    drafter.sizes = (0, 2, drafter.num_nodes - 1)
-    assert torch.equal(text(medusa, inputs, **options), right)
-    ((buckets,),) = ([*of.values()] for of in _buckets(medusa).values())
-    assert [size for size, _ in buckets.read] == buckets.asked[: len(buckets.read)]
-    most = {size: max(kept for of, kept in buckets.read if of == size) for size in drafter.sizes}
-    assert most[0] == 0.0 < most[2] <= 2.0 < most[drafter.sizes[-1]]
-
-    def without_ancestors(tree: TokenTree, nodes: int) -> tuple[TokenTree, Tensor]:
-        smaller, expected_BN = likeliest(tree, nodes)
-        unseen_BNN = tree.ancestors_BNN[:, -nodes:, -nodes:]
-        return replace(smaller, ancestors_BNN=unseen_BNN), expected_BN
-
-    monkeypatch.setattr(device_loop, "likeliest", without_ancestors)
-    assert not torch.equal(text(medusa, inputs, **options), right)
-
-
-def _buckets(medusa: MedusaModel) -> Any:
-    loop = device_loop._loops[medusa.target]
-    return loop._buckets[medusa.drafter]
 
 
 @pytest.mark.parametrize("padding", BATCHES, ids=["1 row", "3 rows", "8 rows"])

@@ -1,0 +1,71 @@
+"""Whole steps that verify another number of nodes each: generate()'s tokens all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads.inference.engine import device_loop
+from medusa_heads.trees.dynamic_tree import likeliest
+from medusa_heads.trees.tree import TokenTree
+from tests.conftest import DEVICE, TinyLlama
+from tests.inference.on_device import NEW, SAMPLING, drawn_planted, planted, text, with_heads
+from tests.inference.padded import padded
+from tests.inference.reference import reference
+
+
+class InTurns:
+    """Of every number of nodes in turn, and what was read of each step."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes, self.asked = list(sizes), list[int]()
+        self.read: list[tuple[int, float]] = []
+
+    def next(self) -> int:
+        self.asked.append(self._sizes[len(self.asked) % len(self._sizes)])
+        return self.asked[-1]
+
+    def learn(self, size: int, accepted: float, expected: list[float], seconds: float) -> None:
+        assert seconds > 0 and 0.0 == expected[0] < expected[-1] and expected == sorted(expected)
+        self.read.append((size, accepted))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
+def test_another_number_of_nodes_at_every_step(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], late: bool
+) -> None:
+    """The text is the same, whatever each step verifies of a tree; not so of a tree that is cut
+    without its ancestors."""
+    monkeypatch.setattr(device_loop, "_READ_LATE", {"cpu", "cuda"} if late else {"cuda"})
+    monkeypatch.setattr(device_loop, "Buckets", InTurns)
+    model: Any = tiny_llama(num_layers=1).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    medusa, inputs = with_heads(model), padded([0, 3, 7], 12)
+    if options:
+        right = drawn_planted(medusa, inputs, [4])
+    else:
+        right = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
+        medusa.drafter = planted(model, inputs, [4])
+    drafter = medusa.drafter
+    drafter.sizes = (0, 2, drafter.num_nodes - 1)
+    assert torch.equal(text(medusa, inputs, **options), right)
+    known = device_loop._loops[medusa.target]._buckets[drafter]
+    ((buckets,),) = ([*of.values()] for of in known.values())
+    assert isinstance(buckets, InTurns)
+    assert [size for size, _ in buckets.read] == buckets.asked[: len(buckets.read)]
+    most = {size: max(kept for of, kept in buckets.read if of == size) for size in drafter.sizes}
+    assert most[0] == 0.0 < most[2] <= 2.0 < most[drafter.sizes[-1]]
+
+    def without_ancestors(tree: TokenTree, nodes: int) -> tuple[TokenTree, Tensor]:
+        smaller, expected_BN = likeliest(tree, nodes)
+        unseen_BNN = tree.ancestors_BNN[:, -nodes:, -nodes:]
+        return replace(smaller, ancestors_BNN=unseen_BNN), expected_BN
+
+    monkeypatch.setattr(device_loop, "likeliest", without_ancestors)
+    assert not torch.equal(text(medusa, inputs, **options), right)
