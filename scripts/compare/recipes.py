@@ -2,18 +2,22 @@
 
     python -m scripts.compare.recipes
     python -m scripts.compare.recipes --recipes plain together --num_prompts 1024
+    python -m scripts.compare.recipes --recipes together --num_prompts 1024 2048 4096
 
 Every recipe trains on as many tokens, in the same order of prompts, from pieces of the standard
 library; all are measured on the target's own continuations of held-out prompts: tokens per step, by
 walking each text with the best static tree that the other half of the texts implies, and of dynamic
-trees at any of their positions. The heads stay in OUTPUT_DIR/heads/RECIPE.
+trees at any of their positions. The heads stay in OUTPUT_DIR/heads/RECIPE. Of several amounts of
+text the smaller begin the larger, and below the table stands what twice the text gives.
 
 Shapes: B texts, T tokens, K heads.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -126,7 +130,9 @@ class CompareArguments:
     recipes: list[str] = field(
         default_factory=lambda: list(RECIPES), metadata={"help": f"Of {', '.join(RECIPES)}."}
     )
-    num_prompts: int = field(default=6144, metadata={"help": "Prompts to learn from."})
+    num_prompts: list[int] = field(
+        default_factory=lambda: [6144], metadata={"help": "Prompts to learn from, each for itself."}
+    )
     num_eval_prompts: int = field(default=256, metadata={"help": "Held-out prompts."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the text."})
     workers: int = field(default=2, metadata={"help": "Processes that generate text."})
@@ -144,9 +150,11 @@ def main(argv: list[str] | None = None) -> None:
     texts = Texts(target, arguments)
     results = []
     for name in arguments.recipes:
-        results.append(run(name, target, texts, arguments))
-        replace_json(arguments.output_dir / "recipes.json", results)
+        for prompts in sorted(arguments.num_prompts):
+            results.append(run(name, target, texts, prompts, arguments))
+            replace_json(arguments.output_dir / "recipes.json", results)
     show(results)
+    print(*gains(results), sep="\n")
 
 
 class Texts:
@@ -154,7 +162,7 @@ class Texts:
 
     def __init__(self, target: TargetModel, arguments: CompareArguments) -> None:
         self._target, self._arguments = target, arguments
-        pieces = windows("train", arguments.num_prompts, PROMPT + CONTINUATION)
+        pieces = windows("train", max(arguments.num_prompts), PROMPT + CONTINUATION)
         prompts = pieces.map(lambda row: {"input_ids": row["input_ids"][:PROMPT]})
         self.corpus = pieces.map(
             lambda row: {
@@ -176,14 +184,14 @@ class Texts:
 
 
 def run(
-    name: str, target: TargetModel, texts: Texts, arguments: CompareArguments
+    name: str, target: TargetModel, texts: Texts, prompts: int, arguments: CompareArguments
 ) -> dict[str, Any]:
-    """Train one recipe's heads, and measure them."""
+    """Train one recipe's heads on the text of so many prompts, and measure them."""
     recipe, folder = RECIPES[name], arguments.output_dir / "heads" / name
     if folder.exists():
         shutil.rmtree(folder)  # of an earlier run
     config = HeadsConfig(**recipe.heads)
-    rows = texts.distilled if recipe.self_distilled else texts.corpus
+    rows = (texts.distilled if recipe.self_distilled else texts.corpus).select(range(prompts))
     optimisation = OptimisationArguments(
         learning_rate=recipe.learning_rate if config.vocab_matrix == "shared" else 1e-3,
         num_train_epochs=arguments.num_train_epochs,
@@ -207,11 +215,12 @@ def run(
     figures = {}
     for setting, text in texts.measured.items():
         figures[setting] = measure(torch.as_tensor(trainer.predict(text).predictions))
-        statistics, _ = measure_heads(heads, trainer.hidden_states, text)
-        figures[setting]["dynamic"] = statistics.dynamic_tokens_per_step
+        of_heads, _ = measure_heads(heads, trainer.hidden_states, text)
+        figures[setting]["dynamic"] = of_heads.dynamic_tokens_per_step
     return {
         "recipe": recipe.name,
         **asdict(recipe),
+        "prompts": prompts,
         "training_tokens": sum(label != IGNORED for row in rows["labels"] for label in row)
         * arguments.num_train_epochs,
         "parameters": trainable(heads),
@@ -244,7 +253,15 @@ def trainable(heads: DraftHeads) -> int:
 def show(results: list[dict[str, Any]]) -> None:
     """The table, with each recipe as a ratio to the plain one with a shared matrix."""
     table = Table(title="Tokens per step on held-out prompts (static trees, dynamic ones of 31)")
-    for column in ("recipe", "parameters", "top-1 by head, greedy", "greedy: 16", "32", "64"):
+    for column in (
+        "recipe",
+        "prompts",
+        "parameters",
+        "top-1 by head, greedy",
+        "greedy: 16",
+        "32",
+        "64",
+    ):
         table.add_column(column, justify="left" if column == "recipe" else "right")
     for column in ("over plain at 32", "dynamic", "T = 0.7: 32", "dynamic", "seconds"):
         table.add_column(column, justify="right")
@@ -254,6 +271,7 @@ def show(results: list[dict[str, Any]]) -> None:
         greedy, sampled = result["measured"]["greedy"], result["measured"]["T = 0.7"]
         table.add_row(
             result["recipe"],
+            str(result["prompts"]),
             f"{result['parameters'] / 1e6:.1f} M",
             " ".join(f"{accuracy:.2f}" for accuracy in greedy["top_1"]),
             *(f"{greedy['tokens_per_step'][nodes]:.2f}" for nodes in NODES),
@@ -264,6 +282,19 @@ def show(results: list[dict[str, Any]]) -> None:
             str(result["seconds"]),
         )
     Console(width=150).print(table)
+
+
+def gains(results: list[dict[str, Any]]) -> list[str]:
+    """What twice the text gives: by least squares over its logarithm."""
+    lines = []
+    for name in dict.fromkeys(result["recipe"] for result in results):
+        own = [result for result in results if result["recipe"] == name]
+        doublings = [math.log2(result["training_tokens"]) for result in own]
+        for setting in own[0]["measured"] if len(own) > 1 else ():
+            reached = [result["measured"][setting]["tokens_per_step"][32] for result in own]
+            slope = statistics.linear_regression(doublings, reached).slope
+            lines.append(f"{name}: twice the text gives {slope:+.2f} at 32 nodes, {setting}")
+    return lines
 
 
 if __name__ == "__main__":
