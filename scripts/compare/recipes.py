@@ -146,12 +146,10 @@ def main(argv: list[str] | None = None) -> None:
     """Train and measure the recipes, and print the table."""
     parser = HfArgumentParser(CompareArguments)  # type: ignore[arg-type]
     (arguments,) = parser.parse_args_into_dataclasses(argv)
-    target = TargetModel.from_pretrained(str(TARGET))
-    texts = Texts(target, arguments)
-    results = []
+    texts, results = Texts(TargetModel.from_pretrained(str(TARGET)), arguments), []
     for name in arguments.recipes:
         for prompts in sorted(arguments.num_prompts):
-            results.append(run(name, target, texts, prompts, arguments))
+            results.append(run(name, texts, prompts, arguments))
             replace_json(arguments.output_dir / "recipes.json", results)
     show(results)
     print(*gains(results), sep="\n")
@@ -161,7 +159,7 @@ class Texts:
     """The rows that recipes learn from, and those that all are measured on."""
 
     def __init__(self, target: TargetModel, arguments: CompareArguments) -> None:
-        self._target, self._arguments = target, arguments
+        self.target, self._arguments = target, arguments
         pieces = windows("train", max(arguments.num_prompts), PROMPT + CONTINUATION)
         prompts = pieces.map(lambda row: {"input_ids": row["input_ids"][:PROMPT]})
         self.corpus = pieces.map(
@@ -180,12 +178,10 @@ class Texts:
 
     def _written(self, prompts: Dataset, greedy_share: float) -> Dataset:
         output, workers = self._arguments.output_dir, self._arguments.workers
-        return written(self._target, prompts, greedy_share, output, workers)
+        return written(self.target, prompts, greedy_share, output, workers)
 
 
-def run(
-    name: str, target: TargetModel, texts: Texts, prompts: int, arguments: CompareArguments
-) -> dict[str, Any]:
+def run(name: str, texts: Texts, prompts: int, arguments: CompareArguments) -> dict[str, Any]:
     """Train one recipe's heads on the text of so many prompts, and measure them."""
     recipe, folder = RECIPES[name], arguments.output_dir / "heads" / name
     if folder.exists():
@@ -202,7 +198,7 @@ def run(
     training_args = to_training_arguments(optimisation, config.vocab_matrix)
     started = time.perf_counter()
     heads = train_heads(
-        target,
+        texts.target,
         rows,
         eval_dataset=texts.measured["greedy"].select(range(8)),  # measured in full below
         config=config,
@@ -211,7 +207,7 @@ def run(
         objective=LossConfig(recipe.loss),
     )
     seconds = time.perf_counter() - started
-    trainer = HeadsTrainer(heads, target, training_args, rows, texts.measured["greedy"])
+    trainer = HeadsTrainer(heads, texts.target, training_args, rows, texts.measured["greedy"])
     figures = {}
     for setting, text in texts.measured.items():
         figures[setting] = measure(torch.as_tensor(trainer.predict(text).predictions))
