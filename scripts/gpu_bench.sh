@@ -82,10 +82,11 @@ part profile 60 "$PYTHON" -m scripts.measure.step --checkpoint "$HEADS" "${grown
 if [[ $COMPILE == 1 ]]; then
     for size in $BATCH_SIZES; do
         measure "compiled-$size" 140 --shape "$SHAPE" --batch_sizes "$size" --methods \
-            plain-compiled heads:static:15 heads:static:15+compile heads:auto+compile
+            plain-compiled heads:static:15 heads:static:15+compile heads:auto+compile \
+            heads:auto+steps
     done
     measure lossless-compiled 60 --shape own --dtype float32 --must_be_identical \
-        --methods heads:static:15+compile heads:auto+compile
+        --methods heads:static:15+compile heads:auto+compile heads:auto+steps
 fi
 measure sampled 60 --shape "$SHAPE" --decodings sampled --methods heads:auto heads:static:15 auto
 

@@ -8,6 +8,7 @@ heads, heads:TREE           the checkpoint's heads; trees as in plan/trees.py
 draft-model, draft-model:TREE   the draft models on this engine; trees as in plan/draft.py
 and the names in models/training_free.py, of drafters that no training made
 One of the last three kinds with +compile behind it: verified through torch.compile
+with +steps instead: whole steps go through it, drafting too, wherever they can
 with +stream, before that: tokens are drawn by transformers' own random stream
 heads or a drafter with +corpus, before both: continues the corpus that was given, too
 """
@@ -45,8 +46,8 @@ PROMPT_LOOKUP = "transformers-prompt-lookup"
 ASSISTED = "transformers-assisted"
 HEADS = "heads"
 DRAFT_MODEL = "draft-model"
-COMPILE = "+compile"  # behind the name of a method of this engine
-STREAM = "+stream"  # likewise, and before +compile
+COMPILE, STEPS = "+compile", "+steps"  # behind the name of a method of this engine
+STREAM = "+stream"  # likewise, and before these
 CORPUS = "+corpus"  # likewise, and before +stream
 # The draft length that transformers' documentation uses for prompt lookup.
 PROMPT_LOOKUP_TOKENS = 10
@@ -66,6 +67,11 @@ class Models:
         """The target for all methods that compile it: trees of one size share a graph."""
         return CompiledTarget(self.target.model)
 
+    @cached_property
+    def in_steps(self) -> CompiledTarget:
+        """The same for those that compile whole steps."""
+        return CompiledTarget(self.target.model, whole_steps=True)
+
 
 class _Parts(NamedTuple):
     """A name taken apart: `heads:8+corpus+compile` is of the kind `heads`, with the tree `8`."""
@@ -75,7 +81,7 @@ class _Parts(NamedTuple):
     tree: str
     corpus: bool
     rng: Rng
-    compiled: bool
+    compiled: str  # COMPILE, STEPS, or nothing
 
     @property
     def needs(self) -> list[str]:
@@ -86,12 +92,13 @@ class _Parts(NamedTuple):
 
 
 def _parts(name: str) -> _Parts:
-    drawn = name.removesuffix(COMPILE)
+    compiled = next((end for end in (COMPILE, STEPS) if name.endswith(end)), "")
+    drawn = name.removesuffix(compiled)
     drafter = drawn.removesuffix(STREAM)
     drafts = drafter.removesuffix(CORPUS)
     kind, _, tree = drafts.partition(":")
     rng: Rng = "keyed" if drafter == drawn else "transformers"
-    return _Parts(drafts, kind, tree, drafts != drafter, rng, drawn != name)
+    return _Parts(drafts, kind, tree, drafts != drafter, rng, compiled)
 
 
 def needs_heads(methods: Sequence[str]) -> bool:
@@ -153,7 +160,9 @@ def _checked(name: str) -> _Parts:
             f"{name!r}: leave {CORPUS!r} out"
         )
     if parts.compiled and parts.drafts in _PLAINLY:
-        instead = f"measure {COMPILED!r}" if parts.drafts == PLAIN else f"leave {COMPILE!r} out"
+        instead = (
+            f"measure {COMPILED!r}" if parts.drafts == PLAIN else f"leave {parts.compiled!r} out"
+        )
         raise ValueError(f"only methods of this engine are compiled, got {name!r}: {instead}")
     if parts.rng == "transformers" and parts.drafts in _PLAINLY:
         raise ValueError(
@@ -161,7 +170,8 @@ def _checked(name: str) -> _Parts:
         )
     if parts.compiled and parts.kind.startswith("early_exit"):
         raise ValueError(
-            f"early_exit runs layers of an uncompiled target, got {name!r}: leave {COMPILE!r} out"
+            f"early_exit runs layers of an uncompiled target, got {name!r}: leave "
+            f"{parts.compiled!r} out"
         )
     return parts
 
@@ -175,7 +185,8 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
         generate = partial(plain, **_PLAINLY[name](models, most_tokens))
         return Method(name, generate, one_row=name not in PLAIN_METHODS, compiled=name == COMPILED)
     parts = _parts(name)
-    target = models.compiled if parts.compiled else models.target
+    targets = {COMPILE: lambda: models.compiled, STEPS: lambda: models.in_steps}
+    target = targets.get(parts.compiled, lambda: models.target)()
     corpus = models.corpus if parts.corpus else None
     model: AssistedModel
     if parts.kind in _TREED:
@@ -188,7 +199,7 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
         model.generate,
         lambda: model.last_stats,
         lambda: model.drafter.num_nodes - 1,  # without the root
-        compiled=parts.compiled,
+        compiled=bool(parts.compiled),
     )
 
 

@@ -35,6 +35,7 @@ DRAFTING = [
 TEXT = [
     ([*HEADS, "--top_p", "2"], "top_p must be above 0"),
     ([*HEADS, "--compile_late", "--deterministic"], "goes by clocks"),
+    ([*HEADS, "--compile", "--compile_steps"], "exclude each other"),
     ([*DRAFT, "--compile_late"], "say compile=True or leave it out"),
 ]
 METHODS = [

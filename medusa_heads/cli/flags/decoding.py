@@ -92,6 +92,9 @@ class DecodingArguments(DraftingArguments):
     compile_late: bool = flag(
         False, "Compile in the middle of the text in which it has come to pay, if ever."
     )
+    compile_steps: bool = flag(
+        False, "Compile whole steps, drafting too: for GPUs, the first text is slower still."
+    )
     max_new_tokens: int = flag(128, "Most tokens that are generated.")
     do_sample: bool = flag(False, "Sample; so do temperature, top_k, top_p, min_p and typical_p.")
     temperature: float | None = flag(None, "Sampling temperature.")
@@ -119,7 +122,7 @@ def decoder_options(arguments: DraftingArguments) -> dict[str, Any]:
     if arguments.corpus is not None:
         drafts["corpus"] = arguments.corpus
     if isinstance(arguments, DecodingArguments):
-        drafts["compile"] = arguments.compile or ("auto" if arguments.compile_late else False)
+        drafts["compile"] = _compile(arguments)
         drafts["rng"] = arguments.rng
     return {
         **drafts,
@@ -127,6 +130,18 @@ def decoder_options(arguments: DraftingArguments) -> dict[str, Any]:
         "acceptance": arguments.acceptance,
         "acceptance_settings": _given(arguments, ACCEPTANCE_SETTINGS),
     }
+
+
+def _compile(arguments: DecodingArguments) -> Any:
+    asked = [
+        (arguments.compile, "--compile", True),
+        (arguments.compile_late, "--compile_late", "auto"),
+        (arguments.compile_steps, "--compile_steps", "steps"),
+    ]
+    given = [(name, value) for wanted, name, value in asked if wanted]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(name for name, _ in given)} exclude each other: give one")
+    return given[0][1] if given else False
 
 
 def generation_options(arguments: DecodingArguments, tokenizer: Any) -> dict[str, Any]:

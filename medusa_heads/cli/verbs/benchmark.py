@@ -48,8 +48,9 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
         "What to compare: plain (always measured), plain-compiled, transformers-prompt-lookup, "
         "transformers-assisted, heads[:TREE], draft-model[:TREE], or a drafter that needs no "
         "training, as of generate --drafter; of the last three kinds NAME+compile verifies "
-        "through torch.compile, NAME+stream draws by transformers' own random stream, and with "
-        "--corpus NAME+corpus[+stream][+compile] continues that, too. "
+        "through torch.compile, NAME+steps compiles whole steps, NAME+stream draws by "
+        "transformers' own random stream, and with --corpus NAME+corpus[+stream][+compile] "
+        "continues that, too. "
         "Default: plain, transformers-prompt-lookup and the heads (in float32 behind another "
         "dtype plain and the heads, to prove the output the same), without heads auto in their "
         "place; and draft-model and NAME+corpus where those are given.",
@@ -173,7 +174,14 @@ def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
 
 
 def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
-    from medusa_heads.inference.bench.methods import COMPILE, CORPUS, DRAFT_MODEL, HEADS, STREAM
+    from medusa_heads.inference.bench.methods import (
+        COMPILE,
+        CORPUS,
+        DRAFT_MODEL,
+        HEADS,
+        STEPS,
+        STREAM,
+    )
     from medusa_heads.inference.bench.setting import Plan, default_settings
 
     def methods(default: tuple[str, ...]) -> tuple[str, ...]:
@@ -185,7 +193,7 @@ def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
                 names.append(drafts + CORPUS + behind + stream)
             if arguments.draft_model:
                 names.append(DRAFT_MODEL)
-        ends = map("".join, product(("", CORPUS), ("", STREAM), ("", COMPILE)))
+        ends = map("".join, product(("", CORPUS), ("", STREAM), ("", COMPILE, STEPS)))
         treed = {HEADS + end: f"{HEADS}:{arguments.tree}{end}" for end in ends}
         return tuple(treed.get(name, name) for name in names)
 

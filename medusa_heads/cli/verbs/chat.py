@@ -149,6 +149,7 @@ class Session:
             "system",
             "compile",
             "compile_late",
+            "compile_steps",
             "draft_model",
             *get_type_hints(ModelArguments),
         ):

@@ -43,6 +43,8 @@ EVERY_KIND = (
         ("heads+compile", "needs a heads checkpoint"),
         ("heads:+compile", "got 'heads:.compile'"),
         ("plain+compile", "got 'plain.compile': measure 'plain-compiled'"),
+        ("auto+steps+compile", "expected methods among"),
+        ("early_exit:4+steps", "leave '.steps' out"),
         ("transformers-prompt-lookup+compile", "only methods of this engine are compiled"),
         ("early_exit:4+suffix+compile", "layers of an uncompiled target"),
         ("plain+stream", "only methods of this engine draw in another way"),
@@ -154,6 +156,9 @@ def test_compiled_methods_write_the_same(
         for counted in ("tokens_per_step", "target_forwards", "accepted_by_depth", "nodes"):
             assert static[counted] == eager[counted], (tree, counted)
     assert len(compiled) == 1  # trees of one size share a graph
+    names = [PLAIN, *(f"{name}+steps" for name in EVERY_KIND)]
+    found = run_setting(medusa, methods_of(medusa, *names, draft=draft), batch_size=size)
+    assert [method["identical"] for method in found.values()] == [1.0] * len(names)
 
 
 def test_each_size_of_tree_is_one_graph(medusa: MedusaModel, monkeypatch: Any) -> None:
