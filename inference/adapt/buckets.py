@@ -16,14 +16,16 @@ from medusa_heads.inference.adapt.evidence import Evidence
 _RECENT = 0.5  # of what was expected of earlier steps, that counts beside a new one
 _WEIGHT = 8.0  # accepted tokens for which it counts that drafts are as good as they say
 _MEMORY = 100.0  # steps after which one counts a third of a new one
+_MAKING, _TIMED = 2, 2  # first steps of a number, that say nothing of its seconds, and that do
 _RETURN = 0.02  # tokens a step, by which a number that is not taken comes to be believed again
 
 
 class Buckets:
     """The number of drafted nodes of each step, of a few.
 
-    All of them are taken twice before any is chosen: a first step makes its graph, and the second
-    one is timed.
+    All of them are taken four times before any is chosen. A first step makes the graph, and on a
+    GPU a second one records it; the others are timed, and the quicker counts: whatever else runs on
+    a machine only ever adds to a time.
 
     Args:
         sizes: the numbers.
@@ -32,9 +34,8 @@ class Buckets:
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sorted(set(sizes))
         self._groups = {size: group for group, size in enumerate(self._sizes)}
-        self._trials = [*self._sizes, *self._sizes]
-        self._made: set[int] = set()
-        self._seconds: dict[int, float] = {}
+        self._trials = self._sizes * (_MAKING + _TIMED)
+        self._seconds: dict[int, list[float]] = {size: [] for size in self._sizes}
         self._evidence = Evidence([1.0] * len(self._sizes), weight=_WEIGHT, memory=_MEMORY)
         self._expected = [0.0] * len(self._sizes)
         self._clock: Clock | None = None
@@ -44,7 +45,7 @@ class Buckets:
         """Drafted nodes of the next step."""
         if self._budget is None:
             # A text may have ended before the last trials were read, or begun.
-            self._trials = self._trials or [n for n in self._sizes if n not in self._seconds]
+            self._trials = self._trials or [n for n in self._sizes if not self._timed(n)]
             return self._trials.pop()
         believed = dict(zip(self._sizes, self._believed(), strict=True))
         return self._budget.best(believed, self._sizes[-1])[0]
@@ -67,12 +68,15 @@ class Buckets:
         if self._clock is not None and self._budget is not None:
             self._clock.learn(size + 1, seconds)
             self._budget.learn(1.0 + self._believed()[self._groups[size]], seconds)
-        elif size in self._made:
-            self._seconds.setdefault(size, seconds)
-            if len(self._seconds) == len(self._sizes):
-                self._clock = Clock({size + 1: taken for size, taken in self._seconds.items()})
-                self._budget = Budget(self._clock, self._sizes, padded=True)
-        self._made.add(size)
+            return
+        self._seconds[size].append(seconds)
+        if all(map(self._timed, self._sizes)):
+            quickest = {n + 1: min(taken[_MAKING:]) for n, taken in self._seconds.items()}
+            self._clock = Clock(quickest)
+            self._budget = Budget(self._clock, self._sizes, padded=True)
+
+    def _timed(self, size: int) -> bool:
+        return len(self._seconds[size]) >= _MAKING + _TIMED
 
     def _believed(self) -> list[float]:
         """Accepted tokens by size."""

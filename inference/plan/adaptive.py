@@ -142,8 +142,10 @@ def merged_trees(
     """
     sizes: list[int] = []
     if nodes is None:
-        sizes = _graphs(target_clock(target), sizes_for(target), sources)
-        nodes = sizes[-1]
+        clock, all_sizes = target_clock(target), sizes_for(target)
+        nodes = _best_fixed(clock, all_sizes, sources)
+        # Every step drafts the largest tree: one larger than usually pays would cost all of them.
+        sizes = [size for size in _graphs(clock, all_sizes, sources) if size <= nodes]
     parts: list[Part] = [] if heads is None else [heads]
     if recycles:
         parts.append(RecycledTrees(target.vocab_size, nodes))

@@ -193,6 +193,8 @@ def likeliest(tree: TokenTree, nodes: int) -> tuple[TokenTree, Tensor]:
     scores_BN, order_BN = _ranked(tree)
     expected_BN = scores_BN.gather(1, order_BN[:, 1:]).exp().cumsum(dim=1)
     expected_BN = torch.cat([torch.zeros_like(expected_BN[:, :1]), expected_BN], dim=1)
+    if nodes == tree.num_nodes:
+        return tree, expected_BN
     chosen_BM = order_BN[:, :nodes].sort(dim=1).values
     above_BM = tree.parents_BN.clamp_min(0).gather(1, chosen_BM)
     depth_BM = tree.depth_BN.gather(1, chosen_BM)

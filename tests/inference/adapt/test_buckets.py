@@ -33,16 +33,28 @@ def taken(
 def test_all_are_made_and_timed_before_any_is_chosen(late: int) -> None:
     buckets = Buckets(SIZES)
     unread: deque[int] = deque()
-    for number in range(6):
+    for number in range(12):
         size = buckets.next()
         assert size == (15, 7, 0)[number % 3]
         unread.append(size)
         if len(unread) > late:
             read = unread.popleft()
-            seconds = 100.0 if number - late < 3 else 1.0 + 0.02 * read
+            seconds = 100.0 if number - late < 6 else 1.0 + 0.02 * read
             buckets.learn(read, EXPECTED[read], EXPECTED, seconds)
-    # What graphs took to be made is no time; and of the last one the seconds may be still unread.
+    # What graphs took to be made and recorded is no time; and of the last one the seconds may be
+    # still unread.
     assert taken(buckets, 40, 1.0, late=late)[7] >= 40 - 2 * late
+
+
+@pytest.mark.parametrize("disturbed", range(4))
+def test_a_trial_that_was_interrupted_says_nothing(disturbed: int) -> None:
+    """Whichever it was: believed, the size would never be taken, and so never be timed again."""
+    buckets = Buckets(SIZES)
+    for number in range(12):
+        size = buckets.next()
+        pause = 50.0 if size == 7 and number // 3 == disturbed else 0.0
+        buckets.learn(size, EXPECTED[size], EXPECTED, 1.0 + 0.02 * size + pause)
+    assert taken(buckets, 40, 1.0)[7] == 40
 
 
 def test_more_nodes_where_they_take_no_longer_and_none_where_drafts_are_wrong() -> None:
