@@ -7,7 +7,6 @@ D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.base import After
-from medusa_heads.trees.tree import TokenTree
+from medusa_heads.trees.tree import Ranked, TokenTree
 
 DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
 DYNAMIC_SIZES = (3, 7, 11, 15, 23, 31, 47, 63)  # drafted nodes measured when heads are trained
@@ -158,7 +157,7 @@ def best_first_tree(
     # in a stable order, also where scores are too large for the difference.
     ranked_BC = scores_BC - 1e-6 * depth_C
     order_BC = ranked_BC.argsort(dim=1, descending=True, stable=True)
-    chosen_BN = order_BC[:, : num_drafted + 1].sort(dim=1).values
+    chosen_BN, places_BN = order_BC[:, : num_drafted + 1].sort(dim=1)
     # All parents are among the chosen, which are in order; the root stands above itself.
     above_BN = torch.searchsorted(chosen_BN, torch.cat(parents, dim=1).gather(1, chosen_BN))
     path_scores_BN = scores_BC.gather(1, chosen_BN)
@@ -169,6 +168,7 @@ def best_first_tree(
         depth_BN=depth_BN,
         ancestors_BNN=_ancestors(above_BN, num_levels + max(further, 0)),
         log_probs_BN=path_scores_BN - path_scores_BN.gather(1, above_BN),
+        ranked=Ranked(path_scores_BN, places_BN),
     )
 
 
@@ -190,35 +190,27 @@ def _ancestors(above_BN: Tensor, max_depth: int) -> Tensor:
 def likeliest(tree: TokenTree, nodes: int) -> tuple[TokenTree, Tensor]:
     """So many of a best-first tree's likeliest nodes, root included: the best-first tree of that
     size. And the tokens expected to be accepted [B, N] of the 0, 1, 2, .. likeliest."""
-    scores_BN, order_BN = _ranked(tree)
-    expected_BN = scores_BN.gather(1, order_BN[:, 1:]).exp().cumsum(dim=1)
-    expected_BN = torch.cat([torch.zeros_like(expected_BN[:, :1]), expected_BN], dim=1)
+    assert tree.ranked is not None
+    scores_BN, ranks_BN = tree.ranked
+    chances_BN = torch.zeros_like(scores_BN).scatter(1, ranks_BN, scores_BN.exp())
+    expected_BN = chances_BN.cumsum(dim=1) - 1.0  # the root is no draft
     if nodes == tree.num_nodes:
         return tree, expected_BN
-    chosen_BM = order_BN[:, :nodes].sort(dim=1).values
+    # Their places, in the order of the places: of the others none is smaller.
+    numbers_BN = torch.arange(tree.num_nodes, device=ranks_BN.device).expand_as(ranks_BN)
+    chosen_BN = numbers_BN.where(ranks_BN < nodes, tree.num_nodes).sort(dim=1).values
+    chosen_BM = chosen_BN[:, :nodes]
     above_BM = tree.parents_BN.clamp_min(0).gather(1, chosen_BM)
     depth_BM = tree.depth_BN.gather(1, chosen_BM)
     columns_BNM = chosen_BM[:, None].expand(-1, tree.num_nodes, -1)
     rows_BMM = chosen_BM[:, :, None].expand(-1, -1, nodes)
-    assert tree.log_probs_BN is not None
     smaller = TokenTree(
         tokens_BN=tree.tokens_BN.gather(1, chosen_BM),
         parents_BN=torch.searchsorted(chosen_BM, above_BM).where(depth_BM > 0, -1),
         depth_BN=depth_BM,
         ancestors_BNN=tree.ancestors_BNN.gather(2, columns_BNM).gather(1, rows_BMM),
-        log_probs_BN=tree.log_probs_BN.gather(1, chosen_BM),
     )
     return smaller, expected_BN
-
-
-def _ranked(tree: TokenTree) -> tuple[Tensor, Tensor]:
-    """The score of every node's path [B, N], and the nodes in order, the likeliest first."""
-    assert tree.log_probs_BN is not None
-    sums_BN = (tree.log_probs_BN[:, None] * tree.ancestors_BNN).sum(-1)
-    # Rounded, a sum may be above that of the parent, which must come first.
-    scores_BN = sums_BN[:, None].where(tree.ancestors_BNN, math.inf).amin(-1)
-    ranked_BN = scores_BN - 1e-6 * tree.depth_BN
-    return scores_BN, ranked_BN.argsort(dim=1, descending=True, stable=True)
 
 
 def accepted_by_size(tree: TokenTree, true_BK: Tensor, sizes: Sequence[int]) -> list[int]:
@@ -230,5 +222,6 @@ def accepted_by_size(tree: TokenTree, true_BK: Tensor, sizes: Sequence[int]) -> 
     right_BN = tree.tokens_BN == true_BK.gather(1, (tree.depth_BN - 1).clamp_min(0))
     right_BN[:, 0] = True
     kept_BN = ~(~right_BN[:, None] & tree.ancestors_BNN).any(-1)
-    kept_by_rank_BN = kept_BN.gather(1, _ranked(tree)[1])
+    assert tree.ranked is not None
+    kept_by_rank_BN = torch.zeros_like(kept_BN).scatter(1, tree.ranked.ranks_BN, kept_BN)
     return [int(kept_by_rank_BN[:, 1 : size + 1].sum()) for size in sizes]

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads.config import RankPath
+
+
+class Ranked(NamedTuple):
+    """The nodes of a tree that was grown likeliest first, none of which comes before its parent.
+
+    Attributes:
+        scores_BN: log-probability of each node's path.
+        ranks_BN: which one it was; the root is 0.
+    """
+
+    scores_BN: Tensor
+    ranks_BN: Tensor
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,7 @@ class TokenTree:
             knows it; only lossy acceptance rules ask for it.
         drawn_from: of nodes whose children were drawn rather than chosen: the distribution [B, V]
             they were drawn from, one after the other and none twice, in the order of their indices.
+        ranked: where the tree was grown likeliest first.
     """
 
     tokens_BN: Tensor
@@ -50,6 +64,7 @@ class TokenTree:
     ancestors_BNN: Tensor
     log_probs_BN: Tensor | None = None
     drawn_from: Mapping[int, Tensor] = field(default_factory=dict)
+    ranked: Ranked | None = None
 
     @property
     def num_nodes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models.assisted import AssistedModel
-from medusa_heads.trees.tree import TokenTree, TreeShape
+from medusa_heads.trees.tree import Ranked, TokenTree, TreeShape
 from tests.conftest import DEVICE
 from tests.inference.planted import BUSHY
 from tests.inference.reference import reference
@@ -47,10 +48,11 @@ class PlantedOnDevice(Drafter):
         goal_B1 = self.truth[written_B1 % len(self.truth)]
         false_BN = (self.depth_N <= goal_B1) & ~self.on_path_N | (self.depth_N == goal_B1 + 1)
         tokens_BN = (true_BN + false_BN) % 199
-        # The true path is said to be the likeliest.
-        chances_N = (0.9 - 0.5 * ~self.on_path_N) * (self.depth_N > 0) + 1.0 * (self.depth_N == 0)
         tokens_BN = tokens_BN.where(self.depth_N > 0, state.roots_B[:, None])
-        return self.shape.tree(tokens_BN, chances_N.log().expand(tokens_BN.shape))
+        # The true path is said to be the likeliest.
+        order_N = (100 * ~self.on_path_N + self.depth_N).argsort(stable=True)
+        ranks_BN = order_N.argsort().expand_as(tokens_BN)
+        return replace(self.shape.tree(tokens_BN), ranked=Ranked(-0.2 * ranks_BN, ranks_BN))
 
 
 def with_heads(model: Any, backend: Any = "eager", **config: Any) -> MedusaModel:

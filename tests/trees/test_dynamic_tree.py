@@ -102,10 +102,9 @@ def test_the_likeliest_nodes_are_the_best_tree_of_their_number(
     larger = best_first_tree(roots_B, guess, nodes, 4)
     tree, expected_BN = likeliest(larger, fewer + 1)
     for size in range(nodes + 1):
-        log_probs_BN = likeliest(larger, size + 1)[0].log_probs_BN
-        ancestors_BNN = likeliest(larger, size + 1)[0].ancestors_BNN
-        assert log_probs_BN is not None
-        chances_BN = (log_probs_BN[:, None] * ancestors_BNN).sum(-1).exp()
+        alone = best_first_tree(roots_B, guess, size, 4)
+        assert alone.ranked is not None
+        chances_BN = alone.ranked.scores_BN.exp()
         assert expected_BN[:, size].tolist() == pytest.approx((chances_BN.sum(1) - 1.0).tolist())
     if not fewer:
         assert tree.tokens_BN.tolist() == [[7], [8], [9]]
@@ -117,33 +116,22 @@ def test_the_likeliest_nodes_are_the_best_tree_of_their_number(
 
 @settings(deadline=None, max_examples=200)
 @given(
-    chances=st.lists(st.sampled_from([0.0, -1e-8, -1e-7, -3e-6, -0.3, -40.0, NEVER]), min_size=1),
-    above=st.lists(st.integers(0, 30)),
+    chances=st.lists(
+        st.sampled_from([0.0, -1e-8, -1e-7, -3e-6, -0.3, -40.0, NEVER]), min_size=12, max_size=12
+    ),
+    nodes=st.integers(1, 24),
 )
-def test_the_likeliest_nodes_have_their_parents(chances: list[float], above: list[int]) -> None:
+def test_the_likeliest_nodes_have_their_parents(chances: list[float], nodes: int) -> None:
     """However sure what stands behind what is unlikely, and however it is rounded."""
-    parents, depth = [-1], [0]
-    for node in range(1, len(chances) + 1):
-        parents.append(min(above[node - 1] if node <= len(above) else 30, node - 1))
-        depth.append(depth[parents[-1]] + 1)
-    order = sorted(range(len(parents)), key=depth.__getitem__)  # as trees stand
-    place = {node: i for i, node in enumerate(order)}
-    parents_N = [place.get(parents[node], -1) for node in order]
-    ancestors_NN = torch.eye(len(order), dtype=torch.bool)
-    for node, parent in enumerate(parents_N[1:], start=1):
-        ancestors_NN[node] |= ancestors_NN[parent]
-    tree = TokenTree(
-        tokens_BN=torch.arange(len(order))[None],
-        parents_BN=torch.tensor([parents_N]),
-        depth_BN=torch.tensor([[depth[node] for node in order]]),
-        ancestors_BNN=ancestors_NN[None],
-        log_probs_BN=torch.tensor([[0.0, *(chances[node - 1] for node in order[1:])]]),
-    )
+    log_probs_BKR = torch.tensor(chances).view(1, 4, 3).sort(dim=-1, descending=True).values
+    guess = independent(torch.arange(12).view(1, 4, 3), log_probs_BKR)
+    tree = best_first_tree(torch.tensor([99]), guess, nodes, 4)
     whole = paths(tree, 0)
-    for nodes in range(1, len(order) + 1):
-        smaller, expected_BN = likeliest(tree, nodes)
-        assert smaller.num_nodes == nodes and paths(smaller, 0) <= whole
-        assert torch.all(expected_BN.diff() >= 0)
+    for size in range(nodes + 1):
+        smaller, expected_BN = likeliest(tree, size + 1)
+        own = paths(smaller, 0)
+        assert len(own) == size and own <= whole
+        assert torch.all(expected_BN.diff() >= 0) and expected_BN[0, 0] == 0
 
 
 def test_certain_heads_draft_a_chain_with_parents_first() -> None:
