@@ -199,7 +199,7 @@ def likeliest(tree: TokenTree, nodes: int) -> tuple[TokenTree, Tensor]:
     # Their places, in the order of the places: of the others none is smaller.
     numbers_BN = torch.arange(tree.num_nodes, device=ranks_BN.device).expand_as(ranks_BN)
     chosen_BN = numbers_BN.where(ranks_BN < nodes, tree.num_nodes).sort(dim=1).values
-    chosen_BM = chosen_BN[:, :nodes]
+    chosen_BM = chosen_BN[:, :nodes].contiguous()
     above_BM = tree.parents_BN.clamp_min(0).gather(1, chosen_BM)
     depth_BM = tree.depth_BN.gather(1, chosen_BM)
     columns_BNM = chosen_BM[:, None].expand(-1, tree.num_nodes, -1)
