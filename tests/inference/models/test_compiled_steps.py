@@ -155,19 +155,6 @@ def test_recycled_trees_are_a_part_of_the_graph(tiny_llama: TinyLlama) -> None:
     assert graphs_of(recycling, 2, 20, **SAMPLING) == (True, 1, 0)
 
 
-def test_each_number_of_nodes_is_one_graph(tiny_llama: TinyLlama) -> None:
-    """Which later texts find."""
-    model = tiny_llama(num_layers=1)
-    model.generation_config.pad_token_id = 0
-    auto = TrainingFreeModel(model, compile="steps", compile_backend="eager")
-    sizes = len(auto.drafter.sizes)
-    assert sizes > 1 and graphs_of(auto, 2, 60) == (True, sizes, 0)
-    inputs: Any = padded([3, 0], 12)
-    made: Any = auto.generate(**inputs, do_sample=False, max_new_tokens=60)
-    assert torch.equal(made, model.generate(**inputs, do_sample=False, max_new_tokens=60))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == sizes
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
 def test_one_graph_for_two_thousand_tokens(tiny_llama: TinyLlama, options: dict[str, Any]) -> None:

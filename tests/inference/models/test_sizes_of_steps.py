@@ -1,4 +1,5 @@
-"""Whole steps that verify another number of nodes each: generate()'s tokens all the same."""
+"""Whole steps that verify another number of nodes each: the same text, and one graph for each
+number."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from medusa_heads.inference.engine import device_loop
+from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.trees.dynamic_tree import likeliest
 from medusa_heads.trees.tree import TokenTree
+from scripts.measure.host_waits import graphs_of
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.on_device import NEW, SAMPLING, drawn_planted, planted, text, with_heads
 from tests.inference.padded import padded
@@ -69,3 +72,37 @@ def test_another_number_of_nodes_at_every_step(
 
     monkeypatch.setattr(device_loop, "likeliest", without_ancestors)
     assert not torch.equal(text(medusa, inputs, **options), right)
+
+
+def test_each_number_of_nodes_is_one_graph(tiny_llama: TinyLlama) -> None:
+    """Which later texts find."""
+    model = tiny_llama(num_layers=1)
+    model.generation_config.pad_token_id = 0
+    auto = TrainingFreeModel(model, compile="steps", compile_backend="eager")
+    sizes = len(auto.drafter.sizes)
+    assert sizes > 1 and graphs_of(auto, 2, 60) == (True, sizes, 0)
+    inputs: Any = padded([3, 0], 12)
+    made: Any = auto.generate(**inputs, do_sample=False, max_new_tokens=60)
+    assert torch.equal(made, model.generate(**inputs, do_sample=False, max_new_tokens=60))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
+def test_each_number_of_nodes_is_one_graph_for_two_thousand_tokens(
+    tiny_llama: TinyLlama, options: dict[str, Any]
+) -> None:
+    model = tiny_llama(num_layers=1, max_position_embeddings=4096)
+    model.generation_config.pad_token_id = 0
+    auto = TrainingFreeModel(model, compile="steps")
+    graphs = graphs_of(auto, 3, 2000, **options)
+    assert graphs == (True, len(auto.drafter.sizes), 0) and graphs.graphs > 1
+    counters = torch._dynamo.utils.counters["stats"]
+    for padding, new in (([0, 3, 7], 1200), ([5, 0, 2], 2000)):  # of the same capacity, and not
+        given: Any = padded(padding, 12) | {"do_sample": False, "eos_token_id": None, **options}
+        made: list[Any] = []
+        for each in (auto, TrainingFreeModel(model, "suffix")):
+            torch.manual_seed(5)
+            made.append(each.generate(**given, max_new_tokens=new))
+        assert torch.equal(*made)
+    assert counters["unique_graphs"] <= 2 * graphs.graphs
