@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -107,6 +108,12 @@ def train_heads(
         RuntimeError: the target's weights changed, which a fault of this program would be.
         SystemExit: the process got SIGTERM; a checkpoint was written first.
     """
+    if draft_vocab not in get_args(DraftVocab):
+        words = " or ".join(get_args(DraftVocab))
+        raise ValueError(
+            f"draft_vocab must be {words}, got {draft_vocab!r}: a number of tokens is HeadsConfig's "
+            "draft_vocab_size"
+        )
     config, objective = config or HeadsConfig(), objective or LossConfig()
     hidden_cache = hidden_cache or CacheArguments()
     sharding = launched_sharding()
@@ -218,7 +225,7 @@ def _drafted(
 ) -> DraftVocabulary:
     """The tokens that heads draft: of a run that goes on those of its checkpoint, unless other ones
     are asked for, with which it is refused."""
-    known_C = None
+    known_C, vocab_size = None, run.target.vocab_size
     if run.checkpoint is not None:
         tensors = mapped_tensors(Path(run.checkpoint) / SAFE_WEIGHTS_NAME)
         known_C = next((t for name, t in tensors.items() if name.endswith(DRAFT_TOKENS)), None)
@@ -226,11 +233,17 @@ def _drafted(
             asked = "all"  # where none are known
         elif known_C is None or config.draft_vocab_size != len(known_C):
             known_C = None
+    if known_C is not None and not _are_ids(known_C, vocab_size):
+        raise ValueError(
+            f"the heads in {run.checkpoint!r} draft tokens that this target does not have (its "
+            f"vocabulary has {vocab_size:,}): go on with the target that they were begun for, or "
+            "begin anew"
+        )
     return choose_vocabulary(
-        run.data,
-        run.target.vocab_size,
-        config,
-        asked,
-        known_C=known_C,
-        whole_matrix=whole_matrix,
+        run.data, vocab_size, config, asked, known_C=known_C, whole_matrix=whole_matrix
     )
+
+
+def _are_ids(tokens: Tensor, vocab_size: int) -> bool:
+    plain = tokens.dtype == torch.int64 and tokens.dim() == 1 and len(tokens) > 0
+    return plain and bool(tokens.min() >= 0 and tokens.max() < vocab_size)

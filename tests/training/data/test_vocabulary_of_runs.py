@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_heads import MedusaModel
 from medusa_heads.checkpoint.checkpoint import load_heads
+from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
@@ -125,3 +127,33 @@ def test_a_resumed_run_keeps_what_it_chose(train: Train) -> None:
 def test_a_resumed_run_keeps_drafting_all(train: Train) -> None:
     assert train(2, draft_vocab="all").draft_tokens is None
     assert train(4, resume_from_checkpoint="last").draft_tokens is None
+
+
+def another(tokens_C: torch.Tensor, kind: str) -> torch.Tensor:
+    return {
+        "of a larger target": tokens_C + V,
+        "below 0": tokens_C - V,
+        "no ids": tokens_C + 0.5,
+        "none": tokens_C[:0],
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["of a larger target", "below 0", "no ids", "none"])
+def test_a_run_does_not_go_on_with_tokens_that_the_target_does_not_have(
+    kind: str, train: Train, tmp_path: Path
+) -> None:
+    train(2)
+    (file,) = tmp_path.glob("run/checkpoint-*/model.safetensors")
+    tensors = load_file(file)
+    name = f"heads.{DRAFT_TOKENS}"
+    save_file(tensors | {name: another(tensors[name], kind)}, file)
+    with pytest.raises(ValueError, match=r"draft tokens that this target does not have .*256"):
+        train(4, resume_from_checkpoint="last")
+
+
+@pytest.mark.parametrize("word", ["al", "None", 64, None])
+def test_a_word_that_says_no_vocabulary_is_refused(word: Any, train: Train, tmp_path: Path) -> None:
+    """It was taken for `auto`, as a number for the tokens was."""
+    with pytest.raises(ValueError, match="draft_vocab must be auto or all, got"):
+        train(draft_vocab=word)
+    assert not (tmp_path / "run").exists()
